@@ -3,6 +3,7 @@
     import shoal
 
     result = shoal.fit(MyTask, stop={"epochs": 3})                    # a network in the registry
+    outputs = shoal.load("mytask").predict(inputs)                    # here, or from an endpoint:
     with shoal.serve("mytask") as endpoint, endpoint.client() as client:
         client.infer("mytask", inputs)
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.api import connect, fit, load_run, serve
     from shoal.client import AsyncClient, Client
     from shoal.data import Data
+    from shoal.loaded import load
     from shoal.parallel.loss import Mean
     from shoal.registry import Registry
     from shoal.train import Task, TrainSpec
@@ -40,6 +42,7 @@ __all__ = [
     "connect",
     "errors",
     "fit",
+    "load",
     "load_run",
     "runs",
     "serve",
@@ -51,13 +54,28 @@ _HOMES = {
     **dict.fromkeys(("Task", "TrainSpec"), "shoal.train"),
     "ActorClient": "shoal.actor",
     "Data": "shoal.data",
+    "load": "shoal.loaded",
     "Mean": "shoal.parallel.loss",
     "Registry": "shoal.registry",
 }
 _ROOMS = frozenset(
     {
         *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "checkpoint", "open_inference"),
-        *("actor", "client", "cluster", "rl", "serve", "flows", "cli", "train", "parallel", "data", "cost", "api"),
+        *(
+            "actor",
+            "client",
+            "cluster",
+            "loaded",
+            "rl",
+            "serve",
+            "flows",
+            "cli",
+            "train",
+            "parallel",
+            "data",
+            "cost",
+            "api",
+        ),
         *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"),
         *("ray_call", "frame", "differentiation", "yaml_text", "device_memory"),
         *("store", "sync", "batching", "search", "sources", "plugins", "extend", "libs"),

@@ -33,8 +33,9 @@ def fit(
 
     task:     a Task class (also one defined in a notebook); a word, as `shoal run train task=...` takes it:
               `my_task.py:MyTask`, `package.module:MyTask`, or a recipe's name; a Task of `shoal.hf`; or a TrainSpec
-    register: register the network as a new version of `name` (by default the class's name in lower case), and move the
-              alias `champion` to it
+    register: register the network as a new version of `name` (by default the class's name in lower case). The best one
+              on the same validation data is `champion`, by the metric of `stop.target`, else of `stop.convergence`,
+              else by the loss; `aliases=["candidate"]` names it otherwise
     say:      receives progress lines; None for silence
     fields:   of TrainSpec, nested ones as dicts:
               `stop={"epochs": 3}`, `stop={"target": "accuracy>=0.9"}`, `optimizer={"learning_rate": 1e-3}`,
@@ -45,7 +46,8 @@ def fit(
     ("ddp", "fsdp", "tensor", "pipeline", or degrees). Ctrl-C saves a checkpoint and returns; `resume=result.run_id`
     continues.
 
-    Returns the outcome: `result.metrics` of the retained network, `result.run_id` for `shoal.load_run`.
+    Returns the outcome: `result.metrics` of the retained network, `result.model` for `shoal.load`, `result.run_id` for
+    `shoal.load_run`.
     Raises ConfigError for a field or a Task that does not fit, PlanError for a model that does not fit the plan,
     DataError, NotFinite, OutOfMemory (all of them ShoalError); the run's record has the reason.
 
@@ -56,8 +58,8 @@ def fit(
 
         result = shoal.fit(Line, stop={"epochs": 20})
     """
+    from shoal.runs.formatting import format_metrics
     from shoal.train.launch.local import fit_locally
-    from shoal.train.reporting.console import format_metrics
 
     spec = make_train_spec(task, fields)
     if spec.workers == 1 and not spec.has_replicas:
@@ -65,6 +67,10 @@ def fit(
         if say:
             metrics = format_metrics(result.metrics)
             say(f"run {result.run_id}: {result.detail}, {result.seconds:.1f} s{'; ' if metrics else ''}{metrics}")
+            if result.registration:
+                say(result.registration)
+            if result.is_interrupted:
+                say(f'Go on with: the same call, and resume="{result.run_id}"')
         return result
     attachment.acquire()
     try:

@@ -243,15 +243,16 @@ class InferenceError(ShoalError):
     """A request that an endpoint rejects; `status` is the HTTP status of the answer.
 
     `retry_after_s`: how long until the same request may succeed; None if unknown.
+    `field`: the column of a row that is at fault; "" for none.
     """
 
-    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None, field: str = "") -> None:
         message = message.encode(errors="backslashreplace").decode()  # lone surrogates of file names are not UTF-8
-        self.status, self.message, self.retry_after_s = status, message, retry_after_s
+        self.status, self.message, self.retry_after_s, self.field = status, message, retry_after_s, field
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.status, self.message, self.retry_after_s))
+        return (type(self), (self.status, self.message, self.retry_after_s, self.field))
 
 
 class ModelError(InferenceError):

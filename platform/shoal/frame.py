@@ -53,6 +53,15 @@ def to_floats(field: str, values: Any, columns: Sequence[str] | None = None) -> 
     return np.stack(result, 1) if result else np.zeros((len(values), 0))
 
 
+def list_rows(values: Any) -> list[Any]:
+    """A frame as its rows, each a dict by column, with None for missing values; all else as a list."""
+    if _is_arrow(values):
+        return list(values.to_pylist())
+    if _is_of("pandas", values, "DataFrame"):
+        return list(values.astype(object).where(values.notna(), None).to_dict("records"))
+    return list(values)
+
+
 def select_columns(values: Any, columns: Sequence[str]) -> np.ndarray:
     """The columns of a frame, as NumPy has their values: [rows, columns]."""
     if _is_arrow(values):
@@ -154,15 +163,15 @@ def _convert_all(field: str, name: str, values: Iterable[Any]) -> np.ndarray:
     """Values one by one, each of any type."""
     result = []
     for row, value in enumerate(values):
-        number = _to_number(value)
+        number = to_number(value)
         if number is None:
             raise DataError(field, name, f"row {row} has {value!r}, which is no number", REMEDY)
         result.append(number)
     return np.array(result, np.float64)
 
 
-def _to_number(value: Any) -> float | None:
-    """None for what has no number."""
+def to_number(value: Any) -> float | None:
+    """A value that may be missing (NaN), a date or a duration, as a number; None for what has none."""
     if value is None or value is getattr(sys.modules.get("pandas"), "NA", None):
         return np.nan
     if value is getattr(sys.modules.get("pandas"), "NaT", None):

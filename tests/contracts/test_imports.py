@@ -22,7 +22,7 @@ LEVELS = [
     {"libs"},
     {"extend"},
     {"cli", "api"},
-    {"flows"},
+    {"flows", "loaded"},
     {"train", "rl", "serve"},
     {"cluster"},
     {"actor", "client"},

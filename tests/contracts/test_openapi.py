@@ -45,6 +45,7 @@ OWN_STATUSES = {
     RouteAction.MODEL_READY: {404, 503},
     RouteAction.MODEL_CONFIG: {404},
     RouteAction.INFER: {404, 422, 500, 503, 504},
+    RouteAction.ROWS: {404, 422, 500, 503, 504},
     RouteAction.STATISTICS: {404},
     RouteAction.LOAD: {404, 409, 503},
     RouteAction.UNLOAD: {404, 409, 503},
@@ -133,7 +134,9 @@ def test_nothing_in_it_is_unused_and_every_reference_is_there() -> None:
 
 def checks(template: str) -> list[CheckFunction]:
     # Whether a tensor fits depends on the model; the document is of any.
-    excluded = {"positive_data_acceptance"} if template.endswith(("/infer", "/rollout", "/episodes")) else set()
+    excluded = (
+        {"positive_data_acceptance"} if template.endswith(("/infer", "/rows", "/rollout", "/episodes")) else set()
+    )
     return [CHECKS.get_one(name) for name in CHECKS.get_all_names() if name not in excluded]
 
 

@@ -49,7 +49,7 @@ from shoal.wire import (
     pack_segment,
     unpack_segment,
 )
-from shoal.wire.experience_spec import DTYPES, ConvolutionSpec
+from shoal.wire.experience_spec import DTYPES, ConvolutionSpec, SpaceSpec
 from shoal.wire.messages import Message
 
 EXCHANGE = json.loads((Path(__file__).parents[2] / "docs" / "protocol-example.json").read_text())
@@ -62,6 +62,7 @@ NESTED = {
     "extra spec": ExtraSpec,
     "tensor spec": TensorSpec,
     "policy spec": PolicySpec,
+    "space spec": SpaceSpec,
     "convolution spec": ConvolutionSpec,
 }
 TYPES = {
@@ -73,6 +74,8 @@ TYPES = {
     float | None: "float or nil",
     int | None: "int or nil",
     int | list[int | float] | None: "int, array of number or nil",
+    bool | None: "bool or nil",
+    bool | msgspec.UnsetType: "bool",
     int | msgspec.UnsetType: "int",
     str | msgspec.UnsetType: "str",
     tuple[int, ...]: "array of int",
@@ -84,6 +87,8 @@ TYPES = {
     ExperienceSpec: "experience spec",
     TensorSpec: "tensor spec",
     PolicySpec: "policy spec",
+    SpaceSpec | None: "space spec or nil",
+    tuple[SpaceSpec, ...]: "array of space spec",
     tuple[ConvolutionSpec, ...]: "array of convolution spec",
     tuple[ExtraSpec, ...]: "array of extra spec",
 }

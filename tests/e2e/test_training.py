@@ -77,7 +77,7 @@ def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, f
     losses: dict[int, float] = {}
 
     class Journal(NullLog):
-        def log(self, step: int, values: Any) -> None:
+        def log(self, step: int, values: Any, at: float | None = None) -> None:
             losses.update({step: values["train/loss"]} if "train/loss" in values else {})
 
     Trainer(spec, Toy(), world, folder, journal=Journal()).run()

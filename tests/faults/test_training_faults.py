@@ -55,7 +55,7 @@ def losses_without_ray(world: World, folder: Path, spec: TrainSpec) -> dict[int,
     losses: dict[int, float] = {}
 
     class Journal:
-        def log(self, step: int, values: dict[str, float]) -> None:
+        def log(self, step: int, values: dict[str, float], at: float | None = None) -> None:
             losses.update({step: values["train/loss"]} if "train/loss" in values else {})
 
         def record_event(self, kind: str, /, **details: object) -> None:

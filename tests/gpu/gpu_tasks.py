@@ -77,7 +77,7 @@ class Log:
         self.values: dict[int, dict[str, float]] = {}
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self.values.setdefault(step, {}).update(values)
 
     def record_event(self, kind: str, /, **details: object) -> None:

@@ -71,7 +71,7 @@ class Run:
     def _is_over(self) -> bool:
         return self._lost_at is not None and self.steps[-1] >= self._lost_at + STEPS_AFTER
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         if "train/loss" in values:
             self.steps.append(step)
         if step >= STEPS_BEFORE and len(list(self._marks.glob(f"{self._kind}@*"))) > 1:

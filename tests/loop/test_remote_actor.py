@@ -54,13 +54,14 @@ def test_two_episodes_at_once_become_a_segment_each(inference: str) -> None:
             actor.reward(0.5, "red")
             actor.reward(0.25, "red")
             actor.act(observe(-step), "blue")
-        actor.end_episode(observe(9), episode="red")
+        actor.end_episode(observe(9), episode="red", success=True)
         actor.end_episode(observe(-9), truncated=True, episode="blue")
         batch = parts.take(6, 6, 4)
         assert batch.observations[:, 0].tolist() == [0, 1, 2, 9, 0, -1, -2, -9]
         assert batch.rewards.tolist() == [0.75] * 3 + [0.0] * 3
         assert (batch.lengths.tolist(), batch.terminated.tolist()) == ([3, 3], [True, False])
         assert (batch.versions.tolist(), parts.gateway.stats()["episodes"]) == ([1] * 6, 2)
+        assert parts.gateway.stats()["episode_spread"]["success_rate"] == 1.0
 
 
 def test_what_a_game_may_not_do_is_an_error_and_its_episode_stays() -> None:

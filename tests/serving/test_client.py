@@ -7,18 +7,23 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
+from serving import table_model
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy
 from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
+from shoal.registry import TensorSignature
 from shoal.serve.controller.admin_api import LOAD_TIMEOUT_S
 from shoal.serve.controller.change_request import ChangeRequest
 
@@ -33,6 +38,8 @@ def host() -> FakeHost:
         FakeModel("two", tensors(a=("FP32", [-1, 2]), b=("INT64", [-1]))),
         FakeModel("every", tensors(**every)),
         FakeModel("empty", versions=()),
+        FakeModel("charges", table_model.SIGNATURE.inputs),
+        FakeModel("iris", [TensorSignature(name="x", datatype="FP32", shape=[-1, 2], columns=["length", "width"])]),
         shelf=(FakeModel("shelved"),),
     )
 
@@ -67,6 +74,37 @@ def test_every_datatype_goes_there_and_back(client: Client) -> None:
         expected = np.array([[b"a", "ß".encode()]], dtype=object) if name == "bytes" else array
         np.testing.assert_array_equal(answer[name], expected, err_msg=name)
         assert answer[name].dtype == expected.dtype, name
+
+
+CHARGES = {"age": 72.0, "plan": "basic", "since": 1748649600.0, "active": 1.0, "balance": None}
+
+
+def test_rows_are_taken_as_they_are_one_many_or_a_frame(client: Client) -> None:
+    assert client.predict("charges", table_model.ROW) == CHARGES
+    frame = pd.DataFrame([table_model.ROW] * 3).assign(since=pd.to_datetime(["2025-05-31", None, "2025-06-01"]))
+    found = client.predict("charges", frame, rows_per_request=2)
+    assert [row["since"] for row in found] == [1748649600.0, None, 1748736000.0]
+    assert found[0] == CHARGES
+    arrow = pa.table({"length": pa.array([0.1, 2.5], pa.float32()), "width": [1, 2]})
+    assert client.predict("iris", arrow, version=7) == [
+        {"x": {"length": 0.1, "width": 1.0}},
+        {"x": {"length": 2.5, "width": 2.0}},
+    ]
+    values = {"age": np.int64(72), "active": np.bool_(True), "since": pd.NaT, "balance": Decimal("1.5"), "plan": None}
+    assert client.predict("charges", values) == {**CHARGES, "since": None, "balance": 1.5, "plan": ""}
+
+
+def test_what_does_not_fit_a_row_names_its_column(client: Client) -> None:
+    with pytest.raises(InferenceError, match=r"age = 'old'.*is no number") as caught:
+        client.predict("charges", {**table_model.ROW, "age": "old"})
+    assert (caught.value.status, caught.value.field) == (422, "age")
+    with pytest.raises(InferenceError, match="width = None: row 1 is no FP32") as caught:
+        client.predict("iris", [{"length": 1, "width": 2}, {"length": 1, "width": None}])
+    assert caught.value.field == "width"
+    with pytest.raises(InferenceError, match=r"expected FP32 \[-1, 3\]"):
+        client.predict("m", {"x": [1, 2]})
+    with pytest.raises(ConfigError, match="type complex"):
+        client.predict("charges", {**table_model.ROW, "plan": {1j}})
 
 
 def test_outputs_are_those_of_a_mapping(client: Client) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from serving import table_model
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient
@@ -22,6 +23,7 @@ def host() -> FakeHost:
         FakeModel("m", tensors(x=("FP32", [-1, 3]))),
         FakeModel("other", tensors(x=("FP32", [-1, 3]))),
         FakeModel("empty", versions=()),
+        FakeModel("charges", table_model.SIGNATURE.inputs),
         shelf=(FakeModel("shelved"),),
     )
 
@@ -175,3 +177,9 @@ async def _until(condition: object) -> None:
     async with asyncio.timeout(60.0):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_rows_are_taken_as_they_are(endpoint: tuple[str, Counting]) -> None:
+    async with AsyncClient(endpoint[0], token=TOKEN) as client:
+        [found] = await client.predict("charges", [table_model.ROW])
+    assert (found["plan"], found["age"], found["balance"]) == ("basic", 72.0, None)

@@ -160,7 +160,7 @@ class Losses(NullLog):
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
 
-    def log(self, step: int, values: Any) -> None:
+    def log(self, step: int, values: Any, at: float | None = None) -> None:
         if "train/loss" in values:
             self.by_step[step] = values["train/loss"]
 

@@ -155,7 +155,7 @@ class Values(NullLog):
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         for name, value in values.items():
             self.values.setdefault(name, []).append(value)
 

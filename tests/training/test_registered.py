@@ -13,6 +13,7 @@ import torch
 
 import shoal.runs
 from shoal.errors import ConfigError
+from shoal.loaded.__main__ import main as loaded_main
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Run, Status
 from shoal.serve.model.predictor import Predictor
@@ -277,3 +278,39 @@ def test_an_error_in_a_registered_source_shows_its_lines() -> None:
 )
 def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:
     assert make_model_name(TrainSpec.parse(spec)) == name
+
+
+def test_a_run_that_is_worse_than_the_champion_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_of().override(["optimizer.learning_rate=0.05", "stop.epochs=3"])
+    good = fit_locally(spec, say=print)
+    assert (good.model, good.decision) == ("toy@1", "champion is 1: there was none")
+    bad = fit_locally(spec.override(["optimizer.learning_rate=1e-9"]))
+    loss, better = (f"{each.metrics['loss']:.3g}" for each in (bad, good))
+    assert bad.registration == f"registered toy@2; champion stays 1: loss {better} < {loss}"
+    assert shoal.runs.load(bad.run_id).last_events()["registered"] == {"model": "toy@2", "decision": bad.decision}
+    assert fit_locally(spec.override(["aliases=[champion]"])).decision == ""
+    assert Registry().get("toy@champion").version == 3
+
+
+def test_a_version_whose_code_is_not_all_stored_is_told_at_the_end_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports a module by a name that no import statement has, from a folder that no endpoint knows."""
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "blocks_of_mine.py").write_text("WIDTH = 4\n")
+    text = TASK.read_text().replace(
+        "class Toy", "import importlib\nimportlib.import_module('blocks_' + 'of_mine')\n\n\nclass Toy"
+    )
+    (tmp_path / "told.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "hidden"))
+    monkeypatch.setenv("SHOAL_VERIFY", "1")
+    said: list[str] = []
+    outcome = fit_locally(spec_of(task=f"{tmp_path}/told.py:Toy"), say=said.append)
+    details = shoal.runs.load(outcome.run_id).last_events()["unservable"]
+    assert details["model"] == outcome.model == "toy@1"
+    assert "No module named 'blocks_of_mine'" in details["error"]
+    assert any("toy@1 is registered, but an endpoint could not load it" in line for line in said)
+
+
+def test_a_version_whose_code_is_stored_passes(trained: Run) -> None:
+    assert loaded_main("toy@1") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_words_that_are_refused_leave_the_record_as_it_was() -> None:
         assert refused.status is Status.FAILED
     fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6"]), registers=False)
     assert shoal.runs.load(run.id).latest()["train/step"] == 6
+
+
+def test_values_keep_the_time_at_which_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained()
+    before, clock = run.metrics()["time"], time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 1000.0)
+    said: list[str] = []
+    fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6"]), registers=False, say=said.append)
+    after = shoal.runs.load(run.id).metrics()["time"]
+    assert after[:4].to_list() == pytest.approx(before[:4].to_list(), abs=500.0)
+    assert (after[4:] > 900.0).all()
+    assert not [line for line in said if line.startswith("step      4")]
 
 
 def test_words_with_which_it_trained_stay_whatever_comes_then() -> None:

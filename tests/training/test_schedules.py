@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from shoal.errors import ConfigError
-from shoal.train.optim.lr_schedule import compute_learning_rate, compute_momentum, epochs_to_steps, resolve_total_steps
+from shoal.train.optim.lr_schedule import compute_learning_rate, compute_momentum, resolve_total_steps
+from shoal.train.run_facts import epochs_to_steps
 from shoal.train.spec import ScheduleSpec, TrainSpec
 
 

@@ -142,4 +142,4 @@ def test_tables_travel_and_merge() -> None:
         format_quantity(0.0021, "seconds"),
         format_quantity(0.25, "share"),
     ]
-    assert words == ["3 MiB", "2.5 GFLOP", "2.1 ms", "25.0%"]
+    assert words == ["3 MiB", "2.5 GFLOP", "2.1 ms", "25%"]

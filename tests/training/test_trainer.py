@@ -37,7 +37,7 @@ class Notes:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.histograms: list[tuple[int, str]] = []
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self.metrics.setdefault(step, {}).update(values)
 
     def record_event(self, kind: str, /, **details: object) -> None:

@@ -32,7 +32,7 @@ class Losses(NullLog):
         self.by_step: dict[int, float] = {}
         self.eager_reasons: list[object] = []
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         if "train/loss" in values:
             self.by_step[step] = values["train/loss"]
 

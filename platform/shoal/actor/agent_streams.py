@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,8 @@ from shoal.errors import ConfigError
 from shoal.wire import EpisodeSummary, ExperienceSpec, Segment
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS
+
+SUCCESS_KEYS = ("is_success", "success")  # of the info with which an episode ends
 
 
 class Environment(Protocol):
@@ -101,6 +104,8 @@ class AgentStream(SegmentBuilder):
         self.observation = observation
         extras = self.find_extras(info, terminated, truncated) if self._extras else NO_EXTRAS
         segment = self.step(*choice, reward, observation, terminated, truncated, extras)
+        if segment is not None and segment.episode_return is not None:
+            segment = add_success(segment, info)
         if self._unrecorded is None:
             return segment
         if self.has_credit:
@@ -109,8 +114,8 @@ class AgentStream(SegmentBuilder):
         if segment is None:
             self.discard_steps()
         elif segment.episode_return is not None:  # never a segment for the learner: ends would be most of its batch
-            summary = EpisodeSummary(segment.episode_return, segment.episode_length or 1, self.opponent)
-            self._unrecorded.append(summary)
+            ended = segment.episode_return, segment.episode_length or 1, self.opponent, segment.success
+            self._unrecorded.append(EpisodeSummary(*ended))
         return None
 
     def find_extras(
@@ -133,6 +138,19 @@ def find_mask(
     if INFO_KEY not in info:
         raise ConfigError("env", INFO_KEY, "is missing in info, and this run has action masks")
     return read_mask(info[INFO_KEY], tuple(choices))
+
+
+def find_success(info: Mapping[str, Any]) -> bool | None:
+    """Whether an episode that has ended with this info has reached its goal; None where the environment does not say,
+    under one of the names that environments with goals have for it."""
+    found = next((info[name] for name in SUCCESS_KEYS if name in info), None)
+    return None if found is None else bool(np.all(found))
+
+
+def add_success(segment: Segment, info: Mapping[str, Any]) -> Segment:
+    """Add it to the last segment of an episode."""
+    success = find_success(info)
+    return segment if success is None else replace(segment, success=success)
 
 
 class Runner(Protocol):
@@ -289,7 +307,7 @@ class BatchGame:
             if has_extras:
                 self._extras[index] = self._streams[index].find_extras(info, terminated, truncated)
             if terminated or truncated or starts[index] == full_start:
-                self._send_segment(index, terminated, truncated)
+                self._send_segment(index, terminated, truncated, info)
                 if terminated or truncated:
                     self._reset_environment(index)
         self._take_observations()
@@ -307,7 +325,7 @@ class BatchGame:
             observations = convert_rows("observation", observations, self._dtype, self._batch_shape)
         self._rows[self._num_steps % self._length] = self.observations = observations
 
-    def _send_segment(self, index: int, terminated: bool, truncated: bool) -> None:
+    def _send_segment(self, index: int, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> None:
         """Cut a segment, which ends with the newest observation, the real one, and send it."""
         positions = [step % self._length for step in range(self._starts[index], self._num_steps)]
         steps, stream = [self._steps[each] for each in positions], self._streams[index]
@@ -326,7 +344,8 @@ class BatchGame:
             result = [*(step.extras[index] for step in steps), self._extras[index]][: each.count_rows(len(steps))]
             rows, shape = np.array([row[each.name] for row in result]), (len(result), *each.tensor.shape)
             extras[each.name] = convert_rows(each.name, rows, each.tensor.numpy_dtype(), shape)
-        self._runner.send(stream, stream.make_segment(observations, *columns, terminated, truncated, extras))
+        segment = stream.make_segment(observations, *columns, terminated, truncated, extras)
+        self._runner.send(stream, add_success(segment, info) if terminated or truncated else segment)
 
 
 def to_float(reward: Any) -> float:
@@ -367,6 +386,10 @@ class AgentsEpisode:
     def get_mask(self, agent: Any) -> Any:
         """The action mask of an agent's newest observation; None without."""
         return self._infos.get(agent, {}).get(INFO_KEY)
+
+    def find_success(self, agent: Any) -> bool | None:
+        """Whether an agent that has ended has reached its goal; None where the environment does not say."""
+        return find_success(self._infos.get(agent, {}))
 
     def step(self, actions: Mapping[Any, Any]) -> None:
         """`actions`: of those who have observations."""

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -70,10 +70,17 @@ class EpisodeActor(ABC, Generic[C, E]):
 
     @abstractmethod
     def end_episode(
-        self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
+        self,
+        observation: Any,
+        *,
+        truncated: bool = False,
+        episode: Hashable = None,
+        mask: Any = None,
+        success: bool | None = None,
     ) -> None:
         """End an episode. `observation` is the real one after its last step; `truncated`: a limit has cut it off; then
-        `mask` is its action mask, by default one that allows everything."""
+        `mask` is its action mask, by default one that allows everything. `success`: whether it reached its goal, in a
+        game that has one: of these is the run's success rate."""
 
     @abstractmethod
     def close(self, drain_timeout_s: float = 2.0) -> None:
@@ -182,14 +189,20 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         return action
 
     def end_episode(
-        self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
+        self,
+        observation: Any,
+        *,
+        truncated: bool = False,
+        episode: Hashable = None,
+        mask: Any = None,
+        success: bool | None = None,
     ) -> None:
         playing = self._find(episode)
         self._check()
         if playing.is_recorded:
             info = {} if mask is None else {INFO_KEY: mask}
             allowed = find_mask(info, find_choices(self.client.spec), not truncated, truncated)
-            self._record(playing, observation, episode, allowed, not truncated, truncated)
+            self._record(playing, observation, episode, allowed, not truncated, truncated, success)
         self._policy.reset(episode)
         del self._episodes[episode]
 
@@ -239,6 +252,7 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         allowed: np.ndarray | None,
         terminated: bool = False,
         truncated: bool = False,
+        success: bool | None = None,
     ) -> None:
         action, log_probability, version = playing.step
         extras = self._get_extras(episode, allowed)
@@ -247,6 +261,8 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         )
         if segment is None or self.finished:
             return
+        if success is not None:
+            segment = replace(segment, success=bool(success))
         with self._changed:
             if len(self._waiting) >= self._max_waiting:
                 self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting, self._budget_s)

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import ConfigError
+from shoal.wire import SpaceSpec
 from shoal.wire.action_masks import INFO_KEY
+from shoal.wire.spaces import describe_space
 
 # Observations that become one array, as gymnasium.spaces.flatten does: parts in the order of the space, choices as
 # one-hot vectors.
@@ -31,6 +33,7 @@ class FlatSpace:
         parts = _get_parts(space)
         self.has_mask = INFO_KEY in parts
         self._names = [each for each in parts if each != INFO_KEY and each not in ignored]
+        self.described = describe_space(space, ignored)
         self._parts = space
         if len(self._names) < len(parts):
             if not self._names:
@@ -123,7 +126,17 @@ def flatten_environment(environment: Any, name: str, ignored: Sequence[str] = ()
 
     wrapped = Flat(environment)
     wrapped.observation_space = flat.space
+    wrapped.flat = flat
     return wrapped
+
+
+def find_flattened(environment: Any, agents: Sequence[str] = ()) -> SpaceSpec | None:
+    """What the environment shows before it becomes flat; None where it is flat by itself. agents: those that are asked
+    for, in an environment of several; (): all, who see alike."""
+    if isinstance(environment, FlatAgents):
+        return environment.flat[agents[0] if agents else environment.possible_agents[0]].described
+    flat = getattr(environment, "flat", None)
+    return flat.described if isinstance(flat, FlatSpace) else None
 
 
 def flatten_agents(environment: Any, name: str, ignored: Sequence[str] = ()) -> Any:
@@ -138,13 +151,13 @@ class FlatAgents:
     """An environment of several agents, with flat observations and masks in infos."""
 
     def __init__(self, environment: Any, flat: Mapping[str, FlatSpace]) -> None:
-        self._environment, self._flat = environment, flat
+        self._environment, self.flat = environment, flat
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
     def observation_space(self, agent: str) -> Any:
-        return self._flat[agent].space
+        return self.flat[agent].space
 
     def reset(self, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         return self._flatten(*self._environment.reset(seed=seed))
@@ -159,7 +172,7 @@ class FlatAgents:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         flat, result = dict[str, Any](), dict(infos)
         for agent, observation in observations.items():
-            flat[agent], result[agent] = self._flat[agent].flatten(observation, result.get(agent, {}))
+            flat[agent], result[agent] = self.flat[agent].flatten(observation, result.get(agent, {}))
         return flat, result
 
 

@@ -113,8 +113,10 @@ class MlpPolicy:
             return [action], [log_probability]
         return self._sample_batch(self.compute_outputs(observations), streams, masks)
 
-    def compute_outputs(self, observations: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-        """The outputs of the last layer, float32 [B, n], for observations [B, *obs]."""
+    def compute_outputs(
+        self, observations: Sequence[np.ndarray] | np.ndarray, streams: Sequence[Hashable] = ()
+    ) -> np.ndarray:
+        """The outputs of the last layer, float32 [B, n], for observations [B, *obs]. streams: see `act_batch`"""
         if self._graph is not None:
             return self._graph.compute(np.asarray(observations))
         hidden = np.asarray(observations, None if self._kernels else np.float32)

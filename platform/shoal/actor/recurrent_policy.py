@@ -39,6 +39,10 @@ class PolicyHead(Protocol):
         masks: Sequence[np.ndarray | None] | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]: ...
 
+    def compute_outputs(
+        self, observations: Sequence[np.ndarray] | np.ndarray, streams: Sequence[Hashable] = ()
+    ) -> np.ndarray: ...
+
 
 class RecurrentPolicy:
     """Layers, a core, and a head: the policy of the further layers, which samples ("recurrent_categorical", ...)."""
@@ -94,6 +98,12 @@ class RecurrentPolicy:
     ) -> tuple[Sequence[Any], Sequence[float]]:
         """Sample an action for each of the observations [B, *obs]; returns them with their log-probabilities."""
         return self._head.act_batch(self._step(np.asarray(observations), streams), streams, masks)
+
+    def compute_outputs(
+        self, observations: Sequence[np.ndarray] | np.ndarray, streams: Sequence[Hashable] = ()
+    ) -> np.ndarray:
+        """The outputs of the last layer [B, n] at observations [B, *obs] of these streams, whose states go on."""
+        return self._head.compute_outputs(self._step(np.asarray(observations), streams))
 
     def _step(self, observations: np.ndarray, streams: Sequence[Hashable]) -> np.ndarray:
         """The core's outputs [B, H] at observations [B, *obs] of these streams, whose states go on."""

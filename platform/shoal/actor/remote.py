@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from shoal.actor.agent_streams import AgentsEpisode, Environment, ParallelEnvironment, find_mask
@@ -169,10 +170,17 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         return np.array(answer.action, spec.numpy_dtype()).reshape(spec.shape) if spec.shape else answer.action
 
     def end_episode(
-        self, observation: Any, *, truncated: bool = False, episode: Hashable = None, mask: Any = None
+        self,
+        observation: Any,
+        *,
+        truncated: bool = False,
+        episode: Hashable = None,
+        mask: Any = None,
+        success: bool | None = None,
     ) -> None:
         ending = self._find(episode).advance()
-        answer = self._receive(ending, self._send(ending, observation, mask, not truncated, truncated))
+        run_id = self._send(ending, observation, mask, not truncated, truncated, success)
+        answer = self._receive(ending, run_id)
         if answer is not None and answer.reason not in _LOST:  # one that is lost is over, too
             _require_taken(answer)
         del self._episodes[episode]
@@ -186,12 +194,19 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         return _Episode(self._next_number - 1, reward=total)
 
     def _send(
-        self, playing: _Episode, observation: Any, mask: Any, terminated: bool = False, truncated: bool = False
+        self,
+        playing: _Episode,
+        observation: Any,
+        mask: Any,
+        terminated: bool = False,
+        truncated: bool = False,
+        success: bool | None = None,
     ) -> str:
         """Returns the run that the observation was sent to; "" when another one has taken the address."""
         if self._run_id != self.client.run_id:
             self._run_id, self._encoder = self.client.run_id, _ObservationEncoder(self.client.spec)
-        message = ActMessage(playing.number, playing.step, playing.reward, terminated, truncated)
+        said = msgspec.UNSET if success is None else bool(success)
+        message = ActMessage(playing.number, playing.step, playing.reward, terminated, truncated, said)
         encoded = self._encoder.encode_mask(mask, terminated, truncated)
         try:
             self.client.ask(message, self._encoder.encode(observation), encoded)
@@ -275,7 +290,9 @@ class _RemoteGame:
             if observation is None:
                 problem = f"ends without its last observation (of {sorted(episode.observations)})"
                 raise ConfigError("env", agent, problem, "step returns it with terminated or truncated")
-            mask = episode.get_mask(agent)
-            self._actor_of[agent].end_episode(observation, truncated=is_cut_off, episode=agent, mask=mask)
+            mask, success = episode.get_mask(agent), episode.find_success(agent)
+            self._actor_of[agent].end_episode(
+                observation, truncated=is_cut_off, episode=agent, mask=mask, success=success
+            )
         self._open -= episode.outcomes.keys()
         return len(actions)

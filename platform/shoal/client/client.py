@@ -14,7 +14,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from types import MethodType, TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from shoal.client import requests
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
-from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs
+from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs, encode_rows
 from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
 from shoal.client.transport import AsyncTransport, BlockingTransport
@@ -137,6 +137,35 @@ class _ClientBase:
             if error.status in (404, 422):  # of the model or a tensor: the name may belong to another model now
                 self._signatures.pop(model, None)
             raise
+
+    @_Call
+    async def predict(
+        self,
+        model: str,
+        rows: Any,
+        *,
+        version: int | None = None,
+        deadline_s: float | None = None,
+        sticky: str = "",
+        track: str = "",
+        rows_per_request: int = 64,
+    ) -> Any:
+        """Compute the model's outputs for rows as they are: {"age": 72, "plan": "basic", "since": "2025-05-31"}.
+
+        rows: one dict, which gets one dict of outputs; a list of dicts, a DataFrame or an Arrow table, which get a
+              list. None, NaN and NaT are gaps. Numbers, texts, dates and truths may be Python's, NumPy's and pandas'
+
+        The other arguments are those of `infer`. Raises InferenceError, with the column at fault as `field`;
+        ConfigError for values of other types; ConnectionLost.
+        """
+        policy, found = self._build_infer_policy(deadline_s), list[Any]()
+        for body in encode_rows(rows, rows_per_request):
+            headers = {"content-type": "application/json"}
+            request = requests.build_infer_request(
+                model, version, headers, body, sticky=sticky, track=track, action="rows"
+            )
+            found.append(requests.decode(await self._send(request, policy), Any))
+        return found[0] if isinstance(rows, Mapping) else [row for part in found for row in part]
 
     @_Call
     async def metadata(self, model: str) -> ModelMetadata:

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.client.retry import Reply
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
-from shoal.frame import find_names, require_columns, select_columns
+from shoal.frame import find_names, list_rows, require_columns, select_columns
 from shoal.frame import to_floats as to_float_columns
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
@@ -116,6 +116,27 @@ def encode_inputs(
     head = msgspec.json.encode(InferRequest(tensors, request_id or None, parameters, requested))
     headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
     return headers, b"".join([head, *buffers.values()])
+
+
+def encode_rows(rows: Any, rows_per_request: int) -> list[bytes]:
+    """Encode the bodies of requests for rows: of one mapping, or of a list of them or a frame. Raises ConfigError."""
+    if isinstance(rows, Mapping):
+        return [_encode_row(rows)]
+    listed = list_rows(rows)
+    starts = range(0, max(len(listed), 1), rows_per_request)
+    return [_encode_row(listed[start : start + rows_per_request]) for start in starts]
+
+
+def _to_json_value(value: Any) -> Any:
+    if hasattr(value, "isoformat"):  # of pandas; NaT does not equal itself
+        return value.isoformat() if value == value else None
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    remedy = "give numbers, texts, dates, true, false or None"
+    raise ConfigError("rows", value, f"has a value of type {type(value).__name__}", remedy)
+
+
+_encode_row = msgspec.json.Encoder(decimal_format="number", enc_hook=_to_json_value).encode
 
 
 def decode_answer(reply: Reply) -> Answer:

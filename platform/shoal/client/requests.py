@@ -27,17 +27,24 @@ STATUS = EndpointRequest("GET", STATUS_PATH)
 
 
 def build_infer_request(
-    model: str, version: int | None, headers: Mapping[str, str], body: bytes, *, sticky: str, track: str
+    model: str,
+    version: int | None,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    sticky: str,
+    track: str,
+    action: str = "infer",
 ) -> EndpointRequest:
-    """Build an inference request with an encoded body; `version` None leaves the choice to the endpoint. Raises
-    ConfigError."""
+    """Build an inference request with an encoded body, of tensors (`infer`) or `rows`; `version` None leaves the choice
+    to the endpoint. Raises ConfigError."""
     all_headers = dict(headers)
     if sticky:
         all_headers["shoal-sticky"] = _quote_segment("sticky", sticky, _PLAIN)
     if track:
         all_headers["shoal-track"] = _quote_segment("track", track, _PLAIN)
     of_version = "" if version is None else f"/versions/{version}"
-    return EndpointRequest("POST", f"{_path(model)}{of_version}/infer", all_headers, body)
+    return EndpointRequest("POST", f"{_path(model)}{of_version}/{action}", all_headers, body)
 
 
 def build_metadata_request(model: str) -> EndpointRequest:

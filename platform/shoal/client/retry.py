@@ -24,6 +24,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from shoal.errors import ConnectionLost, InferenceError
+from shoal.open_inference.messages import Error
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
 JITTER = 0.25  # so that callers refused together do not return together
@@ -152,15 +153,17 @@ async def request_with_retries(
 
 def decode_error(reply: Reply) -> InferenceError:
     """The endpoint's error as an exception. `retry_after_s` is set for a 429 or 503 with Retry-After."""
+    field = ""
     try:
-        message = str(msgspec.json.decode(reply.body)["error"])
-    except (msgspec.DecodeError, TypeError, KeyError):
+        error = msgspec.json.decode(reply.body, type=Error)
+        message, field = error.error, error.field
+    except msgspec.DecodeError:
         message = reply.body[:_MESSAGE_CHARS].decode(errors="replace").strip() or f"HTTP status {reply.status}"
     retry_after_s: float | None = None
     if reply.status in (429, 503):
         with suppress(KeyError, ValueError):  # absent, or a date, which our endpoints never send
             retry_after_s = max(0.0, float(reply.headers["retry-after"]))
-    return InferenceError(reply.status, message, retry_after_s)
+    return InferenceError(reply.status, message, retry_after_s, field)
 
 
 def timeout_error(policy: RetryPolicy) -> InferenceError:

@@ -234,6 +234,8 @@ def last_override(overrides: Iterable[str], path: str) -> str:
 
 
 def _parse_value(path: str, text: str) -> object:
+    if text.startswith("*"):  # a pattern; in YAML it would repeat another value of this text, which has no other
+        return text
     try:
         return parse_yaml(text)
     except YAMLError as error:

@@ -140,7 +140,7 @@ def format_quantity(value: float, unit: str) -> str:
     if unit == "seconds":
         return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
     if unit == "share":
-        return f"{value:.1%}"
+        return f"{100 * value:.3g}%"
     if unit == "operations":
         return _format_scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
     return f"{value:,.0f}"

@@ -1,6 +1,12 @@
-"""Data loading: datasets of a Task, the order of their samples, and loaders that keep the device busy."""
+"""Data loading: datasets of a Task, the order of their samples, and loaders that keep the device busy.
+
+Libraries add names, such as `table`, in the group `shoal.data_names`."""
+
+from typing import Any
 
 from shoal.errors import needs_extra
+from shoal.plugins.find import load_reference
+from shoal.plugins.library import collect_extensions
 
 with needs_extra("cluster"):
     from shoal.data.dataset import Batch, Collate, Data, Source
@@ -9,3 +15,10 @@ with needs_extra("cluster"):
     from shoal.data.loader_spec import LoaderSpec
 
 __all__ = ["Batch", "Collate", "Data", "Loader", "LoaderSpec", "Source", "fingerprint"]
+
+
+def __getattr__(name: str) -> Any:
+    reference = None if name.startswith("_") else collect_extensions("shoal.data_names").get(name)
+    if reference is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load_reference(reference)

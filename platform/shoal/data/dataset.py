@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
+from torch.utils.data.distributed import DistributedSampler
 
+from shoal.data.sampling.sampler_order import SamplerOrder
 from shoal.errors import ConfigError
 
 Source = Any  # map-style (`__len__`, `__getitem__`), iterable (`__iter__`), or a stream of messages (`poll`, `commit`)
@@ -23,17 +25,74 @@ _OTHER_LIBRARIES = {"batch": "batch_size", "shard": "num_shards"}
 
 
 @dataclass(frozen=True)
+class LoaderSettings:
+    """What a DataLoader of torch says beside its dataset.
+
+    batch_size:  of a batch sampler that has none, the mean
+    shuffle:     whether the order is random, by (seed, epoch); None: as the run's `loader.shuffle` says
+    order:       that of a sampler of the user's own
+    """
+
+    collate: Collate | None = None
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    order: SamplerOrder | None = None
+    drop_last: bool = True
+
+
+@dataclass(frozen=True)
 class Data:
     """The datasets of a Task, and how samples become a batch (None: stacked, as torch's `default_collate` does).
 
     A map-style dataset may have `batch(indices) -> batch`, which makes a full batch at once (`indices` is an int64
     NumPy array), or torch's `__getitems__(indices) -> list of samples`. With `collate`, the loader only reads samples.
+
+    Each may be a DataLoader of torch: its dataset takes its place here. Its batch size is that of the whole group,
+    unless the run says another; its order, sampler, collate function and `drop_last` are those of training. For
+    validation and test data, every sample that its sampler gives counts once.
     """
 
     train: Source
     validation: Source | None = None
     test: Source | None = None
     collate: Collate | None = None
+    _settings: dict[str, LoaderSettings] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for part in ("train", "validation", "test"):
+            loader = getattr(self, part)
+            if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+                dataset, self._settings[part] = _read_loader(loader, is_training=part == "train")
+                object.__setattr__(self, part, dataset)
+
+    def get_settings(self, part: Literal["train", "validation", "test"]) -> LoaderSettings:
+        """How the samples of a part become batches."""
+        return self._settings.get(part) or LoaderSettings(self.collate)
+
+
+def _read_loader(loader: DataLoader[Any], *, is_training: bool) -> tuple[Source, LoaderSettings]:
+    """The dataset of a DataLoader, and the rest. Raises DataError for a sampler without a length."""
+    source, sampler, is_own_batches = loader.dataset, loader.sampler, loader.batch_size is None
+    size = getattr(loader.batch_sampler, "batch_size", None) if is_own_batches else loader.batch_size
+    shuffle, order = False, None
+    if isinstance(source, IterableDataset):
+        pass
+    elif is_own_batches:
+        order = SamplerOrder(loader.batch_sampler, gives_batches=True, loaders=loader.generator)
+    elif type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
+        shuffle = sampler.num_samples == length_of(source)
+        order = None if shuffle else SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
+    elif isinstance(sampler, DistributedSampler):  # the loader divides each batch itself
+        shuffle = sampler.shuffle
+    elif type(sampler) is not SequentialSampler:
+        order = SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
+    if not is_training and order is not None:
+        source = Subset(source, [index for each in order.get_batches(0, 0) for index in each.tolist()])
+        order = None
+    if order is not None and size is None:
+        size = max(1, round(sum(map(len, order.get_batches(0, 0))) / len(order)))
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    return source, LoaderSettings(collate, size, shuffle, order, loader.drop_last)
 
 
 def is_iterable(source: Source) -> bool:

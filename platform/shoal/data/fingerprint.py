@@ -26,8 +26,8 @@ from torch import Tensor
 
 from shoal.data.dataset import Source, is_iterable, length_of
 from shoal.data.file_dataset import FileDataset
-from shoal.data.readers.map_reader import make_read_error, seed_all
-from shoal.random_state import preserve_rng
+from shoal.data.readers.map_reader import make_read_error
+from shoal.random_state import preserve_rng, seed_all
 from shoal.store import fetch, get_size_bytes
 
 _END_BYTES = 2**20

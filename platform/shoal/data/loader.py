@@ -10,7 +10,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from shoal.data.readers.map_reader import EpochEnd, InProcessReader, MapReader, 
 from shoal.data.readers.message_dataset import MessageDataset
 from shoal.data.sampling.epoch_plan import EpochPlan, MapEpochPlan, StreamEpochPlan
 from shoal.data.sampling.sampler import Indices, MapOrder, RankShare
+from shoal.data.sampling.sampler_order import SamplerOrder
 from shoal.data.workers.pool import WorkerPool
 from shoal.errors import ConfigError, DataError
 
@@ -44,6 +45,8 @@ class Loader:
                 Evaluation (`shuffle=False, drop_last=False`): every sample is given once; of the last batch a rank may
                 get fewer, or none. A rank with none gets one filler sample and `num_samples == 0`: it takes part in
                 the step, and its mean counts with weight 0.
+    order:      of a map-style dataset, from a sampler of torch, in place of `shuffle`; a batch sampler's batches are
+                the global ones, of any sizes
     After each batch: `num_samples`, `last_indices` (of this rank; None for an iterable), `num_global`, `wait_s`.
     """
 
@@ -59,6 +62,7 @@ class Loader:
         collate: Collate | None = None,
         shuffle: bool | None = None,
         drop_last: bool = True,
+        order: SamplerOrder | None = None,
     ) -> None:
         batch_size, seed = _as_int("batch_size", batch_size), _as_int("seed", seed)
         self.spec = spec or LoaderSpec()
@@ -91,7 +95,11 @@ class Loader:
             reader = MapReader(source, collate, seed)
             num_samples = _count_samples(source, batch_size, drop_last)
             sizes = _read_sample_sizes(source, num_samples)
-            self._epoch_plan = MapEpochPlan(MapOrder(num_samples, batch_size, share, seed, shuffle, drop_last, sizes))
+            if order is not None:
+                num_samples = len(order) * (batch_size if order.gives_batches else 1)
+                _require_batch(order.name, num_samples, batch_size, drop_last)
+            ordered = MapOrder(num_samples, batch_size, share, seed, shuffle and order is None, drop_last, sizes, order)
+            self._epoch_plan = MapEpochPlan(ordered)
         self._feed = WorkerPool(reader, self.spec) if self.spec.workers else InProcessReader(reader)
         self._transfer = make_transfer(self.device, self.spec.pin)
         self._in_flight: deque[ReadBatch | EpochEnd] = deque()
@@ -131,7 +139,7 @@ class Loader:
                 break
             batch = self._transfer.finish(first.batch)
             self._epoch_plan.on_batch_delivered(first, self.position)
-            self.position += first.num_global
+            self.position = self._epoch_plan.advance(self.position, first.num_global)
             self.num_samples, self.num_global = first.num_samples, first.num_global
             self.last_indices = None if first.indices is None else first.indices[: first.num_samples].tolist()
             yield batch
@@ -205,6 +213,34 @@ class Loader:
         self.close()
 
 
+def make_loader(
+    data: Data,
+    part: Literal["train", "validation"],
+    *,
+    batch_size: int,
+    spec: LoaderSpec | None = None,
+    is_even: bool = False,
+    **options: Any,
+) -> Loader:
+    """The Loader of a part, for training or for an evaluation, as its DataLoader of torch says, if it was one.
+
+    is_even: every step needs the full batch: an incomplete last one is left out, whatever the DataLoader says
+    options: of Loader
+
+    Raises ConfigError and DataError.
+    """
+    found, spec = data.get_settings(part), spec or LoaderSpec()
+    if part == "validation":
+        options |= {"shuffle": False, "drop_last": False}
+    else:
+        if is_even and found.order is not None and found.order.gives_batches:
+            problem = "is a batch sampler, and this run needs batches of one size"
+            raise ConfigError("data.train", found.order.name, problem, "give batch_size and sampler instead")
+        shuffle = spec.shuffle if found.shuffle is None else found.shuffle
+        options |= {"shuffle": shuffle, "drop_last": found.drop_last or is_even, "order": found.order}
+    return Loader(getattr(data, part), batch_size=batch_size, spec=spec, collate=found.collate, **options)
+
+
 def _as_int(field: str, value: Any) -> int:
     """Convert NumPy's and torch's numbers too, which JSON cannot hold in the state. Raises ConfigError."""
     try:
@@ -231,12 +267,16 @@ def _count_samples(source: Source, batch_size: int, drop_last: bool) -> int:
     if num_samples is None:
         remedy = "give it a __len__, or, where nobody knows it, an __iter__ alone"
         raise DataError("data", name, "has no length", remedy)
+    _require_batch(name, num_samples, batch_size, drop_last)
+    return num_samples
+
+
+def _require_batch(name: str, num_samples: int, batch_size: int, drop_last: bool) -> None:
     if not num_samples:
         raise DataError("data", name, "is empty")
     if drop_last and num_samples < batch_size:
         problem = f"has {num_samples} samples, not one whole batch of {batch_size}"
         raise DataError("data", name, problem, f"set batch_size to {num_samples} or less")
-    return num_samples
 
 
 def _read_sample_sizes(source: Source, num_samples: int) -> Indices | None:
@@ -262,10 +302,12 @@ def load_first_batch(
     """
     if is_stream(data.train):
         example = data.train.example()
-        collate: Collate = data.collate or default_collate
-        batch = collate([getattr(example, "value", example)] * num_samples)
+        batch = (data.get_settings("train").collate or default_collate)(
+            [getattr(example, "value", example)] * num_samples
+        )
         return map_tensors(batch, lambda tensor: tensor.to(device))
+    collate = data.get_settings("train").collate
     with Loader(
-        data.train, batch_size=num_samples, device=device, collate=data.collate, shuffle=False, drop_last=is_exact
+        data.train, batch_size=num_samples, device=device, collate=collate, shuffle=False, drop_last=is_exact
     ) as loader:
         return next(iter(loader))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from shoal.data.fingerprint import fingerprint
     from shoal.data.formats import ImageFolder
-    from shoal.data.loader import load_first_batch
+    from shoal.data.loader import load_first_batch, make_loader
     from shoal.data.sampling.sampler import Indices, RankShare
 
 __getattr__ = load_on_demand(__name__)

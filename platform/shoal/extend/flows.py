@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from shoal.flows.actor_learner_spec import ActorLearnerSpec, is_loop_job
     from shoal.flows.local_run import MEAN_RETURN, LocalRun
     from shoal.flows.rl_metrics import ActorLearnerMetrics, HistorySampler
-    from shoal.flows.rl_policy import describe_policy_model, inspect_environment
+    from shoal.flows.rl_policy import describe_experience, describe_policy_model, inspect_environment
     from shoal.flows.serving_spec import ServingSpec
     from shoal.flows.training import RayBackend
 

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
         truncate_middle,
         use_integer_ticks,
     )
-    from shoal.runs.formatting import format_duration, format_number, format_size, format_timestamp, format_value
+    from shoal.runs.formatting import (
+        format_duration,
+        format_metric,
+        format_metrics,
+        format_number,
+        format_size,
+        format_timestamp,
+        format_value,
+    )
     from shoal.runs.json_lines import LogFormat
     from shoal.runs.record.metric_mirror import LogEntry, MetricMirror
     from shoal.runs.record.provenance import format_masked_command, is_secret_name, make_command_variable, split_secrets

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shoal.client.payload import ArrayLike
     from shoal.open_inference.binary_tensors import from_binary, to_binary
     from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
+    from shoal.open_inference.rows import decode_rows
     from shoal.serve.http.codec import HttpCodec
     from shoal.serve.messages.inference import (
         CLIENT_GONE,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shoal.train.loop.trainer import Trainer
     from shoal.train.optim.lr_schedule import resolve_total_steps
     from shoal.train.optim.optimizers import make_optimizer, set_learning_rate
-    from shoal.train.reporting.console import ConsoleLog, format_metrics
+    from shoal.train.reporting.console import ConsoleLog
     from shoal.train.reporting.event_log import EventLog, NullLog, RecordLog
     from shoal.train.reporting.result import TrainResult
     from shoal.train.reporting.time_to_accuracy import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         find_target_reached,
         get_evaluations,
     )
+    from shoal.train.run_facts import RunFacts
     from shoal.train.spec import Direction, ScheduleSpec, StopSpec, TargetSpec, TrainSpec
     from shoal.train.stateful_metric import MetricSet, StatefulMetric
     from shoal.train.task import (

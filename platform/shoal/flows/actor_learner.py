@@ -67,7 +67,7 @@ from shoal.flows.rl_metrics import (
 from shoal.flows.rl_policy import check, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
-from shoal.registry.aliases import CHAMPION
+from shoal.registry.champion import CHAMPION
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.runs import RunRecorder, Status
 from shoal.runs.formatting import format_number
@@ -135,6 +135,7 @@ class LoopRun:
         self.missed = ""  # what the run lacks of its targets, at its end
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
+        self._trial_return: float | None = None  # of the candidate, in a run of one policy
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -250,12 +251,13 @@ class LoopRun:
             details = judge_trial(trial, self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
-                self._action = action
+                self._action, self._trial_return = action, trial.mean_return
                 return True
             if not details["passes"]:
                 self._failed_trial = details["reason"]
                 print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
+        self._trial_return = trials[self._action].mean_return
         if self.spec.target_return is None:
             self._prefer_retained(snapshot, trials[self._action])
         return self.spec.target_return is None
@@ -276,6 +278,7 @@ class LoopRun:
         if not is_better(retained, trial):
             self._candidates = [policy.workers.republish(newest)]
             return
+        self._trial_return = retained.mean_return
         returns = {"mean_return": retained.mean_return, "newest_mean_return": trial.mean_return}
         self._note("kept_version", version=policy.retained.version, newest=newest.version, **returns)
         print(f"version {policy.retained.version}, which returns more than the newest, is registered", flush=True)
@@ -413,10 +416,11 @@ class LoopRun:
         """Register the weights of all policies, and evaluate them through the endpoint."""
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
-            if self.missed:  # what follows champion keeps what it has
-                each.spec = each.spec.update({"aliases": [alias for alias in each.spec.aliases if alias != CHAMPION]})
-            model = each.register(snapshot, self.recorder.id, self._action)
-            self.recorder.record_model(model.name, model.version, model.aliases)
+            if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
+                aliases = [alias for alias in each.spec.aliases or () if alias != CHAMPION]
+                each.spec = each.spec.update({"aliases": aliases})
+            model = each.register(snapshot, self.recorder.id, self._action, self._trial_return)
+            self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
         with self._connect(self._action) as connections:
             played = evaluate_policies(connections, self.spec)
@@ -424,6 +428,8 @@ class LoopRun:
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(describe_registered(model, played[name], self._action), flush=True)
+            if model.decision:
+                print(model.decision, flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:

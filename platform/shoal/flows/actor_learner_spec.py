@@ -41,7 +41,7 @@ class ActorLearnerSpec(RLSpec):
         description="how trial, endpoint and registered version act; average: with self-play, a past version for each"
         " episode; default: best, or sampled where that alone passes the trial",
     )
-    aliases: AliasNames = ("champion",)
+    aliases: AliasNames | None = None
     resume: str = ""
 
     @model_validator(mode="after")

@@ -215,10 +215,11 @@ class LoopPolicy:
         """num_requests: of the endpoint, so far"""
         return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
 
-    def register(self, snapshot: WeightSnapshot, run_id: str, action: str) -> ModelVersion:
-        """Register these weights, or with `action=average` the mixture of the pool."""
+    def register(self, snapshot: WeightSnapshot, run_id: str, action: str, trial_return: float | None) -> ModelVersion:
+        """Register these weights, or with `action=average` the mixture of the pool. trial_return: None without one"""
         pool = self.workers.load_pool() if self.spec.action == "average" else ()
-        return register_policy(self.spec, self.experience, snapshot, run_id, self.gateway, action, pool, self._code)
+        returns = self.gateway | ({} if trial_return is None else {"trial_return": trial_return})
+        return register_policy(self.spec, self.experience, snapshot, run_id, returns, action, pool, self._code)
 
     def describe_progress(self) -> str:
         """One line of its gateway's counts."""

@@ -119,12 +119,12 @@ def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action:
 
 
 def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
-    name = f"{model.ref} ({', '.join(model.aliases)})"
+    name = f"{model.ref} ({', '.join(model.aliases)})" if model.aliases else model.ref
     if not evaluation.returns:
         return f"{name}: no episode of the evaluation had one of its agents"
     return (
-        f"{name}: mean return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes played through the"
-        f" endpoint with action={action} ({evaluation.num_requests} requests)"
+        f"{name}: mean return {format_number(evaluation.mean_return)} over {len(evaluation.returns)} episodes played"
+        f" through the endpoint with action={action} ({evaluation.num_requests} requests)"
     )
 
 

@@ -85,6 +85,7 @@ class ActorLearnerMetrics:
             **learner.get("metrics", {}),
         }
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
+        metrics |= {f"episode/{name}": value for name, value in gateway.get("episode_spread", {}).items()}
         metrics |= _summarize_opponents(gateway)
         return {name: float(value) for name, value in metrics.items()}
 

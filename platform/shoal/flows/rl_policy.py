@@ -17,13 +17,14 @@ import numpy as np
 import shoal.runs
 from shoal.actor.agent_streams import is_parallel
 from shoal.actor.environment import check_step, get_spaces, open_environment, reset_environment
+from shoal.actor.other_games import find_flattened
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, InvalidSegment, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.home import home
 from shoal.plugins.moved import translate_reference
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.segment_log import require_store
 from shoal.rl.gateway.remote_inference import require_remote_inference
@@ -31,8 +32,9 @@ from shoal.rl.gateway.sessions import LOCAL, REMOTE
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
 from shoal.runs import Run, Status
 from shoal.weights import WeightSnapshot, decode_tensors
-from shoal.wire import ExperienceSpec
+from shoal.wire import ExperienceSpec, PolicySpec
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
+from shoal.wire.experience_spec import EXPERIENCE_FILE
 
 
 def inspect_environment(
@@ -48,7 +50,7 @@ def inspect_environment(
         observation, info = reset_environment(environment, spec.env, agents)
         has_masks = INFO_KEY in info
         experience = experience_spec(*get_spaces(environment, spec.env, agents), spec, has_masks)
-        experience = msgspec.structs.replace(experience, agents=agents)
+        experience = msgspec.structs.replace(experience, agents=agents, space=find_flattened(environment, agents))
         if inference == REMOTE:
             require_remote_inference(experience, spec.algorithm.pauses_actors)
         _require_good_beginning(spec.env, experience, observation, info)
@@ -284,6 +286,14 @@ def mix_policies(
     return mixed, Signature(inputs=inputs, outputs=outputs), WeightSnapshot.of(members[-1].version, weights)
 
 
+def describe_experience(experience: ExperienceSpec, is_mixed: bool = False) -> dict[str, bytes]:
+    """The file of a registered policy by which `shoal.load` acts: what the game shows and takes, and how actors compute
+    the policy. is_mixed: a mixture, which actors do not compute."""
+    if is_mixed:
+        experience = msgspec.structs.replace(experience, policy=PolicySpec("", "", ()))
+    return {EXPERIENCE_FILE: msgspec.json.encode(experience)}
+
+
 def register_policy(
     spec: ActorLearnerSpec,
     experience: ExperienceSpec,
@@ -296,6 +306,7 @@ def register_policy(
 ) -> ModelVersion:
     """Register these weights as a version of the run's model, under its aliases.
 
+    gateway_stats: its counts, and the `trial_return`, if it had a trial
     action: best or sampled
     pool:   register an equal mixture of these versions instead
     code:   of the user's network; None: as it lies here now
@@ -305,6 +316,9 @@ def register_policy(
     if pool:
         factory, signature, snapshot = mix_policies(factory, signature, pool)
     metrics = {"mean_return_100": float(gateway_stats["mean_return"]), "steps": float(gateway_stats["steps"])}
+    has_trial = "trial_return" in gateway_stats
+    if has_trial:
+        metrics["mean_return"] = float(gateway_stats["trial_return"])
     return Registry().register(
         spec.model_name,
         snapshot,
@@ -312,5 +326,9 @@ def register_policy(
         signature=signature,
         run_id=run_id,
         metrics=metrics,
+        files=describe_experience(experience, is_mixed=bool(pool)),
+        data={"environment": spec.env},
         aliases=spec.aliases,
+        # Against others the return says as much about them: then the newest version is the champion.
+        criterion=Criterion("mean_return", is_higher_better=True) if has_trial and not spec.self_play.is_on else None,
     )

@@ -21,6 +21,7 @@ from shoal.cluster.job_main import CHECK, expected_run_id, job_main
 from shoal.config.field_help import FieldHelp, list_argument_help
 from shoal.errors import ClusterError, ConfigError, NotReached, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
+from shoal.runs.formatting import format_metrics
 from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once, find_check
 from shoal.train.launch.finalize import describe_missed_target
@@ -36,7 +37,7 @@ from shoal.train.launch.ray_capacity import (
 from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
 from shoal.train.launch.training_run import TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import ValidatedRun, validate_spec
-from shoal.train.reporting.console import ConsoleLog, format_metrics
+from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -140,6 +141,7 @@ def _require_importable(spec: TrainSpec) -> None:
 def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
     """The run's id and result; its report is written unless it was interrupted."""
     _require_importable(spec)
+    spec = checked.apply_to(spec)
     with shoal.runs.recording(
         spec.to_record(),
         job,
@@ -154,10 +156,13 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         with RunAdmission(recorder.id, spec.priority) as admission:
             log = ConsoleLog(RecordLog(recorder, admission.mark_running), _print_line)
             require_capacity(spec, log.record_event, admission)
+            checked.log_batch_size(log)
             run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:
             print(f"run {recorder.id}: {result.detail}; {format_metrics(result.metrics)}", flush=True)
+            if result.registration:
+                print(result.registration, flush=True)
     if not result.is_interrupted:
         shoal.runs.write_report_at_end(recorder.id)
     return recorder.id, result
@@ -183,9 +188,9 @@ class _StepLog:
     def __init__(self, log: EventLog) -> None:
         self._log, self.step = log, -1
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self.step = max(self.step, step)
-        self._log.log(step, values)
+        self._log.log(step, values, at)
 
     def record_event(self, kind: str, /, **details: object) -> None:
         self._log.record_event(kind, **details)

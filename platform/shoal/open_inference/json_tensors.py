@@ -36,8 +36,10 @@ _PACKED = {"FP16": "e", "FP32": "f", "FP64": "d"}  # `struct` rounds as NumPy do
 _ORDER = "<" if sys.byteorder == "little" else ">"  # with an order, it raises OverflowError for what rounds to infinity
 
 
-def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input") -> np.ndarray:
-    """Decode an array from `data`. Raises InferenceError (422)."""
+def from_json(
+    name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input", *, has_gaps: bool = False
+) -> np.ndarray:
+    """Decode an array from `data`; `has_gaps`: a flat one, null in which is NaN or b"". Raises InferenceError (422)."""
     size = math.prod(shape)
     try:
         # The least number of values; texts may contain commas and are not counted.
@@ -48,9 +50,13 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw,
             array = _to_flat_array(datatype, _FLAT_DECODERS[datatype](data))
         except msgspec.ValidationError:
             opening = _OPENING.match(memoryview(data))  # matches anything
-            if opening is None or (depth := min(opening.group().count(b"["), MAX_DEPTH)) <= 1:
+            depth = min(opening.group().count(b"["), MAX_DEPTH) if opening else 0
+            if depth <= 1 and not has_gaps:
                 raise
-            array = _to_nested_array(datatype, _decoder(datatype, depth)(data))
+            values = _decoder(datatype, depth, has_gaps)(data)
+            if has_gaps:
+                values = [("" if datatype == "BYTES" else math.nan) if each is None else each for each in values]
+            array = _to_nested_array(datatype, values)
         if datatype == "BYTES" and array.size <= size:
             array = _encode_texts(array)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:  # a UnicodeError is a ValueError
@@ -120,8 +126,8 @@ def _encode_texts(texts: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _decoder(datatype: str, depth: int) -> Any:
-    nested: Any = _ELEMENT[datatype]
+def _decoder(datatype: str, depth: int, has_gaps: bool = False) -> Any:
+    nested: Any = _ELEMENT[datatype] | None if has_gaps else _ELEMENT[datatype]
     for _ in range(depth):
         nested = list[nested]
     return msgspec.json.Decoder(nested).decode

@@ -21,12 +21,15 @@ class TensorMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
 
     shape:   the first dimension is the batch, if any; -1 is a variable one
     columns: names along the last dimension, an addition to the protocol; absent without names
+    kind:    number, word, date or truth of an input that is a column of a table, which may have gaps (NaN, or b"" for
+             words); an addition, too; absent for a plain tensor
     """
 
     name: str
     datatype: str
     shape: list[int]
     columns: list[str] = []
+    kind: str = ""
 
 
 class TensorDescription(Protocol):
@@ -40,6 +43,8 @@ class TensorDescription(Protocol):
     def shape(self) -> list[int]: ...
     @property
     def columns(self) -> list[str]: ...
+    @property
+    def kind(self) -> str: ...
 
 
 def describe_tensor(spec: TensorDescription) -> str:
@@ -184,7 +189,8 @@ class RepositoryRequest(msgspec.Struct, omit_defaults=True):
     parameters: Parameters | None = None
 
 
-class Error(msgspec.Struct):
-    """The body of every answer that is not a success."""
+class Error(msgspec.Struct, omit_defaults=True):
+    """The body of every answer that is not a success. `field`: the column of a row that is at fault."""
 
     error: str
+    field: str = ""

@@ -7,6 +7,7 @@ arrays; reads and writes no file, and calls no model.
                                 the columns that were named for it, side by side
                                 the columns that the model names, in its order
                                 all columns, for the only input of a model whose rows have as many values
+    an input of a `kind`        its column alone, in which nulls and, for no words, empty texts are gaps
     an output `y` becomes       the column `y`: of numbers for [rows] and [rows, 1], of lists for more
 """
 
@@ -23,6 +24,7 @@ from shoal.errors import DataError, needs_extra
 from shoal.frame import to_floats as to_floats64
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 from shoal.open_inference.messages import TensorDescription, describe_tensor
+from shoal.open_inference.rows import decode_column
 
 with needs_extra("data"):
     import pyarrow as pa
@@ -112,6 +114,10 @@ def infer_csv_types(
     for column in numbers - wholes:
         if pa.types.is_integer(seen.field(column).type) or pa.types.is_null(seen.field(column).type):
             types[column] = pa.float64()
+    # Texts of dates and truths are read as those of rows.
+    for column in {column for spec in inputs if spec.kind in ("date", "truth") for column in chosen[spec.name]}:
+        is_number = pa.types.is_integer(seen.field(column).type) or pa.types.is_floating(seen.field(column).type)
+        types[column] = pa.float64() if is_number else pa.string()
     # Arrow reads integers beyond INT64 as floats, without their last digits.
     for column in {column for spec in inputs if spec.datatype == "UINT64" for column in chosen[spec.name]}:
         seen_type = seen.field(column).type
@@ -179,9 +185,25 @@ def _column(table: pa.Table, name: str) -> pa.Array:
     return values
 
 
+def _column_with_gaps(values: pa.Array, column: str, spec: TensorDescription, first_row: int) -> np.ndarray:
+    """[rows] of a table's column. Texts are read as those of a row."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+    if spec.kind == "word":
+        texts = np.empty(len(values), object)
+        texts[:] = [b"" if value is None else _as_bytes(value) for value in values.to_pylist()]
+        return texts
+    if is_text or pa.types.is_nested(values.type):
+        return decode_column(column, spec.kind, [value or None for value in values.to_pylist()], first_row)
+    return to_floats64("column", pa.table({column: values}))[:, 0]
+
+
 def _values(table: pa.Table, column: str, spec: TensorDescription, first_row: int) -> np.ndarray:
     """The array [rows, ...], with a dimension for each level of nested lists."""
     values, sizes = _column(table, column), [len(table)]
+    if spec.kind:
+        return _column_with_gaps(values, column, spec, first_row)
     _require_no_nulls(values, column, len(table), first_row)
     try:
         while any(is_list(values.type) for is_list in _LISTS):

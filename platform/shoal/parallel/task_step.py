@@ -16,12 +16,18 @@ from shoal.parallel.loss import LOSS, Loss, get_value, require_loss
 
 StepResult = Loss | Mapping[str, Loss] | Iterator[tuple[str, Loss]]
 TrainStep = Callable[[nn.Module, Any], StepResult]
+EvalStep = Callable[[nn.Module, Any], dict[str, Loss]]
 FIELD = "Task.train_step"
 
 
 def get_train_step(learnable: object) -> TrainStep | None:
     """The Task's own `train_step`; None: its step is `loss` of the model's outputs."""
     return getattr(learnable, "train_step", None)
+
+
+def get_eval_step(learnable: object) -> EvalStep | None:
+    """The Task's own `eval_step`; None: its `loss` and `metrics` of the model's outputs are evaluated."""
+    return getattr(learnable, "eval_step", None)
 
 
 def split_losses(result: StepResult) -> tuple[Loss, dict[str, Loss]]:

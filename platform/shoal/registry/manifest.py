@@ -23,6 +23,7 @@ DATATYPES = (
     *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
     *("FP16", "BF16", "FP32", "FP64", "BYTES"),
 )
+ColumnKind = Literal["", "number", "word", "date", "truth"]
 
 
 class TensorSignature(Spec):
@@ -32,12 +33,15 @@ class TensorSignature(Spec):
     datatype: a name of the Open Inference Protocol v2, such as FP32
     shape:    -1 is a dimension of variable size; the first one is the batch, unless an endpoint's options say otherwise
     columns:  names along the last dimension, by which named tables are aligned; empty: without names
+    kind:     of an input that is one column of a table, [-1] of FP64 or, for words, of BYTES; it may have gaps, NaN or
+              b"". A truth is 0 or 1, a date the seconds since 1970. Empty: a plain tensor
     """
 
     name: str
     datatype: str
     shape: list[int]
     columns: list[str] = Field(default_factory=list)
+    kind: ColumnKind = ""
 
     @field_validator("datatype")
     @classmethod
@@ -60,6 +64,15 @@ class TensorSignature(Spec):
         if columns and (len(shape) < 2 or len(columns) != shape[-1] or len(set(columns)) < len(columns)):
             raise ValueError(f"{len(columns)} names for the last dimension of {shape}: each of its values has its own")
         return columns
+
+    @field_validator("kind")
+    @classmethod
+    def _column_of_a_table(cls, kind: ColumnKind, info: ValidationInfo) -> ColumnKind:
+        datatype, shape = info.data.get("datatype", ""), info.data.get("shape", [])
+        wanted = "BYTES" if kind == "word" else "FP64"
+        if kind and (datatype != wanted or shape != [-1]):
+            raise ValueError(f"a column of {kind}s is {wanted} [-1], not {datatype} {shape}")
+        return kind
 
 
 class Signature(Spec):

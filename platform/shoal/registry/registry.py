@@ -25,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,6 +42,7 @@ from shoal.registry.aliases import (
     require_name,
     split_ref,
 )
+from shoal.registry.champion import CHAMPION, Criterion, judge_champion
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ManifestPart, ModelFactory, Signature
 from shoal.registry.model_format import INDEX_FILE, find_format, get_payload_file
@@ -93,19 +95,22 @@ class Registry:
         data: Mapping[str, str] | None = None,
         lineage: Mapping[str, object] | None = None,
         files: Mapping[str, bytes] = MappingProxyType({}),
-        aliases: Sequence[str] = ("champion",),
+        aliases: Sequence[str] | None = None,
+        criterion: Criterion | None = None,
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
         Of a WeightFile no file is read whole.
 
-        files: further ones of the version, by name, without folders
+        files:     further ones of the version, by name, without folders
+        aliases:   those that name it from now on; (): none does; None: `champion`, unless the present one is as good by
+                   `criterion` (see `judge_champion`). The version's `decision` says which it is
 
         The number of a removed version, or of a killed registration, is not used again. Raises ConfigError for an
         invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
         damaged snapshot, RegistryError when it cannot be written. An interrupted call leaves no version.
         """
         require_name("name", name)
-        require_aliases(tuple(aliases))
+        require_aliases(tuple(aliases or ()))
         find_format(model.format)
         snapshot.check() if model.format == "module" else snapshot.verify()  # rejects damage now
         try:
@@ -135,11 +140,34 @@ class Registry:
                     self.store.write(f"{name}/{version}/{file}", content)
                 described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
                 self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
-                promotion = version, aliases, time.time()
-                self._update_aliases(name, lambda now: now.with_version(version).with_promotion(*promotion))
+                decision = self._promote_new(manifest, aliases, criterion)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
-        return self.get(f"{name}@{version}")
+        return replace(self.get(f"{name}@{version}"), decision=decision)
+
+    def _promote_new(self, new: Manifest, aliases: Sequence[str] | None, criterion: Criterion | None) -> str:
+        """Move the aliases of a new version; returns what became of the champion, "" where that was not asked."""
+        decision = ""
+
+        def promote(now: Aliases) -> Aliases:
+            nonlocal decision
+            moved: Sequence[str] = aliases if aliases is not None else ()
+            if aliases is None:
+                becomes, decision = judge_champion(new, self._find_champion(new.name, now), criterion)
+                moved = (CHAMPION,) if becomes else ()
+            return now.with_version(new.version).with_promotion(new.version, moved, time.time())
+
+        self._update_aliases(new.name, promote)
+        return decision
+
+    def _find_champion(self, name: str, now: Aliases) -> Manifest | None:
+        """None without any, or where it cannot be read."""
+        version = now.target(CHAMPION)
+        if version is None or version in now.removed:
+            return None
+        with suppress(RegistryError):
+            return self._load_version(name, version, now).manifest
+        return None
 
     @_convert_os_errors()
     def get(self, ref: str) -> ModelVersion:

@@ -17,13 +17,17 @@ FILES = "files"
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One registered version. `aliases` are those that named it at the look-up."""
+    """One registered version. `aliases` are those that named it at the look-up.
+
+    decision: of a version that was just added: which one is the champion now, and why
+    """
 
     name: str
     version: int
     manifest: Manifest
     aliases: tuple[str, ...]
     store: Store
+    decision: str = ""
 
     @property
     def ref(self) -> str:

@@ -87,7 +87,7 @@ class LocalLoop:
                 return float(stats["solved_s"])
             self.require_learner()
             self._thread.join(timeout=0.05)
-        raise RunError(f"not solved within {timeout_s} s: mean return {self.gateway.stats()['mean_return']:.1f}")
+        raise RunError(f"not solved within {timeout_s} s: mean return {self.gateway.stats()['mean_return']:.4g}")
 
     def require_learner(self) -> None:
         """Raise RunError when the learner has failed."""

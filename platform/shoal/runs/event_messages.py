@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 WAITING = "waiting"  # the event of a wait for capacity: `reason` is empty at its end
+REGISTERED = "registered"  # the event of a version that a run registered: `model`, and the `decision` on the champion
 NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 
 # The message of each kind of event that always has one; its fields are those of the details.
 _MESSAGES = {
     "checkpoint_failed": "a checkpoint could not be written, training goes on: {error}",
+    "batch_size_given": "batch_size={used} of the run is used, and not the {loader} of its DataLoader",
     "upload_failed": "checkpoints are on this run's hosts alone, training goes on: {error}",
     "upload_recovered": "checkpoints are in the store again",
     "built_eagerly": "each rank builds the full model before it is sharded or split: {error}",
+    "unservable": (
+        "{model} is registered, but an endpoint could not load it: {error}; `shoal models show {model} --code` shows"
+        " the code that is stored with it"
+    ),
     "register_failed": "a version could not be registered, learning goes on: {error}",
     NO_CHECKPOINT: "there is no checkpoint: it begins again, at step 0",
     "worker_lost": "worker {index} died ({cause}): another takes its place, the others go on",
@@ -22,6 +28,7 @@ _MESSAGES = {
     "replica_lost": "the learner with the process id {pid} is gone: the others go on",
     "worker_departed": "worker {index} was asked to leave: another takes its place, the others go on",
     "malformed": "a message is no reading, and is passed over ({origin}: {problem}: {text!r}); more are counted",
+    "not_held": "messages such as {topic}'s have QoS 0: the broker holds none of them while the run is away",
     "broker_lost": "the broker {broker} is gone ({reason}): reconnecting",
     "broker_rejects": "the broker {broker} rejects this run: {reason}",
     "gateway_moved": "the gateway has moved to {address}: connect the actors that do not follow it",

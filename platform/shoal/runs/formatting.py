@@ -11,16 +11,32 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+_SHARE = re.compile(r"^(wait|flops)/|_fraction$|\b(success|win)_rate\b")  # metrics from 0 to 1 that are shown as such
 _UNITS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def format_number(value: float) -> str:
-    """Integers with separators, other numbers with four significant digits."""
+    """Integers with separators, other numbers with four significant digits: 1,234,568, 0.000123, 3e-5, and 1.000 for
+    what is only nearly 1."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else ("∞" if value > 0 else "-∞")
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
+    if (value == int(value) or abs(value) >= 999.95) and abs(value) < 1e15:
+        return f"{round(value):,}"
+    text = f"{value:.4g}"
+    if "e" in text:
+        digits, exponent = text.split("e")
+        return f"{digits}e{int(exponent)}"
+    return text if "." in text else f"{value:#.4g}"
+
+
+def format_metric(name: str, value: float) -> str:
+    """A metric by its name: shares of a time, of a peak or of a count as percentages."""
+    return f"{100 * value:.3g}%" if _SHARE.search(name) and math.isfinite(value) else format_number(value)
+
+
+def format_metrics(values: Mapping[str, float]) -> str:
+    """Metrics for the end of a line."""
+    return ", ".join(f"{name} {format_metric(name, value)}" for name, value in values.items())
 
 
 def format_duration(seconds: float) -> str:

@@ -99,8 +99,8 @@ class RayLog:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._enqueue(("log", (step, dict(values))))
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._enqueue(("log", (step, dict(values), at)))
 
     def record_event(self, kind: str, /, **details: object) -> None:
         self._enqueue(("event", (kind, details)))

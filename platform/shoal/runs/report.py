@@ -26,13 +26,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with figures, as SVG, and a table. Cells of numbers are right-aligned."""
+    """A heading with figures, as SVG, a table, and commands. Cells of numbers are right-aligned."""
 
     title: str
     note: str
     figures: Sequence[str] = ()
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    commands: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

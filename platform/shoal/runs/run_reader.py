@@ -50,7 +50,7 @@ _HEADLINES = (
 _MORE_IS_BETTER = frozenset(
     (
         *("acc", "ap", "auc", "auroc", "auprc", "bleu", "coverage", "dice", "f1", "iou", "map", "mrr", "ndcg"),
-        *("precision", "psnr", "r2", "recall", "rouge", "ssim", "top1", "top5"),
+        *("precision", "psnr", "r2", "recall", "rouge", "ssim", "success", "top1", "top5"),
     )
 )
 _TRIAL = re.compile(r"^trial-[^/]*/")  # of a sweep, that has the metric
@@ -142,6 +142,8 @@ def find_run_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
 def infer_direction(metric: str) -> bool | None:
     """Whether a higher value of the metric is better; None if its name does not show it."""
     words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    if "std" in words:
+        return None
     if words & _MORE_IS_BETTER or words & _LESS_IS_BETTER:
         return bool(words & _MORE_IS_BETTER)
     return next((more_is_better for part, more_is_better in _HEADLINES if part in metric.lower()), None)
@@ -291,9 +293,13 @@ class Run:
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
         return _to_frame(details, ["time", "kind", "details"])
 
-    def list_events(self, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
-        """The events of these kinds, in order, as (kind, details); cheap enough to poll several times a second."""
-        rows = self._query("SELECT kind, details FROM events WHERE run = :run ORDER BY number")
+    def list_events(self, *kinds: str, since_resumed: bool = False) -> list[tuple[str, dict[str, Any]]]:
+        """The events of these kinds, in order, as (kind, details); cheap enough to poll several times a second.
+
+        since_resumed: only those since the run was last resumed
+        """
+        since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
+        rows = self._query(f"SELECT kind, details FROM events WHERE run = :run{since} ORDER BY number")
         return [(row["kind"], json.loads(row["details"])) for row in rows if row["kind"] in kinds]
 
     def last_events(self, since_resumed: bool = False) -> dict[str, dict[str, Any]]:
@@ -337,10 +343,10 @@ class Run:
 
     def models(self) -> DataFrame:
         """The models that the run registered: columns name, version, time, aliases (a list, as the run left them)."""
-        models = [(name, version, at - self.created_at, aliases) for name, version, at, aliases in self._list_models()]
+        models = [(name, version, at - self.created_at, aliases) for name, version, at, aliases in self.list_models()]
         return _to_frame(models, ["name", "version", "time", "aliases"])
 
-    def _list_models(self) -> list[tuple[str, int, float, list[str]]]:
+    def list_models(self) -> list[tuple[str, int, float, list[str]]]:
         """The registered versions, oldest first. An alias names the last one that it was moved to."""
         rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
         last = {(row["name"], alias): row["version"] for row in rows for alias in json.loads(row["aliases"])}
@@ -379,7 +385,7 @@ class Run:
             "endpoints": [asdict(endpoint) for endpoint in self.endpoints()],
             "models": [
                 {"name": name, "version": version, "aliases": aliases}
-                for name, version, _, aliases in self._list_models()
+                for name, version, _, aliases in self.list_models()
             ],
         }
 

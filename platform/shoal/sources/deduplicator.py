@@ -33,8 +33,10 @@ class Deduplicator:
         """The highest sequence of each publisher."""
         return {publisher: highest for publisher, (highest, _) in self._seen.items()}
 
-    def admit(self, message: StreamMessage) -> bool:
-        """Whether it is new; from now on it is not."""
+    def admit(self, message: StreamMessage, is_first: bool = False) -> bool:
+        """Whether it is new; from now on it is not. is_first: it is, though its hash may be that of another one"""
+        if is_first:
+            self._hashes.pop(message.sequence, None)
         if message.publisher:
             is_new = self._admit_counted(message)
         elif is_new := message.sequence not in self._hashes:

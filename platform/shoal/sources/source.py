@@ -39,11 +39,13 @@ class MalformedPayload(msgspec.Struct, frozen=True):
 
     origin: its topic, or file and row
     text:   the beginning of its payload
+    reason: a word by which such messages are counted
     """
 
     origin: str
     problem: str
     text: str
+    reason: str = "other"
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ class StreamSource(Protocol):
         ...
 
 
-def reject_payload(topic: str, payload: bytes, problem: str) -> MalformedPayload:
+def reject_payload(topic: str, payload: bytes, problem: str, reason: str = "other") -> MalformedPayload:
     """What is wrong with a payload, and how it begins."""
-    return MalformedPayload(topic, problem, payload[:MAX_SHOWN_CHARS].decode(errors="backslashreplace"))
+    return MalformedPayload(topic, problem, payload[:MAX_SHOWN_CHARS].decode(errors="backslashreplace"), reason)
 
 
 def hash_message(topic: str, payload: bytes) -> int:
@@ -123,9 +125,21 @@ class Parser(Protocol):
     """Makes messages of payloads."""
 
     def parse(
-        self, topic: str, payload: bytes, publisher: str, sequence: int | None, received_s: float
-    ) -> Any | MalformedPayload:
-        """The message of a payload, or what is wrong with it. sequence: None where the publisher does not count."""
+        self,
+        topic: str,
+        payload: bytes,
+        publisher: str,
+        sequence: int | None,
+        received_s: float,
+        packet_id: int = 0,
+        is_redelivered: bool = False,
+    ) -> Delivery:
+        """The messages of a payload, and what is wrong with it.
+
+        sequence:       None where the publisher does not count
+        packet_id:      the broker's, the same when it sends the message again, as `is_redelivered`; 0: it never does
+        """
+        ...
 
 
 class SampleParser:
@@ -135,12 +149,19 @@ class SampleParser:
         self._decode = decode
 
     def parse(
-        self, topic: str, payload: bytes, publisher: str, sequence: int | None, received_s: float
-    ) -> Sample | MalformedPayload:
+        self,
+        topic: str,
+        payload: bytes,
+        publisher: str,
+        sequence: int | None,
+        received_s: float,
+        packet_id: int = 0,
+        is_redelivered: bool = False,
+    ) -> Delivery:
         try:
             value = self._decode(topic, payload)
         except ValueError as error:
-            return reject_payload(topic, payload, str(error))
+            return Delivery(malformed=[reject_payload(topic, payload, str(error))])
         if not publisher or sequence is None:
-            return Sample(value, "", hash_message(topic, payload))
-        return Sample(value, publisher, sequence)
+            return Delivery([Sample(value, "", hash_message(topic, payload))])
+        return Delivery([Sample(value, publisher, sequence)])

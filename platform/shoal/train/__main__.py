@@ -12,10 +12,11 @@ from functools import partial
 from shoal.config import last_override
 from shoal.errors import ConfigError, NotReached, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.runs.formatting import format_metrics
+from shoal.runs.record.provenance import format_masked_command
 from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.reporting.console import format_metrics
 
 
 def main(arguments: list[str]) -> int:
@@ -38,12 +39,22 @@ def main(arguments: list[str]) -> int:
     if rank == "0":
         ended = f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s."
         print(f"{ended} {format_metrics(outcome.metrics)}", flush=True)
+        if outcome.registration:
+            print(outcome.registration, flush=True)
         if outcome.is_interrupted:
-            print(f"Go on with: python -m shoal.train resume={outcome.run_id}", flush=True)
+            print(f"Go on with: {_format_resume_command(outcome.run_id, arguments)}", flush=True)
     if missed := describe_missed_target(spec, outcome):
         print(missed, file=sys.stderr, flush=True)
         return NotReached.EXIT_STATUS
     return 130 if outcome.is_interrupted else 0
+
+
+def _format_resume_command(run_id: str, arguments: list[str]) -> str:
+    """This command again, for the rest of the run."""
+    size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    program = ["python"] if size == "1" else ["torchrun", "--nproc-per-node", size]
+    repeated = [each for each in arguments if not each.startswith("resume=")]
+    return format_masked_command([*program, "-m", "shoal.train", f"resume={run_id}", *repeated])
 
 
 def _require_num_workers(workers: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -64,6 +65,13 @@ class Callback:
     def on_end(self, state: TrainingState) -> None:
         """After the last step and evaluation; not when an error ends the run."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints hold of it, as JSON: that of the first rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called before `on_begin` of a resumed run, if there is any state."""
+
 
 class CallbackRunner:
     """The callbacks of one rank, and the run as they see it. Raises ConfigError for an object that is no Callback."""
@@ -81,6 +89,16 @@ class CallbackRunner:
     def stop_reason(self) -> str:
         """Why a callback of this rank wants the run to end; "": none does."""
         return self._state.stop_reason
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Of each callback, in order."""
+        return [each.state_dict() for each in self._callbacks]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give each its state, as long as there are as many as before."""
+        for each, state in zip(self._callbacks, states, strict=False):
+            if state:
+                each.load_state_dict(state)
 
     def begin(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.metrics = metrics

@@ -7,13 +7,15 @@ checkpoints: those continue a run, and win over these.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, SpecMismatch, WeightsError
+from shoal.plugins.find import load_reference
+from shoal.plugins.library import collect_extensions
 from shoal.registry import Registry
 from shoal.weights import WeightFile
 from shoal.weights.tensor_files import (
@@ -33,7 +35,8 @@ def find_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -
     """The weights of `init` for this network, by name; those of several files are read when they are asked for.
 
     init: NAME@VERSION, NAME@ALIAS, NAME, the path of a state dict, of a folder of safetensors (with a slash in it), or
-          of a folder of a distributed checkpoint; "" for none. Or tensors by name: those that it leaves out stay fresh
+          of a folder of a distributed checkpoint, or one that a library knows, as peft's; "" for none. Or tensors by
+          name: those that it leaves out stay fresh
 
     A tensor that several names share may have one of them. The network may be without memory. Raises SpecMismatch for
     other names or shapes of tensors, ConfigError for a file without a state dict, RegistryError for an unknown model,
@@ -42,12 +45,16 @@ def find_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -
     if init == "":
         return {}
     own = network.state_dict(keep_vars=True)
-    state, source = (read_state_dict(init), init) if isinstance(init, str) else (init, "initial_weights")
+    open_folder_of = _find_folder_format(init) if isinstance(init, str) else None
+    if open_folder_of is not None:
+        state, source, is_partial = open_folder_of(Path(str(init)), network), str(init), True
+    elif isinstance(init, str):
+        state, source, is_partial = read_state_dict(init), init, False
+    else:
+        state, source, is_partial = init, "initial_weights", True
     present = {id(own[name]) for name in own.keys() & state.keys()}
     missing = [name for name in own if name not in state and id(own[name]) not in present]
-    if not isinstance(init, str):
-        missing = []
-    if others := sorted([*missing, *(state.keys() - own.keys())]):
+    if others := sorted([*([] if is_partial else missing), *(state.keys() - own.keys())]):
         shown = ", ".join(others[:3])
         raise SpecMismatch("init", source, f"has other tensors than the network: {shown}", "use the same Task and args")
     read_shape = getattr(state, "get_shape", lambda name: state[name].shape)  # of files, without reading them
@@ -57,6 +64,15 @@ def find_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -
             problem = f"{name} is {list(shape)}, and {list(own[name].shape)} in the network"
             raise SpecMismatch("init", source, problem, "use the same Task and args")
     return state
+
+
+def _find_folder_format(init: str) -> Callable[[Path, nn.Module], Mapping[str, Tensor]] | None:
+    """What opens a folder in which a library knows a file; it may leave tensors of the network out."""
+    for marker, reference in collect_extensions("shoal.weight_folders").items():
+        if (Path(init) / marker).is_file():
+            opened: Callable[[Path, nn.Module], Mapping[str, Tensor]] = load_reference(reference)
+            return opened
+    return None
 
 
 def load_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -> None:

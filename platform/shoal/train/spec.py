@@ -5,6 +5,9 @@ Used by jobs, the CLI and the Trainer. Has no behaviour beyond properties of its
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -12,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec
 from shoal.data import LoaderSpec
 from shoal.parallel import ParallelDims, ParallelSpec
-from shoal.registry import AliasNames
+from shoal.registry import AliasNames, Criterion
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.run_reader import infer_direction, is_higher_better
@@ -52,11 +55,10 @@ class ScheduleSpec(Spec):
     total_steps: int | None = Field(default=None, ge=1)
 
 
-class TargetSpec(Spec):
-    """Stop when a validation metric reaches a value."""
+class MeasureSpec(Spec):
+    """A metric of the validation data, and which of its values is better."""
 
     metric: str
-    value: float
     direction: Direction = "auto"
 
     @model_validator(mode="after")
@@ -68,22 +70,22 @@ class TargetSpec(Spec):
     def is_higher_better(self) -> bool:
         return is_higher_better(self.metric) if self.direction == "auto" else self.direction == "max"
 
+
+class TargetSpec(MeasureSpec):
+    """Stop when a validation metric reaches a value."""
+
+    value: float
+
     def __str__(self) -> str:
         return f"{self.metric}{'>=' if self.is_higher_better else '<='}{self.value:g}"
 
 
-class ConvergenceSpec(Spec):
+class ConvergenceSpec(MeasureSpec):
     """Stop when none of `patience` evaluations after n beats it by over `min_improvement`; network n is retained."""
 
     metric: str = "loss"
     patience: int = Field(default=3, ge=1)
     min_improvement: float = Field(default=0.0, ge=0)
-    direction: Direction = "auto"
-
-    @model_validator(mode="after")
-    def _has_a_direction(self) -> Self:
-        _require_direction(self.metric, self.direction)
-        return self
 
 
 class StopSpec(Spec):
@@ -170,6 +172,8 @@ class TrainSpec(Spec):
     track:                 where its record is mirrored to: mlflow, wandb, trackio
     threads:               of torch, in each worker; None divides this machine's cores among the workers
     name:                  in the registry; "" takes the Task's name
+    aliases:               of the registered version; None: `champion`, if it is the best so far by `stop.target`'s
+                           metric, else by `stop.convergence`'s, else by the loss, on the same validation data
     """
 
     task: str = ""
@@ -201,8 +205,20 @@ class TrainSpec(Spec):
     histograms_every_steps: int | None = Field(default=None, ge=1)
     init: str = ""
     name: str = ""
-    aliases: AliasNames = ("champion",)
+    aliases: AliasNames | None = None
     resume: str = ""
+
+    def override(self, overrides: Iterable[str]) -> Self:
+        """Also accepts an argument of the Task by its own name, where no field has it: `hidden=64`."""
+        return super().override([self._qualify(each) for each in overrides])
+
+    def _qualify(self, override: str) -> str:
+        name = re.split(r"[.=\[]", override, maxsplit=1)[0]
+        if name in type(self).model_fields or not name.isidentifier() or not self.task or "=" not in override:
+            return override
+        from shoal.train.task import find_task  # loads the user's file, and torch
+
+        return f"args.{override}" if name in inspect.signature(find_task(self.task)).parameters else override
 
     @model_validator(mode="before")
     @classmethod
@@ -236,6 +252,12 @@ class TrainSpec(Spec):
         if self.min_workers is not None and self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
         return self
+
+    @property
+    def criterion(self) -> Criterion:
+        """By which metric the registered versions are compared."""
+        measure = self.stop.target or self.stop.convergence or ConvergenceSpec()
+        return Criterion(measure.metric, measure.is_higher_better)
 
     @property
     def applied_sync(self) -> SyncConfig:

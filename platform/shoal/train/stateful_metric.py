@@ -43,10 +43,19 @@ class MetricSet:
     """The stateful metrics of one Task, over evaluation after evaluation.
 
     counts: whether this rank's outputs are counted; of ranks with the same samples one does
+    finish: called at the end of an evaluation, on every rank: what it gives are further metrics
     """
 
-    def __init__(self, metrics: Mapping[str, StatefulMetric], update: Update, world: World, counts: bool) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, StatefulMetric],
+        update: Update,
+        world: World,
+        counts: bool,
+        finish: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         self._metrics, self._update, self._world, self._counts = dict(metrics), update, world, counts
+        self.finish = finish
         self._has_updates = False
 
     def observe(self, outputs: Any, batch: Any) -> None:

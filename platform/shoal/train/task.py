@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from shoal.data import Data
 from shoal.errors import ConfigError, DataError, suggest
 from shoal.parallel.loss import Loss
-from shoal.parallel.task_step import TrainStep
+from shoal.parallel.task_step import EvalStep, TrainStep
 from shoal.recipes import find_recipe, recipe_names
 from shoal.registry import Signature
 from shoal.registry.code_import import import_module
 from shoal.registry.model_code import read_modules
 from shoal.train.callback import Callback
+from shoal.train.run_facts import RunFacts
 from shoal.train.stateful_metric import StatefulMetric
 
 JOBS = Path("jobs")
@@ -73,6 +74,8 @@ class Task:
            is a generator, which yields (name of an optimizer, loss): the optimizer takes its step with the gradients of
            its own parameters, and the generator goes on with the new weights. Such a Task needs no `loss`; one that has
            it is evaluated by it. Each rank needs the full model
+    eval_step: a method `eval_step(self, model, batch)` for evaluations other than `loss` and `metrics` of the model's
+           outputs, which are not computed then; None: those. It returns what `metrics` does
     """
 
     args: Mapping[str, Any] | None = None
@@ -80,6 +83,10 @@ class Task:
     preprocess: Hook | None = None
     postprocess: Hook | None = None
     train_step: TrainStep | None = None
+    eval_step: EvalStep | None = None
+
+    def setup(self, run: RunFacts) -> None:
+        """Called on every worker after `data`, and before `model`: what is known of the run."""
 
     def model(self) -> nn.Module:
         """The model, with fresh weights: the seed is set before the call, the same on every worker."""
@@ -93,6 +100,12 @@ class Task:
     def registration(self) -> Registration | None:
         """What the registry holds beside the weights, when a run has ended; None: the arguments as they were given."""
         return None
+
+    def fit_args(self) -> Mapping[str, Any]:
+        """Arguments that follow from the data, such as encoders that are fitted to it; {}: none. Called once, after
+        `data`, when a run begins: they join its arguments, so that every worker, every resume and the registered model
+        has the same."""
+        return {}
 
     def data(self) -> Data:
         """The datasets."""
@@ -150,6 +163,10 @@ class Task:
     def update_metric(self, name: str, metric: StatefulMetric, outputs: Any, batch: Any) -> None:
         """Count a batch in a stateful metric: with the outputs, and the batch's last or `batch["targets"]`."""
         metric.update(outputs, batch["targets"] if isinstance(batch, Mapping) else batch[-1])
+
+    def finish_evaluation(self) -> Mapping[str, float]:
+        """Called at the end of each evaluation, on every rank: further metrics, which are equal on all of them."""
+        return {}
 
     def callbacks(self) -> Sequence[Callback]:
         """Objects whose methods are called as training goes on, on every rank: see `shoal.train.Callback`."""
@@ -255,6 +272,15 @@ def find_source_file(reference: str) -> Path | None:
     return None if is_the_users else ours.resolve()
 
 
+def require_source_file(reference: str) -> None:
+    """Raises ConfigError for a reference to a file that is not there."""
+    path = find_source_file(reference)
+    if path is not None and not path.is_file():
+        near = suggest(path.name, (each.name for each in path.parent.glob("*.py")))
+        remedy = f"from {Path.cwd()}, give the path of a file{near and f'; {near}'}"
+        raise ConfigError("task", reference, f"there is no file {reference.partition(':')[0]}", remedy)
+
+
 def unload_if_changed(reference: str) -> None:
     """Unload the file of `reference` if it has changed since this process loaded it, so that it is loaded again.
 
@@ -308,16 +334,8 @@ def _load_module(reference: str, location: str) -> ModuleType:
     path = find_source_file(reference)
     if path is None:
         return _import_module(reference, location)
-    require_file(path, reference)
+    require_source_file(reference)
     return load_task_file(path, reference)
-
-
-def require_file(path: Path, reference: str) -> None:
-    """Raise ConfigError unless the file of a Task is there."""
-    if not path.is_file():
-        remedy = suggest(path.name, (each.name for each in path.parent.glob("*.py")))
-        remedy = f"from {Path.cwd()}, give the path of a file{remedy and f'; {remedy}'}"
-        raise ConfigError("task", reference, f"there is no file {reference.partition(':')[0]}", remedy)
 
 
 def load_task_file(path: Path, reference: str) -> ModuleType:

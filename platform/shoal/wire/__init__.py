@@ -1,6 +1,6 @@
 """The messages of external processes: typed, versioned, free of pickle (docs/protocol.md)."""
 
-from shoal.wire.experience_spec import ExperienceSpec, ExtraSpec, PolicySpec, TensorSpec
+from shoal.wire.experience_spec import ExperienceSpec, ExtraSpec, PolicySpec, SpaceSpec, TensorSpec
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -43,6 +43,7 @@ __all__ = [
     "Pull",
     "Segment",
     "SegmentMessage",
+    "SpaceSpec",
     "TensorHeader",
     "TensorSpec",
     "WeightsMessage",

@@ -32,6 +32,7 @@ DTYPES = {
 
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 STATE = "state"  # the extra of recurrent policies
+EXPERIENCE_FILE = "experience.json"  # of a registered policy: the ExperienceSpec of its run
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -119,11 +120,31 @@ class ExtraSpec(msgspec.Struct, frozen=True):
         return num_steps + 1 if self.per == "observation" else 1
 
 
+class SpaceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an environment shows before it becomes flat (see `shoal.wire.spaces`).
+
+    kind:  Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, as gymnasium names them; Part: one part of a Dict
+           alone, as it is
+    shape: of one observation
+    sizes: how many values each number has, of a Discrete or a MultiDiscrete, from `start` on
+    names: of the parts of a Dict, or of the Part
+    parts: in their order; those that are not observed are left out
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    parts: tuple[SpaceSpec, ...] = ()
+
+
 class ExperienceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The format of a run's segments. `segment_length` is the most steps in one segment.
 
     self_play: one agent of an environment has the newest weights, and the others have past ones
     agents:    of the environment that this policy plays, in a run of several policies; (): all
+    space:     what the environment shows, where that is no `observation` yet
     """
 
     observation: TensorSpec
@@ -133,3 +154,4 @@ class ExperienceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     extras: tuple[ExtraSpec, ...] = ()
     self_play: bool = False
     agents: tuple[str, ...] = ()
+    space: SpaceSpec | None = None

@@ -69,16 +69,19 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit
 
 
 class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An episode whose end no segment has. `opponent`: with self-play, the version that the other agents had."""
+    """An episode whose end no segment has. `opponent`: with self-play, the version that the other agents had.
+    `success`: whether it reached its goal, where the environment says so."""
 
     episode_return: float
     episode_length: int
     opponent: int = 0
+    success: bool | None = None
 
 
 class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment"):
     """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow. `opponent`: with
-    self-play, the version that the other agents had. `unrecorded`: episodes that ended before, without credit."""
+    self-play, the version that the other agents had. `unrecorded`: episodes that ended before, without credit.
+    `success`: whether the episode that ended here reached its goal, where the environment says so."""
 
     seq: int
     tensors: tuple[TensorHeader, ...]
@@ -88,6 +91,7 @@ class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment
     episode_length: int | None = None
     opponent: int | msgspec.UnsetType = msgspec.UNSET
     unrecorded: tuple[EpisodeSummary, ...] | msgspec.UnsetType = msgspec.UNSET
+    success: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
@@ -174,13 +178,14 @@ class ErrorMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
 class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
     """actor → gateway; one frame follows: the observation before step `step` of `episode`. `reward` is that of the step
     before; at step 0, the return until then. `terminated` or `truncated`: the episode ended after the step before, and
-    the observation is its last."""
+    the observation is its last; `success` as of a segment."""
 
     episode: int
     step: int
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
+    success: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action"):

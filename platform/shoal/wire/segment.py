@@ -67,6 +67,7 @@ class Segment:
     episode_return, episode_length: of the whole episode, given when it ended here
     opponent: with self-play, the version that the other agents had; 0 without
     unrecorded: episodes of the same policy's agents that ended before, and of whose end there is no segment
+    success: whether the episode reached its goal; None: it did not end here, or its environment does not say
     extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
     """
 
@@ -82,6 +83,7 @@ class Segment:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     opponent: int = 0
     unrecorded: tuple[EpisodeSummary, ...] = ()
+    success: bool | None = None
 
     @property
     def num_steps(self) -> int:
@@ -141,6 +143,7 @@ class PackedSegment(NamedTuple):
             None if segment.episode_length is None else int(segment.episode_length),
             segment.opponent or msgspec.UNSET,
             segment.unrecorded or msgspec.UNSET,
+            msgspec.UNSET if segment.success is None else bool(segment.success),
         )
         return cls(header, tensors)
 
@@ -195,6 +198,7 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         extras,
         message.opponent or 0,
         unrecorded,
+        None if message.success is msgspec.UNSET else message.success,
     )
 
 

@@ -99,7 +99,7 @@ class KillingLog:
         self.steps: list[int] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self.steps.append(step)
         for due in [each for each in self._kills if each <= step]:
             self._processes.kill(self._kills.pop(due))

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from serving import table_model
 from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.libs.batch_predict.table_predictor import TablePredictor
+from shoal.registry import Registry
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.padding_cost import PaddingCostModel
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.model_source import ModelPackage
+from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
 from shoal.weights import WeightSnapshot
 
 
@@ -220,3 +222,20 @@ def test_the_columns_of_a_table_are_aligned_by_name_wherever_the_batch_is() -> N
     table = pa.table({"c": [3.0, 30.0], "b": [2.0, 20.0], "a": [1.0, 10.0]})
     found = predict_table(First(), Signature(inputs=[x], outputs=[fp32("y", -1)]), table, batch_dim={"x": 1})
     assert [row["y"] for row in found] == [1, 10]
+
+
+def test_nulls_of_a_table_s_columns_are_gaps_and_a_value_that_is_refused_names_its_column() -> None:
+    source = RegisteredModel("charges", Registry().location)
+    package = source.load_package(table_model.register("basic", "plus").version)
+    dates = pa.array([20239, None, 20240], pa.date32())
+    columns = {"age": [72, None, 101], "plan": ["basic", None, "plus"], "since": dates}
+    table = pa.table({**columns, "active": [True, None, False], "balance": pa.nulls(3)})
+    answered = TablePredictor(package, ModelOptions())(table)
+    assert answered["charge"].to_pylist() == [172.0, 50.0, 301.0]
+    assert answered["share"].to_pylist() == [[0.25, 0.75]] * 3
+    gold = table.set_column(1, "plan", [["basic", "gold", "plus"]])
+    with pytest.raises(InferenceError, match="plan = 'gold': is no word that training has seen"):
+        TablePredictor(package, ModelOptions())(gold)
+    answered = TablePredictor(package, ModelOptions(), skip_errors=True)(gold)
+    assert answered["charge"].to_pylist() == [172.0, None, 301.0]
+    assert "plan = 'gold'" in answered["error"].to_pylist()[1]

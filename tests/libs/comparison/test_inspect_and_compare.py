@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -15,6 +18,9 @@ from shoal.errors import ConfigError, RunError
 from shoal.libs.comparison.columns import build_column
 from shoal.libs.comparison.compare import compare
 from shoal.libs.comparison.inspect import inspect
+from shoal.registry import Registry, Signature, TensorSignature
+from shoal.registry.manifest import ModelFactory
+from shoal.weights import WeightSnapshot
 
 TASK = """
 import torch
@@ -99,16 +105,21 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
     text = typed(compare, "run-1", "run-2", "--target", "accuracy=0.9", "--plot", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert rows["best validation/accuracy"][-2:] == ["0.95", "0.92"]
+    assert rows["validation/accuracy"][-2:] == ["0.95", "0.7"]
+    assert [line.split() for line in text.splitlines() if line.startswith("  ")] == [
+        ["best", "0.95", "at", "30", "0.92", "at", "10"],
+        ["at", "step", "20", "0.85", "0.7"],
+    ]
     assert rows["time to accuracy=0.9"][-4:] == ["3.0", "s", "1.0", "s"]
     assert rows["cost to accuracy=0.9"][-2:] == ["6", "-"]  # 2 devices for 3 s, at 1 a second
-    assert rows["waiting for other ranks"][-2:] == ["25.0%", "25.0%"]
+    assert rows["waiting for other ranks"][-2:] == ["25%", "25%"]
     found = json.loads(typed(compare, "run-1", "run-2", "--json", "--target", "accuracy>=0.99"))
     assert [run["memory_peak"] for run in found["runs"]] == [1100.0, 1100.0]
     assert "target" not in found["runs"][0]
     assert Path(found["plot"]).parent.name == "run-1"
     for words, said in [
         (("run-1", "run-2", "--target", "accuracy"), "--target = 'accuracy': is not METRIC=VALUE"),
+        (("run-1", "run-2", "--by", "epoch"), "--by = 'epoch': is known of none of these runs"),
         (("run-1", "run-2", "--metric", "nope"), "--metric = 'nope': is in none of these runs. they have .*accuracy"),
         (("run-1", "run-1"), "run = 'run-1 run-1': is one run"),
         (("run-1", "run-2", "--plot", str(folder)), "--plot = '.*': cannot be written: Is a directory. name a file"),
@@ -116,6 +127,89 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=said):
             typed(compare, *words)
+
+
+def settings_of(*refs: str) -> dict[str, list[str]]:
+    settings: dict[str, list[str]] = json.loads(typed(compare, *refs, "--json"))["settings"]
+    return settings
+
+
+def test_settings_that_differ_come_first_with_their_defaults_data_and_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    for name, text, spec, data in (
+        ("run-1", "one", "batch_size: 48\noptimizer:\n  learning_rate: 3.0e-05\n", "abc"),
+        ("run-2", "two", "args:\n  width: 4\n", "def"),
+        ("run-3", "two", "args:\n  width: 4\nbatch_size: many\n", "def"),
+    ):
+        (folder / "task_file.py").write_text(text)
+        record = f"task: task_file.py:Small\nseed: 7\n{spec}"
+        with runs.recording(record, "train", begun="training", kind=runs.RunKind.TRAINING, run_id=name) as run:
+            run.record_event("data", train=data)
+            run.log(1, {"train/loss": 1.5})
+    found = settings_of("run-1", "run-2")
+    code = found.pop("text of task_file.py")
+    assert code[0] != code[1]
+    assert found == {
+        "batch_size": ["48", "64"],
+        "optimizer.learning_rate": ["3e-05", "0.001"],
+        "args.width": ["-", "4"],
+        "data: train": ["abc", "def"],
+    }
+    assert "seed" not in typed(compare, "run-1", "run-2")
+    assert typed(compare, "run-1", "run-2").startswith("settings that differ")
+    # One that this release cannot read: the recorded fields of both.
+    assert settings_of("run-2", "run-3") == {"batch_size": ["-", "many"]}
+    with runs.create("actor_learner", "target_return: 5\n", "rl"):
+        pass
+    assert settings_of("run-1", "rl") == {}  # of another kind, that has none of them
+
+
+def test_metrics_are_compared_by_step_epoch_and_running_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with runs.create("train", "workers: 1\n", "run-1") as run:
+        run.log(10, {"validation/loss": 0.000123, "train/epoch": 1.0})
+        run.log(20, {"validation/loss": 0.5, "train/epoch": 2.0, "train/learning_rate": 3e-4})
+    clock = time.time() + 1000.0
+    monkeypatch.setattr("shoal.runs.record.recorder.time.time", lambda: clock)
+    with runs.reopen("run-1") as run:
+        clock += 1000.0
+        run.log(40, {"validation/loss": math.nan, "train/epoch": 4.0, "mine/odd": 1234567.0})
+    monkeypatch.undo()
+    monkeypatch.setenv("SHOAL_HOME", str(folder))
+    with runs.create("train", "workers: 1\n", "run-2") as run:
+        run.log(10, {"validation/loss": 0.25, "train/epoch": 0.5})
+    found = json.loads(typed(compare, "run-1", "run-2", "--by", "epoch", "--json"))
+    assert (found["by"], found["common_at"]) == ("epoch", 0.5)
+    one, other = found["metrics"]["validation/loss"]
+    assert one == {"final": None, "final_at": 4.0, "best": 0.000123, "best_at": 1.0, "common": None}
+    assert (other["best"], other["common"]) == (0.25, 0.25)
+    text = typed(compare, "run-1", "run-2")
+    for line in ("validation/loss not a number 0.25", "best 0.000123 at 10 0.25 at 10", "mine/odd 1,234,567 -"):
+        assert line in [" ".join(each.split()) for each in text.splitlines()]
+    assert "train/learning_rate 0.0003 -" in " ".join(text.split())
+    by_time = json.loads(typed(compare, "run-1", "run-2", "--by", "time", "--json"))["metrics"]["train/epoch"]
+    assert by_time[0]["final_at"] == pytest.approx(1000.0, abs=30.0)  # without what lay between its two attempts
+    lines = typed(compare, "run-1", "run-2", "--csv").splitlines()
+    assert lines[0] == "kind,name,run-1,run-2"
+    assert "best,validation/loss,0.000123,0.25" in lines
+    page = folder / "page.html"
+    typed(compare, "run-1", "run-2", "--plot", str(page))
+    assert "metrics by step" in page.read_text()
+    assert "data:image/png;base64," in page.read_text()
+
+
+def test_versions_stand_for_the_runs_that_made_them() -> None:
+    for number in (1, 2):
+        train(f"run-{number}", [0.5])
+        signature = Signature(inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 1])], outputs=[])
+        snapshot = WeightSnapshot.of(number, {"weight": np.ones(1, np.float32)})
+        factory, run_id = ModelFactory(factory="torch.nn:Linear"), f"run-{number}" if number == 1 else None
+        Registry().register("mine", snapshot, model=factory, signature=signature, run_id=run_id)
+    found = json.loads(typed(compare, "mine@1", "run-2", "--json"))["runs"]
+    assert [run["id"] for run in found] == ["run-1", "run-2"]
+    with pytest.raises(ConfigError, match="run = 'mine@2': was registered by no run"):
+        typed(compare, "mine@2", "run-1")
 
 
 def test_rates_of_a_comparison_are_means_over_the_whole_run() -> None:

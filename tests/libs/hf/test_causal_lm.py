@@ -163,6 +163,7 @@ def test_adapters_are_trained_alone_and_served_with_their_base(folder: Path, dat
 
 def test_run_and_manifest_record_the_scale_of_adapters_as_peft_has_it(folder: Path, data: str) -> None:
     used = {"rank": 4, "alpha": peft.LoraConfig().lora_alpha, "dropout": 0.0, "modules": None}
+    used |= {"rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
     spec = make_spec(translate([f"model={folder}", f"data={data}", "lora.rank=4"]))
     assert spec.args["lora"] == used
     task = CausalLM(model=str(folder), data=data, lora={"rank": 4})

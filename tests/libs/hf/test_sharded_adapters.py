@@ -40,7 +40,7 @@ class Journal:
         self.values: list[float] = []
         self.events: dict[str, dict[str, Any]] = {}
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         if "train/loss" in values:
             self.values.append(values["train/loss"])
 

@@ -1,4 +1,4 @@
-"""A LightningModule as a Task takes the steps that Lightning's own trainer takes."""
+"""A LightningModule as a Task takes the steps that Lightning's own trainer takes, and its hooks are called alike."""
 
 from __future__ import annotations
 
@@ -9,70 +9,123 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import shoal.runs
 from shoal.errors import ConfigError
+from shoal.libs.lightning.events import check_module
+from shoal.libs.lightning.schedule import Schedule
 from shoal.libs.lightning.task import LightningTask
+from shoal.libs.lightning.trainer_view import TrainerAttributeError, TrainerView
 from shoal.registry import Registry
+from shoal.serve.spec.batch_layout import BatchLayout
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.train import TrainSpec
 from shoal.train.launch.local import fit_locally
 from shoal.weights.tensor_files import read_tensors
 
 lightning = pytest.importorskip("pytorch_lightning")
-NUM_SAMPLES, BATCH, EPOCHS = 48, 8, 3
+torchmetrics = pytest.importorskip("torchmetrics")
+NUM_SAMPLES, BATCH, EPOCHS = 45, 8, 3  # the last batch of an epoch has 5
+_seen: list[tuple[Any, ...]] = []  # the hooks of the newest training
 
 
-class Lines(lightning.LightningModule):  # type: ignore[misc]
-    """A regression that logs, with a schedule by epoch."""
+def _make_points(count: int, seed: int) -> TensorDataset:
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
-    def __init__(self, form: str = "dict") -> None:
+
+class Bare(lightning.LightningModule):  # type: ignore[misc]
+    """What Lightning needs: no `forward`, no validation."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.form = form
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(_make_points(NUM_SAMPLES, 1), batch_size=BATCH)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        schedule = OneCycleLR(optimizer, 0.05, total_steps=self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class BareTask(LightningTask):
+    def module(self) -> Any:
+        return Bare()
+
+
+class Lines(Bare):
+    """A regression that logs, with hooks, a metric of the epoch, and a schedule that follows one."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.error = torchmetrics.R2Score()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        loss = nn.functional.mse_loss(self(x), y)
-        self.log("train_error", loss.sqrt(), prog_bar=True)
-        return {"loss": loss} if self.form == "dict" else loss
+        loss = super().training_step(batch)
+        self.log("train_error", loss.sqrt(), prog_bar=True, on_epoch=True, sync_dist=True)
+        return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log_dict({"val_loss": nn.functional.mse_loss(self(x), y)})
+        outputs = self(batch[0])
+        self.error.update(outputs, batch[1])
+        self.log_dict({"val_loss": nn.functional.mse_loss(outputs, batch[1]), "val_r2": self.error})
+
+    def on_fit_start(self) -> None:
+        trainer = self.trainer
+        assert trainer.world_size == 1
+        assert trainer.is_global_zero
+        _seen[:] = [("fit", trainer.max_epochs, trainer.estimated_stepping_batches, self.hparams.form)]
+
+    def on_train_epoch_start(self) -> None:
+        _seen.append(("epoch", self.current_epoch, self.global_step, self.trainer.num_training_batches))
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        _seen.append(("step", self.global_step, optimizer.param_groups[0]["lr"]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        _seen.append(("batch", batch_idx, len(batch[0]), self.global_step))
+
+    def on_validation_epoch_end(self) -> None:
+        _seen.append(("validated", self.current_epoch))
+        self.log("val_r2_twice", 2 * self.error.compute())
+
+    def on_train_epoch_end(self) -> None:
+        _seen.append(("ended", self.current_epoch, float(self.trainer.callback_metrics["val_loss"])))
 
     def configure_optimizers(self) -> Any:
-        optimizer: Optimizer = torch.optim.Adam(self.parameters(), 0.01)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        match self.form:
-            case "dict":
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "epoch"}}
-            case "lists":
-                return [optimizer], [schedule]
-            case "two":
-                return [optimizer, torch.optim.SGD(self.parameters(), 0.1)]
-            case "plateau":
-                return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
-        return optimizer
+        optimizer = torch.optim.Adam(self.parameters(), 0.03)
+        if self.hparams.form == "plateau":
+            schedule = ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
 
 class Points(lightning.LightningDataModule):  # type: ignore[misc]
     def setup(self, stage: str) -> None:
-        x = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(1))
-        self.points = TensorDataset(x, x.sum(1, keepdim=True).sin())
+        self.points, self.held_out = _make_points(NUM_SAMPLES, 1), _make_points(20, 2)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.points, batch_size=BATCH)
+        weights, generator = torch.arange(1.0, NUM_SAMPLES + 1), torch.Generator().manual_seed(3)
+        sampler = WeightedRandomSampler(weights.tolist(), NUM_SAMPLES, generator=generator)
+        return DataLoader(self.points, batch_size=BATCH, sampler=sampler)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.points, batch_size=BATCH)
+        return DataLoader(self.held_out, batch_size=BATCH)
 
 
 class LinesTask(LightningTask):
-    def __init__(self, *, form: str = "dict") -> None:
+    def __init__(self, *, form: str = "plateau") -> None:
         self.form = form
 
     def module(self) -> Lines:
@@ -82,52 +135,125 @@ class LinesTask(LightningTask):
         return Points()
 
 
-def _spec(form: str, **fields: Any) -> TrainSpec:
-    task = f"{LinesTask.__module__}:LinesTask"
-    return TrainSpec(
-        task=task, args={"form": form}, batch_size=BATCH, stop={"epochs": EPOCHS}, loader={"shuffle": False}, **fields
-    )
+def _spec(name: str, **fields: Any) -> TrainSpec:
+    return TrainSpec(task=f"{LinesTask.__module__}:{name}", device="cpu", seed=7, **fields)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning's own calls
-@pytest.mark.parametrize("form", ["dict", "lists", "one"])
+@pytest.mark.parametrize("form", ["plateau", "step"])
 def test_it_trains_as_lightnings_trainer_does(form: str, tmp_path: Path) -> None:
-    result = fit_locally(_spec(form, seed=7, device="cpu"))
+    spec = _spec("LinesTask", args={"form": form}, stop={"epochs": EPOCHS})
+    result = fit_locally(spec)
+    ours = list(_seen)
     torch.manual_seed(7)
     module = Lines(form)
     silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = lightning.Trainer(max_epochs=EPOCHS, default_root_dir=tmp_path, enable_model_summary=False, **silent)
+    silent |= {"num_sanity_val_steps": 0, "enable_model_summary": False}
+    trainer = lightning.Trainer(max_epochs=EPOCHS, default_root_dir=tmp_path, **silent)
     trainer.fit(module, datamodule=Points())
-    assert result.metrics["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-5)
+    assert [each[:2] for each in ours] == [each[:2] for each in _seen]
+    for one, other in zip(ours[1:], _seen[1:], strict=True):  # rates and losses
+        assert one[2:] == pytest.approx(other[2:], rel=1e-4)
+    assert ours[0] == _seen[0]
+    for name in ("val_loss", "val_r2", "val_r2_twice"):
+        assert result.metrics[name] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-4)
     weights = read_tensors(Registry().get("linestask").weight_file())
     for name, expected in module.state_dict().items():
         torch.testing.assert_close(weights[name], expected, msg=name)
     whole = shoal.runs.load(result.run_id).metrics()
+    mean = whole["train/train_error_epoch"].dropna().iloc[-1]
+    assert mean == pytest.approx(float(trainer.callback_metrics["train_error_epoch"]), rel=1e-4)
     assert "train/train_error" in whole.columns
-    if form == "dict":  # a resumed run goes on with its schedule
-        first = fit_locally(_spec(form, seed=7, device="cpu").override(["stop.epochs=2"]))
-        again = fit_locally(_spec(form, seed=7, device="cpu").override([f"resume={first.run_id}"]))
-        rates = [each["train/learning_rate"].iloc[-1] for each in (shoal.runs.load(again.run_id).metrics(), whole)]
-        assert rates[0] == pytest.approx(rates[1])
-        assert again.metrics["val_loss"] == pytest.approx(result.metrics["val_loss"], rel=1e-5)
+    # A resumed run goes on with its schedule, the sampler's order and the batch size of the loader.
+    first = fit_locally(spec.override(["stop.epochs=1.5"]))
+    record = shoal.runs.load(first.run_id).spec
+    again = fit_locally(TrainSpec.from_record(record, [f"resume={first.run_id}", f"stop.epochs={EPOCHS}"]))
+    assert again.metrics["val_loss"] == pytest.approx(result.metrics["val_loss"], rel=1e-5)
+
+
+def test_a_module_needs_neither_forward_nor_validation(caplog: pytest.LogCaptureFixture) -> None:
+    result = fit_locally(_spec("BareTask", stop={"epochs": 2}))
+    assert result.steps == 12
+    version = Registry().get("baretask")
+    assert "has no `forward`: it cannot be served" in caplog.text
+    with pytest.raises(ConfigError, match="without inputs, since its module has no `forward`"):
+        BatchLayout(version.manifest.signature, ModelOptions())
+
+
+def test_an_attribute_of_the_trainer_that_is_not_there_is_named() -> None:
+    view = TrainerView()
+    with pytest.raises(TrainerAttributeError, match=r"self\.trainer\.strategy = None: is not there in a run"):
+        _ = view.strategy
+    with pytest.raises(ConfigError, match=r"self\.trainer\.max_epochs.*known once the data is there"):
+        _ = view.max_epochs
+    assert not hasattr(view, "tuner")
+
+
+class Manual(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Warming(Bare):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """As a warm-up by hand."""
 
 
 @pytest.mark.parametrize(
-    ("form", "problem"), [("two", "gave 2 optimizers"), ("plateau", "its scheduler follows a metric")]
+    ("module", "problem"), [(Manual, "takes the steps of its optimizers itself"), (Warming, "has a optimizer_step")]
 )
-def test_what_it_cannot_do_is_refused(form: str, problem: str) -> None:
+def test_a_module_with_steps_of_its_own_is_refused(module: type[Bare], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        fit_locally(_spec(form))
+        check_module(module())
 
 
-def test_a_loader_of_something_else_is_refused() -> None:
+def _configure(returned: Any) -> None:
+    class Configured(Bare):
+        def configure_optimizers(self) -> Any:
+            return returned(torch.optim.SGD(self.parameters(), 0.1))
+
+    class ConfiguredTask(LightningTask):
+        def module(self) -> Any:
+            return Configured()
+
+    task = ConfiguredTask()
+    task.optimizer(task.model().parameters())
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (lambda optimizer: [optimizer, optimizer], "gave 2 optimizers"),
+        (lambda optimizer: ([optimizer], [StepLR(optimizer, 1), StepLR(optimizer, 2)]), "gave 2 schedulers"),
+        (lambda optimizer: {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer)}, "none is named"),
+    ],
+)
+def test_optimizers_that_it_cannot_take_are_refused(returned: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        _configure(returned)
+
+
+def test_a_schedule_names_the_metric_that_is_missing() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    schedule = Schedule(ReduceLROnPlateau(optimizer), monitor="val_los")
+    with pytest.raises(ConfigError, match=r"lr_scheduler\.monitor = 'val_los'.*there is val_loss"):
+        schedule.advance(10, 1, {"val_loss": 1.0}, lambda scheduler, metric: scheduler.step(metric))
+
+
+def test_loaders_of_something_else_are_refused() -> None:
+    class Source:
+        def __init__(self, train: Any, validation: Any = None) -> None:
+            self.train_dataloader, self.val_dataloader = lambda: train, lambda: validation
+
     class Other(LinesTask):
         def datamodule(self) -> Any:
-            class Source:
-                def train_dataloader(self) -> list[int]:
-                    return [1, 2]
+            return Source(*given)
 
-            return Source()
-
-    with pytest.raises(ConfigError, match="gives a list"):
+    loader = DataLoader(_make_points(8, 1))
+    given: tuple[Any, ...] = ([1, 2],)
+    with pytest.raises(ConfigError, match="train_dataloader': gives 2 loaders"):
+        Other().data()
+    given = (loader, [loader, loader])
+    with pytest.raises(ConfigError, match="val_dataloader': gives 2 loaders"):
         Other().data()

@@ -12,6 +12,7 @@ import torch
 from shoal.errors import ConfigError, MissingExtra
 from shoal.libs.optimise.choice import MaxDrop, Measurement, choose, find_front
 from shoal.libs.optimise.distil import compute_distillation_loss, find_class_axis
+from shoal.libs.optimise.evidence import Rows, judge, judge_value
 from shoal.libs.optimise.request import OptimiseRequest, choose_steps
 from shoal.libs.optimise.student import choose_default_student, parse_student
 from shoal.registry import ModelFactory
@@ -30,20 +31,74 @@ def test_a_drop_is_of_the_value_or_in_its_unit() -> None:
 
 
 def test_the_fastest_within_the_drop_is_chosen() -> None:
-    models = [measured(0.9, 10), measured(0.895, 6), measured(0.80, 1), measured(0.892, 5), measured(math.nan, 1)]
-    one = MaxDrop.parse("1%")
-    assert choose(models, "accuracy", True, one, "latency") == 3
-    assert choose(models, "accuracy", True, MaxDrop.parse("0"), "latency") == 0
-    assert choose(models, "loss", False, MaxDrop.parse("0.005"), "batch") == 1
-    assert choose(models, "accuracy", True, one, "size") == 0  # none is smaller
+    models = [measured(0.9, 10), measured(0.895, 6), measured(0.80, 1), measured(0.892, 5)]
+    is_within = [True, True, False, True]
+    assert choose(models, is_within, "latency") == choose(models, is_within, "batch") == 3
+    assert choose(models, [True, False, False, False], "latency") == 0
+    assert choose(models, is_within, "size") == 0  # none is smaller
     equal = [measured(0.9, 9, flops=9.0), measured(0.9, 5, flops=3.0), measured(0.9, 2, flops=3.0)]
-    assert choose(equal, "accuracy", True, one, "flops") == 2
+    assert choose(equal, [True] * 3, "flops") == 2
 
 
 def test_a_gain_within_the_noise_is_none() -> None:
-    assert choose([measured(0.9, 1.0), measured(0.9, 0.97)], "accuracy", True, MaxDrop.parse("1%"), "latency") == 0
+    assert choose([measured(0.9, 1.0), measured(0.9, 0.97)], [True, True], "latency") == 0
     unknown = [measured(0.9, 1, flops=5.0), measured(0.9, 1, flops=None)]
-    assert choose(unknown, "accuracy", True, MaxDrop.parse("1%"), "flops") == 0
+    assert choose(unknown, [True, True], "flops") == 0
+
+
+def answers(num_rows: int, wrong: range = range(0)) -> Rows:
+    totals = np.ones(num_rows)
+    totals[list(wrong)] = 0
+    return Rows(totals, np.ones(num_rows))
+
+
+def test_two_rows_of_two_hundred_decide_nothing() -> None:
+    teacher, student = answers(200), answers(200, range(2))
+    found = judge(teacher, student, True, 0.009, 0.95)
+    assert (found.drop, found.status, found.num_rows) == (pytest.approx(0.01), "undecided", 200)
+    assert found.low < 0 < 0.025 < found.high
+    assert judge(teacher, student, True, 0.01, 0.95).more_rows is None  # the drop is the limit
+    assert judge(teacher, student, True, 0.01, 0.5).status == "within"
+    assert judge(teacher, student, True, 0.009, 0.5).status == "beyond"
+    assert judge(teacher, answers(200, range(20)), True, 0.05, 0.95).status == "beyond"
+    assert judge(answers(200, range(20)), teacher, True, 0.0, 0.95).status == "within"
+    assert judge_value(math.nan, 0.1).status == "beyond"
+
+
+@pytest.mark.parametrize("is_share", [True, False])
+def test_as_many_more_rows_as_are_said_decide(is_share: bool) -> None:
+    def draw(num_rows: int) -> tuple[Rows, Rows]:
+        """Rows that are like those before."""
+        if is_share:
+            return answers(num_rows), answers(num_rows, range(num_rows // 50))
+        copies = -(-num_rows // 50)
+        totals, noise = (np.tile(np.random.default_rng(at).normal(size=50), copies)[:num_rows] for at in (0, 1))
+        return Rows(totals, np.full(num_rows, 2.0)), Rows(totals + noise * 0.5, np.full(num_rows, 2.0))
+
+    allowed = judge(*draw(100), is_share, 0.0, 0.5).drop + 0.03
+    first = judge(*draw(100), is_share, allowed, 0.95)
+    assert first.status == "undecided"
+    assert first.more_rows is not None
+    total = 50 * math.ceil((100 + first.more_rows) / 50)
+    assert judge(*draw(total), is_share, allowed, 0.95).status != "undecided"
+    assert judge(*draw(total - 100), is_share, allowed, 0.95).status == "undecided"
+
+
+@pytest.mark.parametrize(("worse", "better", "num_rows"), [(0, 0, 60), (3, 0, 60), (0, 2, 60), (7, 4, 90)])
+def test_the_interval_of_shares_is_where_the_score_statistic_is_the_quantile(
+    worse: int, better: int, num_rows: int
+) -> None:
+    teacher, student = answers(num_rows, range(better)), answers(num_rows, range(better, better + worse))
+    found = judge(teacher, student, True, 0.0, 0.975)
+    for drop in (found.low, found.high):
+        shares = np.linspace(max(0.0, -drop), (1 - drop) / 2, 400_001)  # of rows that the student alone has right
+        with np.errstate(divide="ignore", invalid="ignore"):
+            counts = (worse, better, num_rows - worse - better)
+            parts = (shares + drop, shares, 1 - 2 * shares - drop)
+            likelihood = sum(count * np.log(part) if count else 0.0 for count, part in zip(counts, parts, strict=True))
+        best = shares[np.nanargmax(np.broadcast_to(likelihood, shares.shape))]
+        statistic = (worse - better - num_rows * drop) / math.sqrt(num_rows * (2 * best + drop - drop**2))
+        assert abs(statistic) == pytest.approx(1.959964, abs=1e-3)
 
 
 def test_the_front_has_what_no_other_beats() -> None:

@@ -65,6 +65,11 @@ class Largest(Task):
         return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean(), "margin": outputs.amax()}
 
 
+class Spread(Largest):
+    def metrics(self, outputs, batch):
+        return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean() * len(outputs) / 300}
+
+
 class Uncounted(Largest):
     """With an operation whose arithmetic nothing knows."""
 
@@ -205,7 +210,7 @@ def test_a_student_is_trained_converted_measured_and_registered(tmp_path: Path) 
 @pytest.mark.parametrize(("step", "share"), [("int8", 0.35), ("bf16", 0.6), ("onnx-int8", 0.4)])
 def test_a_converted_model_answers_at_an_endpoint_as_its_parent(step: str, share: float) -> None:
     teacher = register(exact_network())
-    found = optimise("largest", "--student", "none", "--try", step, "--by", "size")
+    found = optimise("largest", "--student", "none", "--try", step, "--by", "size", "--max-drop", "5%")
     small = Registry().get(found["registered"])
     assert small.manifest.size_bytes < share * teacher.manifest.size_bytes
     np.testing.assert_allclose(answer(small, INPUTS), answer(teacher, INPUTS), atol=0.1)
@@ -234,8 +239,31 @@ def test_a_model_that_a_step_ruins_is_not_chosen() -> None:
     before, after = (each["metrics"]["accuracy"] for each in found["models"])
     assert (before, found["registered"]) == (1.0, None)
     assert after < 0.6
-    assert "largest@1 stays" in run("largest", "--student", "none", "--try", "int8", "--by", "size").stdout
+    assert found["models"][1]["verdict"]["status"] == "beyond"
+    shown = run("largest", "--student", "none", "--try", "int8", "--by", "size").stdout
+    assert "largest@1 stays" in shown
+    assert "300 rows decide, with a confidence of 0.95" in shown
     assert len(Registry().list("largest")) == 1
+
+
+def test_too_few_rows_decide_nothing_and_their_number_is_said() -> None:
+    register(exact_network())
+    asked = ["largest", "--student", "none", "--try", "bf16", "--by", "size", "--max-drop", "0.1%"]
+    shown = run(*asked).stdout
+    assert "undecided: " in shown
+    assert "rows more are needed" in shown
+    assert "largest@1 stays" in shown
+    found = optimise(*asked, "--confidence", "0.5")
+    assert found["registered"] == "largest@2"
+    verdict = {"drop": 0.0, "low": 0.0, "high": 0.0, "status": "within", "num_rows": 300, "more_rows": None}
+    assert found["models"][1]["verdict"] == verdict
+
+
+def test_a_metric_that_is_no_mean_over_rows_is_judged_by_its_value() -> None:
+    register(exact_network())
+    shown = run("largest", "--data", "largest.py:Spread", "--student", "none", "--try", "bf16", "--by", "size").stdout
+    assert "accuracy is no mean over rows" in shown
+    assert "largest@2" in shown
 
 
 @pytest.mark.soak
@@ -284,6 +312,7 @@ OWN = {"workers": "2", "init": "largest", "name": "tiny", "task": "lenet", "stop
         (["--batch", "400"], "data", "300"),
         (["--temperature", "0"], "--temperature", "above 0"),
         (["--temperature", "nan"], "--temperature", "above 0"),
+        (["--confidence", "95"], "--confidence", "0.5 to below 1"),
         (["--weight", "1.5"], "--weight", "at most 1"),
         (["--alias", "Small!"], "--alias", "is not a name"),
         (["--alias", "3"], "--alias", "already a reference"),

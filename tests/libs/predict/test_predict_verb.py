@@ -18,13 +18,14 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 import shoal.runs
+from serving import table_model
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.served_here import TOKEN, served
 from shoal.cli import cli
 from shoal.errors import ShoalError
 from shoal.libs.predict.input_readers import from_table
 from shoal.open_inference.messages import TensorMetadata
-from shoal.registry import ModelFactory, Registry, Signature
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
@@ -50,6 +51,8 @@ def host() -> FakeHost:
         FakeModel("long", tensors(x=("FP32", [-1, 20]))),
         FakeModel("sizes", tensors(image=("FP32", [-1, -1, -1]))),
         FakeModel("alone", tensors(x=("FP32", [2, 2]), rate=("INT64", [])), options=ModelOptions(max_batch_size=0)),
+        FakeModel("charges", table_model.SIGNATURE.inputs),
+        FakeModel("iris", [TensorSignature(name="x", datatype="FP32", shape=[-1, 2], columns=["length", "width"])]),
         FakeModel("odd", tensors(**{"logits[a]:key:": ("FP32", [-1])})),
     )
 
@@ -128,6 +131,27 @@ def test_json_is_rows_or_inputs_or_a_request_of_the_protocol(tmp_path: Path) -> 
     assert rows("m", "--json", "-", stdin="[[1, NaN, 3]]")[0]["x"] == [1, None, 3]
     objects = '[{"a": [1, 2], "b": 1}, {"b": 2, "a": [3, 4]}]'
     assert [row["b"] for row in rows("two", "--json", "-", stdin=objects)] == [1, 2]
+
+
+def test_rows_as_they_are_in_words_json_and_tables(tmp_path: Path) -> None:
+    row = json.dumps(table_model.ROW)
+    one = {"age": 72.0, "plan": "basic", "since": 1748649600.0, "active": 1.0, "balance": None, "version": 7}
+    assert rows("charges", row) == [one]
+    (tmp_path / "rows.json").write_text(f"[{row}, {row}]")
+    assert rows("charges", row, row) == [one, one] == rows("charges", "--json", str(tmp_path / "rows.json"))
+    table = tmp_path / "rows.csv"
+    table.write_text("since,id,plan,age,balance,active\n2025-05-31,1,basic,72,,yes\n,2,,,0.5,\n")
+    gaps = {**dict.fromkeys(one), "plan": "", "balance": 0.5, "version": 7}
+    assert rows("charges", "--csv", str(table)) == [one, gaps]
+    dates, plans = pa.array([20239, None], pa.date32()), pa.array(["basic", None]).dictionary_encode()
+    columns = {"age": [72, None], "plan": plans, "since": dates, "active": [True, None], "balance": [None, 0.5]}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    assert rows("charges", "--parquet", str(tmp_path / "rows.parquet")) == [one, gaps]
+    assert rows("iris", '{"width": 2, "length": 1}') == [{"x": {"length": 1.0, "width": 2.0}, "version": 7}]
+    assert "length 1, width 2" in predict("iris", '{"width": 2, "length": 1}').stdout
+    table.write_text(table.read_text().replace("0.5,", "0.5,perhaps"))
+    assert "active = 'perhaps': row 1 is no truth" in complaint("charges", "--csv", str(table))
+    assert "plan = {'age': 72}: is missing" in complaint("charges", '{"age": 72}')
 
 
 def test_to_a_model_without_a_batch_each_row_is_a_request(tmp_path: Path, host: FakeHost) -> None:
@@ -275,7 +299,7 @@ def test_a_table_for_people_and_who_answered() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["m"], "is not one kind of input. give one of --input, --json, --csv or --parquet, --image, --npy"),
+        (["m"], "is not one kind of input. give one of ROW, --input, --json, --csv or --parquet, --image"),
         (["m", "--input", "1", "--json", "-"], "inputs = '--input --json': is not one kind of input"),
         (["m@champion", "--input", "1"], "no model 'm'"),
         (["m", "--input", "1,b,3"], "input = '1,b,3': is not a list of FP32. for example x=1,0,1"),

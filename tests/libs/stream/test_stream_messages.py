@@ -26,30 +26,131 @@ from shoal.sources.source import MalformedPayload, StreamState
 from stream_contract import check_source
 
 
+def parse_one(
+    parser: MessageParser, topic: str, payload: bytes, publisher: str = "p", sequence: int | None = 1
+) -> Message:
+    found = parser.parse(topic, payload, publisher, sequence, 99.0)
+    assert not found.malformed
+    (message,) = found.messages
+    return message
+
+
+def find_problem(parser: MessageParser, topic: str, payload: bytes) -> MalformedPayload:
+    found = parser.parse(topic, payload, "", None, 99.0)
+    assert not found.messages
+    (malformed,) = found.malformed
+    assert malformed.origin == topic
+    return malformed
+
+
 def test_a_payload_is_read_as_it_was_written() -> None:
     for values in ((21.5,), (1.0, -2.0)):
-        parsed = MessageParser(len(values)).parse("a/b/s1", encode_payload(values, 12.25), "p", 3, 99.0)
+        parsed = parse_one(MessageParser(len(values)), "a/b/s1", encode_payload(values, 12.25), "p", 3)
         assert parsed == Message("s1", values, 12.25, "p", 3)
-    assert MessageParser(1).parse("s1", b'{"value": 2}', "p", 3, 99.0) == Message("s1", (2.0,), 99.0, "p", 3)
+    assert parse_one(MessageParser(1), "s1", b'{"value": 2}') == Message("s1", (2.0,), 99.0, "p", 1)
 
 
 @pytest.mark.parametrize(
-    ("payload", "problem"),
+    ("payload", "reason", "problem"),
     [
-        (b"21.5", "Expected `object`"),
-        (b'{"value": "warm", "time": 1}', r"Expected `float \| array`"),
-        (b'{"value": NaN, "time": 1}', "malformed"),
-        (b'{"value": 1e999, "time": 1}', "finite|out of range"),
-        (b'{"value": [1, 2], "time": 1}', "has 2 values, and the stream has 1"),
-        (b'{"value": 1}', "neither a time nor a publisher"),
-        (b"\xff\xfe", "malformed|invalid|UTF-8"),
+        (b"warm", "not_json", "is no JSON"),
+        (b'"warm"', "text", "'value' is no number: 'warm'"),
+        (b'{"value": "warm", "time": 1}', "text", "'value' is no number: 'warm'"),
+        (b'{"value": {"x": 1}, "time": 1}', "text", "is no number"),
+        (b'{"value": null}', "null", "'value' is null"),
+        (b'{"temperature": 2}', "no_field", "has no field value"),
+        (b"[]", "width", "has 0 values"),
+        (b'{"value": NaN, "time": 1}', "not_json", "malformed"),
+        (b'{"value": 1e99999, "time": 1}', "number|not_json", "finite|out of range"),
+        (b'{"value": [1, 2], "time": 1}', "width", "has 2 values, and the stream has 1"),
+        (b'{"value": 1, "time": "noon"}', "time", "'time' is no time: 'noon'"),
+        (b'{"value": 1, "time": true}', "time", "is no time"),
+        (b'{"value": 1, "time": "inf"}', "time", "is no time"),
+        (b"\xff\xfe", "not_json", "malformed|invalid|UTF-8"),
     ],
 )
-def test_what_is_no_reading_says_why(payload: bytes, problem: str) -> None:
-    parsed = MessageParser(1).parse("s1", payload, "", None, 99.0)
-    assert isinstance(parsed, MalformedPayload)
-    assert re.search(problem, parsed.problem), parsed.problem
-    assert parsed.text == payload.decode(errors="backslashreplace")
+def test_what_is_no_reading_says_why(payload: bytes, reason: str, problem: str) -> None:
+    malformed = find_problem(MessageParser(1), "s1", payload)
+    assert re.fullmatch(reason, malformed.reason)
+    assert re.search(problem, malformed.problem), malformed.problem
+    assert malformed.text == payload.decode(errors="backslashreplace")
+
+
+ZIGBEE = b'{"temperature": 21.4, "humidity": 40, "linkquality": 80, "battery": null, "contact": true, "state": "ON"}'
+TASMOTA = b"""{"Time": "2025-05-31T10:00:00", "AM2301": {"Temperature": 21.4, "Humidity": 40, "Id": "7"},
+    "ENERGY": {"Power": 12, "Period": [1, 2]}, "TempUnit": "C"}"""
+
+
+@pytest.mark.parametrize(
+    ("payload", "fields", "readings", "reasons"),
+    [
+        (ZIGBEE, ("temperature",), {"kitchen": 21.4}, []),
+        (ZIGBEE, ("contact",), {"kitchen": 1.0}, []),
+        (ZIGBEE, ("state",), {"kitchen": 1.0}, []),
+        (ZIGBEE, ("battery",), {}, ["null"]),
+        (ZIGBEE, ("pressure",), {}, ["no_field"]),
+        (ZIGBEE, ("humidity", "temperature"), {"kitchen/humidity": 40.0, "kitchen/temperature": 21.4}, []),
+        (ZIGBEE, ("temperature", "battery", "pressure"), {"kitchen/temperature": 21.4}, ["null"]),
+        (
+            ZIGBEE,
+            ("*", "state", "humidity"),
+            {f"kitchen/{name}": each for name, each in
+             [("temperature", 21.4), ("humidity", 40), ("linkquality", 80), ("state", 1)]},
+            [],
+        ),
+        (TASMOTA, ("ENERGY.Power",), {"kitchen": 12.0}, []),
+        (TASMOTA, ("AM2301.Id",), {"kitchen": 7.0}, []),
+        (TASMOTA, ("AM2301",), {}, ["text"]),
+        (TASMOTA, ("AM2301.*",), {"kitchen/AM2301.Temperature": 21.4, "kitchen/AM2301.Humidity": 40.0}, []),
+        (TASMOTA, ("Time.Temperature", "TempUnit"), {}, ["text"]),
+        (b'{"a/+": 1, "b": 2, "Time": 3}', ("*",), {"kitchen/b": 2.0}, ["name"]),
+        (b"Online", ("*",), {}, ["not_json"]),
+        (b"21", ("temperature",), {}, ["no_object"]),
+        (b"21.5", ("value",), {"kitchen": 21.5}, []),
+        (b"ON", ("value",), {"kitchen": 1.0}, []),
+        (b"off", ("value",), {"kitchen": 0.0}, []),
+        (b'"21.5"', ("value",), {"kitchen": 21.5}, []),
+        (b"false", ("value",), {"kitchen": 0.0}, []),
+    ],
+)  # fmt: skip
+def test_fields_of_zigbee2mqtt_and_tasmota_are_sensors(
+    payload: bytes, fields: tuple[str, ...], readings: dict[str, float], reasons: list[str]
+) -> None:
+    found = MessageParser(1, "tele/+/#", "", fields, "Time").parse("tele/kitchen", payload, "", None, 99.0)
+    assert {message.sensor: message.values for message in found.messages} == {k: (v,) for k, v in readings.items()}
+    assert [each.reason for each in found.malformed] == reasons
+    assert {message.time_s for message in found.messages} <= {1748685600.0, 99.0, 3.0}
+    assert len({message.sequence for message in found.messages}) <= 1
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("1748685600", 1748685600.0),
+        ("1748685600250", 1748685600.25),
+        ('"1748685600"', 1748685600.0),
+        ('"2025-05-31T10:00:00"', 1748685600.0),
+        ('"2025-05-31T12:00:00+02:00"', 1748685600.0),
+        ('"2025-05-31T10:00:00.250Z"', 1748685600.25),
+        ("null", 99.0),
+    ],
+)
+def test_a_time_is_of_unix_or_of_iso_8601(time: str, expected: float) -> None:
+    parser = MessageParser(1, "+", "", ("t",), "device.seen")
+    payload = f'{{"t": 1, "time": "noon", "device": {{"seen": {time}}}}}'.encode()
+    assert parse_one(parser, "s", payload).time_s == expected
+
+
+def test_equal_payloads_without_a_time_are_different_readings_unless_the_broker_repeats_one() -> None:
+    parser, deduplicator = MessageParser(1), Deduplicator()
+
+    def admit(packet_id: int, is_redelivered: bool = False) -> bool:
+        (message,) = parser.parse("s", b"21.5", "", None, 99.0, packet_id, is_redelivered).messages
+        return deduplicator.admit(message, message.is_first)
+
+    assert [admit(7), admit(8), admit(8, True), admit(9, True), admit(9, True)] == [True, True, False, True, False]
+    assert [admit(7), admit(7), admit(7, True)] == [True, True, False]  # a broker that takes numbers again
+    assert [admit(0), admit(0)] == [True, True]  # of QoS 0: it never repeats them
 
 
 @pytest.mark.parametrize(
@@ -70,7 +171,7 @@ def test_what_is_no_reading_says_why(payload: bytes, problem: str) -> None:
 )
 def test_what_the_wildcards_match_names_the_sensor(topic_filter: str, topic: str, sensor: str) -> None:
     assert match_wildcards(topic_filter, topic) == sensor
-    parsed = MessageParser(1, topic_filter).parse(topic, encode_payload((1.0,), 2.0), "p", 1, 0.0)
+    parsed = parse_one(MessageParser(1, topic_filter), topic, encode_payload((1.0,), 2.0))
     assert parsed == Message(sensor, (1.0,), 2.0, "p", 1)
 
 
@@ -91,22 +192,18 @@ def test_simulated_sensors_differ_by_their_topics(topic_filter: str) -> None:
 )
 def test_a_field_of_the_payload_names_the_sensor(name: str, sensor: str | None) -> None:
     parser = MessageParser(1, "plant/+", "probe")
-    parsed = parser.parse("plant/x", f'{{"value": 1, "time": 2, "probe": {name}}}'.encode(), "p", 1, 0.0)
+    payload = f'{{"value": 1, "time": 2, "probe": {name}}}'.encode()
     if sensor is None:
-        assert isinstance(parsed, MalformedPayload)
-        assert re.search("'probe' names no sensor|Expected `str \\| int`|Expected `int \\| str`", parsed.problem)
+        assert "'probe' names no sensor" in find_problem(parser, "plant/x", payload).problem
     else:
-        assert parsed == Message(sensor, (1.0,), 2.0, "p", 1)
-    without = parser.parse("plant/x", b'{"value": 1, "time": 2}', "p", 1, 0.0)
-    assert isinstance(without, MalformedPayload)
-    assert "'probe' names no sensor" in without.problem
+        assert parse_one(parser, "plant/x", payload) == Message(sensor, (1.0,), 2.0, "p", 1)
+    assert "'probe' names no sensor" in find_problem(parser, "plant/x", b'{"value": 1, "time": 2}').problem
 
 
 @pytest.mark.parametrize("topic", ["a" * 65_535, "/" * 199])
 def test_a_topic_whose_forecasts_no_broker_takes_is_malformed(topic: str) -> None:
-    parsed = MessageParser(1, "#").parse(topic, encode_payload((1.0,), 2.0), "p", 1, 0.0)
-    assert isinstance(parsed, MalformedPayload)
-    assert "its topic names no sensor: at most 200 printable characters" in parsed.problem
+    malformed = find_problem(MessageParser(1, "#"), topic, encode_payload((1.0,), 2.0))
+    assert "its topic names no sensor: at most 200 printable characters" in malformed.problem
 
 
 @given(st.lists(st.integers(1, 60), max_size=80))
@@ -130,9 +227,7 @@ def test_a_publisher_that_counts_anew_is_noticed_and_one_without_a_name_is_compa
     assert deduplicator.admit(Message("s", (0.0,), 0.0, "p", 10))
     assert not deduplicator.admit(Message("s", (0.0,), 0.0, "p", 1))
     assert (deduplicator.num_stale, deduplicator.num_duplicates) == (1, 1)
-    first, other = (MessageParser(1).parse("s", encode_payload((1.0,), at), "", None, 0.0) for at in (1.0, 2.0))
-    assert isinstance(first, Message)
-    assert isinstance(other, Message)
+    first, other = (parse_one(MessageParser(1), "s", encode_payload((1.0,), at), "", None) for at in (1.0, 2.0))
     assert [deduplicator.admit(each) for each in (first, other, first)] == [True, True, False]
 
 

@@ -36,6 +36,7 @@ from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
 from shoal.libs.stream.mqtt_source import parse_address
 from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
+from shoal.sources.deduplicator import Deduplicator
 from shoal.sources.source import MalformedPayload, StreamState
 from stream_contract import check_source
 from waiting import wait_for
@@ -57,8 +58,8 @@ def spec(broker: PrivateBroker, request: pytest.FixtureRequest) -> SensorTopicSp
     return SensorTopicSpec(broker=broker.address, topic=f"{name}/+", answers=f"{name}-answers", client_id=name)
 
 
-def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]]) -> None:
-    """Publish (sensor, payload, sequence) with QoS 1, and wait until the broker has them."""
+def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]], qos: int = 1) -> None:
+    """Publish (sensor, payload, sequence), and wait until the broker has them."""
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
     client.connect(*parse_address(spec))
     client.loop_start()
@@ -66,7 +67,7 @@ def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]])
         properties = Properties(PacketTypes.PUBLISH)
         if sequence is not None:
             properties.UserProperty = [("publisher", "p"), ("sequence", str(sequence))]
-        client.publish(spec.topic.replace("+", sensor), payload, 1, properties=properties).wait_for_publish(30)
+        client.publish(spec.topic.replace("+", sensor), payload, qos, properties=properties).wait_for_publish(30)
     client.disconnect()
     client.loop_stop()
 
@@ -116,6 +117,36 @@ def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: Se
     assert [message.sequence for message in poll(third, 1)] == [12]
     third.close()
     third.close()
+
+
+def test_equal_readings_without_a_time_are_told_apart_by_the_broker(spec: SensorTopicSpec) -> None:
+    begin_session(spec)
+    publish(spec, [("s", b"21.5", None)] * 4)
+    deduplicator = Deduplicator()
+
+    def poll_new(source: SensorSource, count: int) -> list[bool]:
+        source.open(StreamState())
+        return [deduplicator.admit(message, message.is_first) for message in poll(source, count)]
+
+    first, second = SensorSource(spec, 1), SensorSource(spec, 1)
+    assert poll_new(first, 4) == [True] * 4
+    first.commit(StreamState(num_delivered=1))
+    first.close()
+    publish(spec, [("s", b"21.5", None)])
+    assert poll_new(second, 4) == [False, False, False, True]
+    second.close()
+
+
+def test_messages_of_qos_0_are_taken_and_not_acknowledged(spec: SensorTopicSpec) -> None:
+    """An acknowledgement without a packet's number would end the connection."""
+    events: list[str] = []
+    source = SensorSource(spec, 1, lambda kind, **details: events.append(kind))
+    source.open(StreamState())
+    publish(spec, [("s", b"21.5", None)] * 3, qos=0)
+    assert all(message.is_first for message in poll(source, 3))
+    source.commit(StreamState(num_delivered=3))
+    source.close()
+    assert events == ["not_held"]
 
 
 def test_what_was_acknowledged_before_a_close_does_not_come_again(tmp_path: Path) -> None:
@@ -212,11 +243,16 @@ def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         source, malformed = SensorSource(spec, 1), list[MalformedPayload]()
         source.open(StreamState())
-        messages = make_messages(100)
-        source.publish_forecasts([SensorForecast(message, 1.0, 0) for message in messages])  # which come back
-        while len(malformed) < len(messages):
+        forecasts = [SensorForecast(message, 1.0, 0) for message in make_messages(100)]
+        source.publish_forecasts(forecasts)  # which do not come back
+        other = SensorSource(spec.model_copy(update={"client_id": "other"}), 1)
+        other.open(StreamState())
+        other.publish_forecasts([each._replace(num_updates=7) for each in forecasts])
+        while len(malformed) < len(forecasts):
             malformed += wait_for(lambda: source.poll(100, 0.1).malformed, what="messages")
+        assert all('"updates":7' in each.text for each in malformed)
         source.close()
+        other.close()
 
 
 def test_a_topic_without_messages_is_named(spec: SensorTopicSpec) -> None:
@@ -270,9 +306,9 @@ def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(
         publish(spec, packets)
         loop, events = run_loop(spec, tmp_path, lambda loop: loop.trainer.totals.num_messages >= 12)
         received = [json.loads(answers.get(timeout=600).payload) for _ in range(12)]
-    assert (loop.num_malformed, loop.trainer.totals.num_clock_jumps) == (2, 1)
+    assert (loop.malformed.total(), loop.trainer.totals.num_clock_jumps) == (2, 1)
     malformed = [details for kind, details in events if kind == "malformed"]
-    assert [(each["origin"].rpartition("/")[2], each["text"]) for each in malformed] == [("s1", "hot")]
+    assert [(each["reason"], each["text"]) for each in malformed] == [("not_json", "hot"), ("null", '{"value": null}')]
     assert [each["sequence"] for each in received] == list(range(1, 13))
     again = SensorSource(spec, 1)  # all was acknowledged, the malformed ones too
     again.open(StreamState())

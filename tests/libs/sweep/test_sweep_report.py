@@ -107,19 +107,41 @@ def record_sweep(run: runs.RunRecorder, num_trials: int) -> None:
 
 
 def test_a_sweep_has_its_trials_and_their_importance_in_the_report() -> None:
-    with runs.create("sweep", "", "one", kind=RunKind.SWEEP) as run:
-        record_sweep(run, 12)
+    spec = "train:\n  task: mine.py:Task\n  stop:\n    steps: 500\n"
+    with runs.create("sweep", spec, "one", kind=RunKind.SWEEP) as run:
+        record_sweep(run, 120)
+        run.record_model("mine", 3, ["champion"])
     page = runs.write_report(runs.load("one")).read_text()
-    for told in ("12 of 40 trials", "Importance of the parameters", "share of the score's variance", "one-11"):
+    for told in (
+        "120 of 40 trials",
+        "Importance of the parameters",
+        "share of the score's variance",
+        "one-119",
+        "shoal serve deploy mine@3",
+    ):
         assert told in page, told
     assert "trial-003" not in page
+    best, *_, table = build_sections(runs.load("one"))
+    assert len(table.rows) == 120  # all of them
+    assert table.rows[0][2] in best.note
+    number, rate = table.rows[0][0], table.rows[0][table.header.index("rate")]
+    assert best.note.startswith(f"trial {number}, validation/accuracy")
+    (again,) = (
+        each for each in best.commands if each.startswith("shoal run train task=mine.py:Task stop.steps=500 rate=")
+    )
+    assert f"{float(again.split('rate=')[1].split()[0]):.3g}" == f"{float(rate):.3g}"
 
 
 def test_a_sweep_of_few_trials_says_what_importance_needs() -> None:
     with runs.create("sweep", "", "one", kind=RunKind.SWEEP) as run:
         record_sweep(run, 3)
     sections = build_sections(runs.load("one"))
-    assert [section.title for section in sections] == ["Trials", "Importance of the parameters", "All trials"]
-    assert sections[1].note == "needs 8 trials with different scores"
-    assert sections[2].rows[-1][:2] != ["0", "interrupted"]
-    assert ["0", "interrupted"] in [row[:2] for row in sections[2].rows]
+    assert [section.title for section in sections] == [
+        "Best trial",
+        "Trials",
+        "Importance of the parameters",
+        "All trials",
+    ]
+    assert sections[2].note == "needs 8 trials with different scores"
+    assert sections[3].rows[-1][:2] != ["0", "interrupted"]
+    assert ["0", "interrupted"] in [row[:2] for row in sections[3].rows]

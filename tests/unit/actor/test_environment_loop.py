@@ -69,7 +69,7 @@ class CountingGame(SignGame):
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         observation, reward, _, _, info = super().step(action)
-        return observation, reward, self._steps == 20 + self.number, False, info
+        return observation, reward, self._steps == 20 + self.number, False, {**info, "success": float(self.number < 2)}
 
 
 @pytest.mark.parametrize("num_environments", [1, 2, 5])
@@ -83,6 +83,8 @@ def test_each_environment_has_segments_of_its_own(num_environments: int) -> None
         assert (np.diff(segment.versions) >= 0).all()
     lengths = [segment.episode_length for segment in client.segments if segment.terminated]
     assert set(lengths) == {20 + number for number in range(num_environments)}
+    for each in client.segments:  # said with every step, and meant at the end
+        assert each.success == (each.episode_length < 22 if each.episode_length else None)
     assert sum(segment.num_steps for segment in client.segments) > 180 * num_environments
     assert len({game.seeds[0] for game in games}) == num_environments
     assert all(seed is None for game in games for seed in game.seeds[1:])

@@ -83,7 +83,8 @@ class ShortOrLong:
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         self._num_steps += 1
         has_ended = self._num_steps == self.lengths[-1]
-        return self._observe(), {"a": 1.0, "b": 1.0}, {"a": has_ended, "b": has_ended}, {}, {}
+        infos = {"b": {"is_success": np.bool_(self.lengths[-1] == 1)}}
+        return self._observe(), {"a": 1.0, "b": 1.0}, {"a": has_ended, "b": has_ended}, {}, infos
 
     def _observe(self) -> dict[str, Any]:
         return {"a": np.zeros(1, np.float32), "b": np.zeros(1, np.float32)}
@@ -98,6 +99,9 @@ def test_a_policy_that_pauses_reports_the_return_of_every_episode(is_synchronous
         assert list(progress.returns) == list(map(float, game.lengths))[: progress.episodes]
         assert list(progress.lengths) == game.lengths[: progress.episodes]
         assert progress.episodes > len(game.lengths) - 100
+    assert not pausing.progress.successes  # the game does not say
+    shortest = [length == 1 for length in other.progress.lengths]
+    assert list(other.progress.successes) == shortest[-len(other.progress.successes) :]
     assert pausing.progress.mean_return == pytest.approx(np.mean(game.lengths), rel=0.05)
 
 

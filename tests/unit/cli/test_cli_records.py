@@ -90,7 +90,7 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
         *("failed", "ValueError: [/red]", "return/mean_100", "480", "tcp://127.0.0.1:5600", "cartpole@2", "champion"),
         *("actor.joined", "[bold]a-1[/nonsense]", "seconds=25.51", "returns=[500, 500, 500, 500, ... (20)]"),
         *("  shoal report one\n", "  shoal models show cartpole@2\n"),
-        *("  tensorboard --logdir ", "  shoal run cartpole a=1 --actors 4 resume=one\n"),
+        *("  tensorboard --logdir ", "  shoal run cartpole --actors 4 resume=one a=1\n"),
     ):
         assert told in shown, told
     told = json.loads(typed(runs_command, "latest", "--json"))
@@ -117,13 +117,24 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) 
         ("batch_predict", "data: x", "shoal batch-predict m x", "shoal batch-predict m x"),
         ("image_classifier", "models: [m]", "shoal run image_classifier a=1", "shoal run image_classifier a=1"),
         ("ablate", "resume: ''", "shoal ablate lenet", "shoal ablate lenet"),
-        ("train", "resume: ''", "shoal run lenet a=1", "shoal run lenet a=1 resume=one"),
-        ("train", "resume: ''", "python -m shoal.train task=lenet", "python -m shoal.train resume=one"),
-        ("train", "resume: ''", "python -u -m shoal.train task=lenet", "python -m shoal.train resume=one"),
+        ("train", "resume: ''", "shoal run lenet a=1", "shoal run lenet resume=one a=1"),
+        (
+            "x",
+            "resume: ''",
+            "shoal run x.py --env A=1 --inference remote",
+            "shoal run x.py --inference remote --env A=1 resume=one",
+        ),
+        ("train", "resume: ''", "python -m shoal.train task=lenet", "python -m shoal.train resume=one task=lenet"),
+        (
+            "train",
+            "resume: ''",
+            "python -u -m shoal.train task=lenet resume=x",
+            "python -m shoal.train resume=one task=lenet",
+        ),
         ("train", "resume: ''", "python jobs/lenet.py", "shoal run train resume=one"),
         ("x", "resume: ''", "shoal run x --envs 2 a.token=*** resume=two", "shoal run x --envs 2 resume=one"),
-        ("sweep", "{trials: 2, train: {}, space: {}}", "shoal sweep lenet --trials 2", "shoal sweep --resume one"),
         ("actor_learner", "resume: ''", "python jobs/actor_learner.py", "shoal run actor_learner resume=one"),
+        ("sweep", "resume: ''", "shoal sweep lenet a=1 --address local", "shoal sweep --resume one --address local"),
         ("mine", "[: no yaml", "shoal run mine.py", "shoal run mine.py"),
     ],
 )
@@ -200,7 +211,7 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
     assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one"
 
 
-def test_words_are_said_again() -> None:
+def test_all_words_are_said_again() -> None:
     with runs.create("x", "target_return: 475", "one"):
         pass
     session = a_session("resume=one", "target_return=7")
@@ -209,7 +220,7 @@ def test_words_are_said_again() -> None:
     with runs.reopen("one") as again:
         session._read_record()
         again.finish("stopped")
-    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 target_return=7 resume=one"
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
     with runs.reopen("one"):
         pass
     assert session.format_resume_hint() == "The run has finished: shoal runs one"
@@ -223,7 +234,24 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
     with runs.create("x", spec, session.run_id) as run:
         session._read_record()
         run.finish("failed", "why")
-    assert session.format_resume_hint() == (words and f"{words}{session.run_id}")
+    assert session.format_resume_hint() == (words and f"{words}{session.run_id} a=1")
+
+
+def test_a_run_has_an_id_to_show_once_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> dict[str, str]:
+        raise ConfigError("args.rate", -1, "is negative")
+
+    session = a_session("args.rate=-1")
+    session._console = make_literal_console()
+    monkeypatch.setattr("shoal.cli.commands.run_session.validate_overrides", refuse)
+    with ExitStack() as stack, pytest.raises(ConfigError, match="is negative"):
+        session.run(None, stack)
+    assert session.run_id not in capsys.readouterr().out
+    with runs.create("x", "task: t", session.run_id):
+        session._read_record()
+    assert f"run {session.run_id}: x args.rate=-1\n" in capsys.readouterr().out
 
 
 def test_to_resume_nothing_is_refused() -> None:
@@ -243,7 +271,7 @@ def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.
     said = capsys.readouterr().out
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
         assert word in said
-    assert "mean return 1.0 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
+    assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,13 +110,22 @@ def test_of_several_policies_each_has_its_return() -> None:
 def test_the_indicators_of_the_learner_are_shown_and_bad_ones_stand_out() -> None:
     indicators = {"learner/policy_lag": 31.0, "learner/entropy": 0.42, "learner/explained_variance": -0.25}
     view = replace(VIEW, metrics=METRICS | indicators)
-    assert "learner   policy lag 31.0  entropy 0.42  explained variance -0.25" in drawn(view)
+    assert "learner   policy lag 31  entropy 0.42  explained variance -0.25" in drawn(view)
     (line,) = [each for each in view.list_panels() if isinstance(each, Text) and each.plain.startswith("learner")]
     assert {line.plain[each.start : each.end] for each in line.spans if each.style == "bold yellow"} == {
-        "31.0",
+        "31",
         "-0.25",
     }
     assert "learner" not in drawn(VIEW)
+
+
+def test_episodes_have_their_spread_and_success() -> None:
+    spread = {"return_std": 12.5, "return_min": 0.03, "return_max": 200.0, "length": 20.25, "length_std": 3.0}
+    view = replace(VIEW, metrics=METRICS | {f"episode/{name}": value for name, value in spread.items()})
+    assert "episodes  return ± 12.5 (0.03 to 200), length 20.25 ± 3 " in drawn(view)
+    view = replace(VIEW, metrics={**view.metrics, "episode/success_rate": 0.25, "learner/q_value": 1.5})
+    assert "learner   Q 1.5" in drawn(view)
+    assert "return 123.4, length 20.25 ± 3, success 25%, steps/s" in view.format_plain_line()
 
 
 @pytest.mark.parametrize("width", [50, 80, 140])

@@ -48,7 +48,7 @@ def test_everything_that_matters_is_on_the_picture_and_no_line_is_broken(width: 
     text = shown(VIEW, width)
     for word in (
         *("20261120-101010-abcd", "training", "73 s", "123,456", "of 1,000,000", "epoch 87.65", "2 d 12 h to go"),
-        *("0.001234", "samples/s 1,234,567", "data wait 100%", "communication 18%", "MFU 17.2%"),
+        *("0.001234", "samples/s 1,234,567", "data wait 100%", "communication 18.2%", "MFU 17.2%"),
         *("accuracy 0.8659", "loss 0.5", "tensor 2 on cuda, 1,234,567,890 parameters"),
     ):
         assert word in text, word

@@ -43,7 +43,7 @@ def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=look, monotonic=time.monotonic))
         said = typed("latest", "--follow").splitlines()
     assert "waiting for actors" in said[0]
-    assert "learning: return 100.0" in said[1]
+    assert "learning: return 100" in said[1]
     assert "finished" in "".join(said[2:6])
 
 

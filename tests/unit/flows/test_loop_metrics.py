@@ -13,6 +13,7 @@ from shoal.flows.rl_metrics import MAX_LAG_METRICS, ActorLearnerMetrics, History
 def gateway(counted_at: float, steps: int, *actors: str) -> dict[str, Any]:
     return {
         "mean_return": 20.0,
+        "episode_spread": {"length": 7.5, "success_rate": 0.25},
         "episodes": 3,
         "steps": steps,
         "counted_at": counted_at,
@@ -49,6 +50,7 @@ def test_what_is_dropped_is_counted_and_who_has_left_lags_no_more() -> None:
     assert (found["lag/max"], found["lag/mean"], found["actors/connected"]) == (1.0, 1.0, 2.0)
     found = metrics.compute(gateway(2.0, 10, "b"), {}, 8.0, 2.0)
     assert (found["lag/max"], found["endpoint/requests_per_s"]) == (1.0, 1.0)
+    assert (found["episode/length"], found["episode/success_rate"]) == (7.5, 0.25)
     assert math.isnan(metrics.compute(gateway(3.0, 10), {}, 8.0, 3.0)["lag/max"])
 
 

@@ -23,6 +23,7 @@ from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_bucket  
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock
 from shoal.registry import (
+    Criterion,
     ModelFactory,
     ModelVersion,
     Registry,
@@ -586,3 +587,44 @@ def test_weights_that_numpy_has_no_datatype_for_are_not_called_damaged() -> None
         snapshot.tensors()
     with pytest.raises(WeightsError, match="is not safetensors"):
         WeightSnapshot.from_payload(1, b"nonsense").tensors()
+
+
+ACCURACY, LOSS = Criterion("accuracy", is_higher_better=True), Criterion("loss", is_higher_better=False)
+
+
+def judged(registry: Registry, accuracy: float, data: str = "a", criterion: Criterion | None = ACCURACY) -> str:
+    metrics = {"accuracy": accuracy, "loss": -accuracy}
+    made = register(registry, 1, metrics=metrics, data={"train": "any", "validation": data}, criterion=criterion)
+    assert registry.get("cartpole").ref == made.ref  # the newest is `latest`, whatever the champion is
+    assert made.aliases == (("champion",) if registry.get("cartpole@champion").ref == made.ref else ())
+    return made.decision
+
+
+def test_the_champion_is_the_best_by_the_metric_on_the_same_data(any_registry: Registry) -> None:
+    assert judged(any_registry, 0.5) == "champion is 1: there was none"
+    assert judged(any_registry, 0.5001) == "champion is 2 now: accuracy 0.5001 > 0.5"
+    assert judged(any_registry, 0.5) == "champion stays 2: accuracy 0.5001 > 0.5"
+    assert judged(any_registry, 0.5001) == "champion stays 2: accuracy 0.5 = 0.5"
+    assert judged(any_registry, 0.4, criterion=LOSS) == "champion stays 2: loss -0.5 < -0.4"
+    assert judged(any_registry, 0.6, criterion=LOSS) == "champion is 6 now: loss -0.6 < -0.5"
+    assert judged(any_registry, math.nan) == "champion stays 6: accuracy 0.6 beside nan"
+    assert any_registry.aliases("cartpole").list_promoted("champion") == [1, 2, 6]  # it can go back through the best
+
+
+def test_what_cannot_be_compared_is_the_champion_and_says_why(registry: Registry) -> None:
+    judged(registry, 0.9)
+    assert judged(registry, 0.1, data="b") == "champion is 2 now, the newest: accuracy of 1 is of other data"
+    recall = Criterion("recall", is_higher_better=True)
+    assert judged(registry, 0.1, "b", recall) == "champion is 3 now, the newest: 3 has no recall to compare"
+    assert judged(registry, 0.1, "b", None) == "champion is 4 now, the newest: no metric compares it with 3"
+    assert judged(registry, math.nan, "b") == "champion stays 4: accuracy 0.1 beside nan"
+    registry.rollback("cartpole")
+    assert judged(registry, 0.1, "b") == "champion stays 3: accuracy 0.1 = 0.1"  # against the one that answers now
+
+
+def test_aliases_that_are_said_move_whatever_the_metrics_are(registry: Registry) -> None:
+    judged(registry, 0.9)
+    said = {"metrics": {"accuracy": 0.1}, "data": {"validation": "a"}, "criterion": ACCURACY}
+    assert register(registry, 1, aliases=("champion", "candidate"), **said).aliases == ("candidate", "champion")
+    assert register(registry, 1, aliases=(), **said).aliases == ()  # as of a run that has missed its target
+    assert registry.get("cartpole@champion").version == 2

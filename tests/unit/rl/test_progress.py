@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -60,3 +61,25 @@ def test_a_clock_that_is_set_while_a_run_goes_on_changes_nothing_of_how_long_it_
     again = RunProgress()
     again.restore(progress.dump_state())
     assert 0.0 <= again.elapsed_s < 600.0
+
+
+def test_episodes_have_a_spread_and_a_success_rate_also_after_a_restart() -> None:
+    progress, actor = RunProgress(), ActorProgress("one", 1)
+    assert progress.to_dict()["episode_spread"] == {}
+    episodes = [(1.0, 2, True), (3.0, 4, False), (5.0, 6, None)]
+    for value, length, success in episodes:
+        ended = segment(2, terminated=True, episode_return=value, episode_length=length)
+        progress.record_segment(actor, replace(ended, success=success))
+    spread = progress.to_dict()["episode_spread"]
+    assert spread == pytest.approx(
+        {
+            **{"return_std": (8 / 3) ** 0.5, "return_min": 1.0, "return_max": 5.0},
+            **{"length": 4.0, "length_std": (8 / 3) ** 0.5, "success_rate": 0.5},
+        }
+    )
+    again = RunProgress()
+    again.restore(progress.dump_state())
+    assert again.to_dict()["episode_spread"] == spread
+    older = RunProgress()
+    older.restore("[6, 3, 1.5, [1.0, 3.0], [2, 4]]")  # of a gateway that stored no successes
+    assert older.to_dict()["episode_spread"]["length"] == 3.0

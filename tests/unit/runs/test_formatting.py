@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.runs.formatting import format_age, format_duration, format_number, format_size, parse_duration
+from shoal.runs.formatting import format_age, format_duration, format_metric, format_number, format_size, parse_duration
 from shoal.runs.record.provenance import format_masked_command, mask_command_line
 
 
@@ -17,8 +17,15 @@ from shoal.runs.record.provenance import format_masked_command, mask_command_lin
         (format_number(1234567.0), "1,234,567"),
         (format_number(-5.0), "-5"),
         (format_number(2403.71), "2,404"),
+        (format_number(1234567.5), "1,234,568"),
+        (format_number(999.96), "1,000"),
+        (format_number(3e-5), "3e-5"),
+        (format_number(0.999999), "1.000"),
+        (format_metric("wait/data", 0.004567), "0.457%"),
+        (format_metric("optimizer/learning_rate", 0.0003), "0.0003"),
+        (format_metric("episode/success_rate", 0.5), "50%"),
         (format_number(0.000123456), "0.0001235"),
-        (format_number(1e300), "1e+300"),
+        (format_number(1e300), "1e300"),
         (format_number(math.nan), "not a number"),
         (format_number(-math.inf), "-∞"),
         (format_duration(8.24), "8.2 s"),

@@ -53,6 +53,8 @@ def worked(live: bool = False) -> ModelStatistics:
     statistics.count_batch(Batch(4, 0.002, 1))
     statistics.count_shadow(2, disagreed=True)
     statistics.count_shadow_failure(2)
+    for count in (2, 3):
+        statistics.count_columns(1, {'a "b"': {"gap": count}})
     return statistics
 
 
@@ -95,6 +97,7 @@ def test_what_triton_does_not_count() -> None:
     assert value(series, "shoal_model_load_seconds_total", **labels) == 1.5
     assert value(series, "shoal_shadow_disagreed_total", **labels, version="2") == 1
     assert value(series, "shoal_shadow_failed_total", **labels, version="2") == 1
+    assert value(series, "shoal_column_values_total", **labels, version="1", column='a "b"', what="gap") == 5
     assert value(series, "shoal_caller_requests_total", replica="a", key="ada", result="admitted") == 3
     assert value(series, "shoal_caller_requests_total", replica="a", result="unknown") == 2
     assert value(series, "shoal_http_answers_total", replica="a", status="401") == 2

@@ -82,7 +82,7 @@ experience_specs = st.builds(
     st.builds(PolicySpec, names, names, st.lists(st.tuples(names, names), max_size=3).map(tuple)),
 )
 headers = st.builds(TensorHeader, names, names, st.lists(integers, max_size=4).map(tuple))
-summaries = st.builds(EpisodeSummary, floats, integers, integers)
+summaries = st.builds(EpisodeSummary, floats, integers, integers, st.none() | st.booleans())
 
 
 def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
@@ -91,8 +91,10 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type[tuple[EpisodeSummary, ...] | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.lists(summaries).map(tuple)
     by_type[tuple[int, ...]] = st.lists(integers, max_size=3).map(tuple)
     by_type[float | None] = st.none() | floats
+    by_type[bool | None] = st.none() | st.booleans()
     by_type[int | None] = st.none() | integers
     by_type[int | list[int | float] | None] = st.none() | integers | st.lists(integers | floats, max_size=3)
+    by_type[bool | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.booleans()
     by_type[int | msgspec.UnsetType] = st.just(msgspec.UNSET) | integers
     by_type[str | msgspec.UnsetType] = st.just(msgspec.UNSET) | names
     return by_type[field.type]

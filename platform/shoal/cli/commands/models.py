@@ -36,13 +36,14 @@ from shoal.serve.spec.batch_layout import has_batch_first
 from shoal.weights import WeightSnapshot
 
 NUM_MOVES = 5
+MAX_ARGUMENT_LENGTH = 500  # of JSON, that `show` prints
 
 
 @click.group(cls=ExtensibleCommandGroup)
 def models() -> None:
     """List, show, add, export, promote, roll back and remove registered models; push and pull those of Hugging Face.
 
-    A model is named NAME@3, NAME@champion, or NAME for its newest version.
+    A model is named NAME@3, NAME@champion for its best version, or NAME for its newest one.
 
     \b
     Examples:
@@ -138,6 +139,9 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         kwargs = manifest.model.kwargs  # of which a Task's source is a long text
         lines = {name: value.count("\n") for name, value in kwargs.items() if isinstance(value, str) and "\n" in value}
         shown = {**kwargs, **{name: f"({count} lines, see --json)" for name, count in lines.items()}}
+        if isinstance(args := shown.get("args"), dict):
+            long = [name for name, value in args.items() if len(json.dumps(value)) > MAX_ARGUMENT_LENGTH]
+            shown["args"] = {**args, **dict.fromkeys(long, "(see --json)")}
         built_by = f"{manifest.model.factory} {json.dumps(shown)}"
     since = format_age(time.time() - manifest.created_at)
     facts = [

@@ -48,7 +48,8 @@ from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import load_access_token
 from shoal.recipes import is_recipe
 from shoal.runs import Run, Status
-from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.event_messages import REGISTERED
+from shoal.runs.formatting import format_duration, format_metric, format_number
 from shoal.runs.record.provenance import format_masked_command, make_command_variable
 
 ACTORS_END_S = 10.0
@@ -226,9 +227,8 @@ class RunSession:
             return  # the job has not begun to record yet
         if record.incarnation <= self._incarnation_before:
             return  # still the record of the earlier attempt
-        if self._record is None:  # an id before would be that of a run that may be refused
-            words = format_masked_command(self._overrides)
-            self._console.print(f"run {self.run_id}: {self._path.stem} {words}".rstrip())
+        if self._record is None:  # a run that was refused has no id
+            self._console.print(f"run {record.id}: {self._path.stem} {format_masked_command(self._overrides)}".rstrip())
         self._record = record
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and self._actors is None and self._num_actors:
@@ -295,7 +295,8 @@ class RunSession:
             ended = f" after {format_duration(trained['seconds'])}, step {trained['kept']:,} kept"
             say(Text.assemble((trained["detail"], "green"), ended))
             measured = [
-                Text.assemble(f"{name} ", (format_number(value), "bold")) for name, value in trained["metrics"].items()
+                Text.assemble(f"{name} ", (format_metric(name, value), "bold"))
+                for name, value in trained["metrics"].items()
             ]
             say(Text("evaluated ") + Text(", ").join(measured) if measured else "there was no validation data")
         if (shown := run_view.render_record(record)) is not None:
@@ -308,14 +309,16 @@ class RunSession:
             ref = (f"{model['name']}@{model['version']}", "bold")
             aliases = f" ({', '.join(model['aliases'])})" if model["aliases"] else ""
             say(Text.assemble("registered ", ref, aliases))
+        for _, entry in record.list_events(REGISTERED, since_resumed=True):
+            say(entry["decision"])
         if "evaluated" in events:
             played = events["evaluated"]
             details = f" over {len(played['returns'])} episodes played through the endpoint's HTTP interface"
-            mean = (f"{played['mean_return']:.1f}", "bold")
+            mean = (format_number(played["mean_return"]), "bold")
             say(Text.assemble("mean return ", mean, f"{details} ({played['requests']} requests)"))
         if "policies_evaluated" in events:
             for name, returns in events["policies_evaluated"]["returns"].items():
-                mean = (f"{statistics.fmean(returns):.3g}", "bold")
+                mean = (format_number(statistics.fmean(returns)), "bold")
                 details = f" over {len(returns)} episodes played through the endpoint"
                 say(Text.assemble(f"mean return of {name} ", mean, details))
         say(f"run folder      {record.folder}")

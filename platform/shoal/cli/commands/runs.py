@@ -6,6 +6,7 @@ Parse, call, print: `shoal.runs` reads and removes.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -30,7 +31,14 @@ from shoal.errors import ConfigError
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
-from shoal.runs.formatting import format_age, format_duration, format_number, format_timestamp, format_value
+from shoal.runs.formatting import (
+    format_age,
+    format_duration,
+    format_metric,
+    format_number,
+    format_timestamp,
+    format_value,
+)
 from shoal.runs.record.removal import (
     choose_old_runs,
     list_leftovers,
@@ -42,6 +50,7 @@ from shoal.runs.record.removal import (
 from shoal.runs.run_kind import infer_fields
 
 NUM_EVENTS = 8
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 ANY_NUMBER = -1  # of SQLite's LIMIT
 _RESUMABLE = frozenset({RunKind.LOOP, RunKind.TRAINING, RunKind.POPULATION, RunKind.SWEEP, RunKind.STREAM})
 MAX_UNFOLDED_ID_LENGTH = 32  # longer, user-chosen ids are folded to leave space for the other columns
@@ -253,7 +262,7 @@ def _show_record(console: Console, run: Run) -> None:
     elif not latest:
         console.print("\nNo metrics have been logged.", highlight=False)
     else:
-        metrics = [(name, Text(format_number(value), justify="right")) for name, value in sorted(latest.items())]
+        metrics = [(name, Text(format_metric(name, value), justify="right")) for name, value in sorted(latest.items())]
         _print_section(console, "Newest metrics", metrics)
     _print_section(console, "Endpoints", [(each.name, each.kind, each.address, each.state) for each in run.endpoints()])
     models = [
@@ -268,24 +277,38 @@ def _show_record(console: Console, run: Run) -> None:
 
 
 def format_resume_command(run: Run, command: str = "") -> str:
-    """The command that resumes a run: all that was said, but for secrets, and `resume=RUN`.
+    """The command that resumes a run: the job as typed, on the same cluster, with as many actors and all overrides but
+    for secrets.
 
     A run that cannot be resumed, such as an endpoint or an ablation, gets the command that started it.
 
     command: as typed; by default that of the record
     """
     typed = shlex.split(command or run.command)
-    is_other_verb = typed[:1] == ["shoal"] and typed[1:2] != ["run"]
-    if is_other_verb and run.kind is RunKind.SWEEP:
-        return shlex.join([*typed[:2], "--resume", run.id])
-    if is_other_verb or not is_resumable(run):
+    is_job, is_sweep = typed[:2] == ["shoal", "run"], typed[:2] == ["shoal", "sweep"]
+    if not is_resumable(run) or (typed[:1] == ["shoal"] and not (is_job or is_sweep)):
         return run.command
+    names = ["--actors", "--envs", "--inference", "--runtime-env", "--pip", "--image", "--env", "--address"]
+    names = ["--address"] if is_sweep else names
+    is_value = dict(zip(typed[1:], (word in names for word in typed), strict=False))  # of an option, as A=B of --env
+    words = [each for each in typed if _OVERRIDE.match(each) and not is_value.get(each)]
+    overrides = [
+        f"resume={run.id}",
+        *(each for each in words if not each.startswith("resume=") and not each.endswith("=***")),
+    ]
     if "shoal.train" in typed[:4]:  # python -m, without Ray
-        return f"python -m shoal.train resume={run.id}"
-    is_job = typed[:1] == ["shoal"] and len(typed) > 2
-    words = typed if is_job else ["shoal", "run", run.job, *(each for each in typed[2:] if "=" in each)]
-    said = [each for each in words if not each.startswith("resume=") and not each.endswith("=***")]
-    return shlex.join([*said, f"resume={run.id}"])
+        return shlex.join(["python", "-m", "shoal.train", *overrides])
+    job = typed[2] if is_job and len(typed) > 2 else run.job
+    options: list[str] = []
+    for name in names:
+        for index, word in enumerate(typed):
+            if word == name:
+                options += typed[index : index + 2]
+            if word.startswith(f"{name}="):
+                options += [name, word.partition("=")[2]]
+    if is_sweep:  # whose record has the rest, which may not be said again
+        return shlex.join(["shoal", "sweep", "--resume", run.id, *options])
+    return shlex.join(["shoal", "run", job, *options, *overrides])
 
 
 def is_resumable(run: Run) -> bool:

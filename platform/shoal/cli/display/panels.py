@@ -22,7 +22,7 @@ from rich.text import Text
 
 from shoal.runs import Run
 from shoal.runs.event_messages import format_warning
-from shoal.runs.formatting import format_duration
+from shoal.runs.formatting import format_duration, format_number
 
 MAX_HISTORY, MAX_BARS = 120, 40
 _BARS = "▁▂▃▄▅▆▇█"
@@ -156,9 +156,9 @@ def render_cells(cells: Iterable[tuple[str, str]]) -> Columns:
     return Columns(texts, padding=(0, 3, 0, 0))
 
 
-def format_or_dash(value: float, form: str) -> str:
-    """A number that fits into a cell: of very large ones the first digits."""
-    return format(value, form if abs(value) < 1e12 else ".3g") if math.isfinite(value) else "-"
+def format_or_dash(value: float) -> str:
+    """A number, or a dash for an unknown one."""
+    return format_number(value) if math.isfinite(value) else "-"
 
 
 def format_sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:

@@ -25,26 +25,29 @@ from shoal.cli.display.panels import (
     render_line,
 )
 from shoal.runs import Run
+from shoal.runs.formatting import format_metric
 from shoal.wire import DropReason
 
 RETURN = "return/mean_100"
 NUMBERS = (
-    ("steps/s", "steps/per_s", ",.0f"),
-    ("steps", "steps/total", ",.0f"),
-    ("episodes", "episodes/total", ",.0f"),
-    ("weights", "weights/version", ".0f"),
-    ("queue", "queue/depth", ".0f"),
-    ("endpoint req/s", "endpoint/requests_per_s", ".0f"),
+    ("steps/s", "steps/per_s"),
+    ("steps", "steps/total"),
+    ("episodes", "episodes/total"),
+    ("weights", "weights/version"),
+    ("queue", "queue/depth"),
+    ("endpoint req/s", "endpoint/requests_per_s"),
 )
 # Of the learner, with where they are bad (docs/algorithms.md says what helps).
-INDICATORS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
-    ("policy lag", "learner/policy_lag", ".1f", lambda value: value > 20),
-    ("entropy", "learner/entropy", ".3g", lambda value: 0 <= value < 0.01),  # of a Box it may be negative
-    ("clipped", "learner/clip_fraction", ".0%", lambda value: value > 0.5),
-    ("KL", "learner/kl", ".2g", lambda value: value > 0.1),
-    ("explained variance", "learner/explained_variance", ".2f", lambda value: value < 0),
-)
-PLAIN_NUMBERS = (*NUMBERS[:1], NUMBERS[3], ("max lag", "lag/max", ".0f"), NUMBERS[4])
+INDICATORS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("policy lag", "learner/policy_lag", lambda value: value > 20),
+    ("entropy", "learner/entropy", lambda value: 0 <= value < 0.01),  # of a Box it may be negative
+    ("clipped", "learner/clip_fraction", lambda value: value > 0.5),
+    ("KL", "learner/kl", lambda value: value > 0.1),
+    ("explained variance", "learner/explained_variance", lambda value: value < 0),
+    *((name, f"learner/{metric}", lambda value: False) for name, metric in (
+        ("Q", "q_value"), ("TD error", "td_error"), ("epsilon", "epsilon"), ("temperature", "temperature"))),
+)  # fmt: skip
+PLAIN_NUMBERS = (*NUMBERS[:1], NUMBERS[3], ("max lag", "lag/max"), NUMBERS[4])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,9 @@ class LoopView(RunView):
 
     def list_panels(self) -> Iterator[RenderableType]:
         yield _render_return(self)
-        yield render_cells((name, format_or_dash(self.value(metric), form)) for name, metric, form in NUMBERS)
+        if episodes := _describe_episodes(self):
+            yield render_fact("episodes", ", ".join(episodes))
+        yield render_cells((name, format_or_dash(self.value(metric))) for name, metric in NUMBERS)
         if indicators := _list_indicators(self):
             yield render_fact("learner", *indicators)
         if lags := self.get_group("actor_lag"):
@@ -97,13 +102,14 @@ class LoopView(RunView):
     def list_facts(self) -> list[str]:
         if math.isnan(self.value("steps/total")):
             return []
-        returns = [f"return of {name} {format_or_dash(each, '.3g')}" for name, each in self.policies.items()]
+        returns = [f"return of {name} {format_or_dash(each)}" for name, each in self.policies.items()]
         return [
-            *(returns or [f"return {format_or_dash(self.value(RETURN), '.1f')}"]),
-            *(f"{name} {format_or_dash(self.value(metric), form)}" for name, metric, form in PLAIN_NUMBERS),
+            *(returns or [f"return {format_or_dash(self.value(RETURN))}"]),
+            *_describe_episodes(self)[1:],
+            *(f"{name} {format_or_dash(self.value(metric))}" for name, metric in PLAIN_NUMBERS),
             f"drops {sum(self.drops.values()):.0f}",
             *([f"rejected {sum(self.rejections.values()):.0f}"] if self.rejections else []),
-            f"endpoint requests/s {format_or_dash(self.value('endpoint/requests_per_s'), '.0f')}",
+            f"endpoint requests/s {format_or_dash(self.value('endpoint/requests_per_s'))}",
         ]
 
 
@@ -158,7 +164,7 @@ def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _render_return(view: LoopView) -> RenderableType:
     if view.policies:
-        each_return = render_cells((name, format_or_dash(each, ".3g")) for name, each in view.policies.items())
+        each_return = render_cells((name, format_or_dash(each)) for name, each in view.policies.items())
         return render_line(Text("returns  ", "dim"), each_return)
     mean, target, low = view.value(RETURN), view.target_return, _lowest_return(view)
     cells: list[RenderableType] = []
@@ -168,16 +174,31 @@ def _render_return(view: LoopView) -> RenderableType:
             full = min(1.0, max(0.0, (mean - low) / (target - low)))
         cells = [ProgressBar(total=1.0, completed=full, width=24), Text(f"{target:g}", "dim")]
     curve = Sparkline(view.history, low, target)
-    return render_headline("return", format_or_dash(mean, ".1f"), "bold green", *cells, curve)
+    return render_headline("return", format_or_dash(mean), "bold green", *cells, curve)
+
+
+def _describe_episodes(view: LoopView) -> list[str]:
+    """The spread of the last episodes' returns, their lengths, and how many of them reached their goal; of one
+    policy."""
+    names = ("return_std", "return_min", "return_max", "length", "length_std")
+    std, low, high, length, length_std = (format_or_dash(view.value(f"episode/{name}")) for name in names)
+    if length == "-":
+        return []
+    success = view.value("episode/success_rate")
+    return [
+        f"return ± {std} ({low} to {high})",
+        f"length {length} ± {length_std}",
+        *([f"success {format_metric('success_rate', success)}"] if math.isfinite(success) else []),
+    ]
 
 
 def _list_indicators(view: LoopView) -> list[str | tuple[str, str]]:
     """The indicators of the algorithm that learns, in yellow where they are bad."""
     parts: list[str | tuple[str, str]] = []
-    for name, metric, form, is_bad in INDICATORS:
+    for name, metric, is_bad in INDICATORS:
         if math.isfinite(value := view.value(metric)):
             style = "bold yellow" if is_bad(value) else "bold"
-            parts += [("  " * bool(parts) + f"{name} ", "dim"), (format(value, form), style)]
+            parts += [("  " * bool(parts) + f"{name} ", "dim"), (format_metric(metric, value), style)]
     return parts
 
 
@@ -189,7 +210,7 @@ def _lowest_return(view: LoopView) -> float:
 
 
 def _render_actors(view: LoopView, lags: Mapping[str, float]) -> Text:
-    text = render_fact("actors", f"{format_or_dash(view.value('actors/connected'), '.0f')} connected, lag ")
+    text = render_fact("actors", f"{format_or_dash(view.value('actors/connected'))} connected, lag ")
     for index, (name, lag) in enumerate(sorted(lags.items())):
         style = "green" if lag <= 2 else "yellow" if lag <= 10 else "red"
         text.append("  " if index else "")

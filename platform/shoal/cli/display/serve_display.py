@@ -25,8 +25,9 @@ from shoal.client.endpoint_status import (
     RolloutEvent,
     VersionStatus,
 )
+from shoal.cost.cost_table import format_quantity
 from shoal.registry import ModelVersion, TensorSignature
-from shoal.runs.formatting import format_duration, format_size
+from shoal.runs.formatting import format_duration, format_number, format_size
 from shoal.serve.spec.batch_layout import has_batch_first
 
 NUM_EVENTS = 4
@@ -67,7 +68,7 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
         for version in model.versions:
             numbers = {
                 "share": _format_share(version.share),
-                "requests/s": _format_rate(version.requests_per_s),
+                "requests/s": format_number(version.requests_per_s),
                 "p50": _format_seconds(version.p50_s),
                 "p99": _format_seconds(version.p99_s),
                 "errors": _format_error_rate(version),
@@ -157,7 +158,7 @@ def _make_version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
     return (
         track,
         _format_share(version.share),
-        _format_rate(version.requests_per_s),
+        format_number(version.requests_per_s),
         _format_seconds(version.p50_s),
         _format_seconds(version.p99_s),
         errors,
@@ -240,14 +241,8 @@ def _format_share(share: float) -> str:
     return f"{share:.0%}" if share in (0.0, 1.0) or share >= 0.01 else f"{share:.1%}"
 
 
-def _format_rate(requests_per_s: float) -> str:
-    return f"{requests_per_s:,.0f}" if requests_per_s >= 10 else f"{requests_per_s:.1f}"
-
-
 def _format_seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return "-" if seconds is None else format_quantity(seconds, "seconds")
 
 
 def _format_error_rate(version: VersionStatus) -> str:

@@ -11,15 +11,15 @@ from rich.console import RenderableType
 
 from shoal.cli.display.panels import RunView, extend_history, find_phase, format_or_dash, render_cells, render_fact
 from shoal.runs import Run
-from shoal.runs.formatting import format_number
+from shoal.runs.formatting import format_metric, format_number
 
 TRAINING = "training"
 PHASES = {"trained": "writing the report", "stopped": "registering", "training": TRAINING}  # by the newest event
 RATES = (
-    ("samples/s", "samples/per_s", ",.0f", 1.0),
-    ("data wait", "wait/data", ".0f", 100.0),
-    ("communication", "wait/communication", ".0f", 100.0),
-    ("MFU", "flops/utilisation", ".1f", 100.0),  # the used share of the devices' peak FLOP/s
+    ("samples/s", "samples/per_s"),
+    ("data wait", "wait/data"),
+    ("communication", "wait/communication"),
+    ("MFU", "flops/utilisation"),  # the used share of the devices' peak FLOP/s
 )
 
 
@@ -37,15 +37,13 @@ class TrainView(RunView):
     def rates(self) -> list[tuple[str, str]]:
         """The known ones, by name."""
         return [
-            (name, format(self.value(metric) * factor, form) + ("%" if factor == 100.0 else ""))
-            for name, metric, form, factor in RATES
+            (name, format_metric(metric, self.value(metric)))
+            for name, metric in RATES
             if math.isfinite(self.value(metric))
         ]
 
     def list_panels(self) -> Iterator[RenderableType]:
-        step, epoch = (
-            format_or_dash(self.value(f"train/{each}"), form) for each, form in (("step", ",.0f"), ("epoch", ".2f"))
-        )
+        step, epoch = (format_or_dash(self.value(f"train/{each}")) for each in ("step", "epoch"))
         yield self.render_progress("step", step, f"{self.setting.get('total_steps') or 0:,}", [f"epoch {epoch}"], 24)
         loss = format_number(self.value("train/loss")) if "train/loss" in self.metrics else "-"
         yield self.render_history("loss", loss, "bold")

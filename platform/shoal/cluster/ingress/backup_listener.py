@@ -83,7 +83,7 @@ UNAUTHORIZED = json.dumps({"error": "a known key is required: Authorization: Bea
 NO_PATH = json.dumps({"error": "no such path"})
 LATE = json.dumps({"error": "the endpoint is asleep, and no replica has started in time; try again later"})
 # What a replica answers, as `serve.http.routes` has it, but for what does not wake an endpoint.
-_MODEL = "v2/models/[^/]+(/versions/[^/]+)?(/(ready|config|stats|infer))?"
+_MODEL = "v2/models/[^/]+(/versions/[^/]+)?(/(ready|config|stats|infer|rows))?"
 PATHS = f"({_MODEL}|v2|v2/repository/index|shoal/v1/episodes|openapi.json)/?"
 _ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
 _SELECTION = re.compile(r" *use_backend http-(\S+) if (.*)")

@@ -28,9 +28,10 @@ from torch.utils.data import default_collate, default_convert
 
 from shoal.batch_tree import tensors_of
 from shoal.data.dataset import Batch, Collate, Source, has_shoal_method, length_of
-from shoal.data.readers.map_reader import EpochEnd, ReadBatch, make_read_error, seed_all
+from shoal.data.readers.map_reader import EpochEnd, ReadBatch, make_read_error
 from shoal.data.sampling.sampler import PREVIOUS_EPOCH, RankShare, StreamRequest
 from shoal.errors import ConfigError, DataError
+from shoal.random_state import seed_all
 
 
 @dataclass

@@ -5,20 +5,16 @@ Called by the loader in the training process, or by a worker process, with the s
 
 from __future__ import annotations
 
-import hashlib
-import random
-import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert
 
 from shoal.data.dataset import Batch, Collate, Source, has_shoal_method
 from shoal.data.sampling.sampler import Indices, MapRequest, Request
 from shoal.errors import DataError, ShoalError
-from shoal.random_state import preserve_rng
+from shoal.random_state import preserve_rng, seed_all
 
 NUM_NAMED = 8  # sample indices that an error message lists
 
@@ -157,12 +153,3 @@ def format_samples(indices: Indices) -> str:
     """A few of them, for a message."""
     named = ", ".join(str(index) for index in indices[:NUM_NAMED].tolist())
     return f"{named}, ... {len(indices)} in all" if len(indices) > NUM_NAMED else named
-
-
-def seed_all(seed: int, epoch: int, index: int) -> None:
-    """Seed torch, `random` and NumPy for a dataset. Takes 10 µs."""
-    digest = hashlib.blake2b(b"%d %d %d" % (seed, epoch, index), digest_size=12).digest()
-    words = struct.unpack("<III", digest)
-    torch.default_generator.manual_seed(words[0])
-    random.seed(words[1])
-    np.random.seed(words[2])

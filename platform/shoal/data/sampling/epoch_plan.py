@@ -31,6 +31,10 @@ class EpochPlan(Protocol):
         """The requests from there on, without end."""
         ...
 
+    def advance(self, position: int, num_global: int) -> int:
+        """The position after a batch of so many samples."""
+        ...
+
     def worker_index(self, position: int) -> int:
         """The index of the first worker."""
         ...
@@ -76,7 +80,11 @@ class MapEpochPlan:
                 epoch, position = epoch + 1, 0
             else:
                 yield request
-                position += request.num_global
+                position = self.advance(position, request.num_global)
+
+    def advance(self, position: int, num_global: int) -> int:
+        order = self._order.order
+        return position + (num_global if order is None or not order.gives_batches else self._order.batch_size)
 
     def worker_index(self, position: int) -> int:
         return 0
@@ -92,7 +100,8 @@ class MapEpochPlan:
 
     def state_dict(self) -> State:
         order = self._order
-        return {"kind": "map", "num_samples": order.num_samples, "shuffle": order.shuffle, "seed": order.seed}
+        state = {"kind": "map", "num_samples": order.num_samples, "shuffle": order.shuffle, "seed": order.seed}
+        return state if order.order is None else {**state, "sampler": order.order.name}
 
     def load_state_dict(self, state: State) -> None:
         check_equal(self.state_dict(), state, "samples would repeat or be missed")
@@ -125,6 +134,9 @@ class StreamEpochPlan:
         while True:
             yield StreamRequest(epoch, position, False, None)
             position += reader.batch_size
+
+    def advance(self, position: int, num_global: int) -> int:
+        return position + num_global
 
     def worker_index(self, position: int) -> int:
         return position // self._reader.batch_size

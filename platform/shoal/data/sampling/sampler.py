@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.sampling.sampler_order import SamplerOrder
+
 Indices = NDArray[np.int64]
 PREVIOUS_EPOCH = -1  # instead of a position: the end of the previous epoch
 _WORD = 2**64 - 1
@@ -98,6 +100,7 @@ class MapOrder(NamedTuple):
     shuffle: bool
     drop_last: bool
     sizes: Indices | None = None  # of each sample: ranks get shares of about equal size, and not of equally many
+    order: SamplerOrder | None = None  # instead of `shuffle`; batch k of a batch sampler is at position k * batch_size
 
     def num_global(self, position: int) -> int:
         """The samples of the global batch at `position`; 0 when the epoch is over."""
@@ -112,20 +115,27 @@ class MapOrder(NamedTuple):
 
     def make_request(self, epoch: int, position: int) -> MapRequest | None:
         """This rank's share of the global batch at `position`; None when the epoch is over."""
-        count = self.num_global(position)
-        if not count:
+        if not self.num_global(position):
             return None
+        everyone = self._get_batch(epoch, position)
+        count = len(everyone)
         if self.sizes is not None and count >= self.share.size > 1:
-            everyone = self._get_order(epoch)[position : position + count]
             mine = everyone[balance_by_size(self.sizes[everyone], self.share.size)[self.share.rank]]
             return MapRequest(epoch, position, count, len(mine), mine)
         part = self.share.get_slice(count)
         num_samples = part.stop - part.start
         if not num_samples:  # its rank must still step, because steps are collective
             part = slice(count - 1, count)
-        start, stop = position + part.start, position + part.stop
-        return MapRequest(epoch, position, count, num_samples, self._get_order(epoch)[start:stop].copy())
+        return MapRequest(epoch, position, count, num_samples, everyone[part].copy())
+
+    def _get_batch(self, epoch: int, position: int) -> Indices:
+        """The samples of the global batch. Read-only."""
+        if self.order is not None and self.order.gives_batches:
+            return self.order.get_batches(self.seed, epoch)[position // self.batch_size]
+        return self._get_order(epoch)[position : position + self.num_global(position)]
 
     def _get_order(self, epoch: int) -> Indices:
         """[num_samples]. Read-only."""
+        if self.order is not None:
+            return self.order.get_batches(self.seed, epoch)[0]
         return compute_permutation(self.num_samples, self.seed if self.shuffle else None, epoch if self.shuffle else 0)

@@ -181,8 +181,8 @@ class _ForwardedLog:
     def __init__(self, caller: RpcClient) -> None:
         self._caller = caller
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._caller.call(LogCall("log", [step, dict(values)], {}))
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._caller.call(LogCall("log", [step, dict(values), at], {}))
 
     def record_event(self, kind: str, /, **details: object) -> None:
         self._caller.call(LogCall("record_event", [kind], details))

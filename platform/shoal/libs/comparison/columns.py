@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,12 @@ from shoal.extend.runs import (
     RunKind,
     add_heading,
     format_number,
+    infer_direction,
     is_higher_better,
     make_figure,
     truncate_middle,
 )
+from shoal.libs.comparison.curves import AXES, Axis, MetricCurve, read_curves, sort_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +70,7 @@ class Column:
     plan:      all its plans, in order
     values:    by the names in ROWS; only known ones
     predicted: the names of values that were predicted, and not measured
-    curve:     (seconds of running time, value) of the headline metric
+    curves:    of all its metrics
     """
 
     run: Run
@@ -77,15 +80,16 @@ class Column:
     headline: tuple[str, float] | None
     values: dict[str, float]
     predicted: frozenset[str] = frozenset()
-    curve: tuple[list[float], list[float]] = field(default=((), ()))  # type: ignore[assignment]
+    curves: Mapping[str, MetricCurve] = field(default_factory=dict)
 
 
-def build_column(run: Run, metric: str | None = None) -> Column:
-    """The column of the run; `metric` is to be compared, the run's own headline when None."""
+def build_column(run: Run, metric: str | None = None, by: Axis = "time") -> Column:
+    """The column of the run; `metric` is to be compared, the run's own headline when None; curves are over `by`."""
     spec = yaml.safe_load(run.spec)
     spec = spec if isinstance(spec, dict) else {}
     last = run.last_events()
-    metrics, lives = run.metrics(), find_attempt_spans(run)
+    metrics = run.metrics()
+    lives = find_attempt_spans(run, metrics)
     lived_s = sum(end - begin for begin, end in lives)
     default = 1 if run.kind is RunKind.TRAINING else None
     workers = _as_int(last.get("training", {}).get("workers", spec.get("workers", default)))
@@ -104,9 +108,10 @@ def build_column(run: Run, metric: str | None = None) -> Column:
         spent_s = sum((end - begin) * _find_num_workers(began, begin, workers) for begin, end in lives)
         values["money"] = price * spent_s / _S_PER_HOUR
     headline = _find_best(metrics, metric) if metric else run.best()
-    curve = _build_curve(metrics, headline[0], lives) if headline else ([], [])
     plans = ", ".join(dict.fromkeys(str(each.get("plan", "-")) for each in began["details"])) or "-"
-    return Column(run, plans, workers, price, headline, values, only_predicted - rates.keys(), curve)
+    return Column(
+        run, plans, workers, price, headline, values, only_predicted - rates.keys(), read_curves(run, by, lives)
+    )
 
 
 def _measure_rates(metrics: DataFrame) -> dict[str, float]:
@@ -135,10 +140,10 @@ def _find_num_workers(began: DataFrame, attempt_began_s: float, otherwise: int) 
     return _as_int(since["details"].iloc[0].get("workers")) or otherwise if len(since) else otherwise
 
 
-def find_attempt_spans(run: Run) -> list[tuple[float, float]]:
+def find_attempt_spans(run: Run, metrics: DataFrame) -> list[tuple[float, float]]:
     """The running times, in seconds since the run was created: from each start to the last event before the next
     one."""
-    events, metrics = run.events(), run.metrics()
+    events = run.events()
     resumed = [float(at) for at in events["time"][events["kind"] == "resumed"]]
     signs = [*map(float, events["time"]), *map(float, metrics["time"])]
     lives, begin = [], 0.0
@@ -146,11 +151,6 @@ def find_attempt_spans(run: Run) -> list[tuple[float, float]]:
         lives.append((begin, max((sign for sign in signs if begin <= sign < at), default=begin)))
         begin = at
     return [*lives, (begin, max(run.duration_s, begin))]
-
-
-def compute_run_time_s(moment_s: float, attempts: list[tuple[float, float]]) -> float:
-    """The running time until a moment, without the time between two attempts."""
-    return sum(max(0.0, min(end, moment_s) - begin) for begin, end in attempts)
 
 
 def find_common_metric(runs: list[Run]) -> str | None:
@@ -168,43 +168,50 @@ def _find_best(metrics: DataFrame, name: str) -> tuple[str, float] | None:
     return name, float(known.max() if is_higher_better(name) else known.min())
 
 
-def _build_curve(metrics: DataFrame, name: str, attempts: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    known = metrics[["time", name]].dropna() if name in metrics else metrics.iloc[:0]
-    if not len(known):
-        return [], []
-    return [compute_run_time_s(float(at), attempts) for at in known["time"]], [float(value) for value in known[name]]
-
-
 def _as_int(value: Any) -> int | None:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 60, 26  # that fit into a panel's line
+MAX_CURVES = 3
+MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 38, 26  # that fit into a panel's line
 _BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
 
 
-def plot_comparison(columns: Sequence[Column], names: Sequence[str]) -> Figure:
-    """The curves on the left, a panel of bars for each quantity that some run knows. `names` label the runs."""
+def plot_comparison(columns: Sequence[Column], names: Sequence[str], by: Axis = "time") -> Figure:
+    """The curves of the headline and of other metrics, and bars of each quantity that some run knows. `names` label the
+    runs."""
     bars = [name for name in _BARS if any(column.values.get(name) for column in columns)]
-    with make_figure((5.0 + 2.4 * len(bars), 3.6), layout="constrained") as figure:
-        panels = figure.subplots(1, 1 + len(bars), width_ratios=[2.4, *[1.0] * len(bars)], squeeze=False)[0]
-        _plot_curves(panels[0], columns, names)
-        for panel, name in zip(panels[1:], bars, strict=True):
-            _plot_bars(panel, columns, name)
+    metrics = _choose_metrics(columns)
+    with make_figure((5.0 * len(metrics), 6.4 if bars else 3.6), layout="constrained") as figure:
+        rows = figure.subfigures(2 if bars else 1, 1, squeeze=False)[:, 0]
+        for axes, metric in zip(rows[0].subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+            _plot_curves(axes, columns, names, metric, by)
+        for axes, name in zip(rows[1].subplots(1, len(bars), squeeze=False)[0] if bars else (), bars, strict=True):
+            _plot_bars(axes, columns, name)
     return figure
 
 
-def _plot_curves(axes: Axes, columns: Sequence[Column], names: Sequence[str]) -> None:
+def _choose_metrics(columns: Sequence[Column]) -> list[str]:
+    """The headline, and metrics that show what is better of most runs; "" where there is none."""
+    headline = next((column.headline[0] for column in columns if column.headline), "")
+    counts = Counter(name for column in columns for name in column.curves if name != headline)
+    judging = [name for name in sort_names(list(counts)) if infer_direction(name) is not None]
+    judging.sort(key=lambda name: -counts[name])
+    return [headline, *judging][:MAX_CURVES]
+
+
+def _plot_curves(axes: Axes, columns: Sequence[Column], names: Sequence[str], metric: str, by: Axis) -> None:
     for index, (column, name) in enumerate(zip(columns, names, strict=True)):
-        seconds, values = column.curve
-        marker = "o" if len(seconds) == 1 else ""
-        axes.plot(seconds, values, color=COLOURS[index % len(COLOURS)], linewidth=1.6, marker=marker)
-        axes.lines[-1].set_label(truncate_middle(name, MAX_NAME_CHARS))
-    metric = next((column.headline[0] for column in columns if column.headline), "")
-    axes.set_xlabel("seconds lived")
+        if metric in column.curves:
+            curve = column.curves[metric]
+            order = np.argsort(curve.x, kind="stable")
+            axes.plot(curve.x[order], curve.y[order], color=COLOURS[index % len(COLOURS)], linewidth=1.6)
+            axes.lines[-1].set(label=truncate_middle(name, MAX_NAME_CHARS), marker="o" if len(curve.x) == 1 else "")
+    axes.set_xlabel(AXES[by])
     add_heading(axes, metric, MAX_METRIC_CHARS)
-    axes.legend()
-    if not any(len(column.curve[0]) for column in columns):
+    if axes.lines:
+        axes.legend()
+    else:
         axes.set(xticks=[], yticks=[])
         axes.text(0.02, 0.02, "no run has logged what it could be judged by", fontsize=8, transform=axes.transAxes)
 

@@ -1,13 +1,18 @@
-"""`shoal compare`: runs side by side, as a table and a plot.
+"""`shoal compare`: runs side by side, as tables and a plot.
 
 Parse, call, print: reads the run record; writes only the plot.
 """
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import click
 from rich.console import Console
@@ -16,52 +21,172 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import ConfigError
-from shoal.extend.cli import make_table, print_json
-from shoal.extend.runs import format_duration, format_number
-from shoal.runs import load
+from shoal.extend.cli import make_table, print_json, to_json_value
+from shoal.extend.registry import Registry
+from shoal.extend.runs import (
+    format_duration,
+    format_metric,
+    format_number,
+    infer_direction,
+    is_higher_better,
+    truncate_middle,
+)
+from shoal.libs.comparison.curves import Axis, MetricSummary, find_end, format_position, sort_names, summarize
+from shoal.runs import Run, load
 
 if TYPE_CHECKING:
     from shoal.extend.train import TargetReached
     from shoal.libs.comparison.columns import Column
 
+PAGE_CHARS, MAX_ERROR_CHARS = 160, 60
+
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN|NAME@VERSION...")
+@click.option("--by", type=click.Choice(["step", "epoch", "time"]), default=None, help="Default: step, if all have it.")
 @click.option("--metric", default=None, help="The metric to judge by; default: that of most of the runs.")
 @click.option("--target", default=None, metavar="METRIC=VALUE", help="Show when and at what cost it was reached.")
-@click.option("--plot", "plot", type=click.Path(path_type=Path), default=None, help="The file of the plot.")
+@click.option(
+    "--plot", "plot", type=click.Path(path_type=Path), default=None, help="The file: a .png, or a .html page."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def compare(runs: tuple[str, ...], metric: str | None, target: str | None, plot: Path | None, as_json: bool) -> None:
-    """Put RUNs side by side: their results, duration, and cost in money, memory and communication.
+@click.option("--csv", "as_csv", is_flag=True, help="Print settings and metrics as CSV.")
+def compare(
+    runs: tuple[str, ...],
+    by: Axis | None,
+    metric: str | None,
+    target: str | None,
+    plot: Path | None,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    """Put RUNs side by side: the settings that differ, each metric, their duration and cost.
 
-    Time between two attempts of a run (stopped, and resumed later) is not counted. With --target, time and cost to a
-    value by DAWNBench's rules: the training steps up to the evaluation in which it was first met.
+    Each metric has its last value, its best one, and the one at the step, epoch or time that all runs have reached. The
+    run of a registered version is named by it. Time between two attempts of a run (stopped, and resumed later) is not
+    counted. With --target, time and cost to a value by DAWNBench's rules: the training steps up to the evaluation in
+    which it was first met.
 
     \b
     Examples:
       shoal compare 20261120-0645 20261120-0712
+      shoal compare lenet@1 lenet@2 --by epoch --plot lenet.html
       shoal compare 20261120-0645 20261120-0712 --target accuracy=0.9
-      shoal compare latest 20261120-0645 --metric validation/loss --plot runs.png --json
+      shoal compare latest 20261120-0645 --metric validation/loss --json
     """
     from shoal.libs.comparison.columns import build_column, find_common_metric
+    from shoal.libs.comparison.settings import find_differences
 
-    records = list({run.id: run for run in map(load, runs)}.values())
+    records = list({run.id: run for run in map(_load, runs)}.values())
     if len(records) < 2:
         raise ConfigError("run", " ".join(runs), "is one run", "name two or more: `shoal runs` lists them")
-    columns = [build_column(run, metric or find_common_metric(records)) for run in records]
+    by = by or ("step" if len({run.kind for run in records}) == 1 else "time")
+    columns = [build_column(run, metric or find_common_metric(records), by) for run in records]
     if metric and not any(column.headline for column in columns):
         known = sorted({name for run in records for name in run.latest()})
         raise ConfigError("--metric", metric, "is in none of these runs", f"they have {', '.join(known)}")
+    settings, metrics = find_differences(records), MetricTable.build(columns, by)
     reached = [_find_reached(column, target) if target else None for column in columns]
-    path = _save_plot(columns, plot)
+    if as_csv:
+        click.echo(_to_csv(columns, settings, metrics), nl=False)
+        return
+    tables = [
+        _build_settings(columns, settings),
+        metrics.render(columns),
+        _build_table(columns, reached, target),
+    ]
+    path = _save_plot(columns, by, plot, tables)
     if as_json:
-        print_json({"runs": list(map(_to_dict, columns, reached)), "plot": str(path)})
+        facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
+        print_json(to_json_value({**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()}))
         return
     console = Console(highlight=False)
-    console.print(_build_table(columns, reached, target))
+    for table in tables:
+        console.print(table, "")
     if any(column.predicted for column in columns):
         click.echo("~ predicted, and not measured in that run")
     click.echo(f"The picture: {path}")
+
+
+def _load(ref: str) -> Run:
+    """The run with this id, or the one that made this version of the registry. Raises RunError and RegistryError."""
+    if "@" not in ref:
+        return load(ref)
+    run_id = Registry().get(ref).manifest.run_id
+    if run_id is None:
+        raise ConfigError("run", ref, "was registered by no run", "name runs, or versions that runs have made")
+    return load(run_id)
+
+
+@dataclass(frozen=True)
+class MetricTable:
+    """The metrics of runs, over one axis. rows: by name, one for each run; None where it has not logged it.
+    common_at: the position that all of them have reached, if some have gone further; else NaN"""
+
+    by: Axis
+    common_at: float
+    rows: dict[str, list[MetricSummary | None]]
+
+    @classmethod
+    def build(cls, columns: Sequence[Column], by: Axis) -> Self:
+        """Raises ConfigError when no run knows its epochs."""
+        ends = [find_end(column.curves) for column in columns if column.curves]
+        known = [end for end in ends if math.isfinite(end)]
+        if ends and not known:
+            raise ConfigError("--by", by, "is known of none of these runs", "use --by step, or --by time")
+        is_far = bool(known) and max(known) > 1.01 * min(known) and len(known) == len(columns)
+        common_at = min(known) if is_far else math.nan
+        names = sort_names(list({name for column in columns for name in column.curves}))
+        rows = {
+            name: [
+                summarize(name, column.curves[name], common_at) if name in column.curves else None for column in columns
+            ]
+            for name in names
+        }
+        return cls(by, common_at, rows)
+
+    def render(self, columns: Sequence[Column]) -> Table:
+        """Up to three lines for each metric: its last value, and what is not the same as that."""
+        common = f"  at {'' if self.by == 'time' else f'{self.by} '}{format_position(self.common_at, self.by)}"
+        lines: list[list[str | Text]] = []
+        for name, row in self.rows.items():
+            lines.append([name, *("-" if each is None else format_metric(name, each.final) for each in row)])
+            known = [each for each in row if each is not None]
+            if any(each.best not in (None, each.final) for each in known):
+                lines.append([Text("  best", "dim"), *(self._format_best(name, each, row) for each in row)])
+            if infer_direction(name) is None or math.isnan(self.common_at):
+                continue
+            if any(each.common != each.final for each in known):
+                cells = (
+                    format_metric(name, each.common) if each and each.common == each.common else "-" for each in row
+                )
+                lines.append([Text(common, "dim"), *cells])
+        return _make_run_table(f"metrics by {self.by}", columns, lines)
+
+    def _format_best(self, name: str, each: MetricSummary | None, row: Sequence[MetricSummary | None]) -> Text:
+        if each is None or each.best is None:
+            return Text("-")
+        bests = [other.best for other in row if other is not None and other.best is not None]
+        style = "bold green" if each.best == (max if is_higher_better(name) else min)(bests) else ""
+        at = f" at {format_position(each.best_at, self.by)}"
+        return Text.assemble((format_metric(name, each.best), style), (at, "dim"))
+
+    def to_dict(self) -> dict[str, list[dict[str, float | None] | None]]:
+        """By metric, for each run."""
+        return {name: [None if each is None else asdict(each) for each in row] for name, row in self.rows.items()}
+
+
+def _to_csv(columns: Sequence[Column], settings: Mapping[str, Sequence[str]], metrics: MetricTable) -> str:
+    """A line for each setting and each fact of a metric: kind, name, and a cell for each run."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["kind", "name", *(column.run.id for column in columns)])
+    writer.writerows(["setting", name, *values] for name, values in settings.items())
+    for name, row in metrics.rows.items():
+        for kind in (each.name for each in fields(MetricSummary)):
+            values = ["" if each is None else getattr(each, kind) for each in row]
+            writer.writerow([kind, name, *("" if value is None or value != value else value for value in values)])
+    return text.getvalue()
 
 
 def _find_reached(column: Column, target: str) -> TargetReached | None:
@@ -86,12 +211,19 @@ def _find_reached(column: Column, target: str) -> TargetReached | None:
     return find_target_reached(get_evaluations(metrics, logged), wanted, lives, column.price_per_device_hour)
 
 
-def _save_plot(columns: list[Column], plot: Path | None) -> Path:
+def _save_plot(columns: list[Column], by: Axis, plot: Path | None, tables: Sequence[Table]) -> Path:
+    """The picture, or a page with tables and picture."""
     from shoal.extend.runs import to_png
     from shoal.libs.comparison.columns import plot_comparison
 
     path = plot or columns[0].run.folder / "comparison.png"
-    drawn = to_png(plot_comparison(columns, [f"{column.run.id} {column.run.title}" for column in columns]))
+    drawn = to_png(plot_comparison(columns, [f"{column.run.id} {column.run.title}" for column in columns], by))
+    if path.suffix == ".html":
+        console = Console(file=io.StringIO(), record=True, width=PAGE_CHARS, highlight=False)
+        for table in tables:
+            console.print(table, "")
+        picture = f'<img src="data:image/png;base64,{base64.b64encode(drawn).decode()}" style="max-width: 100%">'
+        drawn = console.export_html(inline_styles=True).replace("</body>", f"{picture}</body>").encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(drawn)
@@ -118,18 +250,33 @@ def _to_dict(column: Column, reached: TargetReached | None) -> dict[str, object]
     return facts | {name: value for name, value in column.values.items() if math.isfinite(value)}
 
 
+def _build_settings(columns: Sequence[Column], settings: Mapping[str, Sequence[str]]) -> Table:
+    rows = [
+        ["job", *(column.run.title for column in columns)],
+        ["status", *(_describe_status(column.run) for column in columns)],
+        *([name, *values] for name, values in settings.items()),
+    ]
+    return _make_run_table("settings that differ" if settings else "no setting differs", columns, rows)
+
+
+def _describe_status(run: Run) -> str:
+    """Of a run that has failed, the reason too."""
+    lines = (run.error or "").splitlines()
+    return f"{run.status.value}: {truncate_middle(lines[-1], MAX_ERROR_CHARS)}" if lines else run.status.value
+
+
+def _make_run_table(heading: str, columns: Sequence[Column], rows: Iterable[Sequence[str | Text]]) -> Table:
+    headings = (TableColumn(Text(each.run.id), justify="right", overflow="fold") for each in columns)
+    return make_table(heading, *headings, rows=rows)
+
+
 def _build_table(columns: list[Column], reached: list[TargetReached | None], target: str | None) -> Table:
     from shoal.libs.comparison.columns import ROWS, format_value
 
     rows = [
-        ["job", *(column.run.title for column in columns)],
-        ["status", *(column.run.status.value for column in columns)],
         ["plan", *(column.plan for column in columns)],
         ["workers", *(str(column.workers or "-") for column in columns)],
     ]
-    metric = next((column.headline[0] for column in columns if column.headline), "")
-    best = [format_number(column.headline[1]) if column.headline else "-" for column in columns]
-    rows.append([f"best {metric}", *best])
     if target:
         rows.append(
             [f"time to {target}", *(format_duration(each.training_s) if each else "not reached" for each in reached)]
@@ -147,5 +294,4 @@ def _build_table(columns: list[Column], reached: list[TargetReached | None], tar
             for column, value in known
         ]
         rows.append([meaning, *cells])
-    headings = (TableColumn(Text(each.run.id), justify="right", overflow="fold") for each in columns)
-    return make_table("", *headings, rows=(row for row in rows if {*row[1:]} != {"-"}))
+    return _make_run_table("cost", columns, (row for row in rows if {*row[1:]} != {"-"}))

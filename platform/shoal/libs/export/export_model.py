@@ -6,6 +6,7 @@ registry ─► convert (torch) ─► FolderModel, as the folder runs it ─►
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import Field
 
-from shoal.atomic_file import draft_folder
+from shoal.atomic_file import draft_folder, replace_synced
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.extend.registry import PAYLOAD_FILES, ModelVersion, Registry, TensorSignature
@@ -105,10 +106,35 @@ class ExportReport:
 
 def export_model(spec: ExportSpec) -> ExportReport:
     """Write the folder. Raises ConfigError, RegistryError, WeightsError and OSError; then nothing has changed."""
-    version, options = Registry().get(spec.model), spec.make_options()
+    version = Registry().get(spec.model)
     into = Path(spec.into or f"{version.name}-{spec.to}").absolute()
     _require_exportable(version, spec)
     require_target(into, version.name, replace=spec.replace)
+    with draft_folder(into) as draft:
+        model, examples, difference = _convert(version, spec, draft)
+        num_examples = _write_examples(draft, model, examples)
+        size_bytes = _write_rest(draft, model.description)
+    return ExportReport(into, version.ref, num_examples, difference, size_bytes)
+
+
+def write_onnx(version: ModelVersion, path: Path, **fields: object) -> None:
+    """Write a version as one ONNX file, compared as a folder is; a policy takes its best actions there.
+
+    fields: of ExportSpec
+
+    Raises ConfigError, WeightsError and OSError; then nothing has changed.
+    """
+    spec = ExportSpec.parse({"model": version.ref, "to": "container", "action": "best", **fields})
+    _require_exportable(version, spec)
+    with tempfile.TemporaryDirectory() as folder:
+        _convert(version, spec, Path(folder))
+        replace_synced(path, (Path(folder) / MODEL_FILE).read_bytes())
+
+
+def _convert(version: ModelVersion, spec: ExportSpec, folder: Path) -> tuple[FolderModel, Sequence[Example], float]:
+    """Write the model and its description; returns it as the folder runs it, examples that it answers, and the largest
+    difference of its answers from the registered model's."""
+    options = spec.make_options()
     description, layout = _describe(version, spec), BatchLayout(version.manifest.signature, options)
     examples = read_examples(spec.examples, description)
     examples += generate_examples(version.manifest.signature, layout, options.max_rows)
@@ -119,17 +145,14 @@ def export_model(spec: ExportSpec) -> ExportReport:
         registered = load_registered(version, snapshot, options)
         examples = select_answered(examples, registered, version.ref)
         payload = convert_to_onnx(version, snapshot, options, max(examples, key=lambda each: each.num_rows))
-    with draft_folder(into) as draft:
-        (draft / MODEL_FILE).write_bytes(payload)
-        (draft / DESCRIPTION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
-        model = FolderModel(draft)
-        exported: Predict = lambda example: model.predict(example.inputs, example.num_rows)  # noqa: E731
-        if registered is None:
-            examples = select_answered(examples, exported, version.ref)
-        difference = compare_answers(examples, registered or exported, exported, spec.tolerance, version.ref)
-        num_examples = _write_examples(draft, model, examples)
-        size_bytes = _write_rest(draft, description)
-    return ExportReport(into, version.ref, num_examples, difference, size_bytes)
+    (folder / MODEL_FILE).write_bytes(payload)
+    (folder / DESCRIPTION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
+    model = FolderModel(folder)
+    exported: Predict = lambda example: model.predict(example.inputs, example.num_rows)  # noqa: E731
+    if registered is None:
+        examples = select_answered(examples, exported, version.ref)
+    difference = compare_answers(examples, registered or exported, exported, spec.tolerance, version.ref)
+    return model, examples, difference
 
 
 def _require_exportable(version: ModelVersion, spec: ExportSpec) -> None:
@@ -160,7 +183,7 @@ def _describe(version: ModelVersion, spec: ExportSpec) -> ModelDescription:
     manifest = version.manifest
 
     def convert(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
-        return [TensorMetadata(each.name, each.datatype, each.shape, each.columns) for each in tensors]
+        return [TensorMetadata(each.name, each.datatype, each.shape, each.columns, each.kind) for each in tensors]
 
     return ModelDescription(
         format=FORMAT,

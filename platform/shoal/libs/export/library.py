@@ -12,10 +12,11 @@ LIBRARY = Library(
         ),
     },
     extensions={
+        "shoal.converters": {"onnx": "shoal.libs.export.export_model:write_onnx"},
         "shoal.formats": {
             "torch_export": f"{_FORMATS}:TORCH_EXPORT",
             "onnx": f"{_FORMATS}:ONNX",
             "torchscript": f"{_FORMATS}:TORCHSCRIPT",
-        }
+        },
     },
 )

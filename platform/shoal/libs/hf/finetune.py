@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from shoal.config import last_override
 from shoal.errors import ConfigError
+from shoal.extend.registry import Registry
 from shoal.extend.train import TrainSpec, spec_from_overrides
+from shoal.libs.hf.adapters import is_adapter_folder, read_adapter_config
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import make_absolute, make_model_name
 from shoal.libs.hf.transfer import KINDS
@@ -16,6 +19,7 @@ _ARGS = (
     *("model", "data", "validation", "dtype", "labels", "lora", "merge", "max_length", "truncate", "packing"),
     *("config", "base"),
 )
+_PATHS = ("model", "data", "validation", "init")
 
 
 def translate(overrides: Iterable[str]) -> list[str]:
@@ -28,7 +32,7 @@ def translate(overrides: Iterable[str]) -> list[str]:
                 raise ConfigError("kind", value, "is unknown", f"give one of {', '.join(KINDS)}")
             translated.append(f"task={KINDS[value]}")
         else:
-            each = f"{name}={make_absolute(value)}" if name in ("model", "data", "validation") else each
+            each = f"{name}={make_absolute(value)}" if name in _PATHS else each
             translated.append(f"args.{each}" if name.partition(".")[0] in _ARGS else each)
     return translated
 
@@ -37,13 +41,15 @@ def make_spec(overrides: list[str]) -> TrainSpec:
     """Make one epoch of AdamW with warm-up and cosine, or what the record of a resumed run says. Raises ConfigError."""
     if last_override(overrides, "resume"):
         return spec_from_overrides(overrides)
+    overrides, lora = _take_adapters(overrides)
     model = last_override(overrides, "args.model")
     if not model:
         raise ConfigError("model", model, "is not given", "as in shoal run finetune model=./SmolLM2 data=texts.jsonl")
-    has_adapters = any(each.startswith("args.lora") for each in overrides)
+    has_adapters = lora is not None or any(each.startswith("args.lora") for each in overrides)
     base = TrainSpec.parse(
         {
             "task": last_override(overrides, "task") or KINDS["causal_lm"],
+            "args": {} if lora is None else {"lora": lora.model_dump()},
             "name": make_model_name(model),
             "batch_size": 8,
             "optimizer": {"name": "adamw", "learning_rate": LORA_RATE if has_adapters else FULL_RATE},
@@ -56,3 +62,22 @@ def make_spec(overrides: list[str]) -> TrainSpec:
     if spec.args.get("lora") is not None:  # the record has what was used, also of what was not given
         spec = spec.update({"args": {**spec.args, "lora": LoraSpec.parse(spec.args["lora"]).model_dump()}})
     return spec
+
+
+def _take_adapters(overrides: list[str]) -> tuple[list[str], LoraSpec | None]:
+    """Where `init` or `model` is a folder of adapters, or `init` a version of some: begin with these, on their base.
+
+    Returns the overrides with `init` and `args.model`, and the adapters. Raises ConfigError, RegistryError.
+    """
+    model, init = last_override(overrides, "args.model") or "", last_override(overrides, "init") or ""
+    folder = next((each for each in (model, init) if is_adapter_folder(each)), "")
+    if not folder:
+        if not init or Path(init).exists():
+            return overrides, None
+        lora = Registry().get(init).manifest.model.kwargs.get("args", {}).get("lora")
+        return overrides, None if lora is None else LoraSpec.parse(lora)
+    spec, about = read_adapter_config(Path(folder))
+    if model in ("", folder):
+        base = make_absolute(about.get("base_model_name_or_path") or "")
+        overrides = [*(each for each in overrides if not each.startswith("args.model=")), f"args.model={base}"]
+    return [*(each for each in overrides if not each.startswith("init=")), f"init={folder}"], spec

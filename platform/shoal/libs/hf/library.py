@@ -9,4 +9,5 @@ LIBRARY = Library(
         "models pull": ("shoal.libs.hf.commands:pull", "Register a folder of Hugging Face."),
     },
     names={"hf": "shoal.libs.hf"},
+    extensions={"shoal.weight_folders": {"adapter_config.json": "shoal.libs.hf.adapters:open_adapters"}},
 )

@@ -35,14 +35,21 @@ PACKABLE = (
 class LoraSpec(Spec):
     """Adapters of low rank (arXiv:2106.09685) on linear layers.
 
-    alpha:   their outputs are scaled by alpha / rank; None, as in versions that did not record it, is 2 * rank
-    modules: the last parts of the layers' names, or "all-linear"; None: those that peft chooses for the type of model
+    alpha:         their outputs are scaled by alpha / rank; None, as in versions that did not record it, is 2 * rank
+    modules:       the last parts of the layers' names, or "all-linear"; None: those that peft chooses for the type of
+                   model
+    rslora:        scale by alpha / sqrt(rank) (arXiv:2312.03732)
+    rank_pattern:  other ranks, by the end of a layer's name or a regular expression of it
+    alpha_pattern: other alphas, likewise
     """
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=8.0, gt=0)  # peft's default
     dropout: float = Field(default=0.0, ge=0, lt=1)
     modules: list[str] | str | None = None
+    rslora: bool = False
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
 
     @field_validator("alpha", mode="before")
     @classmethod
@@ -187,26 +194,37 @@ def _convert(auto: str, config: Mapping[str, Any], folder: Path, network: nn.Mod
     return make_cached_folder(f"{hash_files(files)[:32]}-{type(network).__name__}", write)
 
 
+def make_lora_config(lora: LoraSpec, network: nn.Module, **more: Any) -> Any:
+    """The configuration of peft, with `more` of its fields."""
+    from peft import LoraConfig
+    from transformers.pytorch_utils import Conv1D
+
+    values = {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": lora.modules,
+        "use_rslora": lora.rslora,
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+        "fan_in_fan_out": any(isinstance(each, Conv1D) for each in network.modules()),  # whose weights are transposed
+    }
+    return LoraConfig(**{**values, **more})
+
+
 def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
     """Put adapters into the network; all else, but a head for labels and its pooler, is frozen and in no state dict.
 
     Checkpoints and versions hold adapters and head alone. Raises ConfigError for modules that the network does not
     have, or that share their weight with others.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers.pytorch_utils import Conv1D
+    from peft import inject_adapter_in_model
 
     before = {name for name, _ in network.named_parameters()}
     prefix = f"{network.base_model_prefix}."
     logits = network.get_output_embeddings()  # type: ignore[operator]
     output = set() if logits is None else {id(each) for each in logits.parameters()}
-    settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.modules,
-        fan_in_fan_out=any(isinstance(each, Conv1D) for each in network.modules()),  # whose weights are transposed
-    )
+    settings = make_lora_config(lora, network)
     heads = {
         name
         for name, each in network.named_parameters()

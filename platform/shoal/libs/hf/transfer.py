@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from shoal.extend.train import (
     read_state_dict,
 )
 from shoal.home import home
+from shoal.libs.hf.adapters import TASK_TYPES, is_adapter_folder, read_adapter_config, write_adapters
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import (
     COMPANIONS,
@@ -57,6 +58,7 @@ _SUFFIXES = {
     "ForTokenClassification": "token_classification",
     "ForImageClassification": "image_classification",
 }
+_KINDS_OF_ADAPTERS = {task_type: _SUFFIXES[suffix] for suffix, task_type in TASK_TYPES.items()}
 
 
 class Transferable(Task):
@@ -81,9 +83,24 @@ class Transferable(Task):
         raise NotImplementedError
 
 
-def pull(model: str, name: str, kind: str = "", dtype: str = "auto", alias: str = "champion") -> ModelVersion:
-    """Register a folder of Hugging Face as a version of `name`. Raises ConfigError, RegistryError."""
-    folder = find_folder(model)
+def pull(
+    model: str, name: str, kind: str = "", dtype: str = "auto", alias: str = "champion", base: str = ""
+) -> ModelVersion:
+    """Register a folder of Hugging Face as a version of `name`. Raises ConfigError, RegistryError.
+
+    model: also a folder of peft's adapters
+    base:  of adapters: a folder or NAME@VERSION, in place of the one that they name
+    """
+    init, args = "", dict[str, Any](dtype=dtype)
+    if is_adapter_folder(model):
+        lora, about = read_adapter_config(Path(model))
+        init, args = model, {**args, "lora": lora.model_dump()}
+        model = base or about.get("base_model_name_or_path") or ""
+        kind = kind or _KINDS_OF_ADAPTERS.get(about.get("task_type") or "", "")
+    elif base:
+        raise ConfigError("--base", base, f"is for adapters, and {model} holds none", "leave it out")
+    is_version = "@" in model and not Path(model).exists()
+    folder = unpack_version(Registry().get(model)) if is_version else find_folder(model)
     if kind not in ("", *KINDS):
         raise ConfigError("--kind", kind, "is unknown", f"give one of {', '.join(KINDS)}")
     if not kind:  # by the class that the folder was saved from
@@ -93,8 +110,8 @@ def pull(model: str, name: str, kind: str = "", dtype: str = "auto", alias: str 
             remedy = f"give --kind, of {', '.join(KINDS)}"
             raise ConfigError("kind", ", ".join(names), "is no kind that can be served", remedy)
         kind = kinds[0]
-    task = _make_task(KINDS[kind], {"model": str(folder), "dtype": dtype})
-    return _register(task, name, (alias,), {"source": model})
+    task = _make_task(KINDS[kind], {"model": model if is_version else str(folder), **args})
+    return _register(task, name, (alias,), {"source": init or model}, init=init)
 
 
 def _make_task(reference: str, args: Mapping[str, Any]) -> Transferable:
@@ -114,15 +131,21 @@ def register_base(task: Transferable, source: str) -> ModelVersion:
 
 
 def _register(
-    task: Transferable, name: str, aliases: tuple[str, ...], lineage: Mapping[str, str], *, reuses: bool = False
+    task: Transferable,
+    name: str,
+    aliases: tuple[str, ...],
+    lineage: Mapping[str, str],
+    *,
+    reuses: bool = False,
+    init: str = "",
 ) -> ModelVersion:
-    """reuses: take a version of this name with the same weights, if there is one"""
+    """reuses: take a version of this name with the same weights, if there is one; init: in place of the Task's"""
     registry, travelling, signature = Registry(), task.registration(), task.signature()
     assert travelling is not None
     reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
     make_folder(home() / "hf")
     with tempfile.TemporaryDirectory(prefix=".registered.", dir=home() / "hf") as draft:
-        network, types, tensors = _open_weights(task)
+        network, types, tensors = _open_weights(task, init)
         if signature is None:
             size = task.config.get("image_size", 224)
             height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -139,20 +162,25 @@ def _register(
             model=ModelFactory(factory=f"{build.__module__}:build", kwargs=reference),
             signature=signature,
             files=travelling.files,
-            lineage=lineage,
+            lineage={**travelling.lineage, **lineage},
             aliases=aliases,
         )
 
 
-def _open_weights(task: Transferable) -> tuple[nn.Module, TensorTypes, Iterator[tuple[str, Tensor]]]:
+def _open_weights(task: Transferable, init: str) -> tuple[nn.Module, TensorTypes, Iterator[tuple[str, Tensor]]]:
     """The network, what its weights are, and the weights of the Task's folder, read one by one.
 
     The network has no memory for them, unless its signature is to be found, or the folder lacks the weights of a head.
     """
-    network = build_skeleton(task.model)
-    weights, state = find_initial_weights(network, task.initial_weights()), network.state_dict(keep_vars=True)
-    names = {id(state[name]): name for name in weights}
-    if task.signature() is None or any(id(each) not in names for each in network.parameters()):
+    if task.lora is None:
+        network = build_skeleton(task.model)
+    else:  # whose base is in no state dict
+        with torch.device("meta"):
+            network = task.model()
+    state = network.state_dict(keep_vars=True)
+    weights = find_initial_weights(network, init or task.initial_weights())
+    names, own = {id(state[name]): name for name in weights}, {id(each) for each in state.values()}
+    if task.signature() is None or any(id(each) in own and id(each) not in names for each in network.parameters()):
         torch.manual_seed(0)
         network, names = task.model(), {}
         load_initial_weights(network, weights)
@@ -204,31 +232,46 @@ def unpack_version(version: ModelVersion) -> Path:
     return make_cached_folder(f"version-{version.manifest.sha256[:32]}", lambda draft: write_folder(version, draft))
 
 
-def push(version: ModelVersion, folder: Path, hub_name: str = "") -> Path:
+def write_adapter_folder(version: ModelVersion, folder: Path) -> None:
+    """Write the adapters of a version as peft does. Raises ConfigError for a version without adapters."""
+    task = find_task(version)
+    if task.lora is None:
+        raise ConfigError("--adapter", version.ref, "has no adapters", "leave --adapter out: the model is written")
+    with torch.device("meta"):
+        network = task.model()
+    base = Registry().get(version.manifest.lineage["base"])
+    make_folder(folder)
+    write_adapters(version, network, task.lora, str(base.manifest.lineage.get("source", "")), folder)
+
+
+def push(version: ModelVersion, folder: Path, hub_name: str = "", *, adapter: bool = False) -> Path:
     """Write a version into a folder, or for `org/name` below it in the layout of the hub's cache.
+
+    adapter: write adapters alone, as peft does; otherwise they are merged into their base
 
     Returns the folder with config.json. Raises ConfigError for a folder that has files in it.
     """
+    write = write_adapter_folder if adapter else write_folder
     if not hub_name:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError("folder", str(folder), "is not empty", "name a new one")
-        _write_at_once(version, folder)
+        _write_at_once(version, folder, write)
         return folder
     if hub_name.count("/") != 1:
         raise ConfigError("--hub", hub_name, "is no name of the hub", "write it as org/name")
     top = folder / f"models--{hub_name.replace('/', '--')}"
-    digest = hashlib.sha1(f"{version.ref} {version.manifest.sha256}".encode()).hexdigest()
+    digest = hashlib.sha1(f"{version.ref} {version.manifest.sha256}{' adapter' * adapter}".encode()).hexdigest()
     snapshot = top / "snapshots" / digest
     if not snapshot.is_dir():
-        _write_at_once(version, snapshot)
+        _write_at_once(version, snapshot, write)
     make_folder(top / "refs")
     replace_synced(top / "refs" / "main", digest.encode())
     return snapshot
 
 
-def _write_at_once(version: ModelVersion, folder: Path) -> None:
+def _write_at_once(version: ModelVersion, folder: Path, write: Callable[[ModelVersion, Path], None]) -> None:
     """Write a version into a folder, which has all of it or is not there."""
     make_folder(folder.parent)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as draft:
-        write_folder(version, Path(draft) / "draft")
+        write(version, Path(draft) / "draft")
         (Path(draft) / "draft").rename(folder)  # also onto an empty one

@@ -164,6 +164,7 @@ class SAC(ReplayAlgorithm):
         q = self._critic(observations, self._scale(sample.actions))
         loss = critic_loss(q, targets) * fraction
         metrics = {"learner/critic_loss": loss, "learner/q_value": q.mean() * fraction}
+        metrics["learner/td_error"] = (targets - q.detach()).abs().mean() * fraction
         sums = self._minimize("critic_optimizer", loss, metrics, share)
 
         scaled_actions, log_pi = distribution.sample(self.model(observations), noise)

@@ -64,22 +64,13 @@ class Measurement:
         return {**costs, "flops": math.inf if self.flops is None else self.flops}[kind]
 
 
-def choose(measured: Sequence[Measurement], metric: str, is_higher_better: bool, max_drop: MaxDrop, cost: Cost) -> int:
+def choose(measured: Sequence[Measurement], is_within: Sequence[bool], cost: Cost) -> int:
     """The index of the cheapest within the limit, of equal ones the fastest; 0, the teacher, if none saves MIN_GAIN."""
-    teacher = measured[0]
-    limit = max_drop.compute_limit(teacher.metrics[metric], is_higher_better)
-    most = teacher.get_cost(cost) * (1 - MIN_GAIN)
+    most = measured[0].get_cost(cost) * (1 - MIN_GAIN)
     fitting = [
-        index
-        for index, each in enumerate(measured)
-        if index and is_within(each.metrics[metric], limit, is_higher_better) and each.get_cost(cost) <= most
+        index for index, each in enumerate(measured) if index and is_within[index] and each.get_cost(cost) <= most
     ]
     return min(fitting, key=lambda index: (measured[index].get_cost(cost), measured[index].latency_s), default=0)
-
-
-def is_within(value: float, limit: float, is_higher_better: bool) -> bool:
-    """Whether the value is no worse than the limit; a value that is NaN is not."""
-    return value >= limit if is_higher_better else value <= limit
 
 
 def find_front(measured: Sequence[Measurement], metric: str, is_higher_better: bool, cost: Cost) -> list[int]:

@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, needs_extra
 from shoal.extend.cli import make_number_column, make_table, prepare_output_folder, to_json_value, write_files
 from shoal.extend.cost import format_quantity
 from shoal.extend.runs import INK, LINE, MARK, MUTED, RULE, format_number, format_size, make_figure, to_png
-from shoal.libs.optimise.choice import MaxDrop, find_front, is_within
+from shoal.libs.optimise.choice import MaxDrop, find_front
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
 from shoal.libs.optimise.search import optimise as search
@@ -44,6 +44,9 @@ _COSTS = {
 @click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option(
     "--max-drop", default="1%", show_default=True, help="Of the metric: 1% of its value, or 0.01 in its unit."
+)
+@click.option(
+    "--confidence", default=0.95, show_default=True, help="That it drops by no more; 0.5: the measured drop decides."
 )
 @click.option("--data", default="", metavar="TASK", help="The Task that measures and trains; default: the model's own.")
 @click.option(
@@ -136,10 +139,17 @@ def _show(outcome: Outcome, request: OptimiseRequest) -> None:
     )
     for title, problem in outcome.rejected:
         console.print(Text(f"not tried: {title}: {problem}", style="yellow"), soft_wrap=True)
+    num_rows = outcome.verdicts[0].num_rows
+    if not num_rows:
+        click.echo(f"{outcome.metric} is no mean over rows: its measured values decide.")
+    elif request.confidence > 0.5:
+        click.echo(f"{num_rows:,} rows decide, with a confidence of {request.confidence:.4g}.")
     if outcome.registered is None:
         click.echo(
             f"Nothing within {outcome.metric} {format_number(outcome.limit)} is better: {outcome.teacher.ref} stays."
         )
+        if any(each.status == "undecided" for each in outcome.verdicts[1:]):
+            click.echo("Some are undecided: validate on more rows, or let the measured drop decide: --confidence 0.5.")
         return
     chosen = outcome.registered
     click.echo(f"{chosen.name}@{request.alias} is {chosen.ref} now: {outcome.models[outcome.chosen].title}.")
@@ -147,20 +157,24 @@ def _show(outcome: Outcome, request: OptimiseRequest) -> None:
 
 
 def _make_cells(outcome: Outcome, index: int, is_on_front: bool) -> list[str]:
-    measured, teacher = outcome.measured[index], outcome.measured[0]
-    value, before = measured.metrics[outcome.metric], teacher.metrics[outcome.metric]
-    drop = (before - value) * (1 if outcome.is_higher_better else -1)
+    measured, verdict = outcome.measured[index], outcome.verdicts[index]
+    drop = format_number(verdict.drop)
+    if verdict.low < verdict.high:
+        drop += f" ({format_number(verdict.low)} to {format_number(verdict.high)})"
     note = "front" if is_on_front else ""
     if index == outcome.chosen:
         note = "chosen" if index else "stays"
-    elif not is_within(value, outcome.limit, outcome.is_higher_better):
+    elif index and verdict.status == "beyond":
         note = "drops too much"
+    elif index and verdict.status == "undecided":
+        more = verdict.more_rows
+        note = "undecided: " + ("at the limit" if more is None else f"{more:,} rows more are needed")
     return [
         outcome.models[index].title,
-        format_number(value),
-        format_number(drop) if index else "",
-        f"{1e3 * measured.latency_s:.3g} ms",
-        f"{1e3 * measured.batch_latency_s:.3g} ms",
+        format_number(measured.metrics[outcome.metric]),
+        drop if index else "",
+        format_quantity(measured.latency_s, "seconds"),
+        format_quantity(measured.batch_latency_s, "seconds"),
         format_size(measured.size_bytes),
         "" if measured.flops is None else format_quantity(measured.flops, "operations"),
         note,
@@ -169,7 +183,10 @@ def _make_cells(outcome: Outcome, index: int, is_on_front: bool) -> list[str]:
 
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
     rows = [
-        {"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == outcome.chosen}
+        {
+            **{"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == outcome.chosen},
+            "verdict": asdict(outcome.verdicts[index]),
+        }
         for index, (model, measured) in enumerate(zip(outcome.models, outcome.measured, strict=True))
     ]
     return {
@@ -197,7 +214,7 @@ def plot_front(outcome: Outcome, request: OptimiseRequest) -> bytes:
         axes.axhline(outcome.limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
         for position, index in enumerate(sorted(range(len(points)), key=points.__getitem__)):
             cost, quality = points[index]
-            fits = is_within(quality, outcome.limit, outcome.is_higher_better)
+            fits = outcome.verdicts[index].status == "within"
             colour = MARK if index == outcome.chosen else LINE if fits else MUTED
             axes.plot(cost, quality, "o", color=colour, markersize=8 if index == outcome.chosen else 5)
             offset = (5, 5 - 13 * (position % 2))  # alternately above and below, since the cheapest are close

@@ -5,6 +5,7 @@ Called by `search`, after a model's last step: earlier measurements say nothing 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.batch_tree import count_samples, slice_samples
 from shoal.extend.cost import count_ops
-from shoal.extend.data import Data, Loader
-from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World
+from shoal.extend.data import Data, make_loader
+from shoal.extend.parallel import Mean, ParallelSpec, SingleProcessModel, World
 from shoal.extend.registry import Signature
 from shoal.extend.serve import Forward, ModelOptions, TemplateConfig, open_template
 from shoal.extend.train import MetricSet, Task, evaluate
+from shoal.libs.optimise.evidence import Rows
 from shoal.libs.optimise.steps import Model
 from shoal.weights import WeightSnapshot
 
@@ -60,13 +63,46 @@ def name_inputs(inputs: Sequence[Tensor], signature: Signature) -> Arrays:
     return {spec.name: each.numpy() for spec, each in zip(signature.inputs, inputs, strict=True)}
 
 
-def score_network(network: nn.Module, task: Task, data: Data, batch_size: int) -> dict[str, float]:
-    """The Task's loss and metrics over its validation data."""
+class RowMetric(MetricSet):
+    """The stateful metrics, and one metric of each row, by the Task's own function of that row."""
+
+    def __init__(self, task: Task, metric: str, world: World) -> None:
+        super().__init__(task.stateful_metrics(), task.update_metric, world, counts=True)
+        self._task, self._metric = task, metric
+        self._found: list[tuple[float, float]] | None = []
+
+    def observe(self, outputs: Any, batch: Any) -> None:
+        super().observe(outputs, batch)
+        try:
+            for row in range(count_samples(batch)):
+                part = slice(row, row + 1)
+                if self._found is not None:
+                    self._found.append(self._measure(slice_samples(outputs, part), slice_samples(batch, part)))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            self._found = None  # a metric, or a batch, that is not made of rows
+
+    def _measure(self, outputs: Any, batch: Any) -> tuple[float, float]:
+        task = self._task
+        found = task.loss(outputs, batch) if self._metric == "loss" else task.metrics(outputs, batch)[self._metric]
+        return (float(found.total), float(found.count)) if isinstance(found, Mean) else (float(found), 1.0)
+
+    def get_rows(self, value: float) -> Rows | None:
+        """The rows, if the metric over all of them is `value`: otherwise it is no mean over rows."""
+        totals, counts = np.array(self._found or [], float).reshape(-1, 2).T
+        is_mean = counts.sum() > 0 and math.isclose(totals.sum() / counts.sum(), value, rel_tol=1e-3, abs_tol=1e-6)
+        return Rows(totals, counts) if is_mean else None
+
+
+def score_network(
+    network: nn.Module, task: Task, data: Data, batch_size: int, metric: str
+) -> tuple[dict[str, float], Rows | None]:
+    """The Task's loss and metrics over its validation data; and one of them by row, None if it is no mean of rows."""
     assert data.validation is not None
     world, spec = World.single("cpu"), ParallelSpec()
-    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=True)
-    with Loader(data.validation, batch_size=batch_size, collate=data.collate, shuffle=False, drop_last=False) as loader:
-        return evaluate(SingleProcessModel(network, task, spec, world, 0), loader, stateful)
+    stateful = RowMetric(task, metric, world)
+    with make_loader(data, "validation", batch_size=batch_size) as loader:
+        found = evaluate(SingleProcessModel(network, task, spec, world, 0), loader, stateful)
+    return found, stateful.get_rows(found[metric])
 
 
 def measure_latencies(forwards: Sequence[Forward], inputs: Arrays) -> list[float]:

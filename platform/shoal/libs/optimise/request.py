@@ -48,6 +48,7 @@ class OptimiseRequest:
     steps:     each is taken on the teacher and on each student; None: those that are possible here
     metric:    that may drop; "": that of the recipe's `stop`, or the first but the loss
     batch:     the samples of the second latency
+    confidence: that a chosen model has dropped by no more; 0.5: by the measured drop alone
     cost:      that is to be small
     temperature, weight: of the distillation
     name, alias: of the registered version; "" as name: the model's own
@@ -61,6 +62,7 @@ class OptimiseRequest:
     max_drop: MaxDrop = field(default_factory=lambda: MaxDrop(0.01, is_relative=True))
     metric: str = ""
     batch: int = 32
+    confidence: float = 0.95
     cost: Cost = "latency"
     temperature: float = 2.0
     weight: float = 0.7
@@ -110,7 +112,7 @@ def open_subject(request: OptimiseRequest) -> Subject:
         raise ConfigError("MODEL", version.ref, "answers by its method predict, which no Task measures")
     if data.validation is None:
         raise ConfigError("--data", spec.task, "has no validation data to measure on", "give Data(validation=...)")
-    measured = Data(data.validation, collate=data.collate)
+    measured = Data(data.validation, collate=data.get_settings("validation").collate)
     batches = [load_first_batch(measured, each, is_exact=True) for each in (1, 2, request.batch)]
     inputs = tuple(task.inputs(each) for each in batches)
     _require_inputs_fit(inputs[0], version, spec.task)
@@ -175,6 +177,9 @@ def _require_plain_options(request: OptimiseRequest) -> None:
         raise ConfigError("--batch", request.batch, "is no batch", "one sample is measured anyway: give 2 or more")
     if not (math.isfinite(request.temperature) and request.temperature > 0):
         raise ConfigError("--temperature", request.temperature, "is not above 0", "leave it out, or give 4, say")
+    if not 0.5 <= request.confidence < 1:
+        remedy = "with 0.5 the measured drop alone decides"
+        raise ConfigError("--confidence", request.confidence, "is not from 0.5 to below 1", remedy)
     if not 0 < request.weight <= 1:
         remedy = "with 1 a student learns from the teacher alone"
         raise ConfigError("--weight", request.weight, "is not above 0 and at most 1", remedy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from shoal.errors import ConfigError, InferenceError, WeightsError, summarize_error
 from shoal.extend.data import fingerprint
@@ -18,6 +18,7 @@ from shoal.extend.train import TrainSpec, fit_locally, validate_run
 from shoal.libs.optimise import distil, measure
 from shoal.libs.optimise.choice import Measurement, choose
 from shoal.libs.optimise.entry import build_network, read_payload
+from shoal.libs.optimise.evidence import Rows, Verdict, judge, judge_value
 from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
 from shoal.libs.optimise.steps import Model, Step, apply_step
 from shoal.libs.optimise.student import Student
@@ -33,6 +34,7 @@ class Outcome:
     """All that were measured, the teacher first; and those that could not be, with the reason.
 
     limit:      the worst value of the metric that was allowed
+    verdicts:   of each that was measured, whether it is within the limit
     chosen:     the index of the best; 0: the teacher
     registered: None when the teacher stays
     """
@@ -43,6 +45,7 @@ class Outcome:
     limit: float
     models: tuple[Model, ...]
     measured: tuple[Measurement, ...]
+    verdicts: tuple[Verdict, ...]
     rejected: tuple[tuple[str, str], ...]
     chosen: int
     registered: ModelVersion | None = None
@@ -84,19 +87,22 @@ def optimise(request: OptimiseRequest, say: Say = lambda line: None) -> Outcome:
                 problem = error.problem if isinstance(error, ConfigError) else str(error)
                 rejected.append((", ".join((*origin.steps, step)), problem))
     say(f"measuring {len(models)} models")
-    measured = _measure(models, subject, request.batch)
+    measured, rows = _measure(models, subject, request.batch)
     teacher = measured[0].metrics[subject.metric]
     if math.isnan(teacher):
         raise ConfigError("--metric", subject.metric, f"of {subject.version.ref} is not a number", "choose another")
+    limit = request.max_drop.compute_limit(teacher, subject.is_higher_better)
+    verdicts = _judge(measured, rows, subject, limit, request.confidence)
     outcome = Outcome(
         teacher=subject.version,
         metric=subject.metric,
         is_higher_better=subject.is_higher_better,
-        limit=request.max_drop.compute_limit(teacher, subject.is_higher_better),
+        limit=limit,
         models=tuple(models),
         measured=tuple(measured),
+        verdicts=verdicts,
         rejected=tuple(rejected),
-        chosen=choose(measured, subject.metric, subject.is_higher_better, request.max_drop, request.cost),
+        chosen=choose(measured, [each.status == "within" for each in verdicts], request.cost),
     )
     return replace(outcome, registered=_register(request, subject, outcome)) if outcome.chosen else outcome
 
@@ -128,17 +134,32 @@ def _take_step(origin: Model, step: Step, subject: Subject) -> Model:
     return model
 
 
-def _measure(models: Sequence[Model], subject: Subject, batch: int) -> list[Measurement]:
+def _judge(
+    measured: Sequence[Measurement], rows: Sequence[Rows | None], subject: Subject, limit: float, confidence: float
+) -> tuple[Verdict, ...]:
+    """Each beside the teacher: by its rows, or by the metric alone where that is no mean over rows."""
+    values, sign = [each.metrics[subject.metric] for each in measured], 1.0 if subject.is_higher_better else -1.0
+    allowed, teacher = sign * (values[0] - limit), rows[0]
+    return tuple(
+        judge_value(sign * (values[0] - value), allowed)
+        if teacher is None or own is None
+        else judge(teacher, own, subject.is_higher_better, allowed, confidence)
+        for value, own in zip(values, rows, strict=True)
+    )
+
+
+def _measure(models: Sequence[Model], subject: Subject, batch: int) -> tuple[list[Measurement], list[Rows | None]]:
     signature = subject.version.manifest.signature
     forwards = [measure.open_forward(each, signature) for each in models]
     one, _, many = (measure.name_inputs(each, signature) for each in subject.inputs)
     latencies = [measure.measure_latencies(forwards, each) for each in (one, many)]
-    measurements = []
+    measurements, rows = [], []
     for model, forward, latency_s, batch_latency_s in zip(models, forwards, *latencies, strict=True):
         network = measure.ServedNetwork(forward, signature, subject.example)
-        metrics = measure.score_network(network, subject.task, subject.data, batch)
+        metrics, by_row = measure.score_network(network, subject.task, subject.data, batch, subject.metric)
+        rows.append(by_row)
         measurements.append(Measurement(metrics, latency_s, batch_latency_s, len(model.payload), model.flops))
-    return measurements
+    return measurements, rows
 
 
 def _register(request: OptimiseRequest, subject: Subject, outcome: Outcome) -> ModelVersion:
@@ -146,6 +167,7 @@ def _register(request: OptimiseRequest, subject: Subject, outcome: Outcome) -> M
     lineage = {
         "parent": subject.version.ref,
         "steps": model.title,
+        "verdict": asdict(outcome.verdicts[outcome.chosen]),
         "measured": _list_numbers(outcome.measured[outcome.chosen], outcome.metric),
         "parent_measured": _list_numbers(outcome.measured[0], outcome.metric),
     }
@@ -159,6 +181,7 @@ def _register(request: OptimiseRequest, subject: Subject, outcome: Outcome) -> M
         metrics=outcome.measured[outcome.chosen].metrics,
         data={name: f"{type(each).__name__} {fingerprint(each)}" for name, each in parts.items() if each is not None},
         lineage=lineage,
+        files={each: subject.version.fetch_file(each).read_bytes() for each in subject.version.manifest.files},
         aliases=(request.alias,),
     )
 

@@ -27,7 +27,8 @@ from shoal.extend.cli import (
     strip_task_key,
     write_files,
 )
-from shoal.extend.runs import format_duration, format_number, format_size
+from shoal.extend.cost import format_quantity
+from shoal.extend.runs import format_number
 from shoal.extend.train import choose_metric, fit_locally, spec_from_overrides, validate_run
 from shoal.libs.planning.ablation import (
     COSTS,
@@ -145,17 +146,14 @@ def _build_table(summaries: Sequence[VariantSummary], metric: str, *, shows_spre
 
 
 def _format_spread(spread: MeanAndDeviation | None, name: str, shows_spread: bool) -> str:
-    def format_quantity(value: float) -> str:
-        if name == MEMORY:
-            return format_size(int(value))
-        if name == STEP_S:
-            return f"{1e3 * value:.3g} ms" if value < 1 else format_duration(value)
-        return format_number(value)
+    def format_score(value: float) -> str:
+        unit = {MEMORY: "bytes", STEP_S: "seconds"}.get(name)
+        return format_number(value) if unit is None else format_quantity(value, unit)
 
     if spread is None:
         return ""
-    shown = ("-" if spread.mean < 0 else "") + format_quantity(abs(spread.mean))
-    return f"{shown} ± {format_quantity(spread.deviation)}" if shows_spread else shown
+    shown = ("-" if spread.mean < 0 else "") + format_score(abs(spread.mean))
+    return f"{shown} ± {format_score(spread.deviation)}" if shows_spread else shown
 
 
 def _to_csv(measured: Sequence[AblationRun]) -> str:

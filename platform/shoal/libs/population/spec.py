@@ -93,7 +93,7 @@ class PopulationSpec(Spec):
     track: TrackerNames = ()
     logs: LogFormat = "text"
     name: str = ""
-    aliases: AliasNames = ("champion",)
+    aliases: AliasNames | None = None
     resume: str = ""
 
     @field_validator("space", mode="before")

@@ -22,6 +22,7 @@ from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, InferenceError
 from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
+from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first
 from shoal.libs.predict import input_readers as read
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
@@ -33,6 +34,7 @@ FEW_VALUES = 12
 
 @click.command()
 @click.argument("model", metavar="NAME[@VERSION]")
+@click.argument("rows", nargs=-1, metavar="[ROW]...")
 @click.option(
     "--input",
     "arguments",
@@ -62,6 +64,7 @@ FEW_VALUES = 12
 @click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
 def predict(
     model: str,
+    rows: tuple[str, ...],
     arguments: tuple[str, ...],
     json_file: str | None,
     table: Path | None,
@@ -77,13 +80,16 @@ def predict(
     endpoint: str | None,
     key: str,
 ) -> None:
-    """Send requests to a model of an endpoint: as words, JSON, a table, images or arrays.
+    """Send requests to a model of an endpoint: as rows, words, JSON, a table, images or arrays.
+
+    A ROW is a JSON object with a field for each column, or for each input. null is a value that is not known.
 
     Prints a row for each row of input; to a model without a batch, each row is a request. NAME@3 requests this
     version, if it is loaded; an alias, as in NAME@champion, requests its version in the registry of this machine.
 
     \b
     Examples:
+      shoal predict customers '{"age": 72, "plan": "basic", "since": "2025-05-31", "balance": null}'
       shoal predict cartpole --input 0.1,0,-0.1,0
       shoal predict words --input "one row, with its comma" --input another
       shoal predict cartpole --json observations.json --output json
@@ -94,6 +100,7 @@ def predict(
     name, word = split_ref(model)
     version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
     kinds: dict[str, tuple[object, _Reader]] = {
+        "ROW": (rows, lambda inputs: read.from_rows(rows, inputs)),
         "--input": (arguments, lambda inputs: read.parse_arguments(arguments, inputs)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs, has_rows=has_rows)),
         "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
@@ -142,12 +149,15 @@ def _request_predictions(
 
 
 def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> None:
-    names = [spec.name for spec in signature.outputs if spec.name in answers[0].outputs]
+    specs = [spec for spec in signature.outputs if spec.name in answers[0].outputs]
+    names = [spec.name for spec in specs]
+    columns_by_name = {spec.name: spec.columns if len(spec.shape) == 2 else [] for spec in specs}
     outputs = {name: [row for answer in answers for row in answer[name]] for name in names}
     versions = [answer.version for answer in answers for _ in range(len(answer[names[0]]))]
     if output == "json":
         rows = [
-            {**{name: _to_json_value(values[row]) for name, values in outputs.items()}, "version": version}
+            {name: _to_json_value(values[row], columns_by_name[name]) for name, values in outputs.items()}
+            | {"version": version}
             for row, version in enumerate(versions)
         ]
         print_json(rows)
@@ -156,14 +166,19 @@ def _show(signature: ModelMetadata, answers: Sequence[Answer], output: str) -> N
     limit = MAX_ROWS_SHOWN if console.is_terminal else len(versions)
     columns = [Column("row", justify="right"), *(Column(name, overflow="fold") for name in names)]
     shown = range(min(limit, len(versions)))
-    cells = ((str(row), *(_format_value(values[row]) for values in outputs.values())) for row in shown)
+    cells = (
+        (str(row), *(_format_value(values[row], columns_by_name[name]) for name, values in outputs.items()))
+        for row in shown
+    )
     console.print(make_table(*columns, rows=cells))
     if len(versions) > limit:
         console.print(f"and {len(versions) - limit} more rows: --output json has them all", style="dim")
 
 
-def _to_json_value(value: Any) -> Any:
-    """Convert to JSON: non-finite numbers become null, bytes become text."""
+def _to_json_value(value: Any, columns: Sequence[str] = ()) -> Any:
+    """Convert to JSON: non-finite numbers become null, bytes text, values of named columns an object."""
+    if columns:
+        return {name: _to_json_value(each) for name, each in zip(columns, value, strict=True)}
     if isinstance(value, np.ndarray):
         return [_to_json_value(each) for each in value]
     if isinstance(value, bytes):
@@ -173,12 +188,14 @@ def _to_json_value(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: Any, columns: Sequence[str] = ()) -> str:
     """Format for people: a few digits; of many values the first ones, and the index of the largest."""
+    if columns:
+        return ", ".join(f"{name} {_format_value(each)}" for name, each in zip(columns, value, strict=True))
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         if isinstance(value, bytes):
             return value.decode(errors="replace")
-        return f"{value:.4g}" if value.dtype.kind == "f" else str(value)
+        return format_number(float(value)) if value.dtype.kind == "f" else str(value)
     flat = value.ravel()
     shown = " ".join(_format_value(each) for each in flat[:FEW_VALUES])
     if flat.size > FEW_VALUES:

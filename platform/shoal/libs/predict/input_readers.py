@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
-from shoal.extend.serve import ArrayLike
+from shoal.extend.serve import ArrayLike, decode_rows
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorDescription, TensorMetadata, describe_tensor
 
@@ -51,9 +51,18 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
     return arrays
 
 
+def from_rows(rows: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+    """JSON objects with a field for each column, or lists of them."""
+    listed: list[Any] = []
+    for row in rows:
+        content = _parse_json("row", row, row)
+        listed += content if isinstance(content, list) else [content]
+    return {**decode_rows(inputs, listed)}
+
+
 def add_rows(inputs: Sequence[TensorDescription]) -> list[TensorMetadata]:
     """The inputs of a model without a batch, with a dimension of rows ahead, each of which is a request."""
-    return [TensorMetadata(spec.name, spec.datatype, [-1, *spec.shape], spec.columns) for spec in inputs]
+    return [TensorMetadata(spec.name, spec.datatype, [-1, *spec.shape], spec.columns, spec.kind) for spec in inputs]
 
 
 def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool = True) -> dict[str, ArrayLike]:
@@ -71,6 +80,8 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
     content = _parse_json("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
         return _parse_request(path, content["inputs"], has_rows)
+    if any(spec.kind for spec in inputs):
+        return {**decode_rows(inputs, content if isinstance(content, list) else [content])}
     if isinstance(content, dict):
         return _parse_named_inputs(path, content, inputs)
     if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):

@@ -25,6 +25,7 @@ from shoal.extend.runs import (
     Run,
     Status,
     format_duration,
+    format_metric,
     format_number,
     format_timestamp,
     format_value,
@@ -45,7 +46,6 @@ MAX_EVENTS, MAX_VALUES = 200, 32
 MAX_PICTURES, MAX_PICTURE_BYTES = 12, 4 << 20
 MAX_UNFOLDED_LENGTH = 32  # letters of a name that stays on one line of a table
 
-SHARES = ("wait/", "flops/")  # of the time, or of a peak: shown as percentages
 TRAINING_LOSS, VALIDATION_LOSS = "train/loss", f"{VALIDATION}loss"
 # Shown elsewhere, not among the small plots.
 SHOWN_ELSEWHERE = ("steps/total", "weights/version", "drops/", "segments/", "train/step", "train/epoch", "time/")
@@ -210,14 +210,10 @@ def _build_cards(read: _ReportData) -> list[tuple[str, str]]:
         cards.append((format_number(value), f"best {label}"))
         cards.append((format_number(read.latest[name]), f"newest {label}"))
     named = read.panels.cards.items()
-    cards += [(_format_metric(name, read.latest[name]), label) for name, label in named if name in read.latest]
+    cards += [(format_metric(name, read.latest[name]), label) for name, label in named if name in read.latest]
     if read.num_versions and "weights/version" not in read.latest:
         cards.append((format_number(read.num_versions), "weight versions"))
     return cards
-
-
-def _format_metric(name: str, value: float) -> str:
-    return f"{100 * value:.3g}%" if name.startswith(SHARES) and math.isfinite(value) else format_number(value)
 
 
 def _render_learning_curve(read: _ReportData) -> list[str]:
@@ -274,7 +270,7 @@ def _render_small_plots(read: _ReportData) -> list[Plot]:
         curve = read.make_curve(name, None if read.is_training else "time")
         if len(curve.x) and len(drawn) < MAX_SMALL_PLOTS:
             svg = to_svg(plots.draw_small_plot(curve, begin, max(end, begin + 1)))
-            drawn.append(Plot(name, titles.get(name, ""), svg, _format_metric(name, _find_newest(read, name))))
+            drawn.append(Plot(name, titles.get(name, ""), svg, format_metric(name, _find_newest(read, name))))
     return drawn
 
 
@@ -306,6 +302,6 @@ def _build_metric_rows(read: _ReportData) -> list[tuple[str, str, str, str]]:
         if name == "time" or name.startswith(read.panels.hidden):
             continue
         column = read.metrics[name].dropna()
-        extremes = (format_number(column.min()), format_number(column.max())) if len(column) else ("-", "-")
-        rows.append((name, format_number(_find_newest(read, name)), *extremes))
+        extremes = tuple(format_metric(name, each) for each in (column.min(), column.max())) if len(column) else "--"
+        rows.append((name, format_metric(name, _find_newest(read, name)), *extremes))
     return rows

@@ -9,12 +9,19 @@ from shoal.plugins.library import collect_extensions
 COMMON = ReportPanels(
     titles={
         MEAN_RETURN: "Mean return, last 100 episodes",
+        "episode/return_std": "Spread of returns (standard deviation)",
+        "episode/length": "Mean length of episodes (steps)",
+        "episode/success_rate": "Share of episodes that reached their goal",
         "steps/per_s": "Environment steps a second",
         "learner/loss": "Learner loss",
         "learner/entropy": "Policy entropy",
         "learner/policy_lag": "Policy lag (versions)",
         "learner/clip_fraction": "Share of clipped steps",
+        "learner/rho_clip_fraction": "Share of clipped importance weights",
         "learner/explained_variance": "Variance of returns that the value explains",
+        "learner/q_value": "Mean of the values Q",
+        "learner/td_error": "Error of the values Q",
+        "learner/temperature": "Temperature of the policy",
         "queue/depth": "Queue depth (segments)",
         "endpoint/requests_per_s": "Endpoint requests a second",
         "train/loss": "Training loss",
@@ -28,6 +35,8 @@ COMMON = ReportPanels(
         "weights/version": "Weight version",
     },
     cards={
+        "episode/success_rate": "success rate",
+        "episode/length": "steps an episode",
         "steps/total": "environment steps",
         "steps/per_s": "steps a second",
         "weights/version": "weight version",

@@ -18,6 +18,7 @@ from shoal.extend.runs import (
     MUTED,
     WIDTH_INCHES,
     add_heading,
+    format_number,
     make_figure,
     mark_moment,
     truncate_middle,
@@ -142,6 +143,6 @@ def _mark_best(axes: Axes, curve: Curve, more_is_better: bool) -> None:
     x, y = curve.x[best], curve.y[best]
     axes.plot([x], [y], "o", color=LINE, markersize=5, markeredgecolor="white", markeredgewidth=1.2, zorder=5)
     axes.annotate(
-        f"• best {y:.4g}", (0.985, 0.05 if more_is_better else 0.93), xycoords="axes fraction", ha="right",
+        f"• best {format_number(y)}", (0.985, 0.05 if more_is_better else 0.93), xycoords="axes fraction", ha="right",
         va="bottom" if more_is_better else "top", color=INK,
     )  # fmt: skip

@@ -171,11 +171,12 @@ class _Monitor:
             "stream/redelivered": loop.num_redelivered,
             "stream/duplicates": deduplicator.num_duplicates,
             "stream/missing": deduplicator.num_gaps,
-            "stream/malformed": loop.num_malformed,
+            "stream/malformed": loop.malformed.total(),
             "stream/clock_jumps": totals.num_clock_jumps,
             "stream/drifts": totals.num_drifts,
             "stream/updates": loop.trainer.num_updates,
         }
+        metrics |= {f"malformed/{reason}": count for reason, count in loop.malformed.items()}
         self._record.log(totals.num_messages, metrics)
         _print_line(format_stream_line(totals.num_messages, metrics))
         if self._drifting:
@@ -248,11 +249,14 @@ def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
         f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
         f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
     ]
-    counts = ("redelivered", "duplicates", "missing", "malformed", "clock_jumps", "drifts")
+    counts = ("redelivered", "duplicates", "missing", "clock_jumps", "drifts", "malformed")
     parts += [
         f"{name.replace('_', ' ')} {metrics[key]:,.0f}" for name in counts if metrics.get(key := f"stream/{name}")
     ]
-    return " | ".join(parts)
+    reasons = [
+        f"{name.partition('/')[2]} {count:,.0f}" for name, count in metrics.items() if name.startswith("malformed/")
+    ]
+    return " | ".join(parts) + (f" ({', '.join(reasons)})" if reasons else "")
 
 
 def describe_network(spec: OnlineSpec) -> tuple[ModelFactory, Signature]:

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -58,7 +59,7 @@ from shoal.libs.stream.messages import Message
 from shoal.libs.stream.spec import CommitSpec
 from shoal.libs.stream.trainer import OnlineTrainer, PrequentialTotals, SensorForecast
 from shoal.sources import Delivery, StreamSource, StreamState
-from shoal.sources.deduplicator import Deduplicator
+from shoal.sources.deduplicator import WINDOW, Deduplicator
 
 POLL_S = 0.05  # how long an idle loop waits before it looks whether to stop or to commit
 PAUSE_S = 0.005  # without a message for so long, what is pending is learnt
@@ -124,8 +125,10 @@ class StreamLoop:
         report: Callable[..., None] = lambda kind, **details: None,
         on_saved: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> None:
-        self.trainer, self.deduplicator, self.statistics = trainer, Deduplicator(), StreamStatistics()
-        self.num_malformed = self.num_redelivered = 0
+        self.trainer, self.statistics = trainer, StreamStatistics()
+        # What is not acknowledged may come again, however much it is.
+        self.deduplicator = Deduplicator(max(WINDOW, getattr(source, "max_unacknowledged", 0)))
+        self.malformed, self.num_redelivered = Counter[str](), 0
         self._source, self._spec, self._publish = source, spec, publish
         self._report, self._on_saved = report, on_saved
         self._checkpoints, self._log = folder / "checkpoints", BatchLog(folder / "log")
@@ -164,12 +167,12 @@ class StreamLoop:
         if loaded is not None:
             self.trainer.load_state_dict(loaded.state["trainer"])
             self.deduplicator.load_state_dict(loaded.state["deduplicator"])
-            self.num_malformed, self.num_redelivered = loaded.state["counts"]
+            num_malformed, self.num_redelivered = loaded.state["counts"]
+            self.malformed = Counter(loaded.state.get("malformed", {"other": num_malformed}))
         batches = self._log.recover(after=self.trainer.num_batches)
         self._source.open(StreamState(0, self.deduplicator.sequences))
         for batch in batches:
-            for message in batch.messages:
-                self.deduplicator.admit(message)
+            self._admit(batch.messages)
             self.trainer.process(batch.messages, self._publish)
         if loaded is not None or batches:
             damaged = loaded.damaged if loaded is not None else []
@@ -181,19 +184,32 @@ class StreamLoop:
         """Log, answer and learn what is new of a delivery."""
         self.num_redelivered += delivery.num_redelivered
         for each in delivery.malformed:
-            if not self.num_malformed:
+            if not self.malformed[each.reason]:
                 self._report("malformed", **{name: getattr(each, name) for name in each.__struct_fields__})
-            self.num_malformed += 1
+            self.malformed[each.reason] += 1
         if not delivery.messages:
             return
         num_stale = self.deduplicator.num_stale
-        new = [message for message in delivery.messages if self.deduplicator.admit(message)]
+        new = self._admit(delivery.messages)
         if self.deduplicator.num_stale > num_stale == 0:
             self._report(
                 "publisher_restarted", publishers=sorted({each.publisher for each in delivery.messages})[:MAX_REPORTED]
             )
         if new:
             self._process(new)
+
+    def _admit(self, messages: list[Message]) -> list[Message]:
+        """Those that are new. Readings of one payload, of different sensors, follow each other with its identity: the
+        first one decides."""
+        new: list[Message] = []
+        identity, sensors, is_new = None, set[str](), False
+        for message in messages:
+            if (message.publisher, message.sequence) != identity or message.sensor in sensors:
+                identity, sensors = (message.publisher, message.sequence), set()
+                is_new = self.deduplicator.admit(message, message.is_first)
+            sensors.add(message.sensor)
+            new += [message] * is_new
+        return new
 
     def _process(self, messages: list[Message]) -> None:
         """Log a batch, then answer and learn it; one without messages learns what is pending."""
@@ -230,7 +246,8 @@ class StreamLoop:
         state = {
             "trainer": self.trainer.state_dict(),
             "deduplicator": self.deduplicator.state_dict(),
-            "counts": [self.num_malformed, self.num_redelivered],
+            "counts": [self.malformed.total(), self.num_redelivered],
+            "malformed": dict(self.malformed),
         }
         covered = StreamState(self._source.num_delivered, self.deduplicator.sequences)
         step, descriptor = self.trainer.num_batches, self._log.rotate()

@@ -7,14 +7,21 @@ objects, so that a trainer cannot tell them apart. Knows neither torch nor a bro
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from typing import Any
 
 import msgspec
 
-from shoal.sources.source import MalformedPayload, hash_message, reject_payload
+from shoal.sources.source import Delivery, MalformedPayload, hash_message, reject_payload
 
 MAX_NAME_CHARS = 200
 MAX_NAME_LEVELS = 100  # mosquitto ends the connection of a client that publishes to a topic of more than 200
 LARGEST_NUMBER = 1e100  # squares of larger ones overflow, and with them a sensor's scaler
+VALUE, TIME = "value", "time"
+FIRST_MS = 1e11  # a time from here on is in milliseconds: in seconds, it is the year 5138
+SWITCHES = {"on": 1.0, "off": 0.0, "true": 1.0, "false": 0.0}
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -23,8 +30,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     sensor:    whose reading it is
     values:    the reading; a forecast is of the first value
     time_s:    when it was read, by the publisher's clock: seconds since the epoch
-    publisher: who sent it, and `sequence` the publisher's own count of its messages: together they identify it. ""
-               where the publisher does not count: then `sequence` is a hash of topic and payload
+    publisher: who sent it, and `sequence` the publisher's own count of its messages: together they identify the
+               payload, of which several sensors may have a reading each. "" where the publisher does not count: then
+               `sequence` is a hash of topic and payload, and of the broker's number for it where it has no time
+    is_first:  the broker has not sent it before, whatever was equal to it
     """
 
     sensor: str
@@ -32,18 +41,18 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     time_s: float
     publisher: str
     sequence: int
+    is_first: bool = False
 
 
-class _Reading(msgspec.Struct):
-    """The JSON of a payload."""
+class _Unusable(Exception):
+    """Why a payload, or a field of it, is no reading.
 
-    value: float | tuple[float, ...]
-    time: float | None = None
+    reason: a word, by which such messages are counted
+    """
 
-
-_DECODER = msgspec.json.Decoder(_Reading)
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NAME = msgspec.json.Decoder(str | int)
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason, self.problem = reason, problem
 
 
 def encode_payload(values: tuple[float, ...], time_s: float) -> bytes:
@@ -72,59 +81,179 @@ def match_wildcards(topic_filter: str, topic: str) -> str:
 
 
 class MessageParser:
-    """Reads `{"value": 21.5, "time": 1764100000.25}`, or a list of `width` values; 0: any number of them.
+    """Reads `{"value": 21.5, "time": 1764100000.25}`, or the fields that sensors' software sends.
 
-    `time` may be missing if the message has a publisher and a sequence; the time of arrival stands for it.
-
+    width:        numbers of a reading, where a field has a list of them; 0: any number
     topic_filter: what its wildcards match names the sensor
     sensor_field: the field of the payload that names the sensor in place of the topic; "": none
+    value_fields: what is read, nested fields by dots. With one name, the sensor has the topic's name; with several or a
+                  pattern (`*`, `ENERGY.*`: every number), each field is a sensor `TOPIC/FIELD`
+    time_field:   Unix seconds or milliseconds, or ISO 8601, of UTC where it has no zone. A message that lacks it has
+                  the time of its arrival
+
+    A payload that is a number alone, ON or OFF is the field `value`.
     """
 
-    def __init__(self, width: int, topic_filter: str = "", sensor_field: str = "") -> None:
+    def __init__(
+        self,
+        width: int,
+        topic_filter: str = "",
+        sensor_field: str = "",
+        value_fields: Sequence[str] = (VALUE,),
+        time_field: str = TIME,
+    ) -> None:
         self._width, self._topic_filter, self._sensor_field = width, topic_filter, sensor_field
+        self._value_fields, self._time_field = tuple(value_fields), time_field
+        self._names_fields = len(self._value_fields) > 1 or "*" in self._value_fields[0]
 
     def parse(
-        self, topic: str, payload: bytes, publisher: str, sequence: int | None, received_s: float
-    ) -> Message | MalformedPayload:
-        """The message of a payload, or what is wrong with it."""
+        self,
+        topic: str,
+        payload: bytes,
+        publisher: str,
+        sequence: int | None,
+        received_s: float,
+        packet_id: int = 0,
+        is_redelivered: bool = False,
+    ) -> Delivery:
+        """A message for each sensor that the payload has a reading of, and what is wrong with it or with its fields."""
+        messages: list[Message] = []
+        malformed: list[MalformedPayload] = []
+        is_first = False
         try:
-            reading = _DECODER.decode(payload)
-            sensor = self._name_sensor(topic, payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return reject_payload(topic, payload, str(error))
-        values = reading.value if isinstance(reading.value, tuple) else (reading.value,)
-        is_counted = publisher and sequence is not None and sequence >= 0
-        problem = ""
-        if sensor is None:
-            named_by = f"field {self._sensor_field!r}" if self._sensor_field else "topic"
-            size = f"at most {MAX_NAME_CHARS} printable characters without + and #, in {MAX_NAME_LEVELS} levels"
-            problem = f"its {named_by} names no sensor: {size}"
-        elif not are_usable(*values, reading.time or 0.0):
-            problem = f"a number is not finite, or beyond {LARGEST_NUMBER:g}"
-        elif len(values) != self._width and (self._width or not values):
-            problem = f"has {len(values)} values, and the stream has {self._width or 'at least 1'}"
-        elif reading.time is None and not is_counted:
-            problem = "has neither a time nor a publisher with a sequence: it cannot be told apart"
-        if sensor is None or problem:
-            return reject_payload(topic, payload, problem)
-        if not is_counted:
-            publisher, sequence = "", hash_message(topic, payload)
-        time_s = received_s if reading.time is None else reading.time
-        assert sequence is not None
-        return Message(sensor, values, time_s, publisher, sequence)
+            content = self._decode(payload)
+            name = self._name_sensor(topic, content)
+            time_s = self._read_time(content)
+            if not publisher or sequence is None or sequence < 0:
+                publisher, sequence = "", hash_message(topic, payload)
+                if time_s is None:  # its content does not tell it from the next one
+                    sequence = hash_message(f"{topic}/{packet_id}", payload)
+                    is_first = not is_redelivered
+            time_s = received_s if time_s is None else time_s
+            for field, value in self._select(content):
+                try:
+                    values = self._read_values(field, value)
+                    sensor = name
+                    if self._names_fields:
+                        sensor = _check_name(f"{name}/{field}" if name else field, f"field {field!r}")
+                    messages.append(Message(sensor, values, time_s, publisher, sequence, is_first))
+                except _Unusable as error:
+                    malformed.append(reject_payload(topic, payload, error.problem, error.reason))
+            if not (messages or malformed):
+                raise _Unusable("no_field", f"has no field {' or '.join(self._value_fields)} with a number")
+        except _Unusable as error:
+            malformed.append(reject_payload(topic, payload, error.problem, error.reason))
+        return Delivery(messages, malformed)
 
-    def _name_sensor(self, topic: str, payload: bytes) -> str | None:
-        """Return None where the field is missing or empty, or is no name that a forecast's topic can have: the
-        broker would end the connection, and deliver the message again. Raises DecodeError."""
+    def _decode(self, payload: bytes) -> dict[str, Any]:
+        try:
+            content = msgspec.json.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            text = payload.decode(errors="replace")
+            if self._value_fields != (VALUE,) or text.strip().lower() not in SWITCHES:
+                raise _Unusable("not_json", f"is no JSON: {error}") from None
+            content = text
+        if isinstance(content, dict):
+            return content
+        if self._value_fields == (VALUE,):
+            return {VALUE: content}
+        raise _Unusable("no_object", f"is no object with a field {' or '.join(self._value_fields)}")
+
+    def _name_sensor(self, topic: str, content: dict[str, Any]) -> str:
+        """A name that a forecast's topic can have: else the broker would end the connection, and deliver the message
+        again."""
         if not self._sensor_field:
-            name = match_wildcards(self._topic_filter, topic)
-            is_name = True  # the broker has checked its characters
+            return _check_name(match_wildcards(self._topic_filter, topic), "topic", is_topic=True)
+        name = _find_field(content, self._sensor_field)
+        is_name = isinstance(name, str | int) and not isinstance(name, bool)
+        return _check_name(str(name) if is_name else "", f"field {self._sensor_field!r}")
+
+    def _read_time(self, content: dict[str, Any]) -> float | None:
+        """Seconds since the epoch; None where the message says none."""
+        found = _find_field(content, self._time_field)
+        if found is None:
+            return None
+        try:
+            if isinstance(found, str) and not _is_number(found):
+                moment = datetime.fromisoformat(found)
+                return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+            time_s = float(found)
+            if not math.isfinite(time_s) or isinstance(found, bool):
+                raise ValueError("is not finite, or no number")  # as what is no date
+        except (TypeError, ValueError, OverflowError):
+            raise _Unusable("time", f"its {self._time_field!r} is no time: {found!r}") from None
+        return time_s / 1000 if abs(time_s) >= FIRST_MS else time_s
+
+    def _select(self, content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The fields that are asked for and are there, by their paths; of those of a pattern, the numbers."""
+        seen = set[str]()
+        for wanted in self._value_fields:
+            if "*" not in wanted:
+                if (found := _find_field(content, wanted, missing=_MISSING)) is not _MISSING and wanted not in seen:
+                    seen.add(wanted)
+                    yield wanted, found
+                continue
+            for path, value in _flatten(content):
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if is_number and path != self._time_field and path not in seen and fnmatchcase(path, wanted):
+                    seen.add(path)
+                    yield path, value
+
+    def _read_values(self, field: str, value: Any) -> tuple[float, ...]:
+        values = tuple(_read_number(field, each) for each in (value if isinstance(value, list) else [value]))
+        if not are_usable(*values):
+            raise _Unusable("number", f"a number is not finite, or beyond {LARGEST_NUMBER:g}")
+        if len(values) != self._width and (self._width or not values):
+            raise _Unusable("width", f"has {len(values)} values, and the stream has {self._width or 'at least 1'}")
+        return values
+
+
+_MISSING = object()
+
+
+def _find_field(content: Any, path: str, missing: Any = None) -> Any:
+    """The value of a field, nested ones by dots."""
+    for name in path.split("."):
+        if not isinstance(content, dict) or name not in content:
+            return missing
+        content = content[name]
+    return content
+
+
+def _flatten(content: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{before}{name}.")
         else:
-            fields = _FIELDS.decode(payload)
-            name = str(_NAME.decode(fields[self._sensor_field])) if self._sensor_field in fields else ""
-            is_name = bool(name) and name.isprintable() and not set("+#") & set(name)
-        is_short = len(name) <= MAX_NAME_CHARS and name.count("/") < MAX_NAME_LEVELS
-        return name if is_name and is_short else None
+            yield before + name, value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_number(field: str, value: Any) -> float:
+    """A number, also as text; ON and true are 1, OFF and false 0. Raises _Unusable for the rest, null included."""
+    if isinstance(value, str) and (text := value.strip().lower()) in SWITCHES:
+        return SWITCHES[text]
+    if value is None:
+        raise _Unusable("null", f"its {field!r} is null")
+    if isinstance(value, dict | list) or (isinstance(value, str) and not _is_number(value)):
+        raise _Unusable("text", f"its {field!r} is no number: {value!r:.50}")
+    return float(value)
+
+
+def _check_name(name: str, named_by: str, *, is_topic: bool = False) -> str:
+    """The name; raises _Unusable for one that a topic cannot have. is_topic: the broker has checked its characters"""
+    is_name = is_topic or (bool(name) and name.isprintable() and not set("+#") & set(name))
+    if not is_name or len(name) > MAX_NAME_CHARS or name.count("/") >= MAX_NAME_LEVELS:
+        size = f"at most {MAX_NAME_CHARS} printable characters without + and #, in {MAX_NAME_LEVELS} levels"
+        raise _Unusable("name", f"its {named_by} names no sensor: {size}")
+    return name
 
 
 def are_usable(*numbers: float) -> bool:

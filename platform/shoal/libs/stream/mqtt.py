@@ -49,7 +49,8 @@ class SensorSource(MqttSource):
     def __init__(
         self, spec: SensorTopicSpec, width: int, report: Callable[..., None] = lambda kind, **details: None
     ) -> None:
-        super().__init__(spec, MessageParser(width, spec.topic, spec.sensor_field), report)
+        parser = MessageParser(width, spec.topic, spec.sensor_field, spec.value_field, spec.time_field)
+        super().__init__(spec, parser, report)
         self._answers = spec.answers
 
     def publish_forecasts(self, forecasts: Sequence[SensorForecast]) -> None:

@@ -54,7 +54,7 @@ class MqttSource:
 
     parser: makes messages of payloads; or a function of (topic, payload) that makes samples, and raises ValueError for
             what is none
-    report: called with the kind and the details of an event, from the network thread: `broker_lost`, `broker_back`
+    report: called with the kind and the details of an event, from any thread: `broker_lost`, `broker_back`, `not_held`
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class MqttSource:
         self._num_delivered = self.num_answers_dropped = 0
         self._connection = 0
         self._connected, self._rejection = threading.Event(), ""
+        self._has_unheld = False  # messages that the broker does not hold
         self._client: paho.Client | None = None
 
     @property
@@ -118,9 +119,9 @@ class MqttSource:
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:
                 parsed = self._parse(found.get(timeout=left_s), time.time())
-                if not isinstance(parsed, MalformedPayload):
-                    return parsed
-                malformed = f"; the last one was malformed: {parsed.problem}"
+                if parsed.messages:
+                    return parsed.messages[0]
+                malformed = f"; the last one was malformed: {parsed.malformed[0].problem}"
         except queue.Empty:
             pass
         finally:
@@ -136,7 +137,8 @@ class MqttSource:
             finally:
                 self.close()
         problem = f"no message came in {self._spec.connect_timeout_s:g} s{malformed}"
-        raise DataError("mqtt.topic", self._spec.topic, problem, "start the publishers, or correct the topic")
+        remedy = "start the publishers, correct the topic, or wait longer: mqtt.connect_timeout_s=400"
+        raise DataError("mqtt.topic", self._spec.topic, problem, remedy)
 
     def open(self, state: StreamState) -> None:
         """Take up the session. Raises ConfigError when no broker answers, or it rejects this client.
@@ -192,7 +194,9 @@ class MqttSource:
             self._report("broker_back", has_session=bool(flags.session_present))
 
     def _subscribe(self, client: paho.Client) -> None:
-        options = SubscribeOptions(qos=1, retainHandling=SubscribeOptions.RETAIN_DO_NOT_SEND)
+        is_shared = self._spec.topic.startswith("$share/")  # MQTT forbids it there
+        unwanted = SubscribeOptions.RETAIN_DO_NOT_SEND  # and not the own forecasts, where the topic matches them
+        options = SubscribeOptions(qos=1, noLocal=not is_shared, retainHandling=unwanted)
         client.subscribe(self._spec.topic, options=options)
 
     def _begin(self, client: paho.Client, data: Any, number: int, reasons: Sequence[ReasonCode], *rest: Any) -> None:
@@ -221,24 +225,27 @@ class MqttSource:
                 arrival = self._arrived.get(timeout=timeout_s) if is_first else self._arrived.get_nowait()
             except queue.Empty:
                 break
-            if arrival.connection != self._connection:
+            if arrival.packet.qos and arrival.connection != self._connection:
                 continue  # the broker sends it again over the present connection
             self._num_delivered += 1
-            self._unacknowledged.append((self._num_delivered, arrival.connection, arrival.packet.mid))
+            if arrival.packet.qos:
+                self._unacknowledged.append((self._num_delivered, arrival.connection, arrival.packet.mid))
+            elif not self._has_unheld:
+                self._has_unheld = True
+                self._report("not_held", topic=arrival.packet.topic)
             num_redelivered += arrival.packet.dup
             received_s = arrival.received_s
             parsed = self._parse(arrival.packet, arrival.received_s)
-            if not isinstance(parsed, MalformedPayload):
-                messages.append(parsed)
-            else:
-                malformed.append(parsed)
+            messages += parsed.messages
+            malformed += parsed.malformed
         return Delivery(messages, malformed, num_redelivered, received_s)
 
-    def _parse(self, packet: paho.MQTTMessage, received_s: float) -> Any:
+    def _parse(self, packet: paho.MQTTMessage, received_s: float) -> Delivery:
         names: dict[str, str] = dict(getattr(packet.properties, "UserProperty", ()))
         sequence = names.get(SEQUENCE, "")
         counted = int(sequence) if sequence.isdecimal() else None
-        return self._parser.parse(packet.topic, bytes(packet.payload), names.get(PUBLISHER, ""), counted, received_s)
+        content, publisher = bytes(packet.payload), names.get(PUBLISHER, "")
+        return self._parser.parse(packet.topic, content, publisher, counted, received_s, packet.mid, packet.dup)
 
     def commit(self, state: StreamState) -> None:
         """Acknowledge in the order of delivery, as MQTT demands (section 4.6). What came over an earlier connection

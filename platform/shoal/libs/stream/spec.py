@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr, model_validator
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from shoal.config import Spec
 from shoal.extend.registry import AliasNames
 from shoal.extend.runs import LogFormat, TrackerNames
+
+FieldNames = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    Field(min_length=1),
+]
+"""Fields of a payload; `value_field=x` is `value_field=[x]`."""
 
 
 class OnlineSpec(Spec):
@@ -70,12 +79,17 @@ class SensorTopicSpec(MqttSpec):
     topic:        filter of the sensors' topics; what its wildcards match names the sensor, joined by `/`; without
                   wildcards, the topic's last level
     sensor_field: a payload's field that names the sensor instead
+    value_field:  the payload's field that is learnt, nested ones by dots: ENERGY.Power. Of several, [temperature,
+                  humidity], or a pattern, `*` or ENERGY.*, each is a sensor of its own: NAME/FIELD
+    time_field:   the field with the time: Unix seconds or milliseconds, or ISO 8601 (UTC where it has no zone)
     answers:      forecasts are published to ANSWERS/SENSOR; "" publishes none
     client_id:    "": by the run
     """
 
     topic: str = "shoal/sensors/+"
     sensor_field: str = ""
+    value_field: FieldNames = ("value",)
+    time_field: str = "time"
     answers: str = "shoal/forecasts"
 
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.extend.cli import RunView, make_number_column, make_table, render_cells
-from shoal.extend.runs import WAITING, Run, format_number
-from shoal.libs.sweep.trials import SWEEPING, Sweep, SweepTrial, TrialState, load_sweep
+from shoal.extend.runs import WAITING, Run, format_number, format_value
+from shoal.libs.sweep.trials import SWEEPING, Sweep, SweepTrial, TrialState, list_best_commands, load_sweep
 
 MAX_ROWS = 16  # of a live table
 MAX_FAILURE_LENGTH = 48  # letters; the run of the trial has all of it
@@ -38,6 +38,8 @@ class SweepView(RunView):
         if self.sweep is not None:
             yield render_cells(_count_states(self.sweep))
             yield render_trials(self.sweep, MAX_ROWS)
+            if (num_hidden := len(self.sweep.trials) - MAX_ROWS) > 0:
+                yield Text(f"and {num_hidden:,} more", "dim")
 
     def list_facts(self) -> list[str]:
         counts = _count_states(self.sweep) if self.sweep is not None else []
@@ -60,8 +62,14 @@ def make_view(run: Run, before: SweepView | None, notes: Sequence[str]) -> Sweep
 
 
 def render_record(run: Run) -> tuple[str, RenderableType] | None:
-    """The trials as they stand; None before the first."""
-    return ("Trials", render_trials(load_sweep(run))) if run.list_events(SWEEPING) else None
+    """The trials as they stand, and how the best is used; None before the first."""
+    if not run.list_events(SWEEPING):
+        return None
+    sweep = load_sweep(run)
+    best = sweep.find_best()
+    commands = [] if best is None else [Text(f"trial {best.number} is the best; to use it:", "dim")]
+    commands += [] if best is None else [Text(f"  {each}") for each in list_best_commands(run, best)]
+    return "Trials", Group(render_trials(sweep), *commands)
 
 
 def render_trials(sweep: Sweep, max_rows: int | None = None) -> Table:
@@ -88,14 +96,9 @@ def _format_trial(trial: SweepTrial, sweep: Sweep, paths: Sequence[str], *, is_b
         str(trial.number),
         Text(score, style="bold green" if is_best else ""),
         f"{trial.step:,}",
-        *(format_parameter(trial.parameters.get(path)) for path in paths),
+        *(format_value(trial.parameters.get(path)) for path in paths),
         Text(state + reason, style=_STYLES[trial.state]),
     ]
-
-
-def format_parameter(value: object) -> str:
-    """A value of a hyper-parameter, with the digits that tell trials apart."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _count_states(sweep: Sweep) -> list[tuple[str, str]]:

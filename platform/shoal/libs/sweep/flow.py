@@ -14,7 +14,8 @@ import numpy as np
 import shoal.runs
 from shoal.errors import RunError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
-from shoal.extend.runs import RunKind, RunRecorder
+from shoal.extend.registry import Criterion
+from shoal.extend.runs import RunKind, RunRecorder, format_number
 from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
@@ -68,7 +69,8 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
             raise RunError(f"no trial has finished; the first failure: {first}")
         metric, score = checked.metric, best.get_score(checked.metric)
         recorder.record_event("best_trial", trial=best.number, run_id=best.run_id, metric=metric, value=score)
-        print(f"run {recorder.id}: the best of {len(sweep.trials)} is trial {best.number}, {metric} {score:.4g}")
+        found = f"trial {best.number}, {metric} {format_number(score)}"
+        print(f"run {recorder.id}: the best of {len(sweep.trials)} is {found}")
         if spec.registers:
             _register(spec, checked, recorder, best)
     shoal.runs.write_report_at_end(recorder.id)
@@ -103,4 +105,5 @@ def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, bes
         run = validate_run(train)
     result = load_result(best.run_id)
     fetch_weights(result, best.run_id)
-    register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage)
+    criterion = Criterion(checked.metric, checked.is_higher)
+    register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage, criterion)

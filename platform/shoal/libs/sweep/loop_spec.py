@@ -60,7 +60,7 @@ class LoopTrialSpec(RLSpec):
     stop: LoopStopSpec = LoopStopSpec()
     reports: int = Field(default=20, ge=1)
     model_name: str = "policy"
-    aliases: AliasNames = ("champion",)
+    aliases: AliasNames | None = None
 
 
 def is_loop_recipe(task: str) -> bool:

@@ -22,10 +22,11 @@ from shoal.extend.flows import (
     ActorLearnerMetrics,
     HistorySampler,
     LocalRun,
+    describe_experience,
     describe_policy_model,
     inspect_environment,
 )
-from shoal.extend.registry import Registry
+from shoal.extend.registry import Criterion, Registry
 from shoal.extend.runs import RunKind, RunRecorder, Status
 from shoal.extend.train import find_source_file
 from shoal.libs.sweep.loop_spec import LoopTrialSpec
@@ -149,7 +150,10 @@ def register_trial(spec: LoopTrialSpec, run_id: str, recorder: RunRecorder, line
         signature=signature,
         run_id=recorder.id,
         metrics={"mean_return_100": ended[MEAN_RETURN], "steps": float(ended["steps"])},
+        data={"environment": spec.env},
         aliases=spec.aliases,
+        criterion=Criterion("mean_return_100", is_higher_better=True),
         lineage=lineage,
+        files=describe_experience(experience),
     )
-    recorder.record_model(version.name, version.version, version.aliases)
+    recorder.record_model(version.name, version.version, version.aliases, version.decision)

@@ -28,7 +28,6 @@ from shoal.extend.runs import (
     ReportPanels,
     Run,
     Section,
-    build_ranked_table,
     find_logarithmic,
     format_number,
     format_value,
@@ -38,7 +37,7 @@ from shoal.extend.runs import (
     to_svg,
 )
 from shoal.extend.runs import truncate_middle as shorten
-from shoal.libs.sweep.trials import SWEEPING, Sweep, load_sweep
+from shoal.libs.sweep.trials import SWEEPING, Sweep, SweepTrial, list_best_commands, load_sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +55,8 @@ def build_sections(run: Run) -> list[Section]:
     if not run.list_events(SWEEPING):
         return []
     sweep = load_sweep(run)
-    paths = list(dict.fromkeys(path for trial in sweep.trials for path in trial.parameters))[:MAX_PATHS]
+    all_paths = list(dict.fromkeys(path for trial in sweep.trials for path in trial.parameters))
+    paths = all_paths[:MAX_PATHS]  # that are drawn
     if not paths:
         return []
     numbers = [trial.number for trial in sweep.trials]
@@ -72,11 +72,18 @@ def build_sections(run: Run) -> list[Section]:
         logarithmic=find_logarithmic(run.spec),
     )
     trials = f"{len(numbers):,} of {sweep.num_trials:,} trials; the bluer, the better"
+    best = sweep.find_best()
     return [
+        *([] if best is None else [_build_best(run, best, sweep.metric)]),
         Section("Trials", trials, [to_svg(drawn)]),
         _build_importance(parameters, scores),
-        _build_trial_table(sweep, paths),
+        _build_trial_table(sweep, all_paths),
     ]
+
+
+def _build_best(run: Run, best: SweepTrial, metric: str) -> Section:
+    note = f"trial {best.number}, {metric} {format_number(best.get_score(metric))}; to use it:"
+    return Section("Best trial", note, commands=list_best_commands(run, best))
 
 
 def _build_importance(parameters: DataFrame, scores: Series[float]) -> Section:
@@ -99,12 +106,14 @@ def _build_trial_table(sweep: Sweep, paths: Sequence[str]) -> Section:
             str(trial.number),
             trial.state.value,
             format_number(trial.get_score(sweep.metric)),
+            f"{trial.step:,}",
             *(format_value(trial.parameters.get(path, "")) for path in paths),
             trial.run_id,
         ]
         for trial in [*ranked, *others]
     ]
-    return build_ranked_table("All trials", "best first", ["trial", "state", sweep.metric, *paths, "run"], rows)
+    header = ["trial", "state", sweep.metric, "step", *paths, "run"]
+    return Section("All trials", "best first; a click on a heading sorts by it", header=header, rows=rows)
 
 
 def compute_importance(parameters: DataFrame, scores: Series[Any], seed: int = 0) -> DataFrame | None:

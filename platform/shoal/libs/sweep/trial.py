@@ -130,8 +130,8 @@ class _ReportingLog:
         self._total_steps: int | None = None  # unknown before the event `training`
         self._is_replay = False  # a run that goes on first logs again what its checkpoint has
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._log.log(step, values)
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._log.log(step, values, at)
         metrics = {name.removeprefix(_VALIDATION): v for name, v in values.items() if name.startswith(_VALIDATION)}
         if metrics and not self._is_replay:
             progress = step / self._total_steps if self._total_steps else math.nan

@@ -6,14 +6,18 @@ resumed sweep read.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import yaml
+
+from shoal.config import format_override
 from shoal.errors import RunError
-from shoal.extend.runs import TRIAL_STARTED, Run, RunRecorder, Status
+from shoal.extend.runs import TRIAL_STARTED, Run, RunRecorder, Status, format_masked_command
 
 SWEEPING = "sweeping"
 _COPIED, _ENDED = "trial_copied", "trial_ended"
@@ -138,6 +142,28 @@ def load_sweep(run: Run) -> Sweep:
     is_running = run.status is Status.RUNNING
     found = [_complete(each, latest, is_running) for _, each in sorted(trials.items())]
     return Sweep(**settings[-1], trials=tuple(found))
+
+
+def list_best_commands(run: Run, best: SweepTrial) -> list[str]:
+    """The commands that use the best trial: serve its network, if it has been registered, and train with its settings
+    again."""
+    models = [f"shoal serve deploy {each.name}@{each.version}" for each in run.models().itertuples()]
+    fields = yaml.safe_load(run.spec) or {}
+    words = dict(_list_fields(fields.get("loop") or fields.get("train") or {})) | best.parameters
+    recipe = words.pop("recipe", "train")
+    named = [
+        format_override(path, value) if isinstance(value, str) else f"{path}={json.dumps(value)}"
+        for path, value in words.items()
+    ]
+    return [*models, format_masked_command(["shoal", "run", recipe, *named])]
+
+
+def _list_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _list_fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def load_history(run: Run, number: int, metric: str) -> History:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +36,14 @@ from shoal.parallel.spmd.rank_consistency import check_buffers
 from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
 from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, snapshot_module
-from shoal.parallel.task_step import begin_phases, get_phase_parameters, get_train_step, next_phase, split_losses
+from shoal.parallel.task_step import (
+    begin_phases,
+    get_eval_step,
+    get_phase_parameters,
+    get_train_step,
+    next_phase,
+    split_losses,
+)
 
 
 class SpmdModel(ParallelModel):
@@ -67,7 +75,7 @@ class SpmdModel(ParallelModel):
         seed_dropout(model, self._dropout_rng)
         checkpoint_activations(model, spec.activation_checkpointing)
         self._forward: nn.Module = model
-        self._train_step = get_train_step(learnable)
+        self._train_step, self._eval_step = get_train_step(learnable), get_eval_step(learnable)
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
         self._counts = StepCounts()
@@ -124,7 +132,8 @@ class SpmdModel(ParallelModel):
         accumulate = self._spec.accumulate
         if accumulate == 1:
             return [(batch, share)]
-        size, is_even = count_samples(batch), share == 1.0
+        size = count_samples(batch)
+        is_even = share == 1.0 and size % accumulate == 0  # not the last batch of an epoch with drop_last=False
         parts = split_micro_batches(batch, accumulate if is_even else min(accumulate, size), is_even=is_even)
         weighted = [(part, share * count_samples(part) / size) for part in parts]
         return weighted + [(parts[-1], 0.0)] * (accumulate - len(parts))  # because micro-steps may be collective
@@ -223,8 +232,12 @@ class SpmdModel(ParallelModel):
 
     def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
         with eval_mode(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
-            outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
-            means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, batch))
+            if self._eval_step is None:
+                outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
+                means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, batch))
+            else:  # which may count in the module: not what has no sample
+                module = self.module if num_samples else copy.deepcopy(self.module)
+                outputs, means = None, find_means(partial(self._eval_step, module, batch))
         if observe is not None and num_samples:
             observe(outputs, batch)
         return {name: split_mean(mean, num_samples) for name, mean in means.items()}

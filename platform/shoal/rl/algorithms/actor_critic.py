@@ -35,6 +35,7 @@ from shoal.wire import ExperienceSpec
 class Losses(NamedTuple):
     """Scalars; `total` is minimised. Sums over the N steps divided by those of all learners: means, where it is one.
 
+    rho_clip_fraction: of steps with an importance weight π / μ above its bound
     moments: [4], of the values' errors and targets, for `explain_variance`
     """
 
@@ -43,6 +44,7 @@ class Losses(NamedTuple):
     value: Tensor
     entropy: Tensor
     clip_fraction: Tensor
+    rho_clip_fraction: Tensor
     kl: Tensor
     moments: Tensor
 
@@ -75,6 +77,7 @@ class ActorCriticAlgorithm(Algorithm):
             "learner/value_loss": losses.value,
             "learner/entropy": losses.entropy,
             "learner/clip_fraction": losses.clip_fraction,
+            "learner/rho_clip_fraction": losses.rho_clip_fraction,
             "learner/kl": losses.kl,
             **dict(zip(MOMENTS, losses.moments, strict=True)),
         }

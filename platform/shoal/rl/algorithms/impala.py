@@ -70,7 +70,8 @@ def impala_loss(
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     moments = compute_moments(values, targets, num_steps)
     kl = (ratios - 1 - log_ratios).sum() / num_steps
-    return Losses(total, policy_loss, value_loss, entropy, is_clipped.sum() / num_steps, kl, moments)
+    clipped, clipped_rhos = (each.sum() / num_steps for each in (is_clipped, ratios > config.rho_bar))
+    return Losses(total, policy_loss, value_loss, entropy, clipped, clipped_rhos, kl, moments)
 
 
 class Impala(ActorCriticAlgorithm):

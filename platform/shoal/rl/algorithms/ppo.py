@@ -88,9 +88,10 @@ def ppo_loss(
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     with torch.no_grad():
         clip_fraction = ((ratios - 1).abs() > config.clip).float().sum() / num_steps
+        clipped_rhos = (ratios > config.rho_bar).sum() / num_steps
         kl = (ratios - 1 - log_ratios).sum() / num_steps
     moments = compute_moments(values, targets.values, num_steps)
-    return Losses(total, policy_loss, value_loss, entropy, clip_fraction, kl, moments)
+    return Losses(total, policy_loss, value_loss, entropy, clip_fraction, clipped_rhos, kl, moments)
 
 
 class PPO(ActorCriticAlgorithm):

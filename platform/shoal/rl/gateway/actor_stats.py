@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.weights import WeightSnapshot
 from shoal.wire.segment import Segment
@@ -105,6 +107,7 @@ class RunProgress:
     _started_at: float | None = None  # first segment of this incarnation, by time.monotonic(): clocks can be reset
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
+    successes: deque[bool] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))  # of episodes that say so
     by_opponent: dict[int, deque[float]] = field(default_factory=dict)  # with self-play: the returns against a version
     opponent_names: Mapping[int, str] = field(default_factory=dict)  # of registered ones
     protocol_errors: Counter[str] = field(default_factory=Counter)
@@ -152,15 +155,17 @@ class RunProgress:
         actor.weights_version = int(segment.versions[-1])
         self.steps += segment.num_steps
         for each in segment.unrecorded:
-            self._record_episode(each.episode_return, each.episode_length, each.opponent)
+            self._record_episode(each.episode_return, each.episode_length, each.opponent, each.success)
         if segment.episode_return is not None:
             length = segment.episode_length or segment.num_steps
-            self._record_episode(segment.episode_return, length, segment.opponent)
+            self._record_episode(segment.episode_return, length, segment.opponent, segment.success)
 
-    def _record_episode(self, episode_return: float, length: int, opponent: int) -> None:
+    def _record_episode(self, episode_return: float, length: int, opponent: int, success: bool | None) -> None:
         self.episodes += 1
         self.returns.append(episode_return)
         self.lengths.append(length)
+        if success is not None:
+            self.successes.append(success)
         if opponent:
             self.by_opponent.setdefault(opponent, deque(maxlen=EPISODE_WINDOW)).append(episode_return)
         full = len(self.returns) == EPISODE_WINDOW
@@ -186,6 +191,7 @@ class RunProgress:
             "episodes": self.episodes,
             "mean_return": self.mean_return,
             "episodes_in_window": len(self.returns),
+            "episode_spread": self._measure_spread(),
             "first_segment_at": self.first_segment_at,
             "elapsed_s": self.elapsed_s,
             "solved_s": self.solved_s,
@@ -204,14 +210,25 @@ class RunProgress:
 
     def dump_state(self) -> str:
         """The state for the next incarnation."""
-        returns, lengths = list(self.returns), list(self.lengths)
-        return json.dumps([self.steps, self.episodes, self.elapsed_s, returns, lengths])
+        windows = list(self.returns), list(self.lengths), list(self.successes)
+        return json.dumps([self.steps, self.episodes, self.elapsed_s, *windows])
 
     def restore(self, text: str) -> None:
         """Continue from `dump_state` of an earlier incarnation."""
-        self.steps, self.episodes, self.elapsed_before_s, returns, lengths = json.loads(text)
-        self.returns.extend(returns)
-        self.lengths.extend(lengths)
+        self.steps, self.episodes, self.elapsed_before_s, *windows = json.loads(text)
+        for own, values in zip((self.returns, self.lengths, self.successes), windows, strict=False):
+            own.extend(values)  # type: ignore[attr-defined]  # an older gateway has stored no successes
+
+    def _measure_spread(self) -> dict[str, float]:
+        """Of the episodes in the window: the metrics `episode/...`."""
+        if not self.returns:
+            return {}
+        returns, lengths = np.array(self.returns), np.array(self.lengths)
+        spread = {"return_std": returns.std(), "return_min": returns.min(), "return_max": returns.max()}
+        spread |= {"length": lengths.mean(), "length_std": lengths.std()}
+        if self.successes:
+            spread["success_rate"] = sum(self.successes) / len(self.successes)
+        return {name: float(value) for name, value in spread.items()}
 
     @property
     def mean_return(self) -> float:

@@ -181,6 +181,7 @@ class Gateway:
         with self._lock:
             self._progress.returns.clear()
             self._progress.lengths.clear()
+            self._progress.successes.clear()
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         """(time, kind, details) of the events since the last call: joins, losses, rejections."""

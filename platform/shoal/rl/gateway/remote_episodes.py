@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from shoal.errors import InvalidSegment
@@ -164,6 +165,7 @@ def take_segment(episode: RemoteEpisode, message: ActMessage, experience: Experi
             each.name: masks if each.name == MASKS else np.asarray(choices[0].extras[each.name])[None]
             for each in experience.extras
         },
+        success=message.success if ended and message.success is not msgspec.UNSET else None,
     )
     episode.observations, episode.steps, episode.is_full = episode.observations[-1:], [], False
     return segment

@@ -5,6 +5,7 @@ Called by jobs and pillars. Owns the claims: in the database, and before that in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -119,10 +120,12 @@ def recording(
     """
     if not resumed:
         with create(job, spec, run_id, kind=kind) as recorder:
+            recorder.record_event("code", **_hash_files(spec))
             yield recorder
         return
     before = load(resumed).spec
     with reopen(resumed, spec) as recorder:
+        recorder.record_event("code", **_hash_files(spec))
         try:
             yield recorder
         except Exception:  # a user's own code may raise anything
@@ -130,6 +133,12 @@ def recording(
                 if begun not in load(recorder.id).last_events(since_resumed=True):
                     recorder.change_spec(before)
             raise
+
+
+def _hash_files(spec: str) -> dict[str, str]:
+    """The SHA-256 of each file of code that a spec names, as in `game.py:make`: of what runs are compared."""
+    files = {match[0] for match in re.finditer(r"[\w./-]+\.py\b", spec)}
+    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if Path(file).is_file()}
 
 
 def _make_writer() -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import Closed, NotReached, RunError
+from shoal.runs.event_messages import REGISTERED
 from shoal.runs.record import metric_summaries
 from shoal.runs.record.database import BUSY_TIMEOUT_S, transaction, translate_write_errors
 from shoal.runs.record.metric_mirror import LogEntry, MetricMirrors
@@ -138,9 +139,10 @@ class RunRecorder:
         self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True, at: float | None = None) -> None:
         """Record metrics of one step, also values that are not finite. Logging a step again replaces its values.
 
+        at:         when they were measured, of values that a resumed run logs again; Unix time in seconds
         in_history: False: the values update the newest and the best, but enter no curve
         Raises ConfigError for an invalid metric name, a value that is not a number, and a step beyond 64 bits.
         """
@@ -149,7 +151,11 @@ class RunRecorder:
             self.flush()
         with self._buffer_lock:
             self._require_open()
-            entry = (step, time.time(), checked)  # times grow in the order of commits, by which readers follow them
+            entry = (
+                step,
+                time.time() if at is None else at,
+                checked,
+            )  # times grow in the order of commits, by which readers follow them
             (self._pending.logged if in_history else self._pending.shown).append(entry)
             self._pending.num_rows += len(values)
 
@@ -203,8 +209,10 @@ class RunRecorder:
         texts = [validate_text(field, value) for field, value in fields.items()]
         self._write_through(_INSERT_ENDPOINT, (self._number, *texts, time.time()))
 
-    def record_model(self, name: str, version: int, aliases: Sequence[str]) -> None:
-        """Record that this run registered name@version."""
+    def record_model(self, name: str, version: int, aliases: Sequence[str], decision: str = "") -> None:
+        """Record that this run registered name@version. decision: what that made of the champion"""
+        if decision:
+            self.record_event(REGISTERED, model=f"{name}@{version}", decision=decision)
         words = json.dumps([validate_text("aliases", alias) for alias in aliases])
         row = (self._number, validate_text("name", name), validate_integer("version", version), time.time(), words)
         self._write_through(_INSERT_MODEL, row)

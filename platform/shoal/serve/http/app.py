@@ -29,6 +29,7 @@ from shoal.serve.protocol.request_limits import RequestLimits
 logger = logging.getLogger(__name__)
 
 ANONYMOUS = Caller("", models=frozenset())  # for paths without a key
+INFERENCES = (RouteAction.INFER, RouteAction.ROWS, RouteAction.PEER_INFER)
 MAX_JOINED_BYTES = 1 << 16  # smaller parts are joined: another message costs more than the copy
 
 
@@ -99,7 +100,7 @@ class RestApp:
         if scope["method"] != target.method:
             error = InferenceError(405, f"{scope['method']} is not allowed here, {target.method} is")
             return build_error_response(error, allowed=target.method)
-        if action in (RouteAction.INFER, RouteAction.PEER_INFER):
+        if action in INFERENCES:
             return await self._inference.answer(target, headers, caller, receive)
         body = b""
         if target.method == "POST":

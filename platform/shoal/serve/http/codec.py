@@ -49,6 +49,7 @@ class HttpCodec:
     ) -> None:
         self._model_name, self._outputs = model_name, outputs
         self._schema = RequestSchema(inputs, outputs, max_rows, batch_dim)
+        self._columns = frozenset(spec.name for spec in inputs if spec.kind)
         self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
 
     def decode(self, body: bytes, header_length: int | None = None) -> DecodedRequest:
@@ -76,7 +77,8 @@ class HttpCodec:
                 remedy = "give data, or binary_data_size and the bytes after the JSON object; one of both"
                 raise InferenceError(400, f"not an inference request: input {tensor.name!r}: {remedy}")
             if size is None:
-                array = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data)
+                has_gaps = tensor.name in self._columns
+                array = from_json(tensor.name, tensor.datatype, tensor.shape, tensor.data, has_gaps=has_gaps)
             else:
                 array = from_binary(tensor.name, tensor.datatype, tensor.shape, rest[:size])
                 rest = rest[size:]

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.response import RestResponse, read_length
 from shoal.serve.http.routes import RouteAction, RouteTarget
+from shoal.serve.http.row_codec import RowCodec
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol, TracerProtocol
 from shoal.serve.protocol.infer_call import (
     BATCH_HEADER,
@@ -38,7 +39,7 @@ from shoal.serve.protocol.request_limits import WINDOW_BITS
 
 MIN_COMPRESSED_BYTES = 1024  # smaller answers are not compressed
 COMPRESSION_LEVEL = 1
-TRACE_NAME = "POST /v2/models/{model}/infer"
+TRACE_NAME, ROWS_TRACE_NAME = "POST /v2/models/{model}/infer", "POST /v2/models/{model}/rows"
 
 
 class InferenceHandler:
@@ -52,7 +53,7 @@ class InferenceHandler:
         limits = in_progress.limits
         peer_limits = dataclasses.replace(limits, max_body_bytes=8 * limits.max_body_bytes)
         self._peers_in_progress = RequestsInProgress(peer_limits)
-        self._codecs = ModelCodecs(HttpCodec)
+        self._codecs, self._row_codecs = ModelCodecs(HttpCodec), ModelCodecs(RowCodec)
 
     async def answer(
         self, target: RouteTarget, headers: dict[bytes, bytes], caller: Caller, receive: Receive
@@ -60,8 +61,9 @@ class InferenceHandler:
         """Answer a request. Raises InferenceError, Disconnected."""
         name, is_from_peer = target.model or "", target.action is RouteAction.PEER_INFER
         in_progress = self._peers_in_progress if is_from_peer else self._in_progress
+        has_rows = target.action is RouteAction.ROWS
         with (
-            start_trace(self._tracer, TRACE_NAME, name, headers) as trace,
+            start_trace(self._tracer, ROWS_TRACE_NAME if has_rows else TRACE_NAME, name, headers) as trace,
             RequestLifecycle(in_progress, receive) as progress,
         ):
             arrived_s = time.monotonic()
@@ -73,7 +75,7 @@ class InferenceHandler:
                 model = self._manager.get_model(name)
             head = read_head(model, target.version, headers, caller, trace, arrived_s)
             header_length = read_length(headers, b"inference-header-content-length")
-            codec = self._codecs.get(model)
+            codec: HttpCodec | RowCodec = self._row_codecs.get(model) if has_rows else self._codecs.get(model)
             body = await read_body(progress, headers)
             read_bytes = len(body) if header_length is None or codec.has_bytes_inputs else header_length
             if read_bytes <= LARGE_BYTES:

@@ -59,4 +59,4 @@ def build_error_response(error: InferenceError, allowed: str = "") -> RestRespon
             headers.append((b"allow", allowed.encode()))
         case 408 | 413:
             headers.append((b"connection", b"close"))  # the rest of the body is not read
-    return RestResponse(error.status, msgspec.json.encode(Error(str(error))), JSON_TYPE, headers)
+    return RestResponse(error.status, msgspec.json.encode(Error(str(error), error.field)), JSON_TYPE, headers)

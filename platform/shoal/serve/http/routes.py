@@ -7,8 +7,8 @@
     POST /v2/repository/index                   POST /v2/models/{m}[/versions/{v}]/infer
     POST /v2/repository/models/{m}/load         GET  /shoal/v1/status
     POST /v2/repository/models/{m}/unload       POST /shoal/v1/rollout
-    POST /shoal/v1/episodes                     GET  /metrics
-    GET  /openapi.json
+    POST /shoal/v1/episodes                     POST /v2/models/{m}[/versions/{v}]/rows
+    GET  /openapi.json                          GET  /metrics
 
 Between replicas: POST /shoal/v1/peers/{m}[/versions/{v}]/infer
 
@@ -32,6 +32,7 @@ class RouteAction(Enum):
     MODEL_READY = auto()
     MODEL_CONFIG = auto()
     INFER = auto()
+    ROWS = auto()
     STATISTICS = auto()
     INDEX = auto()
     LOAD = auto()
@@ -46,7 +47,7 @@ class RouteAction(Enum):
 
 POST_ACTIONS = frozenset(
     {
-        *(RouteAction.INFER, RouteAction.INDEX, RouteAction.LOAD, RouteAction.UNLOAD),
+        *(RouteAction.INFER, RouteAction.ROWS, RouteAction.INDEX, RouteAction.LOAD, RouteAction.UNLOAD),
         *(RouteAction.ROLLOUT, RouteAction.EPISODES, RouteAction.PEER_INFER),
     }
 )
@@ -71,6 +72,7 @@ MODEL_ROUTES: dict[tuple[str, ...], RouteAction] = {
     ("ready",): RouteAction.MODEL_READY,
     ("config",): RouteAction.MODEL_CONFIG,
     ("infer",): RouteAction.INFER,
+    ("rows",): RouteAction.ROWS,
     ("stats",): RouteAction.STATISTICS,
 }
 PEERS_PATH = "/shoal/v1/peers/"

@@ -7,7 +7,7 @@ dictionaries: counts nothing itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import TypedDict
 
@@ -43,6 +43,9 @@ class BatchStats(TypedDict):
     compute_infer: DurationSnapshot
 
 
+ColumnValues = dict[str, dict[str, int]]  # by column of a table: values that training has not seen, by their sort
+
+
 class VersionSnapshot(TypedDict):
     """One version, with the field names of the statistics extension.
 
@@ -63,6 +66,7 @@ class VersionSnapshot(TypedDict):
     disagreed: int
     shadow_failed: int
     failed_on_both: int
+    columns: ColumnValues
     request_s: HistogramSnapshot
 
 
@@ -150,8 +154,14 @@ def add_versions(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapsho
         "disagreed": one["disagreed"] + other["disagreed"],
         "shadow_failed": one["shadow_failed"] + other["shadow_failed"],
         "failed_on_both": one["failed_on_both"] + other["failed_on_both"],
+        "columns": add_columns(one["columns"], other["columns"]),
         "request_s": _sum_histograms(one["request_s"], other["request_s"]),
     }
+
+
+def add_columns(one: Mapping[str, Mapping[str, int]], other: Mapping[str, Mapping[str, int]]) -> ColumnValues:
+    """Sum the counts of columns."""
+    return {name: dict(Counter(one.get(name, {})) + Counter(other.get(name, {}))) for name in sorted({**one, **other})}
 
 
 def _sum_durations(one: DurationSnapshot, other: DurationSnapshot) -> DurationSnapshot:

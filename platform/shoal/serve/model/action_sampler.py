@@ -27,18 +27,22 @@ class ActionSampler:
     Gaussian by `mean` and `log_std`, between its `action_low` and `action_high`."""
 
     def __init__(self, kwargs: Mapping[str, Any], is_default: bool) -> None:
-        self._is_default = is_default
+        self.is_default = is_default
         self._splits = np.cumsum(kwargs.get("action_sizes") or [0])[:-1]
         self._low, self._high = (np.array(kwargs.get(name), np.float64) for name in ("action_low", "action_high"))
 
     def act(self, outputs: dict[str, np.ndarray], call: DecodedRequest) -> dict[str, np.ndarray]:
         """The outputs of a call, where it samples with other actions, drawn by its seed. A call without a seed gets one
         here, so that its shadow draws the same."""
-        if call.action == "best" or (call.action is None and not self._is_default):
+        if call.action == "best" or (call.action is None and not self.is_default):
             return outputs
         if call.seed is None:
             call.seed = random.getrandbits(63)
-        generator, best = np.random.default_rng(call.seed), outputs["action"]
+        return {**outputs, "action": self.draw(outputs, np.random.default_rng(call.seed))}
+
+    def draw(self, outputs: Mapping[str, np.ndarray], generator: np.random.Generator) -> np.ndarray:
+        """Actions [B, *act] from the distribution of these outputs."""
+        best = outputs["action"]
         if "logits" in outputs:
             logits = outputs["logits"]
             noisy = logits + generator.gumbel(size=logits.shape)  # its argmax has the distribution of the logits
@@ -48,7 +52,7 @@ class ActionSampler:
             u = mean + np.exp(outputs["log_std"]) * generator.standard_normal(mean.shape)
             center, radius = (self._low + self._high) / 2, (self._high - self._low) / 2
             drawn = np.clip(center + radius * np.tanh(u).reshape(best.shape), self._low, self._high)
-        return {**outputs, "action": drawn.reshape(best.shape).astype(best.dtype)}
+        return drawn.reshape(best.shape).astype(best.dtype)
 
 
 def make_sampler(factory: ModelFactory, signature: Signature, action: str | None) -> ActionSampler | None:

@@ -5,6 +5,7 @@ Called by a loaded model, once per batch, in the forward's thread. An error of a
 | hook        | raises               | the request gets                                                        |
 |-------------|----------------------|-------------------------------------------------------------------------|
 | preprocess  | ValueError           | 422: its input does not fit the model (ConfigError is a ValueError)     |
+| preprocess  | DataError            | 422, with the input that its `field` names                              |
 | either      | InferenceError       | that                                                                    |
 | either      | anything else        | 500; its text as `ModelError` says                                      |
 | either      | gives no dict of arrays | 500, naming what it gave                                             |
@@ -19,36 +20,30 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.errors import InferenceError, ModelError
+from shoal.errors import DataError, InferenceError, ModelError
 from shoal.registry.manifest import ModelFactory, find_callable
+from shoal.serve.model.column_drift import Ranges
 from shoal.serve.model.formats import Arrays
 from shoal.serve.spec.model_options import ModelOptions
 
-Hook = Callable[[Arrays], Arrays]
 
+class Hook:
+    """A step, named by its `reference`. `ranges`: what a preprocessing step has seen in training (`column_drift`)."""
 
-def find_hook(field: Literal["preprocess", "postprocess"], factory: ModelFactory, options: ModelOptions) -> Hook | None:
-    """Find the hook that the options name, or else the registered one; None without either.
+    def __init__(self, field: str, reference: str, function: Callable[[Arrays], Any]) -> None:
+        self._field, self._who, self._function = field, f"{field} {reference}", function
+        self.ranges: Ranges = getattr(function, "ranges", {})
 
-    Raises ConfigError, and any error of the registered code when it is built.
-    """
-    reference: str | None = getattr(options, field)
-    if reference is not None:
-        return _wrap_hook(field, reference, find_callable(field, reference)) if reference else None
-    hook = factory.make_hook(field)
-    return None if hook is None else _wrap_hook(field, getattr(factory, field), hook)
-
-
-def _wrap_hook(field: str, reference: str, function: Callable[[Arrays], Any]) -> Hook:
-    who = f"{field} {reference}"
-
-    def hook(arrays: Arrays) -> Arrays:
+    def __call__(self, arrays: Arrays) -> Arrays:
+        who = self._who
         try:
-            given = function(dict(arrays))
+            given = self._function(dict(arrays))
         except InferenceError:
             raise
         except Exception as error:
-            if field == "preprocess" and isinstance(error, ValueError):
+            if self._field == "preprocess" and isinstance(error, ValueError):
+                if isinstance(error, DataError) and error.field in arrays:  # it names a column of the request
+                    raise InferenceError(422, str(error), field=error.field) from error
                 raise InferenceError(422, f"{who}: {error}") from error
             raise ModelError(500, f"{who}: {type(error).__name__}: {error}") from error
         if not isinstance(given, Mapping):
@@ -58,4 +53,14 @@ def _wrap_hook(field: str, reference: str, function: Callable[[Arrays], Any]) ->
                 raise InferenceError(500, f"{who}: expected an array for {name!r}, it gave {type(value).__name__}")
         return given
 
-    return hook
+
+def find_hook(field: Literal["preprocess", "postprocess"], factory: ModelFactory, options: ModelOptions) -> Hook | None:
+    """Find the hook that the options name, or else the registered one; None without either.
+
+    Raises ConfigError, and any error of the registered code when it is built.
+    """
+    reference: str | None = getattr(options, field)
+    if reference is not None:
+        return Hook(field, reference, find_callable(field, reference)) if reference else None
+    hook = factory.make_hook(field)
+    return None if hook is None else Hook(field, getattr(factory, field), hook)

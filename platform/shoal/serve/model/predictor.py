@@ -25,6 +25,7 @@ from shoal.registry.manifest import ModelFactory, Signature
 from shoal.runs.formatting import format_size
 from shoal.serve.messages.decoded_request import Arrays
 from shoal.serve.model.action_sampler import ActionSampler, make_sampler
+from shoal.serve.model.column_drift import ColumnDrift, CountColumns
 from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards
 from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cuda, open_template
 from shoal.serve.model.formats.template import InputLimits
@@ -69,13 +70,16 @@ class Predictor:
         pad_value = options.pad_value if options.ragged == "pad" else None
         collator = RequestCollator(layout.signature, pad_value, layout.shared_inputs)
         outputs = [TensorMetadata(each.name, each.datatype, each.shape) for each in signature.outputs]
+        preprocess = find_hook("preprocess", factory, options)
+        drift = ColumnDrift(layout.signature, preprocess.ranges if preprocess is not None else {})
         self._steps = steps = ForwardSteps(
             layout,
             collator,
             PaddingCostModel(layout.signature) if collator.can_pad else None,
             OutputCheck(outputs, layout.dimensions, finite=options.finite),
-            find_hook("preprocess", factory, options),
+            preprocess,
             find_hook("postprocess", factory, options),
+            None if drift.is_empty else drift,
         )
         self.sampler = make_sampler(factory, signature, options.action)
         has_hooks = steps.preprocess is not None, steps.postprocess is not None
@@ -195,7 +199,8 @@ class Predictor:
 
 @dataclass(frozen=True, slots=True)
 class ForwardSteps:
-    """What a model does around each forward; all its versions share it. padding_cost: None where no batch is padded."""
+    """What a model does around each forward; all its versions share it. padding_cost: None where no batch is padded;
+    drift: None where no input is a column of a table."""
 
     layout: BatchLayout
     collator: RequestCollator
@@ -203,6 +208,7 @@ class ForwardSteps:
     check: OutputCheck
     preprocess: Hook | None
     postprocess: Hook | None
+    drift: ColumnDrift | None
 
 
 class LoadedModel:
@@ -219,32 +225,49 @@ class LoadedModel:
         if steps.preprocess is None:  # a hook's arrays are no request's
             self.size_limits = getattr(forward, "limits", None)
 
-    def predict_batch(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+    def predict_batch(
+        self, requests: Sequence[Arrays], count_columns: CountColumns | None = None
+    ) -> list[dict[str, np.ndarray]]:
         """Answer several requests of one bucket as one batch along the first dimension, or as several where that saves
         more padding than it costs (see `padding_cost`).
+
+        count_columns: receives what training has not seen in the columns of a table
 
         Raises InferenceError (500) naming the output that does not fit the signature, a hook's error (422, 500), or the
         model's error.
         """
         cost = self._steps.padding_cost
         if cost is None:
-            return self._predict_collated(requests)
+            return self._predict_collated(requests, count_columns)
         answers: dict[int, dict[str, np.ndarray]] = {}
         for part in cost.split_batch(requests):
             chosen = [requests[index] for index in part]
             began_s = time.perf_counter()
-            answers.update(zip(part, self._predict_collated(chosen), strict=True))
+            answers.update(zip(part, self._predict_collated(chosen, count_columns), strict=True))
             cost.observe(chosen, time.perf_counter() - began_s)
         return [answers[index] for index in range(len(requests))]
 
-    def _predict_collated(self, requests: Sequence[Arrays]) -> list[dict[str, np.ndarray]]:
+    def _predict_collated(
+        self, requests: Sequence[Arrays], count_columns: CountColumns | None
+    ) -> list[dict[str, np.ndarray]]:
+        drift = self._steps.drift
         if len(requests) == 1:
             request = requests[0]
             inputs = {name: request[name] for name in self._input_names}
-            return [self._predict(inputs, len(inputs[self._input_names[0]]))]
-        collator = self._steps.collator
-        batch = collator.collate(requests)
-        return collator.split(self._predict(batch.inputs, batch.bounds[-1]), batch, requests)
+            try:
+                answers = [self._predict(inputs, len(inputs[self._input_names[0]]))]
+            except InferenceError as error:
+                if drift is not None and count_columns is not None and error.field:
+                    count_columns(self.version, drift.count_rejection(error.field))
+                raise
+        else:
+            collator = self._steps.collator
+            batch = collator.collate(requests)
+            inputs = batch.inputs
+            answers = collator.split(self._predict(inputs, batch.bounds[-1]), batch, requests)
+        if drift is not None and count_columns is not None:
+            count_columns(self.version, drift.count(inputs))
+        return answers
 
     def _predict(self, rows: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
         steps, layout = self._steps, self._layout

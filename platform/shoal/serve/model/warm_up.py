@@ -46,7 +46,7 @@ def time_warm_forwards(
 
 def has_one_shape(signature: Signature) -> bool:
     """Whether all rows are as large as an example, so that real ones take as long."""
-    return all(-1 not in spec.shape[1:] and spec.datatype != "BYTES" for spec in signature.inputs)
+    return all(-1 not in spec.shape[1:] and (spec.datatype != "BYTES" or spec.kind) for spec in signature.inputs)
 
 
 def make_example(
@@ -54,6 +54,7 @@ def make_example(
 ) -> dict[str, np.ndarray]:
     """Make an example. Integers and booleans are one: zero is padding to many models, or a mask that hides everything,
     with a mean of NaN. Floats run from 0.1 to 0.9 within a row, so that norms, sums and deviations are not zero.
+    Columns of a table are gaps, the one value that every encoder takes.
     """
     arrays = {}
     for spec in signature.inputs:
@@ -61,6 +62,8 @@ def make_example(
         dtype = NUMPY_DTYPES[spec.datatype]
         if spec.datatype == "BYTES":
             array = np.full(shape, b"", object)
+        elif spec.kind:
+            array = np.full(shape, np.nan)
         elif spec.datatype == "BF16" or dtype.kind == "f":
             row = np.linspace(0.1, 0.9, int(np.prod(shape[1:])), dtype=np.float32).reshape(shape[1:])
             array = np.broadcast_to(bf16_bits(row) if spec.datatype == "BF16" else row.astype(dtype), shape).copy()

@@ -48,7 +48,9 @@ def list_index(manager: ModelManagerProtocol, caller: Caller, is_ready: bool) ->
 
 
 def to_tensor_metadata(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
-    return [TensorMetadata(tensor.name, tensor.datatype, tensor.shape, tensor.columns) for tensor in tensors]
+    return [
+        TensorMetadata(tensor.name, tensor.datatype, tensor.shape, tensor.columns, tensor.kind) for tensor in tensors
+    ]
 
 
 def build_model_config(model: ServedModelProtocol) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from shoal.serve.messages.replica_report import ReplicaReport
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 Labels = Mapping[str, str]
 Series = tuple[str, Labels, float | HistogramSnapshot]
 
@@ -69,6 +70,11 @@ METRICS: dict[str, Metric] = {
     ),
     "shoal_shadow_disagreed_total": Metric("counter", _VERSION, "Shadowed requests whose outputs differed"),
     "shoal_shadow_failed_total": Metric("counter", _VERSION, "Shadowed requests that this version failed at"),
+    "shoal_column_values_total": Metric(
+        "counter",
+        ("model", "version", "column", "what"),
+        "Values of a table's column that training has not seen: gap, unknown (refused), beyond the range",
+    ),
     "shoal_model_resident_bytes": Metric("gauge", _MODEL, "Bytes of the loaded versions of a model on demand; 0: cold"),
     "shoal_model_loads_total": Metric("counter", _MODEL, "Loads of a model on demand"),
     "shoal_model_load_seconds_total": Metric("counter", _MODEL, "Time that these loads took"),
@@ -158,6 +164,9 @@ def _version(labels: Labels, counts: VersionSnapshot) -> Iterator[Series]:
     yield "nv_inference_compute_infer_duration_us", labels, stats["compute_infer"]["ns"] // 1000
     yield from _statuses(labels, counts["statuses"])
     yield "shoal_request_duration_seconds", labels, counts["request_s"]
+    for column, sorts in counts["columns"].items():
+        for what, count in sorts.items():
+            yield "shoal_column_values_total", {**labels, "column": column.translate(_ESCAPES), "what": what}, count
     if counts["compared"] or counts["shadow_failed"]:
         yield "shoal_shadow_compared_total", labels, counts["compared"]
         yield "shoal_shadow_disagreed_total", labels, counts["disagreed"]

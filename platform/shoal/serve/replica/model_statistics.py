@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,11 @@ import msgspec
 from shoal.open_inference.messages import VersionStatistics
 from shoal.serve.messages.metrics_snapshot import (
     ActiveVersions,
+    ColumnValues,
     HistogramSnapshot,
     ModelSnapshot,
     VersionSnapshot,
+    add_columns,
     add_versions,
 )
 from shoal.serve.messages.replica_report import MAX_FORWARDS, ForwardMedians
@@ -57,7 +59,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _VersionCounts:
-    """The counts of one version. `batches` and `sizes` are written by forward threads, the rest by the event loop.
+    """The counts of one version. Forward threads write `batches`, `sizes` and `columns`, the event loop the rest.
 
     sizes: by rows of a batch: (batches, ns)
     """
@@ -78,6 +80,7 @@ class _VersionCounts:
     used: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     sizes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    columns: ColumnValues = field(default_factory=dict)  # replaced, never changed
     request_s: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
     def snapshot(self) -> VersionSnapshot:
@@ -100,6 +103,7 @@ class _VersionCounts:
             "disagreed": self.disagreed,
             "shadow_failed": self.shadow_failed,
             "failed_on_both": self.failed_on_both,
+            "columns": self.columns,
             "request_s": self.request_s.snapshot(),
         }
 
@@ -154,6 +158,13 @@ class ModelStatistics:
             counts.sizes[batch.rows] = count + 1, ns + int(batch.computed_s * 1e9)
             self._compute_s.observe(batch.computed_s)
             self._batch_rows.observe(batch.rows)
+
+    def count_columns(self, version: int, found: Mapping[str, Mapping[str, int]]) -> None:
+        """Count what training has not seen in a table's columns (`column_drift`). Called by forward threads."""
+        if found:
+            counts = self._get_counts(version)
+            with self._lock:
+                counts.columns = add_columns(counts.columns, found)
 
     def set_serving(self, stable: int, candidate: int = 0, percent: float = 0.0) -> None:
         """Record that `stable` answers from now on, and `candidate`, when not 0, `percent` of the requests."""

@@ -165,8 +165,9 @@ def decode_answer(status: int, headers: Mapping[str, str], body: bytes) -> Predi
             raise ConnectionLost("the replica does not take this replica's token: their plans differ for now")
         if status != 200:
             retry_after = headers.get("retry-after")
-            message = msgspec.json.decode(body, type=Error).error
-            raise InferenceError(status, message, None if retry_after is None else float(retry_after))
+            error = msgspec.json.decode(body, type=Error)
+            wait_s = None if retry_after is None else float(retry_after)
+            raise InferenceError(status, error.error, wait_s, error.field)
         length = int(headers["inference-header-content-length"])
         head, rest = _decode(body[:length]), memoryview(body)[length:]
         outputs: dict[str, np.ndarray] = {}

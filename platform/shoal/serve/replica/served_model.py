@@ -272,7 +272,7 @@ class ServedModel:
             outputs, batch.version, batch.is_alone = loaded.predict(requests)
             return _act(self.predictor.sampler, batch, outputs)
         try:
-            return _act(loaded.sampler, batch, loaded.predict_batch(requests))
+            return _act(loaded.sampler, batch, loaded.predict_batch(requests, self.counts.count_columns))
         except Exception as error:
             other = self.router.counterparts.get(loaded.version)
             if other is not None and len(requests) == 1 and is_model_error(error):

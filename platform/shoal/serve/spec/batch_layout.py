@@ -23,7 +23,8 @@ Arrays = dict[str, np.ndarray]
 
 
 class BatchLayout:
-    """The layout of one model with these options. Raises ConfigError for a tensor without the batch that they name.
+    """The layout of one model with these options. Raises ConfigError for a tensor without the batch that they name,
+    and for a model without inputs.
 
     signature:     batch-first
     is_first:      whether dimension 0 is the batch of every tensor, so that both forms are the same
@@ -31,6 +32,9 @@ class BatchLayout:
     """
 
     def __init__(self, signature: Signature, options: ModelOptions) -> None:
+        if not signature.inputs:
+            problem = "was registered without inputs, since its module has no `forward`: it answers nothing"
+            raise ConfigError("model", "", problem, "write `forward`, train again, and name the new version")
         tensors = [*signature.inputs, *signature.outputs]
         names = {spec.name for spec in tensors}
         if unknown := sorted(set(options.batch_dim) - names):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import ConfigError
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
+from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature
 from shoal.registry.code_import import activate_code, load_source
 from shoal.runs import RunRecorder
 from shoal.train.reporting.result import TrainResult
@@ -76,12 +76,14 @@ def register_model(
     data: Mapping[str, str],
     recorder: RunRecorder,
     lineage: Mapping[str, object] | None = None,
+    criterion: Criterion | None = None,
 ) -> ModelVersion:
     """Register the network that a run retained, and record that.
 
-    factory: how to build it, with the source as of the run's beginning
-    data:    fingerprints of the datasets, by part
-    lineage: where a search has found it
+    factory:   how to build it, with the source as of the run's beginning
+    data:      fingerprints of the datasets, by part
+    lineage:   where a search has found it
+    criterion: by which it may become the champion; None: the spec's
 
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
@@ -107,8 +109,11 @@ def register_model(
         lineage={**(lineage or {}), **(travelling.lineage if travelling else {})},
         files=travelling.files if travelling else {},
         aliases=spec.aliases,
+        criterion=criterion or spec.criterion,
     )
-    recorder.record_model(version.name, version.version, version.aliases)
+    recorder.record_model(version.name, version.version, version.aliases, version.decision)
+    if not signature.inputs:
+        logger.warning("%s is registered, but its module has no `forward`: it cannot be served", version.ref)
     return version
 
 

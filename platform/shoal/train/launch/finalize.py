@@ -10,7 +10,8 @@ import math
 import shoal.runs
 from shoal.atomic_file import make_folder
 from shoal.checkpoint.stored import open_run_store
-from shoal.registry.aliases import CHAMPION
+from shoal.registry import ModelVersion
+from shoal.registry.champion import CHAMPION
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
 from shoal.runs.run_status import Status
@@ -49,12 +50,12 @@ def describe_missed_target(spec: TrainSpec, outcome: TrainResult) -> str:
 
 def finalize_run(
     spec: TrainSpec, outcome: TrainResult, checked: ValidatedRun, recorder: RunRecorder, *, registers: bool
-) -> None:
-    """Record how the run ended; register its network, unless it was interrupted. Raises RegistryError."""
-    recorder.record_event("data", **checked.fingerprint)
+) -> ModelVersion | None:
+    """Record how the run ended; register its network, unless it was interrupted, and return the version. Raises
+    RegistryError."""
     if outcome.is_interrupted:
         recorder.finish(Status.STOPPED, "interrupted")
-        return
+        return None
     recorder.record_event(
         "trained",
         reason=outcome.reason,
@@ -78,10 +79,11 @@ def finalize_run(
             recorder.record_event(
                 "target_reached", step=reached.step, training_s=reached.training_s, money=reached.money
             )
-    missed = describe_missed_target(spec, outcome)
+    missed, version = describe_missed_target(spec, outcome), None
     if registers:
         if missed:  # what follows champion keeps what it has
-            spec = spec.model_copy(update={"aliases": [alias for alias in spec.aliases if alias != CHAMPION]})
-        register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
+            spec = spec.model_copy(update={"aliases": [alias for alias in spec.aliases or () if alias != CHAMPION]})
+        version = register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
     if missed:
         recorder.finish(Status.NOT_REACHED, missed)
+    return version

@@ -97,6 +97,7 @@ def fit_locally(
     if renews:
         unload_if_changed(spec.task)
     checked = validate_run(spec)
+    spec = checked.apply_to(spec)
     with ExitStack() as closing:
         world = World.from_environment(spec.device, spec.parallel.backend)
         closing.callback(world.close)
@@ -110,6 +111,7 @@ def fit_locally(
         if recorder and say:
             journal = ConsoleLog(journal, say)
         run = TrainingRun(spec, checked, run_id, home() / "runs" / run_id, journal, recorder, registers, predicts)
+        checked.log_batch_size(journal)
         outcome = run.run(LocalBackend(world, stop.is_set))
         world.barrier()
         return outcome

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from shoal.plugins.find import find_extension
 from shoal.runs import RunRecorder
 from shoal.train.launch.finalize import finalize_run
 from shoal.train.launch.validate import ValidatedRun
+from shoal.train.launch.verification import find_problem
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -103,13 +104,19 @@ class TrainingRun:
     def run(self, backend: Backend) -> TrainResult:
         """Attempt until the run ends, or until workers were lost several times without a step in between: twice, if it
         was for the same reason, and before the first step."""
+        if self.recorder is not None:
+            self.recorder.record_event("data", **self.checked.fingerprint)
         result = self._attempt_until_over(backend)
         if self.recorder is None:
             return result
         if self.predicts and not result.is_interrupted and not self.spec.has_replicas:
             self.log.record_event(PREDICTED, **backend.predict_cost(self.spec))
-        finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
-        return result
+        version = finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
+        if version is None:
+            return result
+        if problem := find_problem(version):
+            self.log.record_event("unservable", model=version.ref, error=problem)
+        return replace(result, model=version.ref, decision=version.decision)
 
     def _attempt_until_over(self, backend: Backend) -> TrainResult:
         lost_in_a_row, reason = 0, ""

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 import shoal.runs
 from shoal.cost.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
-from shoal.data import Data, Loader
+from shoal.data import Data
 from shoal.data.dataset import is_stream, length_of
 from shoal.data.fingerprint import fingerprint
-from shoal.data.loader import load_first_batch
+from shoal.data.loader import load_first_batch, make_loader
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, ShoalError, summarize_error
 from shoal.parallel.loss import Mean, require_loss
 from shoal.parallel.state.module_snapshot import eval_mode
@@ -34,8 +35,11 @@ from shoal.train.export.signature import infer_signature
 from shoal.train.initial_weights import load_initial_weights
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
+from shoal.train.reporting.event_log import EventLog
+from shoal.train.run_facts import RunFacts, adopt_batch_size, needs_even_batches
+from shoal.train.shape_errors import explain_shapes
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, build_model, load_data, make_task
+from shoal.train.task import Task, build_model, load_data, make_task, require_source_file
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +51,9 @@ class ValidatedRun:
     factory:     how to build the network again, for the registry; with the present source
     signature:   of the network, for the registry
     fingerprint: of the data, by part, after the name of its class
-    measured:    the names of an evaluation's metrics; () without validation data
+    metric_names: of an evaluation; () without validation data
+    batch_size, loader_batch_size: of the run, and of the DataLoader of torch that the training data was
+    fitted:      the Task's arguments that follow from the data
     """
 
     factory: ModelFactory
@@ -56,6 +62,20 @@ class ValidatedRun:
     num_parameters: int
     steps_per_epoch: int | None
     metric_names: tuple[str, ...]
+    batch_size: int
+    loader_batch_size: int | None
+    fitted: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def apply_to(self, spec: TrainSpec) -> TrainSpec:
+        """The spec with what the data brings, arguments and a batch size: as the record has it, a resumed run keeps
+        it."""
+        spec = spec if spec.batch_size == self.batch_size else spec.update({"batch_size": self.batch_size})
+        return spec.update({"args": {**spec.args, **self.fitted}}) if self.fitted else spec
+
+    def log_batch_size(self, log: EventLog) -> None:
+        """Say that the run's batch size is used, and not another of its DataLoader."""
+        if self.loader_batch_size not in (None, self.batch_size):
+            log.record_event("batch_size_given", used=self.batch_size, loader=self.loader_batch_size)
 
 
 class ModelFacts(NamedTuple):
@@ -74,7 +94,9 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
 
 def validate_spec(spec: TrainSpec) -> None:
     """Raises as `validate_run`, for what is seen without the Task. Reads the registry and the record."""
-    spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
+    require_source_file(spec.task)
+    if "batch_size" in spec.model_fields_set:  # else the data may bring one
+        spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     if spec.stop.is_empty:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
     Registry().require_distinct_name("name", make_model_name(spec))
@@ -84,13 +106,14 @@ def validate_spec(spec: TrainSpec) -> None:
 
 def validate_task(spec: TrainSpec) -> ValidatedRun:
     """Raises as `validate_run`, for what is seen by building the Task, its data and its network."""
-    samples = spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     task = make_task(spec.task, spec.args)
     _require_methods(task, spec)
     if spec.workers > 1 or spec.applied_sync.num_lanes > 1:
         _require_picklable(task, spec)
     data = load_data(task, spec.task)
     _require_samples(data)
+    spec = adopt_batch_size(spec, data)
+    samples = spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     _require_stream_fits(spec, data)
     with preserve_rng():
         return _validate_model(spec, task, data, samples)
@@ -99,13 +122,15 @@ def validate_task(spec: TrainSpec) -> ValidatedRun:
 def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> ValidatedRun:
     degrees = spec.parallel.resolve_dims(spec.workers)
     share = (0, degrees.data)
-    loader = Loader(  # starts no worker process before it is read, but checks whether it could
-        data.train, batch_size=spec.batch_size, share=share, seed=spec.seed, spec=spec.loader, collate=data.collate
-    )
+    # Starts no worker process before it is read, but checks whether it could.
+    options: dict[str, Any] = {"share": share, "seed": spec.seed, "spec": spec.loader}
+    is_even = needs_even_batches(spec, degrees)
+    loader = make_loader(data, "train", batch_size=spec.batch_size, is_even=is_even, **options)
     try:
         batch, steps_per_epoch = load_first_batch(data, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
+    task.setup(RunFacts(spec, steps_per_epoch))
     _require_inputs(task, spec, batch)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
@@ -114,8 +139,10 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     _require_reachable_end(spec, data)
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
-    evaluated = tuple(measured) if data.validation is not None else ()
-    return ValidatedRun(make_factory(spec), signature, known, num_parameters, steps_per_epoch, evaluated)
+    evaluated, fitted = tuple(measured) if data.validation is not None else (), dict(task.fit_args())
+    factory = make_factory(spec.update({"args": {**spec.args, **fitted}}) if fitted else spec)
+    facts = (num_parameters, steps_per_epoch, evaluated, spec.batch_size, data.get_settings("train").batch_size)
+    return ValidatedRun(factory, signature, known, *facts, fitted)
 
 
 def _check_model(spec: TrainSpec, task: Task, batch: Any) -> ModelFacts:
@@ -126,7 +153,8 @@ def _check_model(spec: TrainSpec, task: Task, batch: Any) -> ModelFacts:
         pass
     else:
         load_initial_weights(model, spec.init or task.initial_weights())
-        return _check_built_model(spec, task, model, batch)
+        with explain_shapes(task, model, batch):
+            return _check_built_model(spec, task, model, batch)
     try:
         with use_fake_tensors() as mode:  # weights to begin with are read and checked by the workers
             return _check_built_model(spec, task, _build_model(task, spec), mode.from_batch(batch))
@@ -241,13 +269,14 @@ def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
 def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
     """What an evaluation will measure, by name. Raises ConfigError for what is no scalar."""
     with eval_mode(model), torch.no_grad():
-        outputs = model(*task.inputs(batch))
-        metrics: object = task.metrics(outputs, batch)
+        outputs = None if task.eval_step is not None else model(*task.inputs(batch))
+        metrics: object = task.eval_step(model, batch) if task.eval_step else task.metrics(outputs, batch)
         if not isinstance(metrics, Mapping):
             problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
             raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
-        loss: dict[str, object] = {"loss": task.loss(outputs, batch)} if task.has_loss else {}
+        loss: dict[str, object] = {"loss": task.loss(outputs, batch)} if task.has_loss and not task.eval_step else {}
         measured = {**loss, **metrics}
+        later = task.finish_evaluation()
     if "loss" in metrics:
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
@@ -262,7 +291,7 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
             problem = f"{type(task).__name__}.{called} gave {kind}"
             remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
             raise ConfigError("task", spec.task, problem, remedy)
-    return [*measured, *task.stateful_metrics()]
+    return [*measured, *task.stateful_metrics(), *later]
 
 
 def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -> None:

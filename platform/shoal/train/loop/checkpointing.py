@@ -6,6 +6,7 @@ Trainer, on every rank at the same step. `shoal.checkpoint` writes the files.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,8 +38,9 @@ class TrainProgress:
     training_s:   of training alone
     evaluated:    the step of the last evaluation, whose results are `metrics`
     policy:       the state of the StopPolicy
-    reports:      the last ones, as (step, values): a dying cluster may lose them before they are recorded, while the
-                  checkpoint survives; so a resumed run repeats them
+    callbacks:    those of the callbacks, in order
+    reports:      the last ones, as (step, values, Unix time): a dying cluster may lose them before they are recorded,
+                  while the checkpoint survives; so a resumed run repeats them
     """
 
     step: int = 0
@@ -47,12 +49,13 @@ class TrainProgress:
     evaluated: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
-    reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[tuple[Any, ...]] = field(default_factory=list)
 
     def report(self, step: int, values: dict[str, float], journal: EventLog) -> None:
         """Log `values`, and remember them for a resume."""
         journal.log(step, values)
-        self.reports = [*self.reports[1 - NUM_REPORTS :], (step, values)]
+        self.reports = [*self.reports[1 - NUM_REPORTS :], (step, values, time.time())]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.data import Data, Loader
 from shoal.data.dataset import is_stream
-from shoal.data.loader import load_first_batch
+from shoal.data.loader import load_first_batch, make_loader
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelDims, World
 from shoal.parallel.build import parallelize
@@ -36,7 +36,6 @@ from shoal.train.optim.lr_schedule import (
     compute_learning_rate,
     compute_momentum,
     compute_schedule_position,
-    epochs_to_steps,
     is_schedule_active,
     needs_total_steps,
     resolve_total_steps,
@@ -49,6 +48,7 @@ from shoal.train.optim.optimizers import (
     set_learning_rate,
 )
 from shoal.train.optim.selective_backprop import SelectiveBackprop
+from shoal.train.run_facts import RunFacts, adopt_batch_size, epochs_to_steps, needs_even_batches
 from shoal.train.spec import TrainSpec
 from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task, build_model, load_data
@@ -294,12 +294,19 @@ def build_components(
     """
     ranks_per_host = world.count_ranks_per_host() if spec.parallel.replicate == "hosts" else None
     degrees = spec.parallel.resolve_dims(world.size, ranks_per_host)
-    spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     data = load_data(task, spec.task)
+    spec = adopt_batch_size(spec, data)
+    spec.parallel.compute_micro_batch_size(spec.batch_size, degrees)
     _require_data_fits(spec, data, world)
     share = (degrees.coordinates(world.rank).data, degrees.data)
-    training = _make_loader(spec, data, world, replica or share, is_training=True)
-    validation = _make_loader(spec, data, world, share, is_training=False) if data.validation is not None else None
+    is_even = needs_even_batches(spec, degrees)
+    options: dict[str, Any] = {"seed": spec.seed, "spec": spec.loader, "device": world.device}
+    size, evaluated = spec.batch_size, spec.evaluate.batch_size or data.get_settings("validation").batch_size
+    training = make_loader(data, "train", batch_size=size, is_even=is_even, share=replica or share, **options)
+    validation = None
+    if data.validation is not None:
+        validation = make_loader(data, "validation", batch_size=evaluated or size, share=share, **options)
+    task.setup(RunFacts(spec, training.num_batches, *(replica or (world.rank, world.size))))
     seed_everything(spec.seed)
     network, deferred, eager_reason = _build_network(spec, task, degrees)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
@@ -317,7 +324,8 @@ def build_components(
     resolve_total_steps(spec, steps_per_epoch)
     chosen = spec.selective_backprop
     is_counted = degrees.coordinates(world.rank).tensor == 0
-    stateful = MetricSet(task.stateful_metrics(), task.update_metric, world, counts=is_counted)
+    metrics, finish = task.stateful_metrics(), task.finish_evaluation
+    stateful = MetricSet(metrics, task.update_metric, world, is_counted, finish)
     parts = TrainComponents(
         spec,
         task,
@@ -355,20 +363,6 @@ def _build_network(spec: TrainSpec, task: Task, degrees: ParallelDims) -> tuple[
     network = build_model(task, spec.task)
     load_initial_weights(network, spec.init or task.initial_weights())
     return network, None, reason
-
-
-def _make_loader(spec: TrainSpec, data: Data, world: World, share: tuple[int, int], *, is_training: bool) -> Loader:
-    return Loader(
-        data.train if is_training else data.validation,
-        batch_size=spec.batch_size if is_training else spec.evaluate.batch_size or spec.batch_size,
-        share=share,
-        seed=spec.seed,
-        spec=spec.loader,
-        device=world.device,
-        collate=data.collate,
-        shuffle=None if is_training else False,
-        drop_last=is_training,
-    )
 
 
 def set_threads(spec: TrainSpec, cores: int) -> None:

@@ -32,7 +32,7 @@ def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = 
         if sums and measured.keys() != sums.keys():
             raise _make_uneven_metrics_error(sorted(measured.keys() ^ sums.keys()))
         sums = {name: measured[name] + sums.get(name, 0.0) for name in sums or measured}
-    further = {} if stateful is None else stateful.compute()
+    further = {} if stateful is None else {**stateful.compute(), **stateful.finish()}
     names = sorted(sums)
     if not names:
         return further

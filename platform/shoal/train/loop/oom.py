@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.batch_tree import count_samples, slice_samples
-from shoal.errors import OutOfMemory, RankLost, summarize_error
+from shoal.errors import OutOfMemory, RankLost, ShoalError, summarize_error
+from shoal.train.shape_errors import explain_mismatch
 
 if TYPE_CHECKING:
     from shoal.parallel import World
@@ -27,7 +28,10 @@ _PEER = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken
 
 
 def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step: int) -> BaseException:
-    """OutOfMemory with a size that fits, or the error itself. `step`: the number of finished steps."""
+    """OutOfMemory with a size that fits; a ConfigError with the layer that its input does not fit; or the error itself.
+
+    step: the number of finished steps
+    """
     if is_out_of_memory(error):
         accumulate = parts.spec.parallel.accumulate
         size = count_samples(batch) // accumulate
@@ -42,6 +46,10 @@ def explain_error(error: BaseException, parts: TrainComponents, batch: Any, step
 
             fitting = find_largest_fitting(attempt, size)
         return make_out_of_memory_error(error, step + 1, size, fitting)
+    if (
+        parts.degrees.workers == 1 and not isinstance(error, ShoalError) and isinstance(error, RuntimeError)
+    ):  # others would wait in a collective
+        return explain_mismatch(parts.task, parts.model.modules[0], batch, error) or error
     return error
 
 

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from shoal.errors import ConfigError
 from shoal.runs.formatting import format_duration, format_number
-from shoal.runs.run_reader import is_higher_better
-from shoal.train.spec import ConvergenceSpec, Direction, StopSpec
+from shoal.train.spec import ConvergenceSpec, StopSpec
 
 Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "callback", "interrupted"]
 
@@ -132,7 +131,7 @@ class StopPolicy:
         spec = self._spec.convergence or self._spec.target
         if spec is None:
             return None
-        return [spec.metric, "max" if _is_more_better(spec.metric, spec.direction) else "min"]
+        return [spec.metric, "max" if spec.is_higher_better else "min"]
 
     def _check_limits(self, step: int, epoch: float) -> StopDecision | None:
         spec = self._spec
@@ -170,7 +169,7 @@ class StopPolicy:
         value = _get_metric(metrics, spec.metric, f"stop.{field}.metric")
         if step != self._evaluated_step:  # the same network again, as after a resume, counts once
             self._evaluated_step = step
-            sign = 1.0 if _is_more_better(spec.metric, spec.direction) else -1.0
+            sign = 1.0 if spec.is_higher_better else -1.0
             least = spec.min_improvement if isinstance(spec, ConvergenceSpec) else 0.0
             is_better = self._best is None or sign * (value - self._best[1]) > least
             if not math.isnan(value) and is_better:
@@ -192,10 +191,6 @@ class StopPolicy:
 
     def _make_decision(self, reason: Reason, detail: str, step: int) -> StopDecision:
         return StopDecision(reason, detail, step, step if self._best is None else self._best[0])
-
-
-def _is_more_better(metric: str, direction: Direction) -> bool:
-    return is_higher_better(metric) if direction == "auto" else direction == "max"
 
 
 def _get_metric(metrics: Mapping[str, float], metric: str, field: str) -> float:

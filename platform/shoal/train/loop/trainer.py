@@ -134,9 +134,10 @@ class Trainer:
         if restored is not None:
             self._progress = restored.progress
             self._policy.load_state_dict(restored.progress.policy)
+            self._callbacks.load_state_dict(restored.progress.callbacks)
             self._event_log.record_event("restored", step=restored.progress.step, damaged=restored.damaged)
-            for step, values in restored.progress.reports:
-                self._event_log.log(step, values)
+            for step, values, *at in restored.progress.reports:  # one of an older Shoal has no time
+                self._event_log.log(step, values, *at)
         elif self.spec.resume:
             self._event_log.record_event(NO_CHECKPOINT)
         step = self.sync.begin(self._progress.step)
@@ -366,7 +367,7 @@ class Trainer:
         with self._meter.pause():
             self.sync.collect_state()
             self._progress.training_s = self._meter.training_s
-            self._progress.policy = self._policy.state_dict()
+            self._progress.policy, self._progress.callbacks = self._policy.state_dict(), self._callbacks.state_dict()
             self._checkpoints.save(self._progress, best=best, must=must)
 
     # -- after ----------------------------------------------------------------------------------------------------

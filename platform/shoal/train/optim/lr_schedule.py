@@ -12,13 +12,13 @@ import math
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
+from shoal.train.run_facts import epochs_to_steps
 from shoal.train.spec import ScheduleSpec, TrainSpec
 
 ONE_CYCLE_START = 1 / 25
 ONE_CYCLE_END = 1e-4
 ONE_CYCLE_WARMUP = 0.3  # of the run, if the spec gives none: a cycle needs a rise
 MOMENTUM_LOW, MOMENTUM_HIGH = 0.85, 0.95
-_ROUNDING = 1e-9  # 0.07 epochs of 100 steps are 7 steps, not 7.000000000000001
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,6 @@ def compute_schedule_position(
     if stop.steps is not None and stop.steps - step < total - epoch_steps:
         return SchedulePosition(step, stop.steps)
     return SchedulePosition(epoch_steps, total)
-
-
-def epochs_to_steps(epochs: float, steps_per_epoch: int) -> int:
-    """The smallest number of steps that completes `epochs` epochs."""
-    return max(math.ceil(epochs * steps_per_epoch - _ROUNDING), 1)
 
 
 def _require_total_steps(spec: ScheduleSpec, total_steps: int | None) -> int:

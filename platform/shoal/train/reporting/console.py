@@ -11,14 +11,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from shoal.runs.event_messages import format_warning
+from shoal.runs.formatting import format_metrics
 from shoal.train.reporting.event_log import EventLog
 
 INTERVAL_S = 2.0
-
-
-def format_metrics(values: Mapping[str, float]) -> str:
-    """Metrics for the end of a line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 class ConsoleLog:
@@ -28,8 +24,10 @@ class ConsoleLog:
         self._event_log, self._say = journal, say
         self._printed_at_s = time.monotonic()
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._event_log.log(step, values)
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._event_log.log(step, values, at)
+        if at is not None:
+            return  # printed when it was measured
         is_evaluation = any(name.startswith("validation/") for name in values)
         if is_evaluation or time.monotonic() - self._printed_at_s >= INTERVAL_S:
             self._printed_at_s = time.monotonic()

@@ -19,8 +19,8 @@ from shoal.runs import RunRecorder
 class EventLog(Protocol):
     """Receives a run's metrics and events. Every method but `flush` returns at once."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of one step."""
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        """Log metrics of one step. at: when they were measured, if not now; Unix time in seconds."""
         ...
 
     def record_event(self, kind: str, /, **details: object) -> None:
@@ -42,7 +42,7 @@ class EventLog(Protocol):
 class NullLog:
     """The event log of ranks that write nothing."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         """Nothing."""
 
     def record_event(self, kind: str, /, **details: object) -> None:
@@ -64,9 +64,9 @@ class RecordLog:
     def __init__(self, recorder: RunRecorder, on_begin: Callable[[], None] | None = None) -> None:
         self._recorder, self._on_begin = recorder, on_begin
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         with suppress(RecordUnwritable):  # the queue is full: these values are lost, and training goes on
-            self._recorder.log(step, values)
+            self._recorder.log(step, values, at=at)
 
     def record_event(self, kind: str, /, **details: object) -> None:
         """Remove an earlier attempt's metrics of steps that this attempt will repeat."""

@@ -17,6 +17,8 @@ class TrainResult:
     seconds:  of training and evaluation, over all attempts
     metrics:  of the retained network, from its evaluation (its loss under "loss"); {} without one
     weights:  the safetensors file of that network, or the index of several; None when the run was interrupted
+    model:    the reference of the registered version, as `line@3`; "" without one
+    decision: which version is the champion since then, and why
     """
 
     run_id: str
@@ -27,6 +29,13 @@ class TrainResult:
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
     weights: Path | None = None
+    model: str = ""
+    decision: str = ""
+
+    @property
+    def registration(self) -> str:
+        """What was registered, in a line; "" for nothing."""
+        return f"registered {self.model}{'; ' * bool(self.decision)}{self.decision}" if self.model else ""
 
     @property
     def is_interrupted(self) -> bool:

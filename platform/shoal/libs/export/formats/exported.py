@@ -50,6 +50,8 @@ class ExportedTemplate:
             {spec.name: options.get_batch_dim(spec.name) for spec in side}
             for side in (signature.inputs, signature.outputs)
         )
+        if self._setting.has_preprocess:  # what it gives has rows in dimension 0
+            inputs = {each.name: 0 for each in _read_arguments(program)[0] if each.name is not None}
         return LimitedForward(forward, _read_limits(program, inputs), inputs | outputs)
 
 

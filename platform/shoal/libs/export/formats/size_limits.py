@@ -111,7 +111,7 @@ class LimitedForward:
             parts.append(self._select_rows(self._forward(padded), np.arange(len(rows))))
         joined = {}
         for name, first in parts[0].items():
-            dimension = self._batch_dims.get(name)
+            dimension = self._batch_dims.get(name, 0)
             joined[name] = first if dimension is None else np.concatenate([part[name] for part in parts], dimension)
         return joined
 
@@ -119,11 +119,11 @@ class LimitedForward:
         return next(
             int(array.shape[dimension])
             for name, array in inputs.items()
-            if (dimension := self._batch_dims.get(name)) is not None
+            if (dimension := self._batch_dims.get(name, 0)) is not None
         )
 
     def _select_rows(self, arrays: Arrays, rows: np.ndarray) -> Arrays:
         return {
-            name: array if (dimension := self._batch_dims.get(name)) is None else array.take(rows, dimension)
+            name: array if (dimension := self._batch_dims.get(name, 0)) is None else array.take(rows, dimension)
             for name, array in arrays.items()
         }

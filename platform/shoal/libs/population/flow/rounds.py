@@ -23,8 +23,8 @@ from shoal import checkpoint
 from shoal.config import last_override
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.extend.cluster import expected_run_id
-from shoal.extend.registry import Registry
-from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status
+from shoal.extend.registry import Criterion, Registry
+from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status, format_number
 from shoal.extend.train import ConsoleLog, EventLog
 from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
@@ -93,14 +93,14 @@ class RoundLog(ConsoleLog):
         super().__init__(log, print_line)
         self._scores = scores
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._event_log.log(step, values)
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._event_log.log(step, values, at)
 
     def record_event(self, kind: str, /, **details: Any) -> None:
         super().record_event(kind, **details)
         if kind == "round":
             finite = [score for score in details["scores"] if score is not None]
-            scores = f"{min(finite):.4g} to {max(finite):.4g}" if finite else "none finite"
+            scores = f"{format_number(min(finite))} to {format_number(max(finite))}" if finite else "none finite"
             self._say(f"round {details['round']:3} | step {details['step']:,} | {self._scores} {scores}")
 
 
@@ -301,8 +301,10 @@ class PopulationRun(ABC, Generic[SpecT]):
 
     def register(self, recorder: RunRecorder, name: str, snapshot: WeightSnapshot, **entry: Any) -> None:
         """Register weights as the next version of `name`, and record that. entry: further arguments of the registry."""
-        version = Registry().register(name, snapshot, run_id=recorder.id, aliases=self.spec.aliases, **entry)
-        recorder.record_model(version.name, version.version, version.aliases)
+        spec = self.spec
+        entry |= {"aliases": spec.aliases, "criterion": Criterion(spec.metric, spec.is_higher_better)}
+        version = Registry().register(name, snapshot, run_id=recorder.id, **entry)
+        recorder.record_model(version.name, version.version, version.aliases, version.decision)
 
     def record_end(self, members: str, metrics: Mapping[str, float]) -> str:
         """Record how the run ended, and return it in words. members: what they are called."""

@@ -24,14 +24,13 @@ from shoal.errors import ConfigError
 from shoal.extend.cluster import is_connected, job_main
 from shoal.extend.parallel import ParallelSpec, SingleProcessModel, World, choose_device, get_value
 from shoal.extend.registry import ModelFactory
-from shoal.extend.runs import RunRecorder
+from shoal.extend.runs import RunRecorder, format_metrics
 from shoal.extend.train import (
     RecordLog,
     Task,
     TrainSpec,
     ValidatedRun,
     evaluate,
-    format_metrics,
     load_data,
     make_factory,
     make_model_name,

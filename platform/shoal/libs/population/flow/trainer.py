@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.extend.data import Data, Loader
+from shoal.extend.data import Data, Loader, make_loader
 from shoal.extend.train import BatchStream, EventLog, Task, build_model
 from shoal.libs.population.evolution import ShrinkAndPerturb
 from shoal.libs.population.flow.build import Values, build_network, build_population, make_member_tasks
@@ -67,7 +67,7 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
         }
         self._num_parameters = max(sum(each.numel() for each in one.parameters()) for one in templates.values())
         self._loaders = [
-            Loader(data.train, batch_size=spec.batch_size, seed=spec.seed + index, device=device, collate=data.collate)
+            make_loader(data, "train", batch_size=spec.batch_size, is_even=True, seed=spec.seed + index, device=device)
             for index in range(spec.members if spec.order == "own" else 1)
         ]
         self._streams = [BatchStream(loader) for loader in self._loaders]
@@ -150,14 +150,7 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
 
     def make_validation_loader(self) -> Loader:
         """Every validation sample once, in order."""
-        return Loader(
-            self.data.validation,
-            batch_size=self.spec.evaluation_batch_size,
-            device=self.device,
-            collate=self.data.collate,
-            shuffle=False,
-            drop_last=False,
-        )
+        return make_loader(self.data, "validation", batch_size=self.spec.evaluation_batch_size, device=self.device)
 
     def close(self) -> None:
         """End the loaders and the threads. Idempotent."""

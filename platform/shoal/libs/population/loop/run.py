@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from shoal.extend.cluster import job_main
-from shoal.extend.flows import describe_policy_model, inspect_environment
-from shoal.extend.runs import RunRecorder
+from shoal.extend.flows import describe_experience, describe_policy_model, inspect_environment
+from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import RecordLog
 from shoal.libs.population.evolution import ShrinkAndPerturb, build_evolution
 from shoal.libs.population.flow.rounds import (
@@ -161,7 +161,9 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
                 model=factory,
                 signature=signature,
                 metrics=metrics,
+                data={"environment": spec.env},
                 lineage=self.trace_best(),
+                files=describe_experience(self._experience),
             )
         detail = self.record_end("learners", metrics)
-        print_line(f"run {recorder.id}: {detail}; {spec.metric} {best['score']:.4g}")
+        print_line(f"run {recorder.id}: {detail}; {spec.metric} {format_number(best['score'])}")

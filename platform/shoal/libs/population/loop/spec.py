@@ -50,7 +50,7 @@ class RLPopulationSpec(RLSpec):
     seed: int = Field(default=0, ge=0, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1)
     model_name: str = "policy"
-    aliases: AliasNames = ("champion",)
+    aliases: AliasNames | None = None
     resume: str = ""
 
     @field_validator("space", mode="before")

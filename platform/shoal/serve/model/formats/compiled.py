@@ -7,6 +7,7 @@ none is ever written to, and no lock is needed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,8 @@ class CompiledModule:
         target = _Predict(module) if by_name else module
         prefix = "module." if by_name else ""
         self._variable = [[i for i, size in enumerate(spec.shape) if size == -1] for spec in setting.signature.inputs]
+        if setting.has_preprocess:  # the module's inputs are the hook's, of which the rows alone are known
+            self._variable = [[0]] * len(inspect.signature(module.forward).parameters)
         self._names = {name: f"{prefix}{name}" for name in module.state_dict()}
 
         def call(state: Mapping[str, Tensor], args: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:

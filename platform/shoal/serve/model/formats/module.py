@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -47,7 +48,8 @@ class ModuleTemplate:
     """The template of a module. Raises ConfigError when the factory does not return a module.
 
     A module with a method `predict` is called by it, with the inputs by name, and returns a dict of tensors. Any other
-    is called as `forward(*inputs)` in the signature's order and returns a tensor, a tuple or a dict.
+    is called as `forward(*inputs)` in the signature's order, or with what a preprocessing hook gave by the names of its
+    parameters where they have these names. It returns a tensor, a tuple or a dict.
     """
 
     def __init__(self, setting: TemplateConfig) -> None:
@@ -58,6 +60,7 @@ class ModuleTemplate:
         self._unbounded = {name for name, tensor in module.state_dict().items() if _count_not_finite(tensor)}
         self._has_int8 = any(isinstance(layer, Int8Linear) for layer in module.modules())  # registered so
         self._by_name = callable(getattr(module, "predict", None))
+        self._names = frozenset(inspect.signature(module.forward).parameters)
         self._precision = self._prepare(module)
         self._bind = self._select_binding(module)
 
@@ -92,7 +95,7 @@ class ModuleTemplate:
             get_callable = lambda slot: compiled.bind(slot.state_dict())  # noqa: E731
         if options.cuda_graphs:
             for spec in self._setting.signature.inputs:
-                if -1 in spec.shape[1:]:
+                if -1 in spec.shape[1:] and not self._setting.has_preprocess:
                     problem = f"needs a graph for each size of {spec.name!r}, which is {spec.datatype} {spec.shape}"
                     raise ConfigError(
                         "cuda_graphs", True, problem, "leave it out, or let only the batch be of any size"
@@ -119,7 +122,7 @@ class ModuleTemplate:
         # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
         state = self._precision.convert({name: tensors[name] for name in self._expected})
         state = {name: tensor.to(self._setting.device) for name, tensor in state.items()}
-        return make_torch_forward(self._bind(state), self._setting, by_name=self._by_name)
+        return make_torch_forward(self._bind(state), self._setting, by_name=self._by_name, names=self._names)
 
     def _bind_rebuilt(self, state: State) -> Callable[..., Any]:
         module = self._build_module()

@@ -35,8 +35,18 @@ MIN_SPEEDUP = 1.2  # the required speed-up, so that noise does not decide
 _NUM_TIMINGS = 7
 
 
-def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_name: bool = False) -> Forward:
-    """Wrap `call`, a function of tensors (by name or in order), as a forward of arrays."""
+def make_torch_forward(
+    call: Callable[..., Any],
+    setting: TemplateConfig,
+    *,
+    by_name: bool = False,
+    names: frozenset[str] = frozenset(),
+) -> Forward:
+    """Wrap `call`, a function of tensors (by name or in order), as a forward of arrays.
+
+    names: its parameters, by which it gets what a preprocessing hook gave, where all of that has these names
+    """
+    parameters = names if setting.has_preprocess else frozenset()
     device = torch.device(setting.device)
     bf16_inputs, outputs = setting.bf16_inputs, setting.outputs
     as_they_are = device.type == "cpu" and not bf16_inputs
@@ -54,7 +64,8 @@ def make_torch_forward(call: Callable[..., Any], setting: TemplateConfig, *, by_
 
     def run(names: Iterable[str], tensors: list[Any]) -> dict[str, Any]:
         nonlocal writes
-        result = call(**dict(zip(names, tensors, strict=True))) if by_name else call(*tensors)
+        is_named = by_name or (parameters and parameters.issuperset(names))
+        result = call(**dict(zip(names, tensors, strict=True))) if is_named else call(*tensors)
         if not writes:
             for each in tensors:
                 writes = writes or (isinstance(each, Tensor) and each._version > 0)

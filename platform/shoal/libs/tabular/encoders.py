@@ -1,0 +1,279 @@
+"""Encoders of a table's columns: fitted to training rows, JSON in a record, arrays in and out of a network.
+
+    a number    its place among the training rows' numbers, as a normal score; and whether it is a gap, where gaps were
+    a date      seconds as a number, and the parts that vary as points on circles: hour, weekday, day of the year
+    two dates   the seconds between them, as a number
+    a truth     -1 or 1; 0 and a flag for a gap
+    a word      the index of the word: 0 a gap, 1 any other word, then the vocabulary
+
+Called by `table` and by hooks at an endpoint, where only NumPy is needed. Legend: B rows, N numbers, W words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from shoal.errors import ConfigError, DataError
+from shoal.extend import Spec
+from shoal.extend.registry import Signature, TensorSignature
+
+NUM_KNOTS = 65
+LARGE, MIN_COUNT, MAX_VOCABULARY = (
+    64,
+    3,
+    1000,
+)  # a column of more words is large: words of fewer rows, or beyond, are others
+DAY_S, YEAR_S = 86_400.0, 365.2425 * 86_400.0
+Period = Literal["hour", "weekday", "season"]
+PERIODS_S: dict[Period, float] = {"hour": DAY_S, "weekday": 7 * DAY_S, "season": YEAR_S}
+MAX_DIFFERENCES = 6
+EPSILON_S = 1e-6
+
+
+class Scale(Spec):
+    """A monotone map of numbers to normal scores: `scores` at `knots`, linear between them, constant outside."""
+
+    knots: list[float]
+    scores: list[float]
+
+    @classmethod
+    def fit(cls, values: np.ndarray) -> Scale:
+        there = np.sort(values[~np.isnan(values)])
+        if not len(there):
+            return cls(knots=[0.0], scores=[0.0])
+        knots = np.unique(np.quantile(there, np.linspace(0, 1, NUM_KNOTS), method="nearest"))
+        below, upto = np.searchsorted(there, knots), np.searchsorted(there, knots, "right")
+        shares = (below + upto) / (2 * len(there))  # within (0, 1)
+        return cls(knots=knots.tolist(), scores=[round(NormalDist().inv_cdf(each), 4) for each in shares.tolist()])
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """A gap becomes 0, the median's score."""
+        scores: np.ndarray = np.interp(np.nan_to_num(values, nan=0.0), self.knots, self.scores)
+        return np.where(np.isnan(values), 0.0, scores)
+
+
+class ColumnEncoder(Spec):
+    """A column, as it is encoded.
+
+    has_gaps:  whether training rows have gaps, which the network then sees as such
+    vocabulary: words, the most frequent first
+    has_other: whether words outside of it are admitted
+    periods:   of a date, those of its parts that vary
+    """
+
+    name: str
+    kind: Literal["number", "word", "date", "truth"]
+    has_gaps: bool = False
+    scale: Scale | None = None
+    vocabulary: list[str] = Field(default_factory=list)
+    has_other: bool = False
+    periods: list[Period] = Field(default_factory=list)
+
+    @classmethod
+    def fit(cls, name: str, kind: str, values: np.ndarray, *, admits_unknown: bool = False) -> ColumnEncoder:
+        """values: [rows of training]"""
+        if kind == "word":
+            vocabulary, has_rare = _choose_vocabulary(values)
+            gaps = bool((values == np.array(None)).any())
+            return cls(
+                name=name, kind="word", has_gaps=gaps, vocabulary=vocabulary, has_other=has_rare or admits_unknown
+            )
+        gaps = bool(np.isnan(values).any())
+        if kind == "truth":
+            return cls(name=name, kind="truth", has_gaps=gaps)
+        if kind == "number":
+            return cls(name=name, kind="number", has_gaps=gaps, scale=Scale.fit(values))
+        return cls(name=name, kind="date", has_gaps=gaps, scale=Scale.fit(values), periods=_find_periods(values))
+
+    def count_numbers(self) -> int:
+        return 0 if self.kind == "word" else 1 + self.has_gaps + 2 * len(self.periods)
+
+    def encode_numbers(self, values: np.ndarray) -> list[np.ndarray]:
+        """values [B] ► as many arrays [B] as `count_numbers` says."""
+        is_gap = np.isnan(values)
+        main = self.scale.apply(values) if self.scale else np.where(is_gap, 0.0, 2.0 * np.nan_to_num(values) - 1.0)
+        encoded = [main]
+        if self.has_gaps:
+            encoded.append(is_gap.astype(np.float64))
+        for period in self.periods:
+            angle = 2 * np.pi * np.nan_to_num(values) / PERIODS_S[period]
+            encoded += [np.where(is_gap, 0.0, np.sin(angle)), np.where(is_gap, 0.0, np.cos(angle))]
+        return encoded
+
+    def encode_categories(self, values: np.ndarray, *, is_strict: bool) -> np.ndarray:
+        """Raises ConfigError for an unknown word, if `is_strict`, where the column admits none."""
+        index = {word: at for at, word in enumerate(self.vocabulary, 2)}
+        found = [0 if word is None else index.get(word, 1) for word in values.tolist()]
+        encoded = np.array(found, np.int64)
+        if is_strict and not self.has_other and (encoded == 1).any():
+            word = values[int((encoded == 1).argmax())]
+            shown = ", ".join(self.vocabulary[:10]) + (", ..." if len(self.vocabulary) > 10 else "")
+            raise ConfigError(self.name, word, "is a word that no training row had", f"there is {shown}")
+        return encoded
+
+
+class Target(Spec):
+    """What is predicted: one of `classes`, or a number, which the network gives in units of `std` from `mean`."""
+
+    name: str
+    classes: list[str] = Field(default_factory=list)
+    mean: float = 0.0
+    std: float = 1.0
+
+    @property
+    def num_outputs(self) -> int:
+        return max(1, len(self.classes))
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        """int64 [B] of classes, or float32 [B]."""
+        if not self.classes:
+            return ((values - self.mean) / self.std).astype(np.float32)
+        index = {name: at for at, name in enumerate(self.classes)}
+        if unknown := [each for each in values.tolist() if each not in index]:
+            remedy = f"the classes are those of the run's beginning: {', '.join(self.classes)}"
+            raise DataError(self.name, unknown[0], "is no class of this model", remedy)
+        return np.array([index[each] for each in values.tolist()], np.int64)
+
+
+class Encoders(Spec):
+    """Everything between a row as it is and a network, and back.
+
+    num_rows:    of the table when they were fitted: a resumed run reads these, even if the file has grown
+    differences: pairs of dates, and the scale of the seconds from the first to the second
+    left_out:    columns that are no inputs, each with the reason
+    transformer: of scikit-learn, in place of the columns' own encoders: base64 of its pickle
+    """
+
+    num_rows: int
+    target: Target
+    columns: list[ColumnEncoder]
+    differences: list[tuple[str, str, Scale]] = Field(default_factory=list)
+    left_out: list[str] = Field(default_factory=list)
+    transformer: str = ""
+    transformer_width: int = 0
+    sklearn: str = ""
+
+    @classmethod
+    def fit(
+        cls, num_rows: int, target: Target, columns: list[ColumnEncoder], values: Mapping[str, np.ndarray]
+    ) -> Encoders:
+        """values: of the training rows, by column"""
+        dates = [each.name for each in columns if each.kind == "date"]
+        pairs = list(combinations(dates, 2))[:MAX_DIFFERENCES]
+        differences = [(first, second, Scale.fit(values[second] - values[first])) for first, second in pairs]
+        return cls(num_rows=num_rows, target=target, columns=columns, differences=differences)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each column that is an input."""
+        return {each.name: each.kind for each in self.columns}
+
+    @property
+    def num_numbers(self) -> int:
+        """N; at least 1: without any there is a column of zeros."""
+        own = sum(each.count_numbers() for each in self.columns) + len(self.differences)
+        return self.transformer_width or max(1, own)
+
+    @property
+    def category_sizes(self) -> list[int]:
+        """The number of indices of each column of words; none with a transformer."""
+        return [] if self.transformer else [len(each.vocabulary) + 2 for each in self.columns if each.kind == "word"]
+
+    @property
+    def num_outputs(self) -> int:
+        """Of a network: the number of classes, or 1."""
+        return self.target.num_outputs
+
+    def encode(self, values: Mapping[str, np.ndarray], *, is_strict: bool = True) -> dict[str, np.ndarray]:
+        """Columns [B] by name ► `numbers` float32 [B, N], and `categories` int64 [B, W] where there are any.
+
+        is_strict: raise for an unknown word; otherwise it counts as another word
+
+        Raises ConfigError, which names the column.
+        """
+        if self.transformer:
+            from shoal.libs.tabular.transformer import apply_transformer
+
+            return {"numbers": apply_transformer(self.transformer, self.sklearn, self.kinds, values)}
+        numbers, categories = [], []
+        for column in self.columns:
+            if column.kind == "word":
+                categories.append(column.encode_categories(values[column.name], is_strict=is_strict))
+            else:
+                numbers += column.encode_numbers(values[column.name])
+        numbers += [scale.apply(values[second] - values[first]) for first, second, scale in self.differences]
+        num = len(next(iter(values.values())))
+        encoded = {"numbers": np.stack(numbers or [np.zeros(num)], 1).astype(np.float32)}
+        return encoded | ({"categories": np.stack(categories, 1)} if categories else {})
+
+    # -- an endpoint's side ---------------------------------------------------------------------------------------
+
+    def signature(self) -> Signature:
+        """Each column is an input, as it is in the table."""
+        inputs = [
+            TensorSignature(
+                name=each.name, datatype="BYTES" if each.kind == "word" else "FP64", shape=[-1], kind=each.kind
+            )
+            for each in self.columns
+        ]
+        classes, name = self.target.classes, self.target.name
+        if not classes:
+            return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="FP64", shape=[-1])])
+        probability = TensorSignature(name="probability", datatype="FP32", shape=[-1, len(classes)], columns=classes)
+        return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="BYTES", shape=[-1]), probability])
+
+    def decode_request(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Tensors of a request, by column ► values as `encode` takes them: a gap is NaN, or an empty string."""
+        return {each.name: _read_input(each, arrays[each.name]) for each in self.columns}
+
+    def decode_scores(self, scores: np.ndarray) -> dict[str, np.ndarray]:
+        """scores: [B, K, C] of K members, or [B, C] ► what `signature` promises."""
+        members = scores[:, None] if scores.ndim == 2 else scores
+        target = self.target
+        if not target.classes:
+            return {target.name: members[..., 0].mean(1, dtype=np.float64) * target.std + target.mean}
+        shifted = np.exp(members - members.max(-1, keepdims=True))
+        probability = (shifted / shifted.sum(-1, keepdims=True)).mean(1).astype(np.float32)
+        names = np.array(target.classes, object)
+        return {target.name: names[probability.argmax(1)], "probability": probability}
+
+
+def _read_input(column: ColumnEncoder, array: np.ndarray) -> np.ndarray:
+    values = array.reshape(len(array), -1)[:, 0]
+    if column.kind == "word":
+        texts = [each.decode() if isinstance(each, bytes) else each for each in values.tolist()]
+        return np.array([each or None for each in texts], object)
+    values = values.astype(np.float64)
+    is_wrong = np.isinf(values) if column.kind != "truth" else ~np.isin(values, (0.0, 1.0)) & ~np.isnan(values)
+    if is_wrong.any():
+        remedy = "give 0, 1 or a gap" if column.kind == "truth" else "give a finite number or a gap"
+        raise ConfigError(column.name, float(values[is_wrong.argmax()]), f"is no {column.kind}", remedy)
+    return values
+
+
+def _choose_vocabulary(values: np.ndarray) -> tuple[list[str], bool]:
+    """The vocabulary, the most frequent first, and whether there are words outside of it."""
+    found, counts = np.unique(values[values != np.array(None)].astype(str), return_counts=True)
+    is_large = len(found) > LARGE
+    order = np.lexsort((found, -counts))
+    chosen = [str(found[at]) for at in order if not is_large or counts[at] >= MIN_COUNT][:MAX_VOCABULARY]
+    return chosen, len(chosen) < len(found)
+
+
+def _find_periods(values: np.ndarray) -> list[Period]:
+    there = values[~np.isnan(values)]
+    if not len(there):
+        return []
+    span = float(np.ptp(there))
+    varies: dict[Period, Callable[[], bool]] = {
+        "hour": lambda: bool((np.abs(there % DAY_S - there[0] % DAY_S) > EPSILON_S).any()),
+        "weekday": lambda: span >= 2 * DAY_S and len(set((there // DAY_S % 7).tolist())) > 1,
+        "season": lambda: span >= 45 * DAY_S,
+    }
+    return [name for name, does in varies.items() if does()]

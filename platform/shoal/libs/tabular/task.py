@@ -1,0 +1,141 @@
+"""A Task for tables: its data, encoders, loss and hooks; a network of one's own may stand in the default one's place.
+
+    shoal run table data=customers.csv target=churned
+
+Called by the recipe `jobs/table.py`, and subclassed by users. Legend: B rows, K members of an ensemble, C outputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.extend.registry import Signature
+from shoal.extend.train import Callback, Task
+from shoal.libs.tabular.dataset import Table, table
+from shoal.libs.tabular.encoders import Encoders
+from shoal.libs.tabular.network import TableNetwork
+from shoal.libs.tabular.trees import TreesPeer
+
+_log = logging.getLogger(__name__)
+
+
+class TableTask(Task):
+    """Predicts a column of a table from the others. A request is a row as it is in the table.
+
+    data, target, columns, leave_out, validation, split, order_by, unknown: see `shoal.data.table`
+    network:  arguments of `TableNetwork`: width, depth, members, dropout, embedding
+    trees:    whether gradient-boosted trees of scikit-learn are fitted to the same rows, for comparison
+    encoders: as they were fitted when the run began; not to be given
+
+    A subclass may write `table` for data of its own, and `model` for a network of its own, whose arguments are numbers
+    [B, N] and categories [B, W], if there are any, and whose output is [B, C], or [B, K, C] of an ensemble.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: str = "",
+        target: str = "",
+        columns: Mapping[str, str] | None = None,
+        leave_out: Sequence[str] = (),
+        validation: str | float = 0.2,
+        split: int = 0,
+        order_by: str = "",
+        unknown: str = "error",
+        network: Mapping[str, Any] | None = None,
+        trees: bool = True,
+        encoders: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._source, self._network, self._trees, self._encoders = data, dict(network or {}), trees, encoders
+        self._setting = {
+            **{"target": target, "columns": columns, "leave_out": leave_out, "validation": validation},
+            **{"split": split, "order_by": order_by, "unknown": unknown},
+        }
+
+    def table(self, **fitted: Any) -> Table:
+        """The table. fitted: `encoders` of the run's beginning, to be passed on to `shoal.data.table`."""
+        for name, value in (("data", self._source), ("target", self._setting["target"])):
+            if not value:
+                example = "shoal run table data=customers.csv target=churned"
+                raise ConfigError(name, value, "is not said", f"as in {example}")
+        return table(self._source, **self._setting, **fitted)  # type: ignore[arg-type]
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        """Those of the run's beginning, or fitted to the data."""
+        return self._table.encoders if self._encoders is None else Encoders.parse(self._encoders)
+
+    @cached_property
+    def _table(self) -> Table:
+        return self.table(encoders=self._encoders)
+
+    def data(self) -> Table:
+        return self._table
+
+    def fit_args(self) -> Mapping[str, Any]:
+        if self._encoders is not None:
+            return {}
+        for note in self._table.notes:
+            _log.warning("%s", note)
+        return {"encoders": self.encoders.model_dump(mode="json", exclude_defaults=True)}
+
+    def model(self) -> nn.Module:
+        encoders = self.encoders
+        return TableNetwork(encoders.num_numbers, encoders.category_sizes, encoders.num_outputs, **self._network)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """The mean of the members' losses in training, and the loss of their mean in an evaluation."""
+        members = self._split_members(outputs)
+        answers = batch[-1]
+        if torch.is_grad_enabled():
+            answers = answers[:, None].expand(members.shape[:2])
+            if not self.encoders.target.classes:
+                return nn.functional.mse_loss(members[..., 0], answers)
+            return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
+        if not self.encoders.target.classes:
+            return nn.functional.mse_loss(members[..., 0].mean(1), answers)
+        return nn.functional.nll_loss(self._log_probabilities(members), answers)
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        members, answers, target = self._split_members(outputs), batch[-1], self.encoders.target
+        if target.classes:
+            is_right = self._log_probabilities(members).argmax(1) == answers
+            return {"accuracy": is_right.float().mean()}
+        errors = members[..., 0].mean(1) - answers
+        return {"r2": 1 - errors.square().mean() / self._variance, "mae": errors.abs().mean() * target.std}
+
+    @cached_property
+    def _variance(self) -> float:
+        """Of the validation rows' targets, in units of the training rows' deviation."""
+        return float(self._table.validation.tensors[-1].var(correction=0))  # type: ignore[union-attr]
+
+    @staticmethod
+    def _split_members(outputs: Tensor) -> Tensor:
+        return outputs[:, None] if outputs.ndim == 2 else outputs  # [B, K, C]
+
+    @staticmethod
+    def _log_probabilities(members: Tensor) -> Tensor:
+        summed: Tensor = members.log_softmax(-1).logsumexp(1)
+        return summed - float(np.log(members.shape[1]))
+
+    def callbacks(self) -> Sequence[Callback]:
+        return [TreesPeer(lambda: self._table)] if self._trees else []
+
+    # -- the endpoint: rows as they are ---------------------------------------------------------------------------
+
+    def signature(self) -> Signature:
+        return self.encoders.signature()
+
+    def preprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return self.encoders.encode(self.encoders.decode_request(arrays))
+
+    def postprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return self.encoders.decode_scores(next(iter(arrays.values())))

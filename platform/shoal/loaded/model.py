@@ -1,0 +1,189 @@
+"""A registered model as an object of this process: no endpoint, no Ray.
+
+    policy = shoal.load("grid@champion")
+    action = policy.act(observation)
+
+Called through `shoal.load`. Policies act in NumPy where their version says how; torch is imported at the first use of
+what needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from shoal.errors import ConfigError, RunError
+from shoal.loaded.policy import Policy, open_policy
+from shoal.plugins.find import find_extension
+from shoal.registry import ModelVersion, Registry, Signature
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal.client.payload import Inputs
+    from shoal.serve.model.predictor import LoadedModel
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def load(ref: str, *, device: Device = "cpu", seed: int | None = None) -> LocalModel:
+    """Open a registered model on this machine, without an endpoint and without Ray.
+
+    ref:    `name@champion`, `name@3`, `name` for the newest version, or the id of a run that registered it
+    device: of what torch computes; a policy in NumPy needs none
+    seed:   of sampled actions
+
+    Raises RegistryError for an unknown model, WeightsError for a damaged one, ConfigError for code that does not run.
+
+        policy = shoal.load("grid@champion")
+        observation, info = environment.reset()
+        while not done:
+            observation, reward, terminated, truncated, info = environment.step(policy.act(observation))
+    """
+    return LocalModel(_find_version(ref), device, seed)
+
+
+def _find_version(ref: str) -> ModelVersion:
+    import shoal.runs
+
+    registry = Registry()
+    if "@" not in ref and not registry.has(ref):
+        try:
+            run = shoal.runs.load(ref)
+        except RunError:
+            return registry.get(ref)  # which names similar models
+        if not (models := run.list_models()):
+            problem, remedy = "has registered no model", "name a model: `shoal models list`"
+            raise ConfigError("model", run.id, problem, remedy)
+        ref = f"{models[-1][0]}@{models[-1][1]}"
+    return registry.get(ref)
+
+
+class LocalModel:
+    """One version of a model. `act` and `reset` are of policies, `predict` of every model. Not for several threads."""
+
+    def __init__(self, version: ModelVersion, device: Device = "cpu", seed: int | None = None) -> None:
+        self._version, self._device, self._seed = version, device, seed
+
+    @property
+    def name(self) -> str:
+        return self._version.name
+
+    @property
+    def version(self) -> int:
+        return self._version.version
+
+    @property
+    def signature(self) -> Signature:
+        """The inputs and outputs of `predict`."""
+        return self._version.manifest.signature
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those with which the version was registered."""
+        return dict(self._version.manifest.metrics)
+
+    def __repr__(self) -> str:
+        return f"shoal.load({self._version.ref!r})"
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The network, in evaluation mode. Raises ConfigError for a version that is no module of PyTorch's."""
+        from shoal.weights.tensor_files import read_tensors
+
+        factory = self._version.manifest.model
+        if factory.format != "module":
+            raise ConfigError("model", self._version.ref, f"is a file of format {factory.format}", "use predict")
+        network: Any = factory.build()
+        network.load_state_dict(read_tensors(self._version.snapshot()))
+        module: nn.Module = network.eval()
+        return module
+
+    def predict(self, rows: Inputs) -> dict[str, np.ndarray]:
+        """The outputs by name, [rows, ...] each, with the registered preprocess and postprocess.
+
+        rows: arrays [rows, ...] by name, one array for a model with one input, or a frame with the model's columns
+
+        Raises ConfigError for inputs that do not fit, InferenceError for what the model or its preprocess refuses.
+        """
+        from shoal.client.payload import as_arrays
+
+        return self._opened.predict_batch([as_arrays(self._metadata, rows)])[0]
+
+    def act(
+        self,
+        observation: Any,
+        *,
+        deterministic: bool | None = None,
+        mask: Any = None,
+        stream: Hashable = 0,
+    ) -> Any:
+        """The action of a policy for what the game shows, in the form that the game takes.
+
+        observation:   of the game's own space; with one dimension more, as of a vector of games, a batch of them, whose
+                       actions are [B, *act]
+        deterministic: the best action, or a sampled one; None: as the version was registered
+        mask:          the allowed choices, [K] or [B, K]: `info["action_mask"]`; one in a Dict observation is found
+        stream:        whose observation it is, where several agents or games take turns, each with a state of its own
+
+        A recurrent policy keeps the state of each stream: call `reset` where an episode begins. Raises ConfigError for
+        a model that is no policy, an observation of another space, or a missing mask.
+        """
+        return self._policy.act(observation, deterministic, mask, stream)
+
+    def reset(self, stream: Hashable | None = None, rows: Sequence[bool] | np.ndarray | None = None) -> None:
+        """The next observation of this stream begins an episode; None: of all streams. rows: of a batch, bool [B]:
+        those that begin one."""
+        self._policy.reset(stream, rows)
+
+    def onnx(self, path: str | Path, **options: Any) -> Path:
+        """Write the model as one ONNX file, whose answers were compared with these; returns its path.
+
+        options: of `shoal.libs.export.export_model.ExportSpec`: `preprocess=""` leaves a hook out, `tolerance=1e-3`
+
+        Raises ConfigError for a model that ONNX cannot be.
+        """
+        try:
+            write = find_extension("onnx", "shoal.converters", {})
+        except ValueError as error:
+            raise ConfigError("onnx", str(path), str(error), "install the library export of Shoal") from None
+        write(self._version, Path(path), **options)
+        return Path(path)
+
+    @cached_property
+    def _policy(self) -> Policy:
+        return open_policy(self._version, lambda: self._opened, self._seed)
+
+    @cached_property
+    def _opened(self) -> LoadedModel:
+        return self.open()
+
+    def open(self, *, warm_up: bool = False) -> LoadedModel:
+        """Build it and load its weights, as an endpoint does. warm_up: it must answer an example, too. Raises
+        ConfigError, WeightsError."""
+        import torch
+
+        from shoal.serve.model.predictor import Predictor
+        from shoal.serve.spec.batch_layout import has_batch_first
+        from shoal.serve.spec.model_options import ModelOptions
+
+        manifest = self._version.manifest
+        has_batch = all(map(has_batch_first, (*self.signature.inputs, *self.signature.outputs)))
+        options = ModelOptions(device=self._device, warm_up=warm_up, max_batch_size=64 if has_batch else 0)
+        predictor = Predictor(manifest.model, self.signature, options, torch.get_num_threads())
+        is_module = manifest.model.format == "module"
+        return predictor.load(self._version.weight_file() if is_module else self._version.snapshot())
+
+    @cached_property
+    def _metadata(self) -> Any:
+        from shoal.open_inference.messages import ModelMetadata, TensorMetadata
+
+        tensors = [
+            [TensorMetadata(each.name, each.datatype, each.shape, each.columns) for each in side]
+            for side in (self.signature.inputs, self.signature.outputs)
+        ]
+        return ModelMetadata(self.name, [str(self.version)], "shoal", *tensors)

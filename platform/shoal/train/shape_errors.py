@@ -1,0 +1,104 @@
+"""Says which layer an input does not fit, and the shapes of the batch, where a model or its loss raises.
+
+Called by the check of a run, and after a step that raised. Runs the model again to find the layer, in evaluation mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from shoal.errors import ConfigError, ShoalError, summarize_error
+from shoal.parallel.state.module_snapshot import eval_mode
+from shoal.train.task import Task
+
+_RAISED = (RuntimeError, ValueError, IndexError, TypeError)
+
+
+@contextmanager
+def explain_shapes(task: Task, model: nn.Module, batch: Any) -> Iterator[None]:
+    """Raise a layer's error, or one of `loss`, as a ConfigError with the shapes; any other as it is."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except _RAISED as error:
+        better = explain_mismatch(task, model, batch, error)
+        if better is None:
+            raise
+        raise better from error
+
+
+def explain_mismatch(task: Task, model: nn.Module, batch: Any, error: Exception) -> ConfigError | None:
+    """None where no layer of torch raises again, nor the loss."""
+    entered: list[tuple[str, nn.Module, tuple[Any, ...]]] = []
+    hooks = []
+    for name, module in model.named_modules():
+
+        def enter(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            entered.append((name, module, args))
+
+        hooks.append(module.register_forward_pre_hook(enter))
+        hooks.append(module.register_forward_hook(lambda *_: entered.pop() and None))
+    has_outputs, outputs = False, None
+    try:
+        with eval_mode(model), torch.no_grad():
+            if task.train_step is not None:
+                task.train_step(model, batch)
+                return None
+            outputs = model(*task.inputs(batch))
+            has_outputs = True
+            task.loss(outputs, batch)
+    except _RAISED:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shapes = f"the batch is {describe_shapes(batch)}"
+    if has_outputs:
+        problem = f"raised {type(error).__name__} ({summarize_error(error)}), of outputs {describe_shapes(outputs)}"
+        return ConfigError("task", f"{type(task).__name__}.loss", problem, shapes)
+    if not entered or not type(entered[-1][1]).__module__.startswith("torch.nn."):
+        return None
+    name, module, args = entered[-1]
+    given = describe_shapes(args[0] if len(args) == 1 else args)
+    taken = _describe_input(module)
+    problem = f"takes {taken}, and got {given}" if taken else f"got {given} ({summarize_error(error)})"
+    return ConfigError(f"model.{name}" if name else "model", str(module).partition("\n")[0], problem, shapes)
+
+
+def describe_shapes(batch: Any) -> str:
+    """As `float32 [32, 784], int64 [32]`, with the names of a dict."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name} {describe_shapes(each)}" for name, each in batch.items())
+    if isinstance(batch, tuple | list):
+        return ", ".join(map(describe_shapes, batch))
+    return type(batch).__name__
+
+
+def _describe_input(module: nn.Module) -> str:
+    """What a layer of torch takes, "" where that is not one shape."""
+    dtype = next((f"{str(each.dtype).removeprefix('torch.')} " for each in module.parameters()), "")
+    match module:
+        case nn.Linear():
+            return f"{dtype}[.., {module.in_features}]"
+        case _ConvNd():
+            sizes = ", ".join(f"size{index + 1}" for index in range(len(module.kernel_size)))
+            return f"{dtype}[N, {module.in_channels}, {sizes}]"
+        case _BatchNorm():
+            return f"{dtype}[N, {module.num_features}, ..]"
+        case nn.LayerNorm():
+            return f"{dtype}[.., {', '.join(map(str, module.normalized_shape))}]"
+        case nn.RNNBase():
+            return f"{dtype}[.., {module.input_size}]"
+        case nn.Embedding():
+            return f"whole numbers below {module.num_embeddings}"
+    return ""

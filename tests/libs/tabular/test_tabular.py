@@ -1,0 +1,347 @@
+"""Tables: kinds of columns, encoders of training rows alone, requests as rows are, errors that name the column."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+import shoal.data
+import shoal.runs
+from shoal.errors import ConfigError, DataError
+from shoal.libs.tabular.dataset import Table, table
+from shoal.libs.tabular.encoders import Encoders, Scale
+from shoal.libs.tabular.network import TableNetwork
+from shoal.libs.tabular.task import TableTask
+from shoal.registry import Registry
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.overrides import spec_from_overrides
+
+NUM_ROWS = 60
+SMALL = {"width": 8, "depth": 1, "members": 2, "embedding": 2}
+
+
+def make_columns(num_rows: int = NUM_ROWS) -> dict[str, list[Any]]:
+    rng = np.random.default_rng(0)
+    ages = rng.integers(18, 90, num_rows)
+    return {
+        "customer": [*range(1, num_rows + 1)],
+        "age": [None if at % 9 == 0 else int(age) for at, age in enumerate(ages)],
+        "plan": [str(each) for each in rng.choice(["basic", "plus", "family"], num_rows)],
+        "since": [f"20{at % 20 + 5:02d}-0{at % 9 + 1}-1{at % 7}" for at in range(num_rows)],
+        "left": [None if at % 2 else f"20{at % 20 + 6:02d}-0{at % 9 + 1}-1{at % 7}" for at in range(num_rows)],
+        "news": ["" if at % 11 == 0 else ("true" if at % 3 else "false") for at in range(num_rows)],
+        "country": ["xx"] * num_rows,
+        "churned": ["yes" if age > 50 else "no" for age in ages],
+    }
+
+
+def write_csv(path: Path, columns: dict[str, list[Any]], separator: str = ",") -> str:
+    rows = [separator.join(columns)]
+    rows += [
+        separator.join("" if each is None else str(each) for each in row) for row in zip(*columns.values(), strict=True)
+    ]
+    path.write_text("\n".join(rows) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def customers(tmp_path: Path) -> str:
+    return write_csv(tmp_path / "customers.csv", make_columns())
+
+
+def kinds_of(found: Table) -> dict[str, str]:
+    return found.encoders.kinds
+
+
+KINDS = {"age": "number", "plan": "word", "since": "date", "left": "date", "news": "truth"}
+
+
+def test_kinds_are_inferred_and_ids_and_constants_are_left_out_with_a_note(customers: str) -> None:
+    found = shoal.data.table(customers, target="churned")
+    assert kinds_of(found) == KINDS
+    assert [note.partition(":")[0] for note in found.notes] == ["left out 'customer'", "left out 'country'"]
+    assert found.encoders.left_out == list(found.notes)
+    assert (found.num_training, len(found.validation)) == (48, 12)
+    assert len(found.train) >= 2048
+    taken = table(customers, "churned", columns={"customer": "number", "age": "word"}, leave_out=["left"])
+    assert kinds_of(taken) == {"customer": "number", "age": "word", "plan": "word", "since": "date", "news": "truth"}
+
+
+def test_the_same_table_from_any_source_is_the_same(tmp_path: Path, customers: str) -> None:
+    import pandas as pd
+
+    arrow = pa.table({name: [None if each == "" else each for each in of] for name, of in make_columns().items()})
+    arrow = arrow.set_column(
+        5, "news", pa.array([None if each == "" else each == "true" for each in make_columns()["news"]])
+    )
+    parquet.write_table(arrow, tmp_path / "customers.parquet")
+    packed = tmp_path / "customers.csv.gz"
+    packed.write_bytes(gzip.compress(Path(customers).read_bytes()))
+    sources = [
+        *(customers, Path(customers), packed, f"file://{customers}", tmp_path / "customers.parquet", arrow),
+        write_csv(tmp_path / "customers.tsv", make_columns(), "\t"),
+        write_csv(tmp_path / "semicolons.csv", make_columns(), ";"),
+        pd.read_csv(customers),
+    ]
+    want = table(customers, "churned").encoders
+    for source in sources[:-1]:
+        assert table(source, "churned").encoders == want, source
+    assert kinds_of(table(sources[-1], "churned")) == KINDS  # pandas has read ages as fractions
+
+
+def test_encoders_are_fitted_to_the_training_rows_alone(tmp_path: Path, customers: str) -> None:
+    later = make_columns(12)
+    later["age"], later["left"] = [200] * 12, [None] * 12
+    found = table(customers, "churned", validation=write_csv(tmp_path / "later.csv", later)).encoders
+    assert found.columns == table(customers, "churned", validation=customers).encoders.columns
+    scale = found.columns[0].scale
+    assert scale is not None
+    assert scale.knots[-1] == max(each or 0 for each in make_columns()["age"])
+
+
+def test_a_word_of_validation_rows_alone_counts_as_another_word(tmp_path: Path, customers: str) -> None:
+    other = make_columns(12)
+    other["plan"][3] = "gold"
+    found = table(customers, "churned", validation=write_csv(tmp_path / "later.csv", other))
+    assert found.num_training == NUM_ROWS
+    categories = found.validation.batch(np.arange(12))[1]
+    assert categories[:, 0].tolist().index(1) == 3
+    with pytest.raises(DataError, match="validation = 'customer': is not among its columns"):
+        table(customers, "churned", validation={"age": [1], "churned": ["no"]})
+
+
+def test_validation_rows_are_drawn_of_each_class_or_are_the_last() -> None:
+    columns = make_columns(100)
+    columns["churned"] = ["yes"] * 10 + ["no"] * 90
+    assert table(columns, "churned").select("validation")["churned"].tolist().count("yes") == 2
+    first, again, other = (table(columns, "churned", split=seed).values["since"] for seed in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any()
+    ordered = table(columns, "churned", order_by="since", validation=0.1)
+    assert ordered.select("train")["since"].max() <= ordered.select("validation")["since"].min()
+
+
+def test_numbers_become_normal_scores_and_gaps_flags() -> None:
+    rng = np.random.default_rng(1)
+    values = np.append(np.exp(rng.normal(0, 3, 2000)), np.nan)
+    scores = Scale.fit(values).apply(values)
+    assert abs(scores[:-1].mean()) < 0.05
+    assert abs(scores[:-1].std() - 1) < 0.05
+    assert scores[-1] == 0.0
+    assert (
+        Scale.fit(values).apply(np.array([-1e9, 1e9, 1e300])) == [scores[:-1].min(), *[scores[:-1].max()] * 2]
+    ).all()
+    assert Scale.fit(np.array([np.nan])).apply(np.array([3.0])) == [0.0]
+    assert Scale.fit(np.array([0.0, 1.0] * 10)).apply(np.array([0.0])) == pytest.approx([-0.6745], abs=1e-3)
+
+
+def test_dates_have_their_parts_and_differences(customers: str) -> None:
+    found = table(customers, "churned", leave_out=["age", "plan", "news"]).encoders
+    since, left = found.columns
+    assert since.periods == ["weekday", "season"]
+    assert left.has_gaps
+    assert [names[:2] for names in found.differences] == [("since", "left")]
+    year_s = 365.2425 * 86_400
+    encoded = found.encode({"since": np.array([0.0, 0.0, np.nan]), "left": np.array([year_s, np.nan, 0.0])})["numbers"]
+    assert encoded.shape == (3, found.num_numbers) == (3, 5 + 6 + 1)
+    assert encoded[0, 3:5] == pytest.approx([0.0, 1.0])  # of the season
+    assert (encoded[1:, -1] == 0.0).all()  # there is no difference to a gap
+    assert np.isfinite(encoded).all()
+
+
+@pytest.mark.parametrize(
+    ("texts", "kind"),
+    [
+        (["2026-01-31", "2026-02-01", None], "date"),
+        (["2026-01-31 10:00:00", "2026-02-01 11:30:00", None], "date"),
+        (["01/31/2026", "02/01/2026", None], "date"),
+        (["31.1.2026", "1.2.2026", "5.2.2026"], "date"),
+        (["1/2/2026", "2/3/2026", "3/4/2026"], "word"),  # of months or of days
+        (["1-2", "3-4", "5-6"], "word"),
+        (["2026-01-31", "soon", None], "word"),
+    ],
+)
+def test_words_are_dates_where_all_are(texts: list[str | None], kind: str) -> None:
+    columns = {"x": texts * 20, "y": ["a", "b", "c"] * 20}
+    assert kinds_of(table(columns, "y")) == {"x": kind}
+    if texts[0] == "1/2/2026":
+        found = table(columns, "y", columns={"x": "date:%d/%m/%Y"})
+        assert found.values["x"].min() == np.datetime64("2026-02-01", "s").astype(float)
+
+
+def test_a_large_vocabulary_has_other_words_and_a_small_one_has_none() -> None:
+    words = [f"w{at % 100 if at < 400 else at}" for at in range(500)]
+    found = table({"x": words, "y": ["a", "b"] * 250}, "y", columns={"x": "word"}).encoders.columns[0]
+    assert 50 < len(found.vocabulary) <= 100
+    assert found.has_other
+    assert found.encode_categories(np.array(["never"], object), is_strict=True).tolist() == [1]
+    small = table({"x": ["u", "v"] * 20, "y": ["a", "a", "b", "b"] * 10}, "y", unknown="other").encoders.columns[0]
+    assert small.has_other
+
+
+def test_targets_are_classes_or_numbers() -> None:
+    x = [*np.linspace(0, 1, 40)]
+    integers = table({"x": x, "y": [at % 3 for at in range(40)]}, "y").encoders.target
+    assert integers.classes == ["0", "1", "2"]
+    assert table({"x": x, "y": [at % 2 == 0 for at in range(40)]}, "y").encoders.target.classes == ["false", "true"]
+    found = table({"x": x, "y": [*range(40)]}, "y")
+    assert found.encoders.num_outputs == 1
+    y = found.encoders.target.encode(np.arange(40.0))
+    assert found.encoders.decode_scores(y[:, None])["y"] == pytest.approx(np.arange(40.0), abs=1e-4)
+    forced = table({"x": x, "y": [at % 3 for at in range(40)]}, "y", columns={"y": "number"})
+    assert forced.encoders.target.classes == []
+    dropped = table({"x": x, "y": [None, *range(39)]}, "y")
+    assert dropped.notes == ("1 rows have no y",)
+
+
+def request(**changed: Any) -> dict[str, np.ndarray]:
+    row = {"age": 72.0, "plan": b"basic", "since": 1.7e9, "left": np.nan, "news": 1.0} | changed
+    return {name: np.array([value], object if isinstance(value, bytes) else None) for name, value in row.items()}
+
+
+def test_a_request_has_a_row_as_it_is(customers: str) -> None:
+    fitted = TableTask(data=customers, target="churned", network=SMALL)
+    args = json.loads(json.dumps(dict(fitted.fit_args())))
+    task = TableTask(**args, network=SMALL)  # as at an endpoint, without the file
+    signature = task.signature()
+    assert {each.name: (each.kind, each.datatype, each.shape) for each in signature.inputs} == {
+        name: (kind, "BYTES" if kind == "word" else "FP64", [-1]) for name, kind in KINDS.items()
+    }
+    assert [(each.name, each.datatype, each.columns) for each in signature.outputs] == [
+        ("churned", "BYTES", []),
+        ("probability", "FP32", ["no", "yes"]),
+    ]
+    network = task.model().eval()
+    gaps = request(age=np.nan, plan=b"", since=np.nan, news=np.nan)
+    for each in (request(), gaps):
+        inputs = [torch.from_numpy(array) for array in task.preprocess(each).values()]
+        answer = task.postprocess({"output": network(*inputs).detach().numpy()})
+        assert answer["churned"][0] in ("no", "yes")
+        assert answer["probability"].dtype == np.float32
+        assert answer["probability"].sum() == pytest.approx(1.0)
+    stored = fitted.data().encoders
+    want = stored.encode(fitted.data().select("train"))["numbers"]
+    assert (want == fitted.data().train.tensors[0].numpy()).all()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"), [({"plan": b"basik"}, "plan"), ({"age": np.inf}, "age"), ({"news": 3.0}, "news")]
+)
+def test_a_wrong_value_of_a_request_names_its_field(customers: str, changed: dict[str, Any], field: str) -> None:
+    task = TableTask(data=customers, target="churned")
+    with pytest.raises(ConfigError, match=f"^{field} = ") as caught:
+        task.preprocess(request(**changed))
+    assert caught.value.field == field
+
+
+def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: str) -> None:
+    task = TableTask(data=customers, target="churned")
+    scores = torch.tensor([[[4.0, 0.0], [0.0, 4.0]]], requires_grad=True)  # two members of opposite opinions
+    batch = (None, None, torch.tensor([1]))
+    apart = task.loss(scores, batch)
+    with torch.no_grad():
+        together = task.loss(scores, batch)
+    assert together.item() == pytest.approx(np.log(2), abs=1e-4)
+    assert apart.item() == pytest.approx((4 + 2 * np.log1p(np.exp(-4))) / 2, abs=1e-4)
+    assert task.loss(scores[:, 0], batch).item() == pytest.approx(4 + np.log1p(np.exp(-4)), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"target": "churnt"}, "column = 'churnt': is not in the table. it has customer, age"),
+        ({"leave_out": ["agee"]}, "column = 'agee': is not in the table"),
+        ({"columns": {"plan": "number"}}, "column = 'plan': has a value that is no number"),
+        ({"columns": {"plan": "colour"}}, "columns.plan = 'colour': is no kind of column"),
+        ({"target": "since"}, "target = 'since': is a date. predict a class, or a number"),
+        ({"target": "country"}, "target = 'country': has the one class 'xx'"),
+        ({"validation": 1.5}, "validation = 1.5: is no share of the rows"),
+        ({"validation": 0.001}, "validation = 0.001: leaves one part of 60 rows empty"),
+        ({"unknown": "ignore"}, "unknown = 'ignore': is neither error nor other"),
+        ({"data": "none.csv"}, "data = 'none.csv': does not exist"),
+        ({"data": "."}, "data = '.': is a folder"),
+        ({"data": {"x": [], "churned": []}}, "data = 'dict': has no rows"),
+        ({"data": {"x": [1], "y": [[1]]}, "target": "y"}, "data|target = 'y'"),
+        ({"data": {"x": [1, 1], "churned": ["a", "b"]}}, "has no column from which to predict churned"),
+        ({"data": 3}, "data = 'int': is no table"),
+    ],
+)
+def test_what_does_not_fit_is_named(customers: str, changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        table(**{"data": customers, "target": "churned", **changed})
+
+
+def test_a_transformer_of_scikit_learn_takes_the_encoders_place(customers: str) -> None:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+    transformer = ColumnTransformer(
+        [
+            ("numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age"]),
+            ("words", OneHotEncoder(handle_unknown="ignore"), ["plan"]),
+        ]
+    )
+    found = table(customers, "churned", transformer=transformer)
+    encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
+    assert (encoders.num_numbers, encoders.category_sizes) == (4, [])
+    encoded = encoders.encode(encoders.decode_request(request()))
+    assert list(encoded) == ["numbers"]
+    assert sorted(encoded["numbers"][0, 1:].tolist()) == [0.0, 0.0, 1.0]
+    assert found.train.tensors[0].numpy()[:, 0].mean() == pytest.approx(0.0, abs=1e-6)  # type: ignore[union-attr]
+    other = encoders.model_copy(update={"sklearn": "0.9"})
+    with pytest.raises(ConfigError, match=r"scikit-learn = '0.9': has fitted .* pip install scikit-learn==0.9"):
+        other.encode(encoders.decode_request(request()))
+    with pytest.raises(DataError, match="transformer = 'ColumnTransformer': does not fit the table"):
+        table(customers, "churned", transformer=ColumnTransformer([("x", StandardScaler(), ["none"])]))
+
+
+def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
+    customers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
+    words = ["task=table", f"data={customers}", "target=churned", "name=churn", "threads=1", "batch_size=32"]
+    words += [f"network={json.dumps(SMALL)}", "stop.convergence=null", "trees=false"]
+    first = fit_locally(spec_from_overrides([*words, "stop.epochs=null", "stop.steps=2"]))
+    before = Registry().get("churn@1").manifest
+    args = before.model.kwargs["args"]
+    grown = make_columns(80)
+    grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
+    write_csv(Path(customers), grown)
+    fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=4"]))
+    after = Registry().get("churn@2").manifest
+    assert after.model.kwargs["args"] == args
+    assert args["encoders"]["num_rows"] == NUM_ROWS
+    assert after.data == before.data
+    again = fit_locally(spec_from_overrides([*words, "stop.epochs=null", "stop.steps=1"]), registers=False)
+    assert "gold" in shoal.runs.load(again.run_id).spec
+    Path(customers).write_text("\n".join(Path(customers).read_text().splitlines()[:30]))
+    with pytest.raises(DataError, match="has 29 rows, and had 60 when the encoders were fitted"):
+        fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=6"]))
+
+
+def test_the_run_says_what_trees_reach(customers: str) -> None:
+    from shoal.libs.tabular.trees import score_trees
+
+    (score,) = score_trees(table(customers, "churned")).values()
+    assert score > 0.8
+    line = {"x": [each % 97 for each in range(200)], "y": [each % 97 / 2 for each in range(200)]}
+    assert 0.9 < score_trees(table(line, "y"))["validation/r2_trees"] <= 1
+
+
+def test_a_network_has_a_score_of_each_member_for_any_columns() -> None:
+    torch.manual_seed(0)
+    network = TableNetwork(3, [4, 5], 2, **SMALL)
+    numbers, categories = torch.randn(6, 3), torch.tensor([[0, 4]] * 6)
+    assert network(numbers, categories).shape == (6, 2, 2)
+    assert not torch.equal(network(numbers, categories), network(numbers, categories * 0))
+    assert TableNetwork(3, [], 1, **SMALL)(numbers).shape == (6, 2, 1)

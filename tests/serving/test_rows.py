@@ -1,0 +1,114 @@
+"""Rows as they are, through a whole replica: each version by its own encoder, errors by field, drift by column."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from serving.replica_set import Asked, ReplicaSet, ask
+from serving.table_model import COLUMNS, ROW, register
+from shoal.serve.protocol import prometheus
+from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.spec.model_options import GuardOptions
+from shoal.serve.spec.model_source import model_from_ref
+
+ANSWER = {"plan_name": "basic", "charge": 172.0, "share": {"no": 0.25, "yes": 0.75}}
+
+
+async def ask_rows(replica: EndpointReplica, rows: object, path: str = "", **headers: str) -> Asked:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await ask(replica, "POST", f"/v2/models/charges{path}/rows", rows, named)
+
+
+async def test_a_row_is_answered_by_an_object_and_a_list_by_a_list() -> None:
+    register("basic", "plus", aliases=("champion",))
+    async with ReplicaSet(model_from_ref("charges")) as endpoint:
+        [replica] = await endpoint.start()
+        answer = await ask_rows(replica, ROW)
+        assert (answer.status, answer.version, answer.body) == (200, 1, ANSWER)
+        others = [{**ROW, "plan": "plus", "balance": 1}, {**ROW, "age": None, "plan": None, "active": 0}]
+        answer = await ask_rows(replica, others)
+        assert [each["charge"] for each in answer.body] == [1272.0, 50.0]
+        assert answer.body[1]["plan_name"] == ""
+        answer = await ask(replica, "GET", "/v2/models/charges")
+        assert {each["name"]: each.get("kind") for each in answer.body["inputs"]} == COLUMNS
+        # Columns as tensors: null is a gap, as in a row.
+        data = {"age": [72.0], "plan": ["basic"], "since": [1748649600.0], "active": [1.0], "balance": [None]}
+        tensors = [
+            {"name": name, "datatype": "BYTES" if kind == "word" else "FP64", "shape": [1], "data": data[name]}
+            for name, kind in COLUMNS.items()
+        ]
+        answer = await ask(replica, "POST", "/v2/models/charges/infer", {"inputs": tensors})
+        assert {each["name"]: each["data"] for each in answer.body["outputs"]}["charge"] == [172.0]
+
+
+def without(field: str) -> dict[str, Any]:
+    return {name: value for name, value in ROW.items() if name != field}
+
+
+BAD: dict[str, tuple[object, int, str, str]] = {
+    "unknown word": ({**ROW, "plan": "gold"}, 422, "plan", "plan = 'gold'.*one of basic, plus"),
+    "unknown field": ({**ROW, "colour": "red"}, 422, "colour", "colour = 'red'.*no field.*age, plan"),
+    "missing field": (without("since"), 422, "since", "since.*is missing.*null"),
+    "a date that is none": ({**ROW, "since": "31/05/2025"}, 422, "since", "31/05/2025.*is no date.*2025-05-31"),
+    "a day that is none": ({**ROW, "since": "2025-02-30"}, 422, "since", "is no date"),
+    "a word for a number": ({**ROW, "age": "72"}, 422, "age", "age = '72'.*is no number"),
+    "a truth for a number": ({**ROW, "age": True}, 422, "age", "is no number"),
+    "a number beyond float64": ({**ROW, "age": 10**400}, 422, "age", "is no number"),
+    "a number for a word": ({**ROW, "plan": 3}, 422, "plan", "is no word.*quotes"),
+    "a word for a truth": ({**ROW, "active": "maybe"}, 422, "active", "is no truth"),
+    "a list for a truth": ({**ROW, "active": []}, 422, "active", "is no truth"),
+    "the second row": ([ROW, {**ROW, "age": {}}], 422, "age", "row 1 is no number"),
+    "no rows": ([], 422, "", "expected 1 to 64 rows, got 0"),
+    "too many rows": ([ROW] * 65, 422, "", "expected 1 to 64 rows, got 65"),
+    "no object": ([[72]], 422, "row", "is no object.*age, plan"),
+    "no JSON": (None, 400, "", "not a row"),
+}
+
+
+async def test_each_bad_row_is_refused_with_its_field_and_no_other_request_with_it() -> None:
+    register("basic", "plus", aliases=("champion",))
+    async with ReplicaSet(model_from_ref("charges")) as endpoint:
+        [replica] = await endpoint.start()
+        asked = [ask_rows(replica, rows) for rows, *_ in BAD.values()]
+        *refused, good = await asyncio.gather(*asked, ask_rows(replica, ROW))
+        assert (good.status, good.body) == (200, ANSWER)
+        for (name, (_, status, field, words)), answer in zip(BAD.items(), refused, strict=True):
+            assert (answer.status, answer.body.get("field", "")) == (status, field), (name, answer.body)
+            assert re.search(words, answer.body["error"]), (name, answer.body)
+
+
+async def test_every_version_encodes_by_itself_through_canary_promotion_and_rollback() -> None:
+    register("basic", "plus", aliases=("champion",))
+    register("plus", "basic", "gold")
+    guard = GuardOptions(max_latency_ratio=1e9)
+    async with ReplicaSet(model_from_ref("charges@1"), model={"guard": guard}) as endpoint:
+        [replica] = await endpoint.start()
+        await endpoint.administer(action="canary", model="charges", version=2, percent=50)
+        assert (await ask_rows(replica, ROW, "/versions/1")).body["charge"] == 172.0
+        assert (await ask_rows(replica, ROW, "/versions/2")).body["charge"] == 272.0
+        assert (await ask_rows(replica, ROW, shoal_track="candidate")).version == 2
+        gold = {**ROW, "plan": "gold"}
+        assert (await ask_rows(replica, gold, "/versions/2")).status == 200
+        assert (await ask_rows(replica, gold, "/versions/1")).body["field"] == "plan"
+        await endpoint.administer(action="promote", model="charges")
+        assert (await ask_rows(replica, gold)).body["charge"] == 372.0
+        await endpoint.administer(action="rollback", model="charges")
+        assert (await ask_rows(replica, gold)).body["field"] == "plan"
+        assert (await ask_rows(replica, ROW)).body == ANSWER
+
+
+async def test_what_training_has_not_seen_is_counted_by_version_and_column() -> None:
+    register("basic", "plus", aliases=("champion",))
+    async with ReplicaSet(model_from_ref("charges")) as endpoint:
+        [replica] = await endpoint.start()
+        await ask_rows(replica, [ROW, {**ROW, "age": 101}, {**ROW, "plan": None}])
+        await ask_rows(replica, {**ROW, "plan": "gold"})
+        counted = replica.report().models["charges"].counts
+        assert counted is not None  # the examples of the warm-up, which are all gaps, do not count
+        found = {"age": {"beyond": 1}, "balance": {"gap": 3}, "plan": {"gap": 1, "unknown": 1}}
+        assert counted["versions"]["1"]["columns"] == found
+        text = prometheus.render([replica.report()]).decode()
+        labels = 'model="charges",version="1",column="age",what="beyond",replica="r1"'
+        assert f"shoal_column_values_total{{{labels}}} 1\n" in text
