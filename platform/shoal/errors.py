@@ -62,12 +62,15 @@ def error_summary(text: str) -> str:
     return str(ours[-1]) if ours else ""
 
 
-def suggest(name: str, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:
-    """`did you mean 'lenet'?`, with the nearest of the known names, if any is near; else `otherwise`."""
+def suggest(name: str, known: Iterable[str], otherwise: str = "", *, most: int = 1, least: float = 0.6) -> str:
+    """`did you mean 'lenet'?`, with the nearest of the known names, if any is near; else `otherwise`.
+
+    least: the likeness that counts as near, of 0 to 1
+    """
     import difflib  # milliseconds, which an actor need not take
 
     by_case = {each.lower(): each for each in known}
-    near = [by_case[each] for each in difflib.get_close_matches(name.lower(), by_case, n=most)]
+    near = [by_case[each] for each in difflib.get_close_matches(name.lower(), by_case, n=most, cutoff=least)]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise
 
 

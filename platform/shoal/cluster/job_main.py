@@ -19,10 +19,11 @@ import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
 from shoal.config.field_help import FieldHelp, format_field_help, list_field_help
-from shoal.errors import ClusterError, NotReached, ShoalError
+from shoal.errors import ClusterError, ConfigError, NotReached, ShoalError
 from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.record.provenance import restore_secrets
+from shoal.runs.run_kind import RunKind, find_kind
 
 SpecT = TypeVar("SpecT", bound=Spec)
 PROGRAM = "SHOAL_PROGRAM"  # what was typed in place of `python FILE`, for `--help`
@@ -59,6 +60,7 @@ def job_main(
             base = type(spec).from_record(shoal.runs.load(resumed).spec, fields)  # without the secrets
         else:
             base = spec
+        _require_kind(base, last_override(fields, "resume"))
         if not set(HELP).isdisjoint(words):
             _print_help(chosen := base.override(fields), list_arguments(chosen))
             return
@@ -82,6 +84,14 @@ def job_main(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _require_kind(spec: Spec, resumed: str) -> None:
+    """Raise ConfigError for a run of training where the job is one of the loop, and the reverse."""
+    ours, theirs = find_kind(type(spec).model_fields), shoal.runs.load(resumed).kind if resumed else None
+    if theirs is not None and ours is not theirs and {ours, theirs} <= {RunKind.TRAINING, RunKind.LOOP}:
+        problem = f"is a run of the kind {theirs.value}, and this job's are of the kind {ours.value}"
+        raise ConfigError("resume", resumed, problem, f"`shoal runs {resumed}` has the command that resumes it")
 
 
 def _print_help(spec: Spec, others: Iterable[FieldHelp]) -> None:

@@ -437,8 +437,10 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
         remedy = _suggest(name, owner, prefix) if isinstance(owner, type) else ""
         return ConfigError(field, value, "no such field", remedy)
     problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]  # our own message
+    if first["type"] in ("tuple_type", "list_type"):
+        remedy = f"write a list, as in {field}='[{value}]'"
     if first["type"] in ("literal_error", "enum") and isinstance(value, str):
-        remedy = suggest(value, re.findall(r"'([^']+)'", first["ctx"]["expected"]))
+        remedy = suggest(value, re.findall(r"'([^']+)'", first["ctx"]["expected"]), least=0.7)
     return ConfigError(field, value, problem, remedy)
 
 

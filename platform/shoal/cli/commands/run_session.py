@@ -122,6 +122,8 @@ class RunSession:
         if not resumed and any(override.startswith("resume=") for override in self._overrides):
             raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
         before = shoal.runs.load(resumed) if resumed else None
+        if before is not None and before.status is Status.RUNNING:  # before a cluster starts for it
+            raise RunError(f"run {before.id!r} is still running (process {before.pid} on {before.host}): stop it first")
         self.run_id = before.id if before else new_run_id()
         self._incarnation_before = before.incarnation if before else 0
         self._resumed = before is not None

@@ -34,6 +34,8 @@ _TAKES_CHECK = re.compile(
     r"\b((job|stream|sweep|train)_main|RunFlow)\b"
 )  # in the file of a job that parses overrides by Shoal
 
+_TAKES_SPEC_FROM_OVERRIDES = re.compile(r"^    (train|sweep)_main\(\)", re.MULTILINE)
+
 # Messages of Ray and Serve about themselves in a job's log.
 _RAY_LOG_LINE = re.compile(
     r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)|core_worker\.cc:"
@@ -81,7 +83,8 @@ def validate_overrides(
 
     Returns variables for the job, with what its check has found: it need not check again.
     """
-    if not (overrides or variables) or not _supports_check(path):
+    is_complete = not _TAKES_SPEC_FROM_OVERRIDES.search(path.read_text(errors="replace"))  # without overrides too
+    if (is_complete and not (overrides or variables)) or not _supports_check(path):
         return {}
     command = [sys.executable, str(path), *overrides, "--check"]
     environment = {**os.environ, **variables, CHECKED_RUN: "print"}
