@@ -216,7 +216,7 @@ def test_all_words_are_said_again() -> None:
         pass
     session = a_session("resume=one", "target_return=7")
     session._read_record()
-    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 target_return=7 resume=one"
+    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
     with runs.reopen("one") as again:
         session._read_record()
         again.finish("stopped")
@@ -227,7 +227,7 @@ def test_all_words_are_said_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 a=1 resume="), ("a: 1", "")]
+    ("spec", "words"), [("resume: ''", "Go on with: shoal run x --actors 2 resume="), ("a: 1", "")]
 )
 def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> None:
     session = a_session("a=1")
