@@ -98,7 +98,7 @@ def test_the_command_of_the_record_has_names_of_variables_and_no_values() -> Non
     assert command == f"shoal run job {options} a=1"
     with shoal.runs.create("job", "resume: ''", command=command) as recorder:
         run = shoal.runs.load(recorder.id)
-    assert format_resume_command(run) == f"shoal run job {options} a=1 resume={run.id}"
+    assert format_resume_command(run) == f"shoal run job {options} resume={run.id} a=1"
 
 
 def test_a_variable_reaches_workers_and_no_record(cluster: EmbeddedCluster, tmp_path: Path) -> None:
