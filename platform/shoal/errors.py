@@ -37,7 +37,7 @@ Imported everywhere; imports nothing of Shoal.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -60,6 +60,18 @@ def error_summary(text: str) -> str:
     """The message of our last error in a traceback that Ray passed on as text; "" for none."""
     ours = re.findall(r"^shoal\.errors\.\w+: (.+)$", text, re.MULTILINE)
     return str(ours[-1]) if ours else ""
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str = "", *, most: int = 1, least: float = 0.6) -> str:
+    """`did you mean 'lenet'?`, with the nearest of the known names, if any is near; else `otherwise`.
+
+    least: the likeness that counts as near, of 0 to 1
+    """
+    import difflib  # milliseconds, which an actor need not take
+
+    by_case = {each.lower(): each for each in known}
+    near = [by_case[each] for each in difflib.get_close_matches(name.lower(), by_case, n=most, cutoff=least)]
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise
 
 
 class ConfigError(ShoalError, ValueError):

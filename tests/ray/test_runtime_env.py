@@ -12,6 +12,7 @@ import pytest
 import shoal.runs
 from shoal.cli.commands.run_session import RunArguments
 from shoal.cli.commands.runs import format_resume_command
+from shoal.cluster.jobs import describe_upload
 from shoal.cluster.runtime_env import JobEnvironment, format_options, parse_job_environment
 from shoal.errors import ConfigError
 from shoal_program import Program
@@ -97,7 +98,7 @@ def test_the_command_of_the_record_has_names_of_variables_and_no_values() -> Non
     assert command == f"shoal run job {options} a=1"
     with shoal.runs.create("job", "resume: ''", command=command) as recorder:
         run = shoal.runs.load(recorder.id)
-    assert format_resume_command(run) == f"shoal run job {options} resume={run.id}"
+    assert format_resume_command(run) == f"shoal run job {options} resume={run.id} a=1"
 
 
 def test_a_variable_reaches_workers_and_no_record(cluster: EmbeddedCluster, tmp_path: Path) -> None:
@@ -113,3 +114,18 @@ def test_a_variable_reaches_workers_and_no_record(cluster: EmbeddedCluster, tmp_
     assert SECRET not in said
     assert SECRET not in str(run.to_dict())
     assert "it fails with ***" in said
+
+
+def test_an_upload_says_what_it_leaves_out_and_names_the_largest_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".gitignore").write_text("data\n")
+    for name in ("data", ".venv", "here"):
+        Path(name).mkdir()
+        Path(name, "a.csv").write_text("x" * 2000)
+    assert ": 2 files, " in (said := describe_upload(tmp_path))
+    assert said.endswith("; not data, by .gitignore or .rayignore")
+    monkeypatch.setattr("ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE", 1000)
+    with pytest.raises(ConfigError, match=r"working_dir = .*the largest are here/a.csv 2.0 KiB, .*\.rayignore"):
+        describe_upload(tmp_path)

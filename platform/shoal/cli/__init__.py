@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from shoal.cli.support.groups import SuggestingGroup
 from shoal.errors import ConfigError, InferenceError, NotReached, ShoalError
 from shoal.plugins.library import LIBRARIES, find_libraries
 
@@ -45,7 +46,7 @@ def find_commands() -> dict[str, tuple[str, str]]:
     return commands
 
 
-class _LazyCommandGroup(click.Group):
+class _LazyCommandGroup(SuggestingGroup):
     """A group that imports a command's module when the command is used, so that `--help` stays fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -52,7 +52,8 @@ def request_json(client: httpx2.Client, method: str, path: str, json: object = N
     try:
         answer = client.request(method, path, json=json)
     except httpx2.HTTPError as error:
-        raise ConnectionLost(f"no answer from {client.base_url}: {error or type(error).__name__}") from None
+        remedy = "see that a cluster is up there; --address, $RAY_API_SERVER_ADDRESS or $RAY_ADDRESS names it"
+        raise ConnectionLost(f"no answer from {client.base_url}: {error or type(error).__name__}; {remedy}") from None
     if answer.status_code in (401, 403):
         raise ClusterError(f"{client.base_url} refuses the token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its own")
     if answer.status_code == 404:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -20,16 +20,19 @@ from typing import TypeVar
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
-from shoal.errors import ClusterError, NotReached, ShoalError
+from shoal.config.field_help import FieldHelp, format_field_help, list_field_help
+from shoal.errors import ClusterError, ConfigError, NotReached, ShoalError
 from shoal.home import home
 from shoal.runs.event_messages import format_warning
 from shoal.runs.json_lines import JSON, TEXT, log_json, write_json_lines
 from shoal.runs.output_files import DRIVER, OutputCopier
 from shoal.runs.record.opening import make_run_id
 from shoal.runs.record.provenance import restore_secrets
+from shoal.runs.run_kind import RunKind, find_kind
 
 SpecT = TypeVar("SpecT", bound=Spec)
 RUN_ID = "SHOAL_RUN_ID"
+PROGRAM = "SHOAL_PROGRAM"  # what was typed in place of `python FILE`, for `--help`
 CHECK, HELP = "--check", ("-h", "--help")
 ACTORS_INFERENCE = "SHOAL_ACTORS_INFERENCE"  # where the actors of `shoal run` have their policy: for the job's check
 
@@ -41,12 +44,14 @@ def job_main(
     check: Callable[[SpecT], object] = lambda spec: None,
     arguments: Sequence[str] | None = None,
     needs_cluster: bool = True,
+    list_arguments: Callable[[SpecT], Iterable[FieldHelp]] = lambda spec: (),
 ) -> None:
     """Run `run(spec with overrides applied, job)` on the cluster of $RAY_ADDRESS; exits 3 on NotReached, 1 on another
     ShoalError or OSError.
 
     spec:    what the words change, or a function that finds it by looking at them
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
+    list_arguments: further words, for `--help`
 
     `--help` prints the fields. `--check` validates the overrides, runs `check` and exits. `resume=RUN` takes every
     field without an override from that run's record.
@@ -61,10 +66,9 @@ def job_main(
             base = type(spec).from_record(shoal.runs.load(resumed).spec, fields)  # without the secrets
         else:
             base = spec
+        _require_kind(base, last_override(fields, "resume"))
         if not set(HELP).isdisjoint(words):
-            module = sys.modules["__main__"].__spec__  # of `-m`
-            program = f"python -m {module.name}" if module else f"python {sys.argv[0]}"
-            print(f"usage: {program} [field=value ...]\n\nfields and their defaults:\n\n{base.to_yaml()}")
+            _print_help(chosen := base.override(fields), list_arguments(chosen))
             return
         chosen = base.override(fields)
         check(chosen)
@@ -107,6 +111,25 @@ def _copy_output(overrides: Sequence[str]) -> None:
     run_id = shoal.runs.load(resumed).id if resumed else os.environ.setdefault(RUN_ID, make_run_id())
     copier = OutputCopier(home() / "runs" / run_id, find)
     atexit.register(copier.close)  # after the traceback of an error
+
+
+def _require_kind(spec: Spec, resumed: str) -> None:
+    """Raise ConfigError for a run of training where the job is one of the loop, and the reverse."""
+    ours, theirs = find_kind(type(spec).model_fields), shoal.runs.load(resumed).kind if resumed else None
+    if theirs is not None and ours is not theirs and {ours, theirs} <= {RunKind.TRAINING, RunKind.LOOP}:
+        problem = f"is a run of the kind {theirs.value}, and this job's are of the kind {ours.value}"
+        raise ConfigError("resume", resumed, problem, f"`shoal runs {resumed}` has the command that resumes it")
+
+
+def _print_help(spec: Spec, others: Iterable[FieldHelp]) -> None:
+    main = sys.modules["__main__"]
+    module = main.__spec__  # of `-m`
+    program = os.environ.get(PROGRAM) or (f"python -m {module.name}" if module else f"python {sys.argv[0]}")
+    print(f"usage: {program} [field=value ...]\n")
+    if about := (main.__doc__ or "").strip():
+        print(f"{about}\n")
+    heading = "fields, with their present values, types and meanings"
+    print(f"{heading}:\n{format_field_help([*others, *list_field_help(spec)])}")
 
 
 def expected_run_id() -> str | None:

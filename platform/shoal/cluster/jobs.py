@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import logging
 import math
+import os
 import secrets
 import shlex
 import sys
@@ -19,21 +20,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx2
 
-import shoal
 from shoal.cluster.cluster_handle import ClusterHandle, set_environment
 from shoal.cluster.dashboard_api import connect, request_json
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, NotReached, RunError
 from shoal.home import home
+from shoal.recipes import stage_package
+from shoal.runs.formatting import format_size
 
 FoundT = TypeVar("FoundT")
 FIRST_POLL_S, LAST_POLL_S = 0.1, 0.5
 OUTCOME_POLL_S = 0.5  # a poll costs the dashboard and the caller 6 ms each, which a starting run needs
 NUM_LAST_LINES = 10
+NUM_LARGEST = 3
 SILENCE_TIMEOUT_S = 30.0  # for a dashboard that does not answer while the head lives: the job still runs
 
 # What a job never needs (gitignore patterns): of its working folder, and of the package `shoal`, to which Ray applies
@@ -140,19 +144,14 @@ def _submit_remote(
     metadata: Mapping[str, str],
 ) -> JobHandle:
     """Upload and start. Ray puts the working folder FIRST on every worker's import path (ray-project/ray#58772)."""
-    runtime_env: dict[str, Any] = {
-        **added,
-        "py_modules": [str(Path(shoal.__file__).parent)],
-        "excludes": list(EXCLUDES),
-    }
+    runtime_env: dict[str, Any] = {**added, "excludes": list(EXCLUDES)}
     if env:
         runtime_env["env_vars"] = env
     if working_dir is not None:
         require_no_shadowing(working_dir)
         folder = working_dir.resolve()
         runtime_env["working_dir"] = str(folder)
-        if folder in home().parents:  # $SHOAL_HOME lies in the uploaded folder
-            runtime_env["excludes"] += [f"/{home().relative_to(folder)}/{name}" for name in HOME_EXCLUDES]
+        runtime_env["excludes"] += list_home_excludes(folder)
     from ray.job_submission import JobSubmissionClient
 
     # Ray's client prefers its variables to its argument, and logs each file that it excludes.
@@ -160,7 +159,8 @@ def _submit_remote(
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        with set_environment(ours):
+        with set_environment(ours), TemporaryDirectory(prefix="shoal-package-") as staging:
+            runtime_env["py_modules"] = [str(stage_package(Path(staging)))]
             client = JobSubmissionClient(headers={"Authorization": f"Bearer {cluster.token}"})
             chosen = client.submit_job(
                 entrypoint=shlex.join(entrypoint),
@@ -175,6 +175,42 @@ def _submit_remote(
     except (RuntimeError, ValueError) as error:
         raise ClusterError(f"{cluster.dashboard_url} refused the job: {error}") from None
     return JobHandle(cluster, chosen)
+
+
+def list_home_excludes(folder: Path) -> list[str]:
+    """What an upload of `folder` leaves out of $SHOAL_HOME, where that lies in it."""
+    if folder not in home().parents:
+        return []
+    return [f"/{home().relative_to(folder)}/{name}" for name in HOME_EXCLUDES]
+
+
+def describe_upload(folder: Path) -> str:
+    """What an upload of `folder` takes along, and what its ignore files leave out, in one line.
+
+    Raises ConfigError, with the largest files, for more than Ray takes.
+    """
+    from ray._private.runtime_env import packaging
+
+    sizes: dict[Path, int] = {}
+    ours = packaging._get_excludes(folder, [*EXCLUDES, *list_home_excludes(folder)])
+
+    def count(path: Path) -> None:
+        sizes[path] = path.stat().st_size if path.is_file() else 0
+
+    has_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+    logger = logging.getLogger(__name__)  # Ray names each ignore file
+    packaging._dir_travel(folder, [ours], count, include_gitignore=has_gitignore, logger=logger)
+    total, most = sum(sizes.values()), packaging.GCS_STORAGE_MAX_SIZE
+    if total >= most:
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:NUM_LARGEST]
+        named = ", ".join(f"{path.relative_to(folder)} {format_size(sizes[path])}" for path in largest)
+        problem = f"has {format_size(total)}, and Ray takes less than {format_size(most)}; the largest are {named}"
+        remedy = "name what stays here in a file .rayignore; large data belongs in a folder or bucket of the hosts'"
+        raise ConfigError("working_dir", str(folder), problem, remedy)
+    ignored = sorted(each.name for each in folder.iterdir() if each not in sizes and not ours(each))
+    left = f"; not {', '.join(ignored)}, by .gitignore or .rayignore" if ignored else ""
+    num_files = sum(path.is_file() for path in sizes)
+    return f"uploading {folder}: {num_files:,} files, {format_size(total)}{left}"
 
 
 def require_no_shadowing(working_dir: Path) -> None:

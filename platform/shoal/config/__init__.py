@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 
 from shoal.atomic_file import log_unknown_fields
-from shoal.errors import ConfigError, needs_extra
+from shoal.errors import ConfigError, needs_extra, suggest
 
 with needs_extra("cluster"):
     from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, model_validator
@@ -376,7 +377,8 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
 
 def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
     if isinstance(owner, type) and name not in owner.model_fields:
-        raise ConfigError(path, value, "no such field", _suggest(name, owner))
+        prefix, _, _ = f".{path}.".partition(f".{name}.")
+        raise ConfigError(path, value, "no such field", _suggest(name, owner, f"{prefix}.".removeprefix(".")))
 
 
 def _find_field_owner(owner: _Owner, name: str) -> _Owner:
@@ -394,15 +396,17 @@ def _find_field_owner(owner: _Owner, name: str) -> _Owner:
     return None
 
 
-def _suggest(name: str, owner: type[BaseModel]) -> str:
-    if inner := [path for path in _list_nested_paths(owner) if path.endswith(f".{name}")]:
-        return f"did you mean {' or '.join(map(repr, inner))}?"
+def _suggest(name: str, owner: type[BaseModel], prefix: str = "") -> str:
+    """prefix: of the owner's fields, as in `optimizer.`"""
+    nested = list(_list_nested_paths(owner))
+    if inner := [path for path in nested if path.endswith(f".{name}")]:
+        return f"did you mean {' or '.join(map(repr, (f'{prefix}{path}' for path in inner)))}?"
     if issubclass(owner, Spec) and (result := owner.explain_absence(name)):
         return result
-    close = difflib.get_close_matches(name, owner.list_fields() if issubclass(owner, Spec) else (), n=1)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return f"fields are: {', '.join(owner.model_fields)}"
+    known = {each: each for each in (owner.list_fields() if issubclass(owner, Spec) else ())}
+    known |= {path.rpartition(".")[2]: path for path in nested if path.rpartition(".")[2] not in known}
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {prefix + known[near[0]]!r}?" if near else f"fields are: {', '.join(owner.model_fields)}"
 
 
 def _list_nested_paths(owner: type[BaseModel]) -> Iterator[str]:
@@ -428,9 +432,15 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
         for part in first["loc"][:-1]:
             is_known = isinstance(owner, _SpecMapping) or (owner is not None and part in owner.model_fields)
             owner = _find_field_owner(owner, str(part)) if is_known else None
-        remedy = _suggest(str(first["loc"][-1]), owner) if isinstance(owner, type) else ""
+        *outer, name = map(str, first["loc"])
+        prefix = "".join(f"{each}." for each in outer)
+        remedy = _suggest(name, owner, prefix) if isinstance(owner, type) else ""
         return ConfigError(field, value, "no such field", remedy)
     problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]  # our own message
+    if first["type"] in ("tuple_type", "list_type"):
+        remedy = f"write a list, as in {field}='[{value}]'"
+    if first["type"] in ("literal_error", "enum") and isinstance(value, str):
+        remedy = suggest(value, re.findall(r"'([^']+)'", first["ctx"]["expected"]), least=0.7)
     return ConfigError(field, value, problem, remedy)
 
 

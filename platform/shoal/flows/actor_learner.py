@@ -67,7 +67,7 @@ from shoal.flows.rl_metrics import (
 from shoal.flows.rl_policy import check, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
-from shoal.registry.aliases import CHAMPION
+from shoal.registry.champion import CHAMPION
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.runs import RunRecorder, Status
 from shoal.runs.formatting import format_number
@@ -82,6 +82,7 @@ POLL_S = 0.5
 FINISH_S = 5.0  # for the learners to save when the run is stopped
 SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateways' bye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
+WAITING_PRINT_S = 30.0  # until an actor has sent anything
 NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps the environments of the other
 
 
@@ -127,6 +128,7 @@ class LoopRun:
         self.policies = [LoopPolicy(name, policies[name], *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
         self._server_key = ""
+        self._actor_command = ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
@@ -199,8 +201,9 @@ class LoopRun:
         bound |= {"connect": connect} if connect != address else {}
         self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
         self._record_endpoint("gateway", "gateway", address)
-        start = format_actor_command(connect, env, key, ignored)
-        print(f"run {self.recorder.id}: start each actor with\n    {start}", flush=True)
+        self._actor_command = format_actor_command(connect, env, key, ignored)
+        print(f"run {self.recorder.id}: start each actor with\n    {self._actor_command}", flush=True)
+        self._printed_at = time.monotonic()
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:
         self._addresses[name] = (kind, address)
@@ -362,6 +365,9 @@ class LoopRun:
         record_changes(self._endpoint, self.recorder)
         if self._learning_since is None and any(each.has_experience for each in self.policies):
             self._learning_since = time.monotonic()
+        if self._learning_since is None and time.monotonic() - self._printed_at >= WAITING_PRINT_S:
+            self._printed_at = time.monotonic()
+            print(f"run {self.recorder.id}: waiting for actors; start one with\n    {self._actor_command}", flush=True)
         if self._learning_since is not None and all(each.gateway for each in self.policies):
             self._log()
             if time.monotonic() - self._printed_at >= PRINT_S:
@@ -409,7 +415,7 @@ class LoopRun:
         """Register the weights of all policies, and evaluate them through the endpoint."""
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
-            if self.missed:  # what follows champion keeps what it has
+            if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
                 aliases = [alias for alias in each.spec.aliases or () if alias != CHAMPION]
                 each.spec = each.spec.update({"aliases": aliases})
             model = each.register(snapshot, self.recorder.id, self._action)

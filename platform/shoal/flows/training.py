@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import shoal.runs
 from shoal.cluster.admission import CAPACITY_WAIT_S, RunAdmission
 from shoal.cluster.job_main import CHECK, expected_run_id, job_main
+from shoal.config.field_help import FieldHelp, list_argument_help
 from shoal.errors import ClusterError, ConfigError, NotReached, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_metrics
@@ -40,6 +41,7 @@ from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
+from shoal.train.task import find_source_file, find_task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,15 +76,24 @@ def train_main(
     def run(chosen: TrainSpec, job: str) -> str:
         return run_training(chosen, job, checks.pop())
 
-    if not isinstance(spec, TrainSpec):
-        job_main(spec, run, job=JOB, check=check_chosen, arguments=arguments)
-        return
-    job_main(spec.model_copy(update={"task": _to_relative_path(spec.task or sys.argv[0])}), run, JOB, check_chosen)
+    if isinstance(spec, TrainSpec):
+        spec = spec.model_copy(update={"task": _to_relative_path(spec.task or sys.argv[0])})
+        arguments = None
+    job_main(spec, run, JOB, check_chosen, arguments, list_arguments=_list_arguments)
+
+
+def _list_arguments(spec: TrainSpec) -> Iterator[FieldHelp]:
+    """Those of the Task."""
+    if spec.task:
+        task = find_task(spec.task)
+        yield from list_argument_help(task, spec.args, task.__doc__)
 
 
 def _to_relative_path(task: str) -> str:
-    """Make a file within this folder relative: on other hosts, the copy of the folder has another path."""
+    """Make a file within this folder relative, and a recipe its name: on other hosts, copies have other paths."""
     file, here = Path(task), Path.cwd()
+    if not file.is_relative_to(here) and find_source_file(file.stem) == file.resolve():
+        return file.stem
     return str(file.relative_to(here)) if file.is_relative_to(here) else task
 
 

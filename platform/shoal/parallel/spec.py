@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
-from shoal.errors import PlanError
+from shoal.errors import PlanError, suggest
 
 # The degrees of each preset; an open degree follows from the number of workers.
 PLAN_PRESETS: dict[str, dict[str, Any]] = {
@@ -134,6 +134,7 @@ class ParallelSpec(Spec):
         if value not in PLAN_PRESETS:
             raise ValueError(
                 f"no such plan; the words are {', '.join(PLAN_PRESETS)}, or give degrees such as {{tensor: 2}}"
+                f"{(near := suggest(value, PLAN_PRESETS)) and f'; {near}'}"
             )
         return PLAN_PRESETS[value]
 

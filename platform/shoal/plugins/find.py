@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import suggest
 from shoal.plugins.library import collect_extensions, find_libraries
 from shoal.plugins.moved import translate_reference
 
@@ -42,7 +43,8 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
         return load_reference(others[name])
     find_libraries()  # the word may be of one that cannot be imported: that is what to say
     known = ", ".join([*own, *others]) or "the words of installed libraries"
-    raise ValueError(f"{name!r} is none of {known}; your own is module:name or file.py:name")
+    near = suggest(name, [*own, *others])
+    raise ValueError(f"{name!r} is none of {known}{near and f': {near}'}; your own is module:name or file.py:name")
 
 
 def load_sound_extensions(group: str) -> dict[str, Any]:

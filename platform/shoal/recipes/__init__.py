@@ -6,9 +6,11 @@ job or a task by its name. Imports none of them, and needs the standard library 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 _PACKAGED = Path(__file__).parent
+_KINDS = ("jobs", "serve_apps")
 _CHECKOUT = Path(__file__).parents[3]
 
 
@@ -23,11 +25,29 @@ def find_recipe(name: str) -> Path | None:
     kind, separator, file = name.replace("\\", "/").partition("/")
     if not separator:
         path = recipe_folder("jobs") / f"{name}.py"
-    elif (kind == "jobs" or kind == "serve_apps") and "/" not in file:
+    elif kind in _KINDS and "/" not in file:
         path = recipe_folder(kind) / file
     else:
         return None
     return path if path.is_file() else None
+
+
+def is_recipe(path: Path) -> bool:
+    """Whether a file is a job that comes with Shoal, which `python -m shoal.recipes NAME` runs anywhere."""
+    return path.resolve().parent == recipe_folder("jobs").resolve()
+
+
+def stage_package(folder: Path) -> Path:
+    """The package as a wheel has it, with the recipes in it: itself, or of a checkout a copy in `folder`."""
+    if recipe_folder("jobs").is_relative_to(_PACKAGED):
+        return _PACKAGED.parent
+    package = folder / "shoal"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(_PACKAGED.parent, package, ignore=ignored)
+    for kind in _KINDS:
+        if recipe_folder(kind).is_dir():
+            shutil.copytree(recipe_folder(kind), package / "recipes" / kind, ignore=ignored)
+    return package
 
 
 def recipe_names() -> list[str]:

@@ -15,7 +15,6 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from shoal.config import Spec
 from shoal.errors import ConfigError
 
-CHAMPION = "champion"  # what a run moves to its version, if that has reached the run's target
 FORMAT = 1  # of aliases.json
 
 

@@ -17,7 +17,6 @@ once: a version appears complete or not at all, and never changes. Never runs or
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -31,7 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shoal.atomic_file import describe_newer_format, is_newer_format, log_unknown_fields
-from shoal.errors import ConfigError, RegistryError, StoreError
+from shoal.errors import ConfigError, RegistryError, StoreError, suggest
 from shoal.registry.aliases import FORMAT as ALIASES_FORMAT
 from shoal.registry.aliases import (
     NAME,
@@ -181,7 +180,8 @@ class Registry:
             if (gone := aliases.target(word)) is not None:
                 remedy = f"`shoal models promote {name}@N --alias {word}` points it at another; it has {known}"
                 raise RegistryError(f"{name}@{word} means version {gone}, which was removed: {remedy}")
-            raise RegistryError(f"{name!r} has no {word!r}: it has {known}")
+            near = suggest(word, aliases.moves)
+            raise RegistryError(f"{name!r} has no {word!r}: it has {known}{near and f'; {near}'}")
         return self._load_version(name, version, aliases)
 
     @_convert_os_errors()
@@ -325,8 +325,7 @@ class Registry:
         if versions := self._list_versions(name, aliases):
             return aliases, versions
         names = self._list_names()
-        near = [each for each in names if is_twin(each, name)] or difflib.get_close_matches(name, names, n=3)
-        remedy = f"did you mean {' or '.join(near)}?" if near else "`shoal models list` shows what there is"
+        remedy = suggest(name, names, "`shoal models list` shows what there is", most=3)
         raise RegistryError(f"there is no model {name!r}: {remedy}")
 
     def _list_names(self) -> Sequence[str]:

@@ -7,6 +7,7 @@ a run of an older Shoal, or of a job of the user's own.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -65,8 +66,12 @@ def format_title(job: str, kind: RunKind, spec: str) -> str:
 @lru_cache(maxsize=16)  # called four times a second
 def infer_kind(spec: str) -> RunKind:
     """Infer it from a recorded spec (YAML)."""
-    fields = infer_fields(spec)
-    return next((kind for kind, needed in _FIELDS if needed <= fields), RunKind.OTHER)
+    return find_kind(infer_fields(spec))
+
+
+def find_kind(fields: Collection[str]) -> RunKind:
+    """The kind of runs whose spec has these fields."""
+    return next((kind for kind, needed in _FIELDS if needed <= set(fields)), RunKind.OTHER)
 
 
 def infer_fields(spec: str) -> set[str]:

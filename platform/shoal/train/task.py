@@ -6,7 +6,6 @@ Trainer and by everything that examines a task before it runs. Knows nothing of 
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import re
@@ -22,7 +21,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data import Data
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, suggest
 from shoal.parallel.loss import Loss
 from shoal.parallel.task_step import EvalStep, TrainStep
 from shoal.recipes import find_recipe, recipe_names
@@ -280,8 +279,9 @@ def require_source_file(reference: str) -> None:
     """Raises ConfigError for a reference to a file that is not there."""
     path = find_source_file(reference)
     if path is not None and not path.is_file():
-        problem = f"there is no file {reference.partition(':')[0]}"
-        raise ConfigError("task", reference, problem, f"from {Path.cwd()}, give the path of a file")
+        near = suggest(path.name, (each.name for each in path.parent.glob("*.py")))
+        remedy = f"from {Path.cwd()}, give the path of a file{near and f'; {near}'}"
+        raise ConfigError("task", reference, f"there is no file {reference.partition(':')[0]}", remedy)
 
 
 def unload_if_changed(reference: str) -> None:
@@ -379,7 +379,7 @@ def _module_name(path: Path) -> str:
 def _import_module(reference: str, location: str) -> ModuleType:
     recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
     others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
-    remedy = f"give file.py:Class, package.module:Class, or {others}"
+    remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
     if not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError("task", reference, "is no file and no module", remedy)
     if location == "__main__":
@@ -399,5 +399,4 @@ def _find_tasks(module: ModuleType) -> dict[str, type[Task]]:
 
 def _suggest_name(name: str, known: Iterable[str]) -> str:
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names) or 'none'}"
+    return suggest(name, names, f"there is {', '.join(names) or 'none'}")

@@ -32,7 +32,7 @@ def test_a_job_of_the_users_own_has_precedence() -> None:
         assert find_job(job) == mine.resolve()
 
 
-@pytest.mark.parametrize("job", ["lenett", "jobs", "jobs/", "docs/data.md", "jobs/../README.md", ""])
+@pytest.mark.parametrize("job", ["jobs", "jobs/", "docs/data.md", "jobs/../README.md", ""])
 def test_a_name_that_is_no_recipe_is_refused_with_those_there_are(job: str) -> None:
     with pytest.raises(ConfigError, match=r"jobs: .*actor_learner, .*forecaster, .*lenet"):
         find_job(job)

@@ -161,7 +161,7 @@ def test_between_looking_for_a_cluster_and_the_record_of_it_no_other_begins(
     def start(**options: object) -> SimpleNamespace:
         require_locked("start")
         assert options["save_as"] == home / "cluster.json"
-        return SimpleNamespace(dashboard_url="http://127.0.0.1:8265")
+        return ClusterHandle("127.0.0.1:1", "http://127.0.0.1:8265", "", {})
 
     monkeypatch.setattr(verbs, "find_running_cluster", lambda: require_locked("find"))
     monkeypatch.setattr(verbs, "start_cluster", start)

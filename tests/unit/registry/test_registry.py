@@ -104,7 +104,7 @@ def test_references_mean_a_number_an_alias_or_the_newest(any_registry: Registry)
 @pytest.mark.parametrize(
     ("ref", "says"),
     [
-        ("cartpol", "did you mean cartpole"),
+        ("cartpol", "did you mean 'cartpole'"),
         ("cartpole@9", "versions 1 to 1"),
         ("cartpole@champignon", "champion"),
     ],
@@ -132,7 +132,7 @@ def test_names_may_have_capitals_but_not_differ_in_them_alone(any_registry: Regi
     for other in (name.lower(), name.upper()):
         with pytest.raises(ConfigError, match=rf"name = '{other}': differs from the model '{name}' in capitals alone"):
             any_registry.register(other, snapshot_of(1), model=MODEL, signature=SIGNATURE)
-        with pytest.raises(RegistryError, match=rf"no model '{other}': did you mean {name}\?"):
+        with pytest.raises(RegistryError, match=rf"no model '{other}': did you mean '{name}'\?"):
             any_registry.get(other)
     assert any_registry.register(name, snapshot_of(2), model=MODEL, signature=SIGNATURE).version == 2
     assert any_registry.store.list_folders() == [name]

@@ -28,6 +28,7 @@ from shoal.cluster.jobs import JobHandle, JobInfo, list_jobs
 from shoal.cluster.processes import end_cluster
 from shoal.cluster.run_queue import format_needs
 from shoal.errors import ClusterError, ConnectionLost, RunError
+from shoal.home import home
 from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.runs import Run, list_running
 from shoal.runs.event_messages import describe_wait
@@ -35,8 +36,6 @@ from shoal.runs.formatting import format_age, format_duration, format_size
 from shoal.runs.record.provenance import mask_command_line
 
 NUM_JOBS_SHOWN = 10
-# The variables with which `ray job submit` and `ray status` reach the cluster; `--json` has the rest.
-ATTACH_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 _COLOURS = {"RUNNING": "blue", "SUCCEEDED": "green", "FAILED": "red"}
 
 
@@ -45,20 +44,27 @@ _COLOURS = {"RUNNING": "blue", "SUCCEEDED": "green", "FAILED": "red"}
 examples:
   shoal up
   shoal up --cpus 8
+  eval "$(shoal up --shell)"
   shoal up && shoal run actor_learner --actors 4 && shoal down"""
 )
 @click.option("--cpus", type=click.IntRange(min=1), help="CPUs of the cluster.  [default: those of this machine]")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs of the cluster.  [default: those of this machine]")
 @click.option("--object-store-gib", type=FiniteRange(min=0.1), help="Shared memory for objects.")
-def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> None:
+@click.option("--shell", is_flag=True, help="Print what sets a shell's variables, also of a cluster that is up.")
+def up(cpus: int | None, gpus: int | None, object_store_gib: float | None, shell: bool) -> None:
     """Start a Ray cluster for Shoal on this machine, in the background.
 
     It listens on this machine only, asks for a token, and stays until `shoal down`, even if the terminal is closed.
+    `shoal` finds it. For `ray job submit` and other programs of Ray it prints the variables to set.
     """
     interrupt_on_termination()
     store_bytes = None if object_store_gib is None else int(object_store_gib * (1 << 30))
     with lock_cluster_state():
-        if (running := find_running_cluster()) is not None:
+        running = find_running_cluster()
+        if running is not None and shell:
+            click.echo(_format_exports(running))
+            return
+        if running is not None:
             raise ClusterError(
                 f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
             )
@@ -68,10 +74,22 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None) -> No
         cluster = start_cluster(
             num_cpus=cpus, num_gpus=gpus, object_store_memory_bytes=store_bytes, detached=True, save_as=state_path()
         )
-    click.echo(
-        f"Ray {version('ray')} is up after {time.monotonic() - begun_s:.1f} s, its dashboard at {cluster.dashboard_url}"
-    )
-    click.echo("`shoal run` uses it, `shoal status` shows it, `shoal down` ends it.")
+    seconds = time.monotonic() - begun_s
+    click.echo(f"Ray {version('ray')} is up after {seconds:.1f} s, its dashboard at {cluster.dashboard_url}", err=shell)
+    click.echo("`shoal run` uses it, `shoal status` shows it, `shoal down` ends it.", err=shell)
+    if not shell:
+        click.echo('For `ray job submit` and `ray status`, as eval "$(shoal up --shell)" sets them:')
+    click.echo(_format_exports(cluster))
+
+
+def _format_exports(cluster: ClusterHandle) -> str:
+    """Lines for a shell: with these, the programs of Ray and of Shoal reach the cluster from any folder."""
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+    variables = {"RAY_ADDRESS": cluster.address, "RAY_API_SERVER_ADDRESS": cluster.dashboard_url}
+    variables |= {name: cluster.environment[name] for name in names if name in cluster.environment}
+    if cluster.is_local:
+        variables["SHOAL_HOME"] = str(home())
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 @click.command(
@@ -221,8 +239,7 @@ def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: Cluste
         f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {format_size(offer.memory_bytes)} memory, "
         f"{format_size(offer.object_store_bytes)} object store"
     )
-    words = {**cluster.environment, "RAY_ADDRESS": cluster.dashboard_url}
-    setting = " ".join(f"{name}={shlex.quote(words[name])}" for name in ATTACH_VARIABLES if name in words)
+    setting = " ".join(line.removeprefix("export ") for line in _format_exports(cluster).splitlines())
     console.print(f"attach   {setting} ray job submit -- python ...", style="dim")
 
 

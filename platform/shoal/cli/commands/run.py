@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from shoal.cli.commands.run_session import RunArguments, launch_run
+from shoal.cli.support.jobs import show_fields
 from shoal.cluster.runtime_env import format_options, parse_job_environment
 
 FILE = click.Path(path_type=Path)
 
 
+class _RunCommand(click.Command):
+    """`shoal run NAME --help` has the fields of NAME, and `shoal run --help` the options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = [word for word in args if word not in ctx.help_option_names]
+        if len(rest) == len(args) or "--" in args:
+            return super().parse_args(ctx, args)
+        try:
+            super().parse_args(ctx, rest)
+        except click.UsageError:  # no NAME
+            return super().parse_args(ctx, args)
+        sys.exit(show_fields(ctx.params["job"], ctx.params["overrides"]))
+
+
 @click.command(
+    cls=_RunCommand,
     epilog="""\b
 examples:
   shoal run actor_learner --actors 4
@@ -20,7 +37,7 @@ examples:
   shoal run actor_learner --actors 4 env=Acrobot-v1 target_return=-100
   shoal run jobs/my_job.py learner.batch_steps=4096 --address http://head.example:8265
   shoal run train task=my_task.py:MyTask --pip 'einops>=0.8' --env HF_TOKEN
-  shoal run actor_learner resume=20261120-064501-3f2a"""
+  shoal run actor_learner resume=20261120-064501-3f2a""",
 )
 @click.argument("job")
 @click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
@@ -61,6 +78,8 @@ def run(
     plain: bool,
 ) -> None:
     """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
+
+    `shoal run JOB --help` lists these fields, with types, present values and meanings.
 
     Without a cluster (see `shoal up`), one is started for this run and ends with it. Values of --env are in no record:
     --env NAME takes the value from this command's own environment.

@@ -45,6 +45,7 @@ from shoal.config import format_override, last_override
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, NotReached, RunError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import load_access_token
+from shoal.recipes import is_recipe
 from shoal.runs import Run, Status
 from shoal.runs.event_messages import REGISTERED
 from shoal.runs.formatting import format_duration, format_metric, format_number
@@ -121,6 +122,8 @@ class RunSession:
         if not resumed and any(override.startswith("resume=") for override in self._overrides):
             raise ConfigError("resume", "", "names no run", "`shoal runs` lists them")
         before = shoal.runs.load(resumed) if resumed else None
+        if before is not None and before.status is Status.RUNNING:  # before a cluster starts for it
+            raise RunError(f"run {before.id!r} is still running (process {before.pid} on {before.host}): stop it first")
         self.run_id = before.id if before else make_run_id()
         self._incarnation_before = before.incarnation if before else 0
         self._resumed = before is not None
@@ -338,15 +341,20 @@ def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console
         remedy = "start actors by hand, with the command that the job prints"
         raise ConfigError("actors", typed.num_actors, "cannot be started for a cluster on another machine", remedy)
     folder = Path.cwd().resolve()
-    if not path.is_relative_to(folder):
+    if path.is_relative_to(folder):
+        program = [str(path.relative_to(folder))]
+    elif is_recipe(path):
+        program = ["-m", "shoal.recipes", path.stem]  # it goes with the package
+    else:
         remedy = "run from the folder that holds it, or copy it here"
         raise ConfigError("job", str(path), f"lies outside {folder}", remedy)
     shown, secrets = split_secret_overrides(path, typed.overrides)
-    entrypoint = ["python", str(path.relative_to(folder)), *shown]
+    entrypoint = ["python", *program, *shown]
     env = make_command_variable(typed.to_command_line()) | secrets
     typed.environment.require_combinable(env, is_uploaded=True)
     env |= typed.environment.to_variables()
     fields = typed.environment.fields
+    console.print(ray_jobs.describe_upload(folder))
     job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
     try:
         ray_jobs.submit(

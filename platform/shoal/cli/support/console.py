@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.errors import ConfigError
+from shoal.cli.support.groups import SuggestingGroup
+from shoal.errors import ConfigError, RunError, suggest
 from shoal.plugins.find import load_reference
 from shoal.plugins.library import find_libraries
 from shoal.runs.formatting import parse_duration
@@ -53,7 +54,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 _ANY_LENGTH = 1_000
 
 
-class CommandGroup(click.Group):
+class CommandGroup(SuggestingGroup):
     """A group with a list of full sentences; click would cut them at the line's end."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -94,7 +95,16 @@ class DefaultCommandGroup(ExtensibleCommandGroup):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         is_own = bool(args) and args[0] in (*self.list_commands(ctx), *ctx.help_option_names)
+        ctx.obj = "" if is_own or not args else suggest(args[0], self.list_commands(ctx))
         return super().parse_args(ctx, args if is_own else [self.default, *args])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except RunError as error:
+            if not ctx.obj:
+                raise
+            raise RunError(f"{error}. Of the verbs, {ctx.obj}") from None  # neither a run nor a verb
 
 
 def confirm_removal(names: Sequence[str], what: str, is_confirmed: bool) -> None:

@@ -19,8 +19,9 @@ from types import MappingProxyType
 import click
 
 from shoal.cluster.embedded_cluster import make_python_path_variable
+from shoal.cluster.job_main import PROGRAM
 from shoal.cluster.jobs import JobHandle, JobStatus
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, suggest
 from shoal.home import home, load_access_token
 from shoal.recipes import find_recipe, recipe_names
 from shoal.runs.record.provenance import make_command_variable, split_secrets
@@ -31,6 +32,8 @@ _PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 b
 _TAKES_CHECK = re.compile(
     r"\b((job|stream|sweep|train)_main|RunFlow)\b"
 )  # in the file of a job that parses overrides by Shoal
+
+_TAKES_SPEC_FROM_OVERRIDES = re.compile(r"^    (train|sweep)_main\(\)", re.MULTILINE)
 
 # Messages of Ray and Serve about themselves in a job's log.
 RAY_LOG_LINE = re.compile(
@@ -45,10 +48,24 @@ def find_job(job: str) -> Path:
     jobs."""
     for candidate in (Path(job), Path("jobs") / f"{job}.py", find_recipe(job)):
         if candidate is not None and candidate.is_file():
+            _require_program(candidate)
             return candidate.resolve()
-    here = sorted(path.stem for path in Path("jobs").glob("*.py"))
-    known = ", ".join(dict.fromkeys([*here, *recipe_names()])) or "none here"
-    raise ConfigError("job", job, "is neither a file nor in ./jobs", f"jobs: {known}")
+    if job.endswith(".py"):
+        others = [str(path) for path in Path(job).parent.glob("*.py")]
+        remedy = suggest(job, others, f"give the path from {Path.cwd()}")
+        raise ConfigError("job", job, "is not a file", remedy)
+    known = dict.fromkeys([*sorted(path.stem for path in Path("jobs").glob("*.py")), *recipe_names()])
+    remedy = suggest(job, known, f"jobs: {', '.join(known) or 'none here'}")
+    raise ConfigError("job", job, "is neither a file nor in ./jobs", remedy)
+
+
+def _require_program(path: Path) -> None:
+    """Raise ConfigError for a file that defines a Task, and would do nothing as a program."""
+    text = path.read_text(errors="replace") if path.suffix == ".py" else ""
+    task = re.search(r"^class (\w+)\(.*\bTask\)", text, re.MULTILINE)
+    if task and not re.search(r"__main__|^(shoal\.)?fit\(|_main\(", text, re.MULTILINE):
+        remedy = f"train it with: shoal run train task={path}:{task[1]} stop.epochs=3"
+        raise ConfigError("job", str(path), "is the file of a Task, and no program", remedy)
 
 
 def split_secret_overrides(path: Path, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -65,7 +82,8 @@ def validate_overrides(
 
     Returns variables for the job, with what its check has found: it need not check again.
     """
-    if not (overrides or variables) or not _supports_check(path):
+    is_complete = not _TAKES_SPEC_FROM_OVERRIDES.search(path.read_text(errors="replace"))  # without overrides too
+    if (is_complete and not (overrides or variables)) or not _supports_check(path):
         return {}
     command = [sys.executable, str(path), *overrides, "--check"]
     environment = {**os.environ, **variables, CHECKED_RUN: "print"}
@@ -76,6 +94,15 @@ def validate_overrides(
         raise RunError(error if is_typed else message)  # an untyped error is the user's own, with its traceback
     results = [line.removeprefix(_PREFIX) for line in checked.stdout.splitlines() if line.startswith(_PREFIX)]
     return {CHECKED_RUN: results[-1]} if results and len(results[-1]) < _MAX_VARIABLE_CHARS else {}
+
+
+def show_fields(job: str, overrides: Sequence[str]) -> int:
+    """Print the fields of a job, as they are with these overrides; returns its exit status. Raises ConfigError."""
+    path = find_job(job)
+    if not _supports_check(path):
+        raise ConfigError("job", job, "is a program that takes words of its own", f"see python {path} --help")
+    environment = {**os.environ, PROGRAM: f"shoal run {job}"}
+    return subprocess.run([sys.executable, str(path), *overrides, "--help"], env=environment).returncode
 
 
 def _supports_check(path: Path) -> bool:

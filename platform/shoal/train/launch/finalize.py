@@ -11,7 +11,7 @@ import shoal.runs
 from shoal.atomic_file import make_folder
 from shoal.checkpoint.stored import open_run_store
 from shoal.registry import ModelVersion
-from shoal.registry.aliases import CHAMPION
+from shoal.registry.champion import CHAMPION
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
 from shoal.runs.run_status import Status

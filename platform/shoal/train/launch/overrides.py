@@ -9,7 +9,7 @@ import shoal.runs
 from shoal.config import last_override
 from shoal.errors import ConfigError
 from shoal.train.spec import TrainSpec
-from shoal.train.task import find_source_file, load_task_file, unload_if_changed
+from shoal.train.task import find_source_file, load_task_file, require_source_file, unload_if_changed
 
 
 def spec_from_overrides(overrides: list[str]) -> TrainSpec:
@@ -25,8 +25,9 @@ def load_recipe(task: str) -> TrainSpec:
     """The result of `spec()` in the file of a task; the defaults if it has none."""
     unload_if_changed(task)
     path = find_source_file(task)
-    if path is None or not path.is_file():
+    if path is None:
         return TrainSpec(task=task)
+    require_source_file(task)  # before a field that its recipe may need
     make_spec = getattr(load_task_file(path, task), "spec", None)
     if make_spec is None:
         return TrainSpec(task=task)

@@ -94,6 +94,8 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
 
 def validate_spec(spec: TrainSpec) -> None:
     """Raises as `validate_run`, for what is seen without the Task. Reads the registry and the record."""
+    if not spec.task:
+        raise ConfigError("task", "", "is missing", "give task=my_task.py:MyTask, or the name of a recipe")
     require_source_file(spec.task)
     if "batch_size" in spec.model_fields_set:  # else the data may bring one
         spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))

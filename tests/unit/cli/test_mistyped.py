@@ -1,0 +1,148 @@
+"""What a new user types wrongly: each answer names what is wrong and what helps, without a traceback or a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from shoal.cli import cli
+from shoal.cli.commands import cluster
+from shoal.cluster.cluster_handle import ClusterHandle
+from shoal.config.field_help import format_field_help, list_argument_help, list_field_help
+from shoal.errors import ConfigError, ShoalError
+from shoal.recipes import is_recipe, recipe_folder, stage_package
+from shoal.train.spec import TrainSpec
+
+TASK = "import shoal\nclass Line(shoal.Task):\n    pass\n"
+TRIES = {
+    "rnu": "no such command 'rnu'. did you mean 'run'",
+    "sweeep lenet": "did you mean 'sweep'",
+    "models shwo x": "did you mean 'show'",
+    "serve deplyo x": "did you mean 'deploy'",
+    "runs shwo": "there is no run 'shwo'",
+    "run": "Missing argument 'JOB'",
+    "run lennet": "did you mean 'lenet'",
+    "run adir": "jobs: acrobot",
+    "run my_tsk.py": "'my_tsk.py': is not a file. did you mean 'my_task.py'",
+    "run my_task.py": "shoal run train task=my_task.py:Line stop.epochs=3",
+    "run lennet --help": "did you mean 'lenet'",
+    "run train --actors x": "'x' is not a valid integer",
+    "run train --actors -1": "-1 is not in the range",
+    "run train --env NOPE": "env = 'NOPE': is not set in this process",
+    "run train --runtime-env no.yaml": "runtime_env = 'no.yaml': cannot be read",
+    "run train --runtime-env bad.yaml": "give a file of YAML or JSON",
+    "run train --inference here": "'here' is not one of 'local', 'remote'",
+    "run train --address nowhere": "address = 'nowhere': is not the URL of a dashboard",
+    "run train resume=": "resume = '': names no run",
+    "run train resume=nope": "there is no run 'nope'",
+    "status --address http://127.0.0.1:1": "see that a cluster is up there; --address",
+    "runs latest": "start one with `shoal run`",
+    "runs latest --follow --json": "needs one run, and no --json",
+    "runs --limit 0": "0 is not in the range",
+    "runs rm nope": "there is no run 'nope'",
+    "runs prune": "needs --keep, --older-than, or both",
+    "runs prune --older-than 30x": "older-than = '30x': is no age",
+    "runs track nope --to mlfow": "did you mean 'mlflow'",
+    "release nope actor-1": "there is no run 'nope'",
+    "report nope": "there is no run 'nope'",
+    "compare a b": "there is no run 'a'",
+    "models show nope": "there is no model 'nope'",
+    "models show a/b": "model = 'a/b'",
+    "models add": "Missing argument",
+    "models promote nope@1": "there is no model 'nope'",
+    "models rollback nope": "there is no model 'nope'",
+    "models rm nope@1": "there is no model 'nope'",
+    "serve deploy nope": "`shoal models list` shows what there is",
+    "serve deploy no.yaml": "cannot be read",
+    "serve deploy bad.yaml": "give a YAML file",
+    "serve status": "no endpoint is up",
+    "serve promote nope": "no endpoint is up",
+    "serve canary nope@2 --percent 200": "200.0 is not in the range",
+    "serve delete nope": "no endpoint is up",
+    "predict nope --input 1": "no endpoint is up",
+    "sweep": "task = '': is missing",
+    "sweep my_task.py:Line": "space = {}: is empty",
+    "sweep my_task.py:Line a=lgo(1,2)": "'lgo' is no distribution",
+    "sweep my_task.py:Line a=log(2,1)": "is not below the upper end",
+    "sweep --resume nope": "there is no run 'nope'",
+    "up --cpus 0": "0 is not in the range",
+    "up --object-store-gib nan": "is not finite",
+    "down --timeout-s 0": "is not in the range",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setattr("shoal.cli.commands.run_session.start_cluster", lambda: pytest.fail("a cluster was started"))
+    Path("my_task.py").write_text(TASK)
+    Path("bad.yaml").write_text("a: [")
+    Path("adir").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("typed", TRIES)
+def test_a_mistake_is_named_with_what_helps(typed: str) -> None:
+    result = CliRunner().invoke(cli, typed.split(), input="")
+    assert result.exit_code
+    assert isinstance(result.exception, ShoalError | SystemExit), result.exception
+    said = result.output if isinstance(result.exception, SystemExit) else str(result.exception)
+    assert TRIES[typed] in said
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("leraning_rate=1", "'optimizer.learning_rate'"),
+        ("optimizer.learnig_rate=1", "'optimizer.learning_rate'"),
+        ("optimizer.name=adm", "'adam'"),
+        ("parallel=fsdpp", "'fsdp'"),
+        ("track=mlflo", "'mlflow'"),
+    ],
+)
+def test_the_nearest_field_or_choice_is_named(override: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {nearest}"):
+        TrainSpec().override([override])
+
+
+def test_what_is_not_near_is_not_suggested() -> None:
+    with pytest.raises(ConfigError, match=r"'cuda'$"):
+        TrainSpec().override(["device=gpu"])
+
+
+def test_the_help_of_a_job_has_a_line_for_each_field() -> None:
+    class Own:
+        """hidden: units of the layer"""
+
+        def __init__(self, hidden: int = 4, *, names: list[str]) -> None: ...
+
+    spec = TrainSpec(task="lenet", batch_size=7)
+    lines = format_field_help([*list_argument_help(Own, {}, Own.__doc__), *list_field_help(spec)]).splitlines()
+    split = {line.split()[0]: line.split()[1:] for line in lines}
+    assert split["args.hidden"] == ["4", "integer", "units", "of", "the", "layer"]
+    assert split["args.names"] == ["needed", "list[text]"]
+    assert split["batch_size"][:4] == ["7", "integer,", ">=", "1"]
+    assert split["optimizer.name"][1:6] == ["adam", "|", "adamw", "|", "sgd"]
+    assert split["stop.target"] == ["none", "{metric,", "direction,", "value}", "or", "none"]
+
+
+def test_a_cluster_that_is_up_says_what_a_shell_needs(monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> None:
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/a b/token", "RAY_OTHER": "1"}
+    handle = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "secret", environment, Path("/tmp"))
+    monkeypatch.setattr(cluster, "find_running_cluster", lambda: handle)
+    assert CliRunner().invoke(cli, ["up", "--shell"]).output.splitlines() == [
+        *("export RAY_ADDRESS=127.0.0.1:1", "export RAY_API_SERVER_ADDRESS=http://127.0.0.1:2"),
+        *("export RAY_AUTH_MODE=token", "export RAY_AUTH_TOKEN_PATH='/a b/token'", f"export SHOAL_HOME={shoal_home}"),
+    ]
+
+
+def test_the_recipes_travel_with_the_package(tmp_path: Path) -> None:
+    package = stage_package(tmp_path / "staged")
+    assert (package / "recipes/jobs/lenet.py").read_text() == (recipe_folder("jobs") / "lenet.py").read_text()
+    assert (package / "recipes/__main__.py").is_file()
+    assert is_recipe(recipe_folder("jobs") / "lenet.py")
+    assert not is_recipe(Path("my_task.py"))
