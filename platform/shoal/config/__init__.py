@@ -12,9 +12,8 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from shoal.atomic_file import log_unknown_fields
 from shoal.errors import ConfigError, needs_extra, suggest
@@ -24,7 +23,14 @@ with needs_extra("cluster"):
     from pydantic.fields import FieldInfo
     from yaml import YAMLError
 
-    from shoal.config.field_types import find_nested_type, find_spec_type, reject_booleans
+    from shoal.config.field_types import (
+        FieldOwner,
+        SpecMapping,
+        find_field_owner,
+        find_nested_type,
+        find_spec_type,
+        reject_booleans,
+    )
     from shoal.yaml_text import dump_yaml, parse_yaml
 
 MASKED = str(SecretStr("masked"))  # written by `to_yaml` and `to_record` for every secret
@@ -194,7 +200,7 @@ def _is_specified(spec: Spec, name: str, field: FieldInfo) -> bool:
     return is_tag or name in spec.model_fields_set or name in spec.recorded_always
 
 
-def _dump_default(owner: _Owner, name: str) -> Any:
+def _dump_default(owner: FieldOwner, name: str) -> Any:
     """What an absent field has, as far as parsing would not set it anyway; {} where it has no default."""
     field = owner.model_fields.get(name) if isinstance(owner, type) else None
     if field is None or field.is_required():
@@ -265,16 +271,6 @@ def _find_masked_paths(value: object, path: str = "") -> Iterator[str]:
         yield path
 
 
-@dataclass(frozen=True)
-class _SpecMapping:
-    """The owner of the entries of a `dict[str, Spec]`: any name, and a Spec under each."""
-
-    spec: type[BaseModel]
-
-
-_Owner: TypeAlias = type[BaseModel] | _SpecMapping | None  # None: a plain mapping without a known type
-
-
 def _apply_overrides(
     values: dict[str, Any], spec: type[BaseModel], overrides: Iterable[str], *, with_defaults: bool = True
 ) -> None:
@@ -300,13 +296,13 @@ def _put_kinds_first(overrides: Iterable[str]) -> list[str]:
 def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: object, with_defaults: bool) -> None:
     names = path.split(".")
     node: Any = values
-    owner: _Owner = spec
+    owner: FieldOwner = spec
     while len(names := _join_entry_name(owner, node, names)) > 1:
         name = names.pop(0)
         _require_field(owner, name, path, value)
         if name not in node:
             node[name] = _dump_default(owner, name) if with_defaults else {}
-        owner = _find_field_owner(owner, name)
+        owner = find_field_owner(owner, name)
         if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a full spec
             node[name] = _expand_spec(owner, node[name], path)
         node = node[name]
@@ -319,7 +315,7 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     (leaf,) = names
     _require_field(owner, leaf, path, value)
-    inner = _find_field_owner(owner, leaf)
+    inner = find_field_owner(owner, leaf)
     before = node[leaf] if leaf in node else _dump_default(owner, leaf)
     if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
         value = inner.from_override(value, before)
@@ -331,16 +327,16 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
                 del node[name]
 
 
-def _join_entry_name(owner: _Owner, node: Mapping[str, Any], names: list[str]) -> list[str]:
+def _join_entry_name(owner: FieldOwner, node: Mapping[str, Any], names: list[str]) -> list[str]:
     """Join the first of `names` to the name of a mapping's entry, which may have dots, as a model's: a field of the
     entry follows it."""
-    if not isinstance(owner, _SpecMapping) or names[0] in node:
+    if not isinstance(owner, SpecMapping) or names[0] in node:
         return names
     end = next((index for index in range(1, len(names)) if names[index] in owner.spec.model_fields), 1)
     return [".".join(names[:end]), *names[end:]]
 
 
-def _remove_unknown_fields(values: Any, owner: _Owner, path: str = "") -> Iterator[tuple[str, Any]]:
+def _remove_unknown_fields(values: Any, owner: FieldOwner, path: str = "") -> Iterator[tuple[str, Any]]:
     """Take out the fields that no spec has, and name them."""
     if isinstance(values, list):
         for index, each in enumerate(values):
@@ -356,7 +352,7 @@ def _remove_unknown_fields(values: Any, owner: _Owner, path: str = "") -> Iterat
         if isinstance(owner, type) and name not in owner.model_fields:
             yield f"{path}{name}", values.pop(name)
         else:
-            yield from _remove_unknown_fields(values[name], _find_field_owner(owner, name), f"{path}{name}.")
+            yield from _remove_unknown_fields(values[name], find_field_owner(owner, name), f"{path}{name}.")
 
 
 def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:
@@ -375,25 +371,10 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
         raise _to_config_error(owner, error) from None
 
 
-def _require_field(owner: _Owner, name: str, path: str, value: object) -> None:
+def _require_field(owner: FieldOwner, name: str, path: str, value: object) -> None:
     if isinstance(owner, type) and name not in owner.model_fields:
         prefix, _, _ = f".{path}.".partition(f".{name}.")
         raise ConfigError(path, value, "no such field", _suggest(name, owner, f"{prefix}.".removeprefix(".")))
-
-
-def _find_field_owner(owner: _Owner, name: str) -> _Owner:
-    """The owner of the fields below the field `name`, also through `X | None`."""
-    if isinstance(owner, _SpecMapping):
-        return owner.spec
-    if owner is None or name not in owner.model_fields:
-        return None
-    annotation = owner.model_fields[name].annotation
-    inner = get_args(annotation)
-    is_mapping = get_origin(annotation) is dict
-    for candidate in (annotation, *inner):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return _SpecMapping(candidate) if is_mapping else candidate
-    return None
 
 
 def _suggest(name: str, owner: type[BaseModel], prefix: str = "") -> str:
@@ -428,10 +409,10 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
     value = _mask_secrets(annotation, first["input"])
     remedy = ""
     if first["type"] == "extra_forbidden":
-        owner: _Owner = spec
+        owner: FieldOwner = spec
         for part in first["loc"][:-1]:
-            is_known = isinstance(owner, _SpecMapping) or (owner is not None and part in owner.model_fields)
-            owner = _find_field_owner(owner, str(part)) if is_known else None
+            is_known = isinstance(owner, SpecMapping) or (owner is not None and part in owner.model_fields)
+            owner = find_field_owner(owner, str(part)) if is_known else None
         *outer, name = map(str, first["loc"])
         prefix = "".join(f"{each}." for each in outer)
         remedy = _suggest(name, owner, prefix) if isinstance(owner, type) else ""

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -53,3 +54,28 @@ def _list_types(annotation: Any) -> Iterator[Any]:
     yield annotation
     for each in get_args(annotation):
         yield from _list_types(each)
+
+
+@dataclass(frozen=True)
+class SpecMapping:
+    """The owner of the entries of a `dict[str, Spec]`: any name, and a Spec under each."""
+
+    spec: type[BaseModel]
+
+
+FieldOwner: TypeAlias = type[BaseModel] | SpecMapping | None  # None: a plain mapping without a known type
+
+
+def find_field_owner(owner: FieldOwner, name: str) -> FieldOwner:
+    """The owner of the fields below the field `name`, also through `X | None`."""
+    if isinstance(owner, SpecMapping):
+        return owner.spec
+    if owner is None or name not in owner.model_fields:
+        return None
+    annotation = owner.model_fields[name].annotation
+    inner = get_args(annotation)
+    is_mapping = get_origin(annotation) is dict
+    for candidate in (annotation, *inner):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return SpecMapping(candidate) if is_mapping else candidate
+    return None

@@ -17,7 +17,6 @@ the run record; the gateways, the learners and the replicas do the work.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +42,13 @@ from shoal.errors import (
     needs_extra,
 )
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.loop_policy import LoopPolicy, describe_bound_addresses
+from shoal.flows.loop_policy import (
+    LoopPolicy,
+    describe_bound_addresses,
+    describe_missed_targets,
+    format_mean_returns,
+    require_experience,
+)
 from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
 from shoal.flows.policy_evaluation import (
     Connections,
@@ -59,7 +64,6 @@ from shoal.flows.policy_evaluation import (
 from shoal.flows.rl_metrics import (
     HistorySampler,
     combine_policies,
-    describe_rejections,
     select_lags,
     select_rejections,
     select_win_rates,
@@ -67,10 +71,8 @@ from shoal.flows.rl_metrics import (
 from shoal.flows.rl_policy import check, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
-from shoal.registry.champion import CHAMPION
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.runs import RunRecorder, Status
-from shoal.runs.formatting import format_number
 from shoal.serve.on_ray.ownership import list_driver_endpoints, require_free_name
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
@@ -127,8 +129,7 @@ class LoopRun:
         policies = spec.split_by_policy()
         self.policies = [LoopPolicy(name, policies[name], *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
-        self._server_key = ""
-        self._actor_command = ""
+        self._server_key = self._actor_command = ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
@@ -302,9 +303,9 @@ class LoopRun:
     def _is_done(self) -> bool:
         """Whether the actors have reached the targets; without any, whether the time is over."""
         if all(each.spec.target_return is None for each in self.policies):
-            if self._time_is_up():
-                self._require_experience()
-            return self._time_is_up()
+            if is_over := self._time_is_up():
+                require_experience(self.policies, self.spec)
+            return is_over
         if not all(each.is_solved for each in self.policies):
             return False
         if not self._is_solved:
@@ -313,8 +314,8 @@ class LoopRun:
             steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
             self._note("solved", seconds=seconds, steps=steps)
             print(
-                f"solved: {self._format_returns()} over 100 episodes, {seconds:.1f} s after the first segment,"
-                f" {steps:,} environment steps",
+                f"solved: {format_mean_returns(self.policies)} over 100 episodes,"
+                f" {seconds:.1f} s after the first segment, {steps:,} environment steps",
                 flush=True,
             )
         return self._only is None or self._only.may_be_tried
@@ -324,33 +325,9 @@ class LoopRun:
 
     def _has_missed_targets(self) -> bool:
         """Whether the time is over. Raises RunError where no episode has ended, so that no version is any good."""
-        if not self._time_is_up():
-            return False
-        self._require_experience()
-        missed = [each for each in self.policies if not each.is_solved or self._only]
-        for each in missed:
-            each.require_actors(self.recorder.id)
-        targets = ", ".join(filter(None, (f"{each.name} {each.spec.target_return}".strip() for each in missed)))
-        has_ended = any(math.isfinite(each.mean_return) for each in missed)
-        result = self._format_returns() if has_ended else "no episode has ended"
-        tried, more = (f" ({self._failed_trial})", ", raise eval_episodes") if self._failed_trial else ("", "")
-        field = "target_return" if self._only else "policies.NAME.target_return"
-        problem = (
-            f"{result} after {self.spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or"
-            f" go on with resume={self.recorder.id} and a longer max_wall_s"
-        )
-        if not has_ended:
-            raise RunError(problem)
-        self.missed = problem
-        return True
-
-    def _require_experience(self) -> None:
-        """Raise RunError when a policy has learnt nothing, since all that actors sent was dropped."""
-        for each in self.policies:
-            if each.gateway and not each.num_steps and (reasons := describe_rejections(each.gateway)):
-                name = f"{each.name} has " if each.name else ""
-                problem = f"nothing to learn from after {self.spec.max_wall_s:.0f} s"
-                raise RunError(f"{name}{problem}, for every segment was dropped ({reasons}): mend the actors")
+        if self._time_is_up():
+            self.missed = describe_missed_targets(self.policies, self.spec, self._failed_trial, self.recorder.id)
+        return bool(self.missed)
 
     def _poll(self) -> None:
         for each in self.policies:
@@ -398,16 +375,10 @@ class LoopRun:
             with suppress(RecordUnwritable):
                 self.recorder.record_weights(*published)
 
-    def _format_returns(self) -> str:
-        if self._only is not None:
-            return f"mean return {format_number(self._only.mean_return)}"
-        return f"mean return {', '.join(f'{each.name} {format_number(each.mean_return)}' for each in self.policies)}"
-
     def _describe_progress(self) -> str:
         if self._only is not None:
             return self._only.describe_progress()
-        returns = ", ".join(f"{each.name} {format_number(each.mean_return)}" for each in self.policies)
-        return f"returns {returns} | {sum(each.num_steps for each in self.policies):9,} steps"
+        return f"{format_mean_returns(self.policies)} | {sum(each.num_steps for each in self.policies):9,} steps"
 
     # -- down -----------------------------------------------------------------------------------------------------
 
@@ -416,8 +387,7 @@ class LoopRun:
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
             if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
-                aliases = [alias for alias in each.spec.aliases or () if alias != CHAMPION]
-                each.spec = each.spec.update({"aliases": aliases})
+                each.withhold_champion()
             model = each.register(snapshot, self.recorder.id, self._action)
             self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model

@@ -18,10 +18,11 @@ import shoal.runs
 from shoal.atomic_file import make_folder
 from shoal.errors import RunError, StoreError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.rl_metrics import ActorLearnerMetrics
+from shoal.flows.rl_metrics import ActorLearnerMetrics, describe_rejections
 from shoal.flows.rl_policy import describe_policy_model, register_policy
 from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
+from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
@@ -223,6 +224,10 @@ class LoopPolicy:
         returns = self.gateway | ({} if self.trial_return is None else {"trial_return": self.trial_return})
         return register_policy(self.spec, self.experience, snapshot, run_id, returns, action, pool, self._code)
 
+    def withhold_champion(self) -> None:
+        """Let the version that will be registered leave `champion` as it is."""
+        self.spec = self.spec.update({"aliases": [alias for alias in self.spec.aliases or () if alias != CHAMPION]})
+
     def describe_progress(self) -> str:
         """One line of its gateway's counts."""
         stats = self.gateway
@@ -255,3 +260,41 @@ def describe_bound_addresses(policies: Sequence[LoopPolicy]) -> dict[str, str]:
     if not policies[0].spec.gateway.advertise:
         return {}
     return {"bound": ",".join(each.workers.get_bound_address() for each in policies)}
+
+
+def format_mean_returns(policies: Sequence[LoopPolicy]) -> str:
+    """As in `mean return 475`, or with the name of each."""
+    returns = (f"{each.name} {format_number(each.mean_return)}".lstrip() for each in policies)
+    return f"mean return {', '.join(returns)}"
+
+
+def require_experience(policies: Sequence[LoopPolicy], spec: ActorLearnerSpec) -> None:
+    """Raise RunError when a policy has learnt nothing, since all that actors sent was dropped."""
+    for each in policies:
+        if each.gateway and not each.num_steps and (reasons := describe_rejections(each.gateway)):
+            name = f"{each.name} has " if each.name else ""
+            problem = f"nothing to learn from after {spec.max_wall_s:.0f} s"
+            raise RunError(f"{name}{problem}, for every segment was dropped ({reasons}): mend the actors")
+
+
+def describe_missed_targets(
+    policies: Sequence[LoopPolicy], spec: ActorLearnerSpec, failed_trial: str, run_id: str
+) -> str:
+    """What lacks of the targets when the time is over. Raises RunError where no episode has ended, so that no version
+    is any good."""
+    require_experience(policies, spec)
+    missed = [each for each in policies if not each.is_solved or len(policies) == 1]
+    for each in missed:
+        each.require_actors(run_id)
+    targets = ", ".join(filter(None, (f"{each.name} {each.spec.target_return}".strip() for each in missed)))
+    has_ended = any(math.isfinite(each.mean_return) for each in missed)
+    result = format_mean_returns(policies) if has_ended else "no episode has ended"
+    tried, more = (f" ({failed_trial})", ", raise eval_episodes") if failed_trial else ("", "")
+    field = "target_return" if len(policies) == 1 else "policies.NAME.target_return"
+    problem = (
+        f"{result} after {spec.max_wall_s:.0f} s, the target is {targets}{tried}: lower {field}{more}, or"
+        f" go on with resume={run_id} and a longer max_wall_s"
+    )
+    if not has_ended:
+        raise RunError(problem)
+    return problem

@@ -110,7 +110,7 @@ def drop_times(values: Sequence[MetricValue]) -> list[tuple[int, str, float]]:
 def test_each_value_of_a_run_that_goes_on_is_sent_once_and_in_order(recorder: RunRecorder) -> None:
     server = Server()
     follower = Follower(
-        runs.load("one"), "wandb", lambda: FakeTracker(server), poll_s=POLL_S, on_begun=lambda: server.begun.append("b")
+        runs.load("one"), "wandb", lambda: FakeTracker(server), poll_s=POLL_S, on_start=lambda: server.begun.append("b")
     )
     thread = start(follower)
     log(recorder, 0, 10)

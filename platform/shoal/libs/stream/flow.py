@@ -42,11 +42,11 @@ MAX_SHOWN_SENSORS = 5
 def stream_main(recipe: StreamSpec) -> None:
     """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or a run of this process."""
 
-    def find_base(words: list[str]) -> StreamSpec:
-        name = last_override(words, "name") or recipe.name
-        resumed = last_override(words, "resume")
+    def find_base(overrides: list[str]) -> StreamSpec:
+        name = last_override(overrides, "name") or recipe.name
+        resumed = last_override(overrides, "resume")
         resumed = find_resumable(name) if resumed == AUTO else resumed
-        return StreamSpec.from_record(shoal.runs.load(resumed).spec, words) if resumed else recipe
+        return StreamSpec.from_record(shoal.runs.load(resumed).spec, overrides) if resumed else recipe
 
     job_main(find_base, run_stream, JOB, check_stream, needs_cluster=False)
 

@@ -29,7 +29,7 @@ def main() -> None:
     """Follow; the exit status is 1 when the tracker lacks something."""
     run_id, name = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    follower = Follower(load(run_id), name, load_tracker(name), on_begun=lower_priority)
+    follower = Follower(load(run_id), name, load_tracker(name), on_start=lower_priority)
 
     def give_up() -> None:
         try:

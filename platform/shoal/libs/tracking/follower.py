@@ -74,7 +74,7 @@ class Follower:
     A run that was resumed from a checkpoint repeats steps, which the tracker has: they are passed over. A follower that
     is killed sends its last batch again. `follow` may be called once.
 
-    on_begun: called when the tracker's library is loaded, and has the run
+    on_start: called when the tracker's library is loaded, and has the run
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Follower:
         *,
         poll_s: float = POLL_S,
         grace_s: float = GRACE_S,
-        on_begun: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._name, self._make_tracker = run, name, tracker
         self._poll_s, self._grace_s = poll_s, grace_s
-        self._on_begun = on_begun
+        self._on_start = on_start
         self._repeated: dict[str, range] | None = None  # steps of each metric that an earlier incarnation has sent
         self._tracker: Tracker | None = None
         self._is_open = False
@@ -157,7 +157,7 @@ class Follower:
             tracker_run, url = self._tracker.begin(self._run, self.state.tracker_run)
             self._is_open = True
             self._store(replace(self.state, tracker_run=tracker_run, url=url))
-            self._on_begun()
+            self._on_start()
 
     def _send_new(self) -> bool:
         """Whether the tracker has everything that there will be."""
