@@ -124,7 +124,7 @@ def test_references_are_names_versions_and_runs() -> None:
     assert shoal.load(run.id).version == 1
     with pytest.raises(ConfigError, match="has registered no model"):
         shoal.load(other.id)
-    with pytest.raises(RegistryError, match="did you mean three"):
+    with pytest.raises(RegistryError, match="did you mean 'three'"):
         shoal.load("thre")
     with pytest.raises(RegistryError, match="has no '7'"):
         shoal.load("three@7")
