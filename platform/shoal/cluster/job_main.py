@@ -57,7 +57,7 @@ def job_main(
     field without an override from that run's record.
     """
     sys.path.append(os.getcwd())  # overrides may name modules there; the job's own folder is in it already
-    words = restore_secrets(sys.argv[1:]) if arguments is None else list(arguments)
+    words = restore_secrets(sys.argv[1:] if arguments is None else list(arguments))
     fields = [word for word in words if word not in (CHECK, *HELP)]
     try:
         if not isinstance(spec, Spec):

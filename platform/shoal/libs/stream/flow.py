@@ -41,14 +41,12 @@ MAX_SHOWN_SENSORS = 5
 
 def stream_main(recipe: StreamSpec) -> None:
     """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or a run of this process."""
-
-    def find_base(overrides: list[str]) -> StreamSpec:
-        name = last_override(overrides, "name") or recipe.name
-        resumed = last_override(overrides, "resume")
-        resumed = find_resumable(name) if resumed == AUTO else resumed
-        return StreamSpec.from_record(shoal.runs.load(resumed).spec, overrides) if resumed else recipe
-
-    job_main(find_base, run_stream, JOB, check_stream, needs_cluster=False)
+    words = sys.argv[1:]
+    if last_override(words, "resume") == AUTO:
+        resumed = find_resumable(last_override(words, "name") or recipe.name)
+        words = [each for each in words if not each.startswith("resume=")]
+        words += [f"resume={resumed}"] if resumed else []
+    job_main(recipe, run_stream, JOB, check_stream, words, needs_cluster=False)
 
 
 def find_resumable(name: str) -> str:
@@ -80,8 +78,6 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
 
     Raises a ShoalError on failure, which the record has too, and KeyboardInterrupt after a signal: all is committed.
     """
-    if spec.resume == AUTO:
-        spec = spec.model_copy(update={"resume": find_resumable(spec.name)})
     check_stream(spec)
     torch.set_num_threads(1)  # batches of a few rows: a second thread costs more than it computes
     with shoal.runs.recording(
