@@ -170,7 +170,7 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     ("words", "said"),
     [
         (["env=Pendulum-v1", "algorithm=dqn"], ["env = 'Pendulum-v1'", "Discrete", "algorithm=sac"]),
-        (["learner.batch_stepz=1"], ["did you mean 'batch_steps'?"]),
+        (["learner.batch_stepz=1"], ["did you mean 'learner.batch_steps'?"]),
     ],
     ids=["an environment that does not fit", "a wrong word"],
 )

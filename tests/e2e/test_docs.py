@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
 
 
@@ -75,7 +75,7 @@ class Game:
 
 
 def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    game, actor, local = blocks(ROOT / "docs" / "getting-started.md", "python")
+    grid, game, actor, local = blocks(ROOT / "docs" / "getting-started.md", "python")
     names: dict[str, Any] = {}
     exec(compile(actor, "getting-started.md", "exec"), names)
     with serving() as parts, names["ActorClient"](parts.address, TOKEN) as client:
@@ -85,6 +85,7 @@ def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str], monkeypatch:
         assert client.drain(60)
         assert parts.gateway.stats()["episodes"] == 1
         assert parts.gateway.stats()["steps"] == 20
+    exec(compile(grid, "getting-started.md", "exec"), {})
     exec(compile(game, "getting-started.md", "exec"), names)
     monkeypatch.setattr("shoal.home.load_access_token", lambda: TOKEN)
     with serving() as parts:

@@ -207,7 +207,7 @@ def test_ranks_that_take_every_step_together_may_change_its_gradients(folder: Pa
             ["sync.kind=gossip.py:GossipConfig", "sync.staleness=2"],
             r"sync\.staleness = 2: no such field.*GossipConfig has none",
         ),
-        (["sync.kind=gossip.py:GossipConfig", "sync.evry=2"], "did you mean 'every'"),
+        (["sync.kind=gossip.py:GossipConfig", "sync.evry=2"], "did you mean 'sync.every'"),
         (["sync.kind=gossip.py:GossipConfig", "parallel=fsdp", "workers=2"], "leave out `parallel`"),
     ],
 )

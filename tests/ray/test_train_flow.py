@@ -329,7 +329,7 @@ def test_a_job_leaves_its_task_to_a_worker_unless_all_is_known(
     spec, validated = spec_of(), list[TrainSpec]()
     ran: list[tuple[object, ...]] = []
 
-    def as_job(given: Callable[[list[str]], TrainSpec], run: Any, job: str, check: Any, arguments: Any = None) -> None:
+    def as_job(given: Any, run: Any, job: str, check: Any, *arguments: Any, **more: Any) -> None:
         check(spec)
         run(spec, job)
 

@@ -88,13 +88,13 @@ def test_up_status_and_down_which_lets_jobs_save_what_they_have(shell: Shell) ->
         shell.call("up")
 
     attach = {name: handle.environment[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
-    attach |= {"RAY_ADDRESS": handle.dashboard_url}
+    attach |= {"RAY_ADDRESS": handle.address, "RAY_API_SERVER_ADDRESS": handle.dashboard_url}
     assert "\n42\n" in shell.run("ray job submit -- python -c 'print(6 * 7)'", **attach)
     shown = json.loads(shell.call("status --json"))
     assert shown["cluster"]["dashboard_url"] == handle.dashboard_url
     assert shown["cluster"]["num_cpus"] == 3
     assert [job["status"] for job in shown["jobs"]] == ["SUCCEEDED"]
-    assert f"RAY_ADDRESS={handle.dashboard_url}" in shell.call("status")
+    assert f"RAY_API_SERVER_ADDRESS={handle.dashboard_url}" in shell.call("status")
 
     saved = shell.home / "saved"
     (shell.home / "job.py").write_text(JOB.format(saved=str(saved)))

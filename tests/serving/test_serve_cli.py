@@ -113,7 +113,7 @@ def test_every_verb_has_help_with_examples(verb: str) -> None:
 def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> None:
     found = lines("serve", "status", "--once")
     assert found[0] == f"shop: ready at {recorded}, gRPC at 127.0.0.1:9000, replicas 2 of 2 ready"
-    assert found[1].startswith("fashion@4 candidate: share 10%, requests/s 134, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
+    assert found[1].startswith("fashion@4 candidate: share 10%, requests/s 134.2, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
     assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7, follows fashion@champion" in found[1]
     assert found[2].startswith("fashion@3 stable: share 90%, requests/s 1,204")
     assert found[3] == "fashion: ready version 2 is not served: too slow"
@@ -219,7 +219,7 @@ def test_the_picture_has_its_address_as_it_is() -> None:
 def test_an_endpoint_that_says_little_is_shown_too() -> None:
     status = EndpointStatus("shop", models=[ModelStatus("m", versions=[VersionStatus(1)])])
     assert serve_display.format_plain_lines(status, "")[1].startswith(
-        "m@1 loaded: share 0%, requests/s 0.0, p50 -, p99 -"
+        "m@1 loaded: share 0%, requests/s 0, p50 -, p99 -"
     )
     assert "1 loaded" in drawn(status, 80)
 

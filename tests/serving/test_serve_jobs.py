@@ -396,7 +396,7 @@ def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorde
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fashion", "endpoint.prot=1"], "did you mean 'port'?"),
+        (["fashion", "endpoint.prot=1"], "did you mean 'endpoint.port'?"),
         (["fashion", "endpoint.models.tabular.precision=bf16"], "endpoint.models = 'tabular': is not served"),
         (["fashion", "endpoint.models.fashion.precision=fp7"], "endpoint.models.fashion.precision = 'fp7'"),
         (["fashion", "endpoint.host=0.0.0.0"], "beyond loopback"),

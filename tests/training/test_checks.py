@@ -238,8 +238,8 @@ def test_a_task_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("mine.py:Mien", "mine.py has no Task 'Mien'", "did you mean 'Mine'?"),
         ("mine.py", "mine.py has 2 Tasks", "name one of Mine, Other: mine.py:Mine"),
         ("broken.py:Any", "broken.py does not load: ModuleNotFoundError", ""),
-        ("lenett", "cannot be found", "or one of lenet"),
-        ("", "is no file and no module", "give file.py:Class"),
+        ("lenett", "cannot be found", "did you mean 'lenet'?"),
+        ("", "is missing", "give task=my_task.py:MyTask"),
         ("mine.py:Mine", "Mine has no method 'model' of its own", "write model"),
     ]:
         with pytest.raises(ConfigError) as raised:

@@ -291,7 +291,8 @@ def test_the_check_of_a_large_run_builds_no_network(monkeypatch: pytest.MonkeyPa
     kinds: list[type] = []
     forward = Decoder.forward
     monkeypatch.setattr(Decoder, "forward", lambda self, x: kinds.append(type(x)) or forward(self, x))
-    facts = _check_model(spec_of("parallel=fsdp", "workers=2"), Text(), tuple(torch.zeros(2, 2, CONTEXT).long()))
+    batch = tuple(torch.zeros(2, 2, CONTEXT).long())
+    facts = _check_model(spec_of("parallel=fsdp", "workers=2"), Text(), batch, batch)
     assert set(kinds) == {FakeTensor}
     assert facts.num_parameters > DEPTH * BLOCK
     assert facts.metric_names == ["loss"]
@@ -306,6 +307,6 @@ def test_the_check_builds_a_network_that_fake_tensors_cannot_run(
     monkeypatch.setattr(Text, "depth", 1)
     monkeypatch.setattr(Text, "postprocess", None)
     with caplog.at_level(logging.WARNING):
-        facts = _check_model(spec_of(), Routed(), tuple(torch.zeros(2, 2, CONTEXT).long()))
+        facts = _check_model(spec_of(), Routed(), (batch := tuple(torch.zeros(2, 2, CONTEXT).long())), batch)
     assert "on fake tensors" in caplog.text
     assert facts.signature.outputs[0].shape == [-1, CONTEXT, TOKENS]

@@ -67,7 +67,7 @@ PBT = {"search": "pbt"}
         ((STOP,), {}, "is empty"),
         (("optimizer.learning_rate=log(0,1)", STOP), {}, "no logarithm"),
         (("optimizer.learning_rate=lgo(1,2)", STOP), {}, "'lgo' is no distribution"),
-        (("optimizer.lerning_rate=log(1e-4,1)", STOP), {}, "no such field. did you mean 'learning_rate'"),
+        (("optimizer.lerning_rate=log(1e-4,1)", STOP), {}, "no such field. did you mean 'optimizer.learning_rate'"),
         (("optimizer.learning_rate=uniform(-1,1)", STOP), {}, "greater than 0"),
         (("optimizer.name=choice(adam,adamm)", STOP), {}, "optimizer.name = 'adamm'"),
         (("args.hiden=int(1,4)", STOP), {}, "args.hiden"),

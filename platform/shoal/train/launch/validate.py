@@ -94,7 +94,7 @@ def validate_run(spec: TrainSpec) -> ValidatedRun:
 
 def validate_spec(spec: TrainSpec) -> None:
     """Raises as `validate_run`, for what is seen without the Task. Reads the registry and the record."""
-    if not spec.task:
+    if not (spec.task or spec.resume):
         raise ConfigError("task", "", "is missing", "give task=my_task.py:MyTask, or the name of a recipe")
     require_source_file(spec.task)
     if "batch_size" in spec.model_fields_set:  # else the data may bring one
