@@ -64,13 +64,14 @@ def _read_file(data: str | Path, field: str) -> pa.Table:
     try:
         return parquet.read_table(str(path)) if head == b"PAR1" else _read_csv(str(path))
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        remedy = "give a CSV file with a line of names, or a Parquet file"
+        remedy = "give a CSV file in UTF-8 with a line of names, or a Parquet file"
         raise DataError(field, shown, f"cannot be read as a table: {error}", remedy) from error
 
 
 def _read_csv(path: str) -> pa.Table:
     with pa.input_stream(path) as file:  # a compressed one is decompressed
         content = file.read()
+    content.decode()  # Arrow takes other encodings for bytes without a meaning
     header = content[: content.find(b"\n") + 1 or len(content)]
     return csv.read_csv(
         pa.py_buffer(content),
