@@ -63,6 +63,16 @@ def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: py
     assert {name for name, _ in values} == {name for name, metric in METRICS.items() if metric.kind != "histogram"}
 
 
+def test_columns_with_umlauts_are_ascii_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.on_ray import replica_worker
+
+    FakeMetric.values = values = {}
+    monkeypatch.setattr(replica_worker, "Counter", FakeMetric)
+    monkeypatch.setattr(replica_worker, "Gauge", FakeMetric)
+    replica_worker.RayMetrics().publish(report(worked(), replica="Größe"))
+    assert {dict(tags)["replica"] for _, tags in values} == {r"Gr\xf6\xdfe"}
+
+
 def test_rays_own_classes_take_every_metric() -> None:
     from shoal.serve.on_ray.replica_worker import RayMetrics
 

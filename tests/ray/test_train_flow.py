@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sqlite3
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -34,6 +35,7 @@ from shoal.runs import Run, Status
 from shoal.runs.event_messages import describe_wait
 from shoal.runs.record import recorder
 from shoal.train.launch.predicted_cost import predict_cost_details
+from shoal.train.launch.ray_task import change_to_task_folder
 from shoal.train.launch.validate import validate_task
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -473,3 +475,13 @@ def test_workers_get_gpus_where_there_are_enough(fit: type[FakeFit], monkeypatch
     assert resolve_device(spec_of()).device == "cuda"
     assert resolve_device(spec_of(workers=4)).device == "cpu"
     assert resolve_device(spec_of(device="cpu")).device == "cpu"
+
+
+def test_the_files_of_a_recipe_are_in_the_drivers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker").mkdir()
+    monkeypatch.chdir(tmp_path / "worker")  # as Ray Train does
+    monkeypatch.setattr(sys, "path", [])
+    change_to_task_folder(TrainSpec(task="table"), tmp_path)
+    assert Path.cwd() == tmp_path
+    change_to_task_folder(TrainSpec(task="table"), tmp_path / "of another host")
+    assert Path.cwd() == tmp_path

@@ -55,6 +55,7 @@ BAD: dict[str, tuple[object, int, str, str]] = {
     "unknown word": ({**ROW, "plan": "gold"}, 422, "plan", "plan = 'gold'.*one of basic, plus"),
     "unknown field": ({**ROW, "colour": "red"}, 422, "colour", "colour = 'red'.*no field.*age, plan"),
     "missing field": (without("since"), 422, "since", "since.*is missing.*null"),
+    "a day that is none, in another form": ({**ROW, "since": "31.02.2025"}, 422, "since", "is no date"),
     "a date that is none": ({**ROW, "since": "31/05/2025"}, 422, "since", "31/05/2025.*is no date.*2025-05-31"),
     "a day that is none": ({**ROW, "since": "2025-02-30"}, 422, "since", "is no date"),
     "a word for a number": ({**ROW, "age": "72"}, 422, "age", "age = '72'.*is no number"),
@@ -116,7 +117,7 @@ async def test_what_training_has_not_seen_is_counted_by_version_and_column() -> 
         endpoint.controller.report(replica.report())
         status = msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus)
         assert status.models[0].versions[0].columns == found
-        assert "charges@1: not seen in training: balance 3 gap, plan 1 unknown" in "\n".join(
+        assert "charges@1: gaps, and what training has not seen: balance 3 gap, plan 1 unknown" in "\n".join(
             format_plain_lines(status, "")
         )
         text = prometheus.render([replica.report()]).decode()

@@ -7,7 +7,7 @@ and arrays.
 |--------------------------------|------------------------------------------------------------|------------|
 | of kind number                 | its name: a number                                         | a gap: NaN |
 | of kind truth                  | its name: true, false, 1, 0, "yes", "no", "true", "false"  | a gap: NaN |
-| of kind date                   | its name: ISO 8601, in UTC without a zone; seconds of 1970 | a gap: NaN |
+| of kind date                   | its name: ISO 8601, 31.5.2025, 2025/05/31; seconds of 1970 | a gap: NaN |
 | of kind word                   | its name: a text                                           | a gap: b"" |
 | [rows, n] with `columns`       | each column: a number of the input's datatype              | an error   |
 | any other, batch first         | its name: the values of one row, nested as its shape       | an error   |
@@ -20,6 +20,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from shoal.open_inference.messages import TensorDescription, describe_tensor
 
 Row = Mapping[str, Any]
 _TRUTHS: dict[Any, float] = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}  # 1 equals True
+_DATE_FORMATS = ("", "%d.%m.%Y", "%Y/%m/%d")  # ISO 8601, and those of one meaning: 03/04/2025 has two
 _PLAIN_NUMBERS = {int, float, type(None)}
 _EXPECTED = {
     "number": "write a number, or null where it is not known",
@@ -88,7 +90,7 @@ def _find_odd_field(row: Row, fields: Mapping[str, str], where: str) -> DataErro
             return DataError(_shorten(str(field)), _shorten(row[field]), problem, remedy)
     missing = next(field for field in fields if field not in row)
     remedy = "write null where it is not known" if fields[missing] else "each row has a value for it"
-    return DataError(missing, dict(row), f"{where}is missing", remedy)
+    return DataError(missing, "", f"{where}is missing", remedy)
 
 
 def _shorten(value: Any) -> Any:
@@ -150,12 +152,13 @@ def _read_truth(value: Any) -> float | None:
 
 
 def _read_date(value: Any) -> float | None:
-    if isinstance(value, str):
-        try:
-            return to_number(datetime.datetime.fromisoformat(value))
-        except ValueError:
-            return None
-    return None if isinstance(value, bool) else to_number(value)
+    if not isinstance(value, str):
+        return None if isinstance(value, bool) else to_number(value)
+    for form in _DATE_FORMATS:
+        with suppress(ValueError):
+            time = datetime.datetime.strptime(value, form) if form else datetime.datetime.fromisoformat(value)
+            return to_number(time)
+    return None
 
 
 def _read_number(value: Any) -> float | None:

@@ -14,6 +14,7 @@ arrays; reads and writes no file, and calls no model.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -31,6 +32,7 @@ with needs_extra("data"):
     import pyarrow.compute
 
 FLOAT_DATATYPES = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
+SEPARATORS = (",", "\t", ";", "|")
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
@@ -96,6 +98,12 @@ def split_by_length(
         has_changed |= of_row[1:] != of_row[:-1]
     bounds = [0, *(np.flatnonzero(has_changed) + 1).tolist(), len(table)]
     return [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
+
+
+def find_separator(header: bytes) -> str:
+    """The separator of a CSV file with this first line; a comma where there is one column."""
+    names = re.sub(r'"[^"]*"', "", header.decode("utf-8", "replace"))
+    return max(SEPARATORS, key=names.count)
 
 
 def infer_csv_types(

@@ -225,7 +225,7 @@ class Registry:
 
         def roll_back(now: Aliases) -> Aliases:
             stack = now.list_promoted(alias)
-            before = [version for version in stack[:-1] if version not in without]
+            before = [version for version in stack[:-1] if version not in (stack[-1], *without)]
             if not before:
                 state = f"is {name}@{stack[-1]}, with no version to go back to" if stack else "was never promoted"
                 remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"

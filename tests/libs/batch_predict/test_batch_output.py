@@ -164,6 +164,8 @@ def test_a_table_without_rows_is_known_before_anything_is_computed(tmp_path: Pat
     (tmp_path / "one.csv").write_text("x\n1\n")
     assert not has_rows([tmp_path / "none.parquet"])
     assert not has_rows([tmp_path / "none.csv"])
+    (tmp_path / "semicolons.csv").write_text("x;y\n1,5;2\n3;4\n")
+    assert count_rows([tmp_path / "semicolons.csv"]) == 2
     assert has_rows([tmp_path / "none.csv", tmp_path / "one.csv"])
 
 

@@ -61,8 +61,11 @@ def test_predictions_stand_beside_their_rows() -> None:
 @pytest.mark.parametrize(("taken", "skip_errors"), [("total", False), ("model_version", False), ("error", True)])
 def test_what_is_added_does_not_hide_a_column(taken: str, skip_errors: bool) -> None:
     table = rows(1).rename_columns([taken, "a", "b"])
-    with pytest.raises(ConfigError, match=f"keep = '{taken}': is a column of the input and of the output"):
-        predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=skip_errors)(table)
+    predict = predictor(columns_by_input={"x": ["a", "b"]}, skip_errors=skip_errors)
+    answered = predict(table)
+    assert (answered[f"input_{taken}"].to_pylist(), answered.column_names.count(taken)) == ([0], 1)
+    with pytest.raises(ConfigError, match=f"keep = 'input_{taken}': is a column of the input and of the output"):
+        predict(table.append_column(f"input_{taken}", table["a"]))
 
 
 def test_a_column_of_errors_is_an_input_s_where_none_are_skipped() -> None:
@@ -233,6 +236,7 @@ def test_nulls_of_a_table_s_columns_are_gaps_and_a_value_that_is_refused_names_i
     answered = TablePredictor(package, ModelOptions())(table)
     assert answered["charge"].to_pylist() == [172.0, 50.0, 301.0]
     assert answered["share"].to_pylist() == [[0.25, 0.75]] * 3
+    assert answered["plan_name"].to_pylist() == ["basic", "", "plus"]  # texts, as those of the input
     gold = table.set_column(1, "plan", [["basic", "gold", "plus"]])
     with pytest.raises(InferenceError, match="plan = 'gold': is no word that training has seen"):
         TablePredictor(package, ModelOptions())(gold)

@@ -232,6 +232,13 @@ def test_a_request_has_a_row_as_it_is(customers: str) -> None:
     assert (want == fitted.data().train.tensors[0].numpy()).all()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("text", ["Größe;ja\n1;2\n", "x;ja\nß;2\n"])
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "old.csv").write_text(text, "latin-1")
+    with pytest.raises(DataError, match=r"cannot be read as a table: 'utf-8' .*give a CSV file in UTF-8"):
+        table(tmp_path / "old.csv", "ja")
+
+
 @pytest.mark.parametrize(
     ("changed", "field"), [({"plan": b"basik"}, "plan"), ({"age": np.inf}, "age"), ({"news": 3.0}, "news")]
 )

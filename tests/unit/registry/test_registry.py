@@ -30,6 +30,7 @@ from shoal.registry import (
     Signature,
     TensorSignature,
 )
+from shoal.serve.spec.model_source import RegistryCatalogue
 from shoal.store import folder as folder_module
 from shoal.weights import WeightSnapshot
 from shoal.weights.tensor_files import read_tensors
@@ -408,6 +409,20 @@ def test_all_aliases_of_a_new_version_move_at_once(registry: Registry, monkeypat
     monkeypatch.setattr(registry.store, "replace", watched)
     register(registry, 2.0, aliases=("champion", "candidate"))
     assert seen == [("candidate", "champion")]
+
+
+def test_a_rollback_never_goes_to_the_version_that_is_there(registry: Registry) -> None:
+    for value in (1.0, 2.0):
+        register(registry, value)
+    registry.promote("cartpole@1")
+    with pytest.raises(RegistryError, match="no version to go back to"):
+        registry.rollback("cartpole", without=[2])
+    registry.promote("cartpole@2")
+    assert registry.rollback("cartpole").version == 1
+    with pytest.raises(RegistryError, match="no version to go back to"):
+        registry.rollback("cartpole")
+    with pytest.raises(RegistryError, match="no version to go back to"):
+        RegistryCatalogue(str(registry.location)).find_previous("cartpole", "champion", ())
 
 
 def test_rollback_to_a_version_that_was_removed_moves_nothing(registry: Registry) -> None:

@@ -28,7 +28,7 @@ def suggest_predict_command(version: ModelVersion) -> str:
     """`shoal predict` with a row of zeros, a text, or the name of an image; `--help` where that would be too long."""
     inputs = version.manifest.signature.inputs
     if version.manifest.example or any(spec.kind for spec in inputs):
-        return shlex.join(["shoal", "predict", version.name, json.dumps(_make_row(version))])
+        return shlex.join(["shoal", "predict", version.name, json.dumps(_make_row(version), ensure_ascii=False)])
     words = ["--image", "FILE"] if len(inputs) == 1 and _can_be_picture(inputs[0]) else _make_row_options(inputs)
     return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
 
@@ -42,7 +42,7 @@ def suggest_curl_command(version: ModelVersion, options: ModelOptions, url: str)
         request, path = _make_row(version), f"{path}/rows"
     else:
         request, path = {"inputs": [_make_tensor(spec, options) for spec in inputs]}, f"{path}/infer"
-    body = json.dumps(request)
+    body = json.dumps(request, ensure_ascii=False)
     if len(body) <= MAX_BODY_CHARS:
         return " ".join([*words, path, "-d", shlex.quote(body)])
     make = f"python3 -c {shlex.quote(f'import json; print(json.dumps({_write_code(request)}))')}"

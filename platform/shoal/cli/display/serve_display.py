@@ -73,7 +73,7 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
             facts = ", ".join([f"{name} {number}" for name, number in numbers.items()] + _format_following(model))
             lines.append(f"{model.name}@{version.version} {version.track or 'loaded'}: {facts}")
             if drift := _format_drift(version):
-                lines.append(f"{model.name}@{version.version}: not seen in training: {drift}")
+                lines.append(f"{model.name}@{version.version}: gaps, and what training has not seen: {drift}")
         if model.residency is not None:
             lines.append(f"{model.name}: {_format_residency(model.residency)}")
         if (not model.versions and model.residency is None) or model.state != "READY" or model.reason:
@@ -174,7 +174,7 @@ def _render_model(model: ModelStatus) -> RenderableType:
     text = Text.assemble((f"{model.name}  ", "dim bold"), (", ".join(facts), "dim"))
     for version in model.versions:
         if drift := _format_drift(version):
-            text.append(f"\n{model.name}@{version.version}  not seen in training: {drift}", "dim")
+            text.append(f"\n{model.name}@{version.version}  gaps, and what training has not seen: {drift}", "dim")
     problems = [model.reason, f"a request failed: {model.last_failure}" if model.last_failure else ""]
     for problem in filter(None, problems):
         text.append(f"\n{model.name}  {problem}", "yellow")

@@ -20,7 +20,7 @@ from shoal.errors import DataError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
 from shoal.extend.registry import ModelVersion, Registry, TensorSignature
 from shoal.extend.serve import BatchLayout, GpuCount, ModelOptions, RegisteredModel
-from shoal.libs.batch_predict.output import BucketOutput
+from shoal.libs.batch_predict.output import BucketOutput, find_csv_format
 from shoal.open_inference.tables import choose_columns, infer_csv_types, parse_columns
 from shoal.store import is_url, locate, open_source, require_location
 
@@ -149,7 +149,7 @@ def _read_schema(file: Path) -> pa.Schema:
     try:
         with open_source(file) as source:
             if file.suffix == ".csv":
-                with pyarrow.csv.open_csv(source) as reader:
+                with pyarrow.csv.open_csv(source, parse_options=find_csv_format(file)) as reader:
                     return reader.schema
             return pyarrow.parquet.read_schema(source)
     except (OSError, pa.ArrowException) as error:

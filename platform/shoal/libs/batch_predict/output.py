@@ -28,6 +28,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from shoal.errors import DataError, RunError, StoreError
+from shoal.open_inference.tables import find_separator
 from shoal.store import KeyTaken, open_source, open_store
 
 MAX_PARALLEL_COPIES = 16
@@ -40,6 +41,11 @@ def make_incoming_path(output: Path) -> Path:
     return output.with_name(f".incoming-{output.name}-{secrets.token_hex(4)}")
 
 
+def find_csv_format(file: Path) -> pyarrow.csv.ParseOptions:
+    with open_source(file) as source:
+        return pyarrow.csv.ParseOptions(delimiter=find_separator(source.readline()))
+
+
 def has_rows(files: Sequence[Path]) -> bool:
     """Whether the files have any rows; reads no more than necessary."""
     for file in files:
@@ -47,7 +53,7 @@ def has_rows(files: Sequence[Path]) -> bool:
             if file.suffix != ".csv":
                 has_some = bool(pyarrow.parquet.read_metadata(source).num_rows)
             else:
-                with pyarrow.csv.open_csv(source) as reader:
+                with pyarrow.csv.open_csv(source, parse_options=find_csv_format(file)) as reader:
                     has_some = any(batch.num_rows for batch in reader)
         if has_some:
             return True
@@ -62,11 +68,12 @@ def count_rows(files: Sequence[Path]) -> int:
             if file.suffix != ".csv":
                 num_rows += pyarrow.parquet.read_metadata(source).num_rows
                 continue
-            with pyarrow.csv.open_csv(source) as reader:
+            with pyarrow.csv.open_csv(source, parse_options=find_csv_format(file)) as reader:
                 names = reader.schema.names
         # A type inferred from the beginning may not fit the rest; any value can be read as text.
         as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-        with open_source(file) as source, pyarrow.csv.open_csv(source, convert_options=as_text) as reader:
+        form = find_csv_format(file)
+        with open_source(file) as source, pyarrow.csv.open_csv(source, None, form, as_text) as reader:
             num_rows += sum(batch.num_rows for batch in reader)
     return num_rows
 

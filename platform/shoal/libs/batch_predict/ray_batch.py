@@ -33,6 +33,7 @@ from shoal.extend.serve import ModelOptions, RegisteredModel
 from shoal.libs.batch_predict.output import (
     BucketOutput,
     Part,
+    find_csv_format,
     has_rows,
     make_incoming_path,
     publish_output,
@@ -122,7 +123,8 @@ class PartSink(ray.data.Datasink[Part | None]):
 def _read_tables(file: BucketPath, types: Mapping[str, pa.DataType] | None) -> Iterator[pa.Table]:
     fetch([file])
     if file.suffix == ".csv":
-        with pyarrow.csv.open_csv(file, convert_options=pyarrow.csv.ConvertOptions(column_types=types)) as reader:
+        converted = pyarrow.csv.ConvertOptions(column_types=types)
+        with pyarrow.csv.open_csv(file, None, find_csv_format(file), converted) as reader:
             yield from (pa.Table.from_batches([batch]) for batch in reader)
         return
     with pyarrow.parquet.ParquetFile(file) as source:
@@ -197,7 +199,8 @@ def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray
     paths = [str(file) for file in files]
     if paths[0].endswith(".csv"):
         converted = pa.csv.ConvertOptions(column_types=types)
-        return ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, convert_options=converted)
+        options = {"parse_options": find_csv_format(files[0]), "convert_options": converted}
+        return ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, **options)
     # `partitioning`, in both: a folder named day=3 is not a column
     # Ray Data ignores the part of a path after a ? when it checks the extension.
     return ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)

@@ -76,16 +76,22 @@ class TablePredictor:
         named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
         if self._skip_errors:
             named.append(ERROR_COLUMN)
-        if twice := sorted(set(named) & set(output.column_names)):
+        # A table that has the target already: both are wanted, for comparison.
+        output = output.rename_columns([f"input_{name}" if name in named else name for name in output.column_names])
+        if twice := [name for name in output.column_names if output.column_names.count(name) > 1]:
             remedy = "choose the columns to keep with --keep"
             raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
+        is_table = any(spec.kind for spec in self.signature.inputs)
         for spec in self.signature.outputs:
             kind = column_type(spec)
             chunks = [
                 pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
                 for count, outputs in parts
             ]
-            output = output.append_column(spec.name, pa.chunked_array(chunks, kind))
+            column = pa.chunked_array(chunks, kind)
+            if is_table and spec.datatype == "BYTES":  # as texts of its input are
+                column = column.cast(pa.string())
+            output = output.append_column(spec.name, column)
         output = output.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
         return output.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else output
 

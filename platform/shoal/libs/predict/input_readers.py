@@ -142,6 +142,7 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
     from shoal.open_inference.tables import (
         build_inputs,
         choose_columns,
+        find_separator,
         infer_csv_types,
         parse_columns,
         split_by_length,
@@ -150,7 +151,8 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
     named = parse_columns(columns, inputs)
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
-            parsing = pa.csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            with path.open("rb") as file:
+                parsing = pa.csv.ParseOptions(delimiter=find_separator(file.readline()))
             alone = pa.csv.ReadOptions(use_threads=False)  # with threads, errors lack the row number
             with pa.csv.open_csv(path, read_options=alone, parse_options=parsing) as reader:
                 seen = reader.schema

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from shoal.errors import ConfigError, DataError, needs_extra
+from shoal.open_inference.tables import find_separator
 from shoal.store import fetch, locate
 
 with needs_extra("data"):
@@ -23,7 +24,6 @@ Kind = Literal["number", "word", "date", "truth"]
 Values = np.ndarray  # [N]: float64 with NaN for gaps (dates in seconds since 1970), or str with None for gaps
 
 _FORMATS = ("%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%b %d %Y", "%b %d, %Y")  # besides those of ISO 8601
-_SEPARATORS = (",", "\t", ";", "|")
 _ID_NAMES = ("id", "index", "rownames", "rowid", "uuid", "key", "")
 
 
@@ -64,19 +64,19 @@ def _read_file(data: str | Path, field: str) -> pa.Table:
     try:
         return parquet.read_table(str(path)) if head == b"PAR1" else _read_csv(str(path))
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        remedy = "give a CSV file with a line of names, or a Parquet file"
+        remedy = "give a CSV file in UTF-8 with a line of names, or a Parquet file"
         raise DataError(field, shown, f"cannot be read as a table: {error}", remedy) from error
 
 
 def _read_csv(path: str) -> pa.Table:
     with pa.input_stream(path) as file:  # a compressed one is decompressed
         content = file.read()
-    header = content[: content.find(b"\n") + 1 or len(content)].decode("utf-8", "replace")
-    separator = max(_SEPARATORS, key=header.count)  # the first of them where there is one column
+    content.decode()  # Arrow takes other encodings for bytes without a meaning
+    header = content[: content.find(b"\n") + 1 or len(content)]
     return csv.read_csv(
         pa.py_buffer(content),
         csv.ReadOptions(block_size=min(max(len(content), 1 << 20), 1 << 30)),  # types are those of the first block
-        csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+        csv.ParseOptions(delimiter=find_separator(header), newlines_in_values=True),
         csv.ConvertOptions(strings_can_be_null=True),
     )
 

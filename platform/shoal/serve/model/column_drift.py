@@ -1,4 +1,4 @@
-"""Counts what a version's training has not seen in the columns of requests: gaps, unknown words, numbers beyond.
+"""Counts gaps in the columns of requests, and what a version's training has not seen: unknown words, numbers beyond.
 
 Called by a loaded model, once for each batch, in the forward's thread. Pure functions of arrays. A column's range is
 the version's own: its preprocessing step may have `ranges`, the least and greatest value of columns in training. Words

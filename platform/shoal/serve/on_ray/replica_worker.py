@@ -122,6 +122,8 @@ class RayMetrics:
             if not isinstance(value, (int, float)):
                 continue
             tags = {label: labels.get(label, "") for label in METRICS[name].labels} | {"replica": report.replica}
+            # Ray refuses others than ASCII.
+            tags = {label: tag.encode("ascii", "backslashreplace").decode() for label, tag in tags.items()}
             if name in self._gauges:
                 self._gauges[name].set(value, tags)
                 continue

@@ -164,8 +164,8 @@ class RegistryCatalogue:
         self._registry.promote(f"{name}@{version}", alias)
 
     def find_previous(self, name: str, alias: str, without: Collection[int]) -> int:
-        *before, _ = self._registry.aliases(name).list_promoted(alias)
-        if not (admitted := [version for version in before if version not in without]):
+        *before, now = self._registry.aliases(name).list_promoted(alias)
+        if not (admitted := [version for version in before if version not in (now, *without)]):
             remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
             raise RegistryError(f"{name}@{alias} has no version to go back to: {remedy}")
         return admitted[-1]

@@ -103,13 +103,18 @@ def _run_here(folder: Path, function: Callable[[TrainSpec], T], spec: TrainSpec)
 
 
 def change_to_task_folder(spec: TrainSpec, working_folder: Path) -> None:
-    """Change to the folder of relative paths: the driver's own, or the copy that Ray has sent here."""
+    """Change to the folder of relative paths: the driver's own, or the copy that Ray has sent here.
+
+    A Task that no folder has is installed. Its driver's folder is then the place, where this host has it.
+    """
     place = spec.task.partition(":")[0]
     names = [Path(place)] if place.endswith(".py") else [JOBS / f"{place}.py"]
     for folder in (working_folder, *map(Path, sys.path)):
         if any((folder / name).is_file() for name in names):
             os.chdir(folder)
             return
+    if working_folder.is_dir():
+        os.chdir(working_folder)
 
 
 def to_shoal_error(error: Exception | SystemExit) -> ShoalError:
