@@ -105,6 +105,7 @@ def test_ranks_with_a_device_speak_on_their_host_too(
     backend: str | None,
 ) -> None:
     from ray.train.torch.config import _is_backend_nccl
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
 
     from shoal.train.launch import ray_train
 
@@ -115,6 +116,7 @@ def test_ranks_with_a_device_speak_on_their_host_too(
     trainer.let_go.set()
     heard(ray_train.RayTrainAttempt(ray_train.WorkerSetup(TrainSpec.parse(words), "r", Path("r"), Path.cwd())))
     assert told["torch_config"].backend == backend
+    assert get_env_vars_to_propagate()["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"  # a Task's print is in its log once
     assert backend is None or _is_backend_nccl(backend) == (device == "cuda")  # for which Ray sets what NCCL needs
 
 

@@ -110,6 +110,7 @@ def test_a_loader_in_order_stays_in_order_and_its_settings_are_used() -> None:
     assert [len(batch) for batch in loader] == [5, 5, 5, 5, 2]
     assert next(iter(loader)).tolist() == [0, 10, 20, 30, 40]
     assert load_first_batch(data, 2).tolist() == [0, 10]
+    assert load_first_batch(Data(DataLoader(NUMBERS, batch_size=5), collate=len), 2) == 2  # the loader says none
     assert [len(batch) for batch in make_loader(data, "train", batch_size=5, is_even=True)] == [5, 5, 5, 5]
     spread = DataLoader(NUMBERS, batch_size=5, sampler=DistributedSampler(NUMBERS, 2, 0, shuffle=False))
     assert make_loader(Data(spread), "train", batch_size=5).num_batches == 5  # the ranks are those of the run

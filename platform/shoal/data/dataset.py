@@ -62,7 +62,7 @@ class Data:
         for part in ("train", "validation", "test"):
             loader = getattr(self, part)
             if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-                dataset, self._settings[part] = _read_loader(loader, is_training=part == "train")
+                dataset, self._settings[part] = _read_loader(loader, self.collate, is_training=part == "train")
                 object.__setattr__(self, part, dataset)
 
     def get_settings(self, part: Literal["train", "validation", "test"]) -> LoaderSettings:
@@ -70,8 +70,13 @@ class Data:
         return self._settings.get(part) or LoaderSettings(self.collate)
 
 
-def _read_loader(loader: DataLoader[Any], *, is_training: bool) -> tuple[Source, LoaderSettings]:
-    """The dataset of a DataLoader, and the rest. Raises DataError for a sampler without a length."""
+def _read_loader(
+    loader: DataLoader[Any], collate: Collate | None, *, is_training: bool
+) -> tuple[Source, LoaderSettings]:
+    """The dataset of a DataLoader, and the rest. Raises DataError for a sampler without a length.
+
+    collate: where the DataLoader has none of the user's
+    """
     source, sampler, is_own_batches = loader.dataset, loader.sampler, loader.batch_size is None
     size = getattr(loader.batch_sampler, "batch_size", None) if is_own_batches else loader.batch_size
     shuffle, order = False, None
@@ -91,7 +96,8 @@ def _read_loader(loader: DataLoader[Any], *, is_training: bool) -> tuple[Source,
         order = None
     if order is not None and size is None:
         size = max(1, round(sum(map(len, order.get_batches(0, 0))) / len(order)))
-    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if loader.collate_fn is not default_collate:
+        collate = loader.collate_fn
     return source, LoaderSettings(collate, size, shuffle, order, loader.drop_last)
 
 

@@ -129,7 +129,7 @@ class NumPyNetwork:
         self._policy = make_policy(spec, action_shape=action.shape)
         tensors = decode_tensors(version.snapshot().payload)
         self._policy.load(version.version, tensors)
-        self._shape, self._is_best_alone = action.shape, bool(spec.epsilon)
+        self._shape = action.shape
         self._bounds = np.cumsum((0, *(spec.action_sizes or (int(action.high or 0) + 1,))))
         self._is_gaussian = bool(spec.action_low)
         if self._is_gaussian:

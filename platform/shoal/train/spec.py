@@ -253,11 +253,12 @@ class TrainSpec(Spec):
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
         return self
 
-    @property
-    def criterion(self) -> Criterion:
-        """By which metric the registered versions are compared."""
-        measure = self.stop.target or self.stop.convergence or ConvergenceSpec()
-        return Criterion(measure.metric, measure.is_higher_better)
+    def choose_criterion(self, metrics: Iterable[str]) -> Criterion:
+        """By which of its metrics a registered version is compared: the loss, unless `stop` names one."""
+        if measure := self.stop.target or self.stop.convergence:
+            return Criterion(measure.metric, measure.is_higher_better)
+        losses = [name for name in metrics if name.endswith("loss")]
+        return Criterion(losses[0] if len(losses) == 1 else "loss", is_higher_better=False)  # or the only `val_loss`
 
     @property
     def applied_sync(self) -> SyncConfig:

@@ -117,3 +117,5 @@ def test_what_a_program_says_last_is_said(
     session._job, session._job_log = job, JobLogReader(job)
     assert session._follow() is JobStatus.SUCCEEDED
     assert capsys.readouterr().out == whole + "\n"
+    session._view = cast(Any, SimpleNamespace(notes=("the answer is 42", "a worker died")))
+    assert session._take_new_notes() == ["a worker died"]  # and not again what the job has said

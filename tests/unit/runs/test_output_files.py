@@ -57,11 +57,13 @@ def test_logs_shows_the_newest_run_with_its_actors(run_id: str) -> None:
     folder = shoal.runs.load(run_id).folder
     (folder / "logs").mkdir()
     (folder / "logs" / "driver.log").write_text("begun\n")
+    serve = "INFO 2026-11-28 17:57:52 proxy 127.0.0.1 -- Got it\nINFO 2026-11-28 17:57:52 controller 7 -- Deploying\n"
+    (folder / "logs" / "worker-7.log").write_text(serve)
     (folder / "actor-0.log").write_text("connected\n")
     said = CliRunner().invoke(logs, [], catch_exceptions=False).output
     assert said == "begun\nactor-0 | connected\n"
     assert CliRunner().invoke(logs, [run_id, "--of", "actor-0"]).output == "connected\n"
-    with pytest.raises(RunError, match="actor-9 has printed nothing: actor-0, driver"):
+    with pytest.raises(RunError, match="actor-9 has printed nothing: actor-0, driver, worker-7"):
         CliRunner().invoke(logs, [run_id, "--of", "actor-9"], catch_exceptions=False)
 
 

@@ -278,3 +278,18 @@ def test_a_device_is_a_word(spec: type[Spec], field: str, device: str) -> None:
         spec.parse(changes)
     assert (refused.value.field, refused.value.value) == (field, device)
     assert str(refused.value).removesuffix(". did you mean 'cuda'?").endswith("should be 'auto', 'cpu' or 'cuda'")
+
+
+@pytest.mark.parametrize(
+    ("stop", "metrics", "chosen"),
+    [
+        ("epochs=1", ("val_acc", "val_loss"), "val_loss"),  # of a LightningModule
+        ("epochs=1", ("aux_loss", "loss"), "loss"),
+        ("epochs=1", ("a_loss", "b_loss"), "loss"),  # which no version has: the newest is the champion
+        ("convergence.metric=val_acc", ("val_acc", "val_loss"), "val_acc"),
+    ],
+)
+def test_versions_are_compared_by_the_only_loss_where_no_metric_is_named(
+    stop: str, metrics: tuple[str, ...], chosen: str
+) -> None:
+    assert TrainSpec().override([f"stop.{stop}"]).choose_criterion(metrics) == (chosen, chosen == "val_acc")

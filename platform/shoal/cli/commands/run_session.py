@@ -129,7 +129,7 @@ class RunSession:
         self._resumed = before is not None
         self._actors: ActorProcesses | None = None
         self._notes: list[str] = []
-        self._printed_notes: list[str] = []  # the live display shows all notes all the time
+        self._printed_lines: list[str] = []  # of a job, and notes; the live display shows all notes all the time
         self._view: RunView | None = None
         self._record: Run | None = None
         self._job: ray_jobs.JobHandle | None = None
@@ -216,7 +216,8 @@ class RunSession:
         if self._view is None or not (self._view.metrics or self._view.phase == train_display.TRAINING):
             assert self._job_log is not None
             for line in self._job_log.read_new_lines(is_over=outcome is ray_jobs.JobStatus.SUCCEEDED):
-                self._console.print(self._typed.environment.mask(line))  # not every job records metrics
+                self._console.print(masked := self._typed.environment.mask(line))  # not every job records metrics
+                self._printed_lines.append(masked)  # the record may say it again
             if outcome is None and self._actors is not None and self._actors.are_all_dead:
                 lost = "no actor is left, and none has sent anything"
                 raise RunError("\n".join((lost, *self._take_new_notes(), self.format_resume_hint())))
@@ -252,9 +253,9 @@ class RunSession:
         new = [
             note
             for note in dict.fromkeys((*self._notes, *self._describe_dead_actors(), *seen))
-            if note not in self._printed_notes
+            if note not in self._printed_lines
         ]
-        self._printed_notes += new
+        self._printed_lines += new
         return new
 
     # -- actors ---------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ _TAKES_SPEC_FROM_OVERRIDES = re.compile(r"^    (train|sweep)_main\(\)", re.MULTI
 
 # Messages of Ray and Serve about themselves in a job's log.
 RAY_LOG_LINE = re.compile(
-    r" job_manager\.py:|^Running entrypoint for job|^INFO .* serve \d+ -- |\(raylet\)|core_worker\.cc:"
+    r" job_manager\.py:|^Running entrypoint for job|^INFO .* (serve|controller|proxy) \S+ -- |\(raylet\)"
+    r"|core_worker\.cc:"
 )
 _ERROR_PREFIX = "error: "  # begins the line of a ShoalError: see cluster.job_main
 _NUM_LAST_LINES = 15

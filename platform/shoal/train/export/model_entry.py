@@ -83,7 +83,7 @@ def register_model(
     factory:   how to build it, with the source as of the run's beginning
     data:      fingerprints of the datasets, by part
     lineage:   where a search has found it
-    criterion: by which it may become the champion; None: the spec's
+    criterion: by which it may become the champion; None: as the spec says
 
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
@@ -110,7 +110,7 @@ def register_model(
         files=travelling.files if travelling else {},
         example=example,
         aliases=spec.aliases,
-        criterion=criterion or spec.criterion,
+        criterion=criterion or spec.choose_criterion(outcome.metrics),
     )
     recorder.record_model(version.name, version.version, version.aliases, version.decision)
     if not signature.inputs:

@@ -6,6 +6,7 @@ because only the owner of the run knows which failures deserve another attempt. 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ def _run_ray_train(setting: WorkerSetup, mailbox: ActorHandle) -> TrainResult:
     chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
     backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
     config = {"setting": setting, "mailbox": mailbox}
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # workers take it over; with it, they print all twice
     trainer = GuardedTrainer(
         _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
     )
