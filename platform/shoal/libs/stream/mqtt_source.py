@@ -243,7 +243,7 @@ class MqttSource:
     def _parse(self, packet: paho.MQTTMessage, received_s: float) -> Delivery:
         names: dict[str, str] = dict(getattr(packet.properties, "UserProperty", ()))
         sequence = names.get(SEQUENCE, "")
-        counted = int(sequence) if sequence.isdecimal() else None
+        counted = int(sequence) if sequence.isdecimal() and len(sequence) < 19 else None  # the log has 64 bits
         content, publisher = bytes(packet.payload), names.get(PUBLISHER, "")
         return self._parser.parse(packet.topic, content, publisher, counted, received_s, packet.mid, packet.dup)
 
