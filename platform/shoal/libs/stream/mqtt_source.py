@@ -77,7 +77,7 @@ class MqttSource:
         self._address = parse_address(spec)
         self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._unacknowledged: deque[tuple[int, int, int]] = deque()  # delivery, connection, packet id
-        self._num_delivered = self.num_answers_dropped = 0
+        self._num_delivered = 0
         self._connection = 0
         self._connected, self._rejection = threading.Event(), ""
         self._has_unheld = False  # messages that the broker does not hold
@@ -259,8 +259,7 @@ class MqttSource:
     def publish(self, topic: str, payload: bytes) -> None:
         """Send at most once (QoS 0)."""
         if self._client is not None:
-            sent = self._client.publish(topic, payload)
-            self.num_answers_dropped += sent.rc != paho.MQTT_ERR_SUCCESS
+            self._client.publish(topic, payload)
 
     def close(self) -> None:
         """Leave the session in the broker, which has every acknowledgement by then: else it would send those messages
