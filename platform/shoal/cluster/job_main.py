@@ -115,8 +115,11 @@ def _copy_output(overrides: Sequence[str]) -> None:
 
 def _require_kind(spec: Spec, resumed: str) -> None:
     """Raise ConfigError for a run of training where the job is one of the loop, and the reverse."""
-    ours, theirs = find_kind(type(spec).model_fields), shoal.runs.load(resumed).kind if resumed else None
-    if theirs is not None and ours is not theirs and {ours, theirs} <= {RunKind.TRAINING, RunKind.LOOP}:
+    ours, kinds = find_kind(type(spec).model_fields), {RunKind.TRAINING, RunKind.LOOP}
+    if not resumed or ours not in kinds:  # a stream's `resume=auto` names no run
+        return
+    theirs = shoal.runs.load(resumed).kind
+    if ours is not theirs and theirs in kinds:
         problem = f"is a run of the kind {theirs.value}, and this job's are of the kind {ours.value}"
         raise ConfigError("resume", resumed, problem, f"`shoal runs {resumed}` has the command that resumes it")
 

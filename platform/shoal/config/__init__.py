@@ -277,7 +277,9 @@ def _apply_overrides(
     for override in _put_kinds_first(overrides):
         path, separator, text = override.partition("=")
         if not separator or not path:
-            raise ConfigError("override", override, "is not of the form a.b=c", "for example learner.lr=0.001")
+            raise ConfigError(
+                "override", override, "is not of the form a.b=c", "for example optimizer.learning_rate=0.001"
+            )
         _set_field(values, spec, path, _parse_value(path, text) if text else "", with_defaults)
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.data import LoaderSpec
+from shoal.errors import ConfigError, suggest
 from shoal.parallel import ParallelDims, ParallelSpec
 from shoal.plugins.find import load_reference
 from shoal.registry import AliasNames, Criterion
@@ -218,7 +219,13 @@ class TrainSpec(Spec):
         if name in type(self).model_fields or not name.isidentifier() or not self.task or "=" not in override:
             return override
         factory = load_reference("shoal.train.task:find_task")(self.task)  # a module above this one, which loads torch
-        return f"args.{override}" if name in inspect.signature(factory).parameters else override
+        arguments = inspect.signature(factory).parameters
+        if name in arguments:
+            return f"args.{override}"
+        if (remedy := suggest(name, arguments, least=0.8)) and not suggest(name, type(self).model_fields, least=0.8):
+            path, _, value = override.partition("=")
+            raise ConfigError(path, value, "no such field", remedy)
+        return override
 
     @model_validator(mode="before")
     @classmethod

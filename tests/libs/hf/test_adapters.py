@@ -111,6 +111,8 @@ def test_a_run_begins_with_adapters_scaled_as_they_were(tmp_path: Path) -> None:
         network = CausalLM(**spec.args).model()
         load_initial_weights(network, spec.init)
         np.testing.assert_allclose(compute(network), expected, atol=1e-6)
+    with pytest.raises(ConfigError, match="are both what the adapters begin with"):
+        translate([f"model={tmp_path / 'theirs'}", "init=tuned@1"])
     run("pull", str(tmp_path / "theirs"), "--name", "tuned")
     spec = make_spec(translate([f"model={tmp_path / 'base'}", "init=tuned@1", "data=texts.jsonl"]))
     assert (spec.args["lora"]["alpha"], spec.args["lora"]["modules"]) == (2.0, ["q_proj"])

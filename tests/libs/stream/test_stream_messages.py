@@ -67,13 +67,16 @@ def test_a_payload_is_read_as_it_was_written() -> None:
         (b'{"value": 1, "time": true}', "time", "is no time"),
         (b'{"value": 1, "time": "inf"}', "time", "is no time"),
         (b"\xff\xfe", "not_json", "malformed|invalid|UTF-8"),
+        (b"[" * 2000, "not_json", "recursion"),
+        (b"1" + b"0" * 400, "number", "too large"),
+        (b'{"value": 1' + b"0" * 400 + b"}", "number", "too large"),
     ],
 )
 def test_what_is_no_reading_says_why(payload: bytes, reason: str, problem: str) -> None:
     malformed = find_problem(MessageParser(1), "s1", payload)
     assert re.fullmatch(reason, malformed.reason)
     assert re.search(problem, malformed.problem), malformed.problem
-    assert malformed.text == payload.decode(errors="backslashreplace")
+    assert malformed.text == payload.decode(errors="backslashreplace")[:200]
 
 
 ZIGBEE = b'{"temperature": 21.4, "humidity": 40, "linkquality": 80, "battery": null, "contact": true, "state": "ON"}'

@@ -397,3 +397,13 @@ def test_killed_at_any_moment_it_ends_in_the_same_weights(spec: SensorTopicSpec,
 
 def count_batches(folder: Path) -> int:
     return sum(1 for _ in read_batches(folder / "log")) if (folder / "log").exists() else 0
+
+
+def test_a_sequence_beyond_64_bits_does_not_count(spec: SensorTopicSpec) -> None:
+    source = SensorSource(spec, 1)
+    source.open(StreamState())
+    publish(spec, [("s1", encode_payload((1.0,), 2.0), 10**30)])
+    (message,) = poll(source, 1)
+    assert message.publisher == ""
+    assert message.sequence < 2**64
+    source.close()

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import safetensors.torch
+from torch import nn
 
 import shoal
 from shoal.errors import DataError
@@ -112,7 +113,7 @@ def test_several_targets_and_many_queries(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: shoal.few_rows(ROWS, PRICES).predict([[1, 2]]), "new", "not the columns of X"),
         (lambda: shoal.few_rows([[1.0], [2.0]], [1, 2]).predict([[1, 2]]), "new", "not the columns of X"),
         (lambda: shoal.few_rows([*ROWS, {"area": 3}], [*PRICES, 1]), "X.city", "row 5 lacks it"),
-        (lambda: shoal.few_rows([["a"], [3]], [1, 2]), "X.0", "row 1 has a number"),
+        (lambda: shoal.few_rows([["n/a"], [3]], [1, 2]), "X.0", "row 1 has a number, .* such as 'n/a'"),
         (lambda: shoal.few_rows([1, 2], [1, 2]), "X", "has 1 dimensions"),
         (lambda: shoal.few_rows([[1], [2]], [1, 2, 3]), "y", "X has 2 rows"),
         (lambda: shoal.few_rows(ROWS, "price"), "y", "is no column of X"),
@@ -120,6 +121,7 @@ def test_several_targets_and_many_queries(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: shoal.few_rows(np.zeros((21, 1)), range(21)), "y", "too many labels"),
         (lambda: shoal.few_rows([[1], [2]], ["a", "a"]), "y", "are one class"),
         (lambda: shoal.few_rows([[1], [2]], ["a", 2]), "y", "2 is none"),
+        (lambda: shoal.few_rows([[1], [2]], ["a", ""]), "y", "are one class"),
     ],
 )
 def test_what_cannot_be_read_is_named(ask: Callable[[], object], field: str, problem: str) -> None:
@@ -128,17 +130,23 @@ def test_what_cannot_be_read_is_named(ask: Callable[[], object], field: str, pro
     assert raised.value.field == field
 
 
-def test_a_registered_network_is_used_and_written_as_the_shipped_one(tmp_path: Path) -> None:
-    network = PriorFittedNetwork(width=32, depth=1)
-    kwargs = {"task": str(Path(__file__).parents[3] / "jobs" / "few_rows.py"), "args": {"width": 32, "depth": 1}}
+def register(network: nn.Module, factory: str, **kwargs: Any) -> None:
     Registry().register(
         "mine",
         WeightSnapshot.from_payload(3, safetensors.torch.save(network.state_dict())),
-        model=ModelFactory(factory="shoal.train.export.model_entry:build", kwargs=kwargs),
+        model=ModelFactory(factory=factory, kwargs=kwargs),
         signature=Signature(inputs=[], outputs=[]),
         metrics={"log_loss": 1.5},
+        aliases=("champion",),
     )
-    expected = shoal.few_rows([[1.0], [2.0], [4.0]], [1, 2, 4], model="mine@1").predict([[3.0]])
+
+
+def test_a_registered_network_is_used_and_written_as_the_shipped_one(tmp_path: Path) -> None:
+    network = PriorFittedNetwork(width=32, depth=1)
+    task = str(Path(__file__).parents[3] / "jobs" / "few_rows.py")
+    build = "shoal.train.export.model_entry:build"
+    register(network, build, task=task, args={"width": 32, "depth": 1})
+    expected = shoal.few_rows([[1.0], [2.0], [4.0]], [1, 2, 4], model="mine@champion").predict([[3.0]])
     module.write_network("mine@1", tmp_path / "mine.safetensors")
     with safetensors.safe_open(tmp_path / "mine.safetensors", "np") as file:
         about = json.loads(file.metadata()["provenance"])
@@ -149,3 +157,6 @@ def test_a_registered_network_is_used_and_written_as_the_shipped_one(tmp_path: P
         found = shoal.few_rows([[1.0], [2.0], [4.0]], [1, 2, 4]).predict([[3.0]])
     module.load_network.cache_clear()
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-2)
+    register(nn.Linear(1, 1), "torch.nn:Linear", in_features=1, out_features=1)
+    with pytest.raises(DataError, match="mine@2': is a Linear, not a network for few rows"):
+        shoal.few_rows([[1.0], [2.0]], [1, 2], model="mine@champion")  # which has moved

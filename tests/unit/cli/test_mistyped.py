@@ -27,6 +27,7 @@ TRIES = {
     "run adir": "jobs: acrobot",
     "run my_tsk.py": "'my_tsk.py': is not a file. did you mean 'my_task.py'",
     "run my_task.py": "shoal run train task=my_task.py:Line stop.epochs=3",
+    "run my_task.py:Line": "train it: shoal run train task=my_task.py:Line stop.epochs=3",
     "run lennet --help": "did you mean 'lenet'",
     "run train --actors x": "'x' is not a valid integer",
     "run train --actors -1": "-1 is not in the range",

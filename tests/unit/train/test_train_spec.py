@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -28,6 +29,16 @@ def test_a_target_is_typed_as_it_is_said() -> None:
         assert (target.metric, target.value, target.direction) == parts
     with pytest.raises(ConfigError, match="write it as metric>=value or metric<=value"):
         TrainSpec().override(["stop.target=accuracy"])
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("widht=3", "width"), ("workerz=2", "workers"), ("widht.a=3", "width")])
+def test_a_mistyped_argument_of_the_task_gets_the_nearest(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def make(width, epoch_size=1):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"no such field. did you mean '{meant}'"):
+        TrainSpec(task="mine.py:make").override([typed])
 
 
 def test_money_needs_a_price() -> None:

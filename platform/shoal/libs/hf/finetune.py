@@ -71,6 +71,9 @@ def _take_adapters(overrides: list[str]) -> list[str]:
     model, init = last_override(overrides, "args.model") or "", last_override(overrides, "init") or ""
     folder = next((each for each in (model, init) if is_adapter_folder(each)), "")
     if folder:
+        if init not in ("", folder):
+            problem = f"and model = {model!r} are both what the adapters begin with"
+            raise ConfigError("init", init, problem, "give one of them, and the base as model")
         spec, about = read_adapter_config(Path(folder))
         lora: Any = spec.model_dump()
         base = make_absolute(about.get("base_model_name_or_path") or "") if model in ("", folder) else model

@@ -148,7 +148,7 @@ class MessageParser:
     def _decode(self, payload: bytes) -> dict[str, Any]:
         try:
             content = msgspec.json.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             text = payload.decode(errors="replace")
             if self._value_fields != (VALUE,) or text.strip().lower() not in SWITCHES:
                 raise _Unusable("not_json", f"is no JSON: {error}") from None
@@ -181,7 +181,7 @@ class MessageParser:
             if not math.isfinite(time_s) or isinstance(found, bool):
                 raise ValueError("is not finite, or no number")  # as what is no date
         except (TypeError, ValueError, OverflowError):
-            raise _Unusable("time", f"its {self._time_field!r} is no time: {found!r}") from None
+            raise _Unusable("time", f"its {self._time_field!r} is no time: {found!r:.50}") from None
         return time_s / 1000 if abs(time_s) >= FIRST_MS else time_s
 
     def _select(self, content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -244,7 +244,10 @@ def _read_number(field: str, value: Any) -> float:
         raise _Unusable("null", f"its {field!r} is null")
     if isinstance(value, dict | list) or (isinstance(value, str) and not _is_number(value)):
         raise _Unusable("text", f"its {field!r} is no number: {value!r:.50}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise _Unusable("number", f"its {field!r} is too large") from None
 
 
 def _check_name(name: str, named_by: str, *, is_topic: bool = False) -> str:

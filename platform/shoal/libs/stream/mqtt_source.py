@@ -77,7 +77,7 @@ class MqttSource:
         self._address = parse_address(spec)
         self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._unacknowledged: deque[tuple[int, int, int]] = deque()  # delivery, connection, packet id
-        self._num_delivered = self.num_answers_dropped = 0
+        self._num_delivered = 0
         self._connection = 0
         self._connected, self._rejection = threading.Event(), ""
         self._has_unheld = False  # messages that the broker does not hold
@@ -243,7 +243,7 @@ class MqttSource:
     def _parse(self, packet: paho.MQTTMessage, received_s: float) -> Delivery:
         names: dict[str, str] = dict(getattr(packet.properties, "UserProperty", ()))
         sequence = names.get(SEQUENCE, "")
-        counted = int(sequence) if sequence.isdecimal() else None
+        counted = int(sequence) if sequence.isdecimal() and len(sequence) < 19 else None  # the log has 64 bits
         content, publisher = bytes(packet.payload), names.get(PUBLISHER, "")
         return self._parser.parse(packet.topic, content, publisher, counted, received_s, packet.mid, packet.dup)
 
@@ -259,8 +259,7 @@ class MqttSource:
     def publish(self, topic: str, payload: bytes) -> None:
         """Send at most once (QoS 0)."""
         if self._client is not None:
-            sent = self._client.publish(topic, payload)
-            self.num_answers_dropped += sent.rc != paho.MQTT_ERR_SUCCESS
+            self._client.publish(topic, payload)
 
     def close(self) -> None:
         """Leave the session in the broker, which has every acknowledgement by then: else it would send those messages

@@ -58,7 +58,7 @@ class FittedColumn:
             return numbers[:, None]
         if (is_number := ~np.isnan(cells.numbers)).any():
             row = int(is_number.argmax())
-            problem = f"row {row} has a number, and the column has words"
+            problem = f"row {row} has a number, and the column has words, such as {self.levels[0]!r}"
             raise DataError(
                 f"{field}.{self.name}", float(cells.numbers[row]), problem, "give words alone, or numbers alone"
             )

@@ -40,7 +40,7 @@ class FewRows:
     """Rows with their targets; see `few_rows`."""
 
     def __init__(self, X: Any, y: Any, model: str = "") -> None:
-        self._network, self._target = load_network(model), ""
+        self._network, self._target = load_network(Registry().get(model).ref if model else ""), ""
         if isinstance(y, str):
             self._target, (X, y) = y, _split(X, y)
         require_equal_rows("y", y, "X", X)
@@ -106,11 +106,13 @@ def few_rows(X: Any, y: Any, *, model: str = "") -> FewRows:
 
 @cache
 def load_network(model: str = "") -> PriorFittedNetwork:
-    """The network of the package, or of a version of the registry. Raises RegistryError."""
+    """The network of the package, or of NAME@NUMBER of the registry. Raises DataError, RegistryError."""
     if model:
         version = Registry().get(model)
         network = version.manifest.model.build()
-        assert isinstance(network, PriorFittedNetwork)
+        if not isinstance(network, PriorFittedNetwork):
+            problem = f"is a {type(network).__name__}, not a network for few rows"
+            raise DataError("model", model, problem, "`shoal run few_rows` trains one")
         weights = {name: torch.from_numpy(values) for name, values in version.snapshot().tensors().items()}
     else:
         with safetensors.safe_open(FILE, "pt") as file:
@@ -159,6 +161,7 @@ def _split(rows: Any, target: str) -> tuple[Any, Any]:
 def _read_targets(y: Any) -> tuple[list[str], np.ndarray]:
     """The names of the classes, [] of numbers, and the targets [C] or [C, T]. Raises DataError."""
     cells = y.tolist() if hasattr(y, "tolist") else list(y)
+    cells = [each if not isinstance(each, str) or each.strip() else None for each in cells]
     words = sorted({each for each in cells if isinstance(each, str)}) if np.ndim(y) == 1 else []
     if not words:
         return [], to_floats("y", y)

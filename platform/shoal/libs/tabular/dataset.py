@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, DataError, needs_extra
+from shoal.errors import ConfigError, DataError, needs_extra, suggest
 from shoal.extend.data import Data
 from shoal.libs.tabular.encoders import ColumnEncoder, Encoders, Target
 from shoal.libs.tabular.reading import Values, extract_values, find_unusable, infer_kind, read_table
@@ -104,6 +104,8 @@ def table(
     num_rows = len(full)
     if held_back is not None:
         full = _append(full, held_back)
+    if not target:
+        raise DataError("target", "", "is not said", f"give one of {', '.join(full.column_names)}")
     _require_columns(full, [target, *(columns or {}), *leave_out, *([order_by] if order_by else [])])
     kinds, notes = _choose_kinds(full, target, columns or {}, leave_out, given)
     values = {name: extract_values(name, full.column(name), kind) for name, kind in kinds.items()}
@@ -164,7 +166,8 @@ def _append(full: pa.Table, other: pa.Table) -> pa.Table:
 def _require_columns(full: pa.Table, names: Sequence[str]) -> None:
     for name in names:
         if name not in full.column_names:
-            raise DataError("column", name, "is not in the table", f"it has {', '.join(full.column_names)}")
+            remedy = suggest(name, full.column_names, f"it has {', '.join(full.column_names)}")
+            raise DataError("column", name, "is not in the table", remedy)
 
 
 def _choose_kinds(

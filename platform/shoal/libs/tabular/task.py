@@ -62,10 +62,8 @@ class TableTask(Task):
 
     def table(self, **fitted: Any) -> Table:
         """The table. fitted: `encoders` of the run's beginning, to be passed on to `shoal.data.table`."""
-        for name, value in (("data", self._source), ("target", self._setting["target"])):
-            if not value:
-                example = "shoal run table data=customers.csv target=churned"
-                raise ConfigError(name, value, "is not said", f"as in {example}")
+        if not self._source:
+            raise ConfigError("data", "", "is not said", "as in shoal run table data=customers.csv target=churned")
         return table(self._source, **self._setting, **fitted)  # type: ignore[arg-type]
 
     @cached_property
