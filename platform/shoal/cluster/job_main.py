@@ -116,7 +116,7 @@ def _copy_output(overrides: Sequence[str]) -> None:
 def _require_kind(spec: Spec, resumed: str) -> None:
     """Raise ConfigError for a run of training where the job is one of the loop, and the reverse."""
     ours, kinds = find_kind(type(spec).model_fields), {RunKind.TRAINING, RunKind.LOOP}
-    if not resumed or ours not in kinds:  # a stream's `resume=auto` names no run
+    if not resumed or ours not in kinds:
         return
     theirs = shoal.runs.load(resumed).kind
     if ours is not theirs and theirs in kinds:
