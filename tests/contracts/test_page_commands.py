@@ -126,14 +126,16 @@ def make_spec(job: Path) -> Spec | None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> Iterator[Path]:
     """A folder with the Task and the network that many commands name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     for page, name, wanted in (("training", "my_task.py", "class MyTask"), ("algorithms", "my_net.py", "class Net")):
         blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL | re.MULTILINE)
         (tmp_path / name).write_text(next(block for block in blocks if wanted in block))
-    return tmp_path
+    yield tmp_path
+    for name in [name for name, each in sys.modules.items() if str(tmp_path) in (getattr(each, "__file__", "") or "")]:
+        del sys.modules[name]
 
 
 def test_every_command_of_the_pages_is_understood(place: Path) -> None:

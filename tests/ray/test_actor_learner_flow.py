@@ -359,7 +359,7 @@ def test_several_policies_are_followed_as_one_is(
         monkeypatch, hunters=good, prey={**good, "address": "tcp://h:2", "opponents": {}}
     )
     flow._follow_until_done()
-    assert capsys.readouterr().out.count("returns hunters 1.5, prey 1.5 |       128 steps") == 1
+    assert capsys.readouterr().out.count("mean return hunters 1.5, prey 1.5 |       128 steps") == 1
     metrics = next(each[1] for each in recorded if each[0] == 128)
     assert (metrics["steps/total"], metrics["return/prey"], metrics["hunters/self_play/win_rate_min"]) == (
         128,
