@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -121,24 +121,28 @@ def hash_message(topic: str, payload: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(topic.encode() + b"\0" + payload, digest_size=8).digest(), "big")
 
 
+class Payload(NamedTuple):
+    """What a broker delivers, with what is known of it.
+
+    publisher:  "" where it is not said
+    sequence:   None where the publisher does not count
+    packet_id:  the broker's, the same when it sends the message again, as `is_redelivered`; 0: it never does
+    """
+
+    topic: str
+    content: bytes
+    publisher: str
+    sequence: int | None
+    received_s: float
+    packet_id: int = 0
+    is_redelivered: bool = False
+
+
 class Parser(Protocol):
     """Makes messages of payloads."""
 
-    def parse(
-        self,
-        topic: str,
-        payload: bytes,
-        publisher: str,
-        sequence: int | None,
-        received_s: float,
-        packet_id: int = 0,
-        is_redelivered: bool = False,
-    ) -> Delivery:
-        """The messages of a payload, and what is wrong with it.
-
-        sequence:       None where the publisher does not count
-        packet_id:      the broker's, the same when it sends the message again, as `is_redelivered`; 0: it never does
-        """
+    def parse(self, payload: Payload) -> Delivery:
+        """The messages of a payload, and what is wrong with it."""
         ...
 
 
@@ -148,20 +152,11 @@ class SampleParser:
     def __init__(self, decode: Callable[[str, bytes], Any]) -> None:
         self._decode = decode
 
-    def parse(
-        self,
-        topic: str,
-        payload: bytes,
-        publisher: str,
-        sequence: int | None,
-        received_s: float,
-        packet_id: int = 0,
-        is_redelivered: bool = False,
-    ) -> Delivery:
+    def parse(self, payload: Payload) -> Delivery:
         try:
-            value = self._decode(topic, payload)
+            value = self._decode(payload.topic, payload.content)
         except ValueError as error:
-            return Delivery(malformed=[reject_payload(topic, payload, str(error))])
-        if not publisher or sequence is None:
-            return Delivery([Sample(value, "", hash_message(topic, payload))])
-        return Delivery([Sample(value, publisher, sequence)])
+            return Delivery(malformed=[reject_payload(payload.topic, payload.content, str(error))])
+        if not payload.publisher or payload.sequence is None:
+            return Delivery([Sample(value, "", hash_message(payload.topic, payload.content))])
+        return Delivery([Sample(value, payload.publisher, payload.sequence)])

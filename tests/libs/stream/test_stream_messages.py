@@ -22,21 +22,21 @@ from shoal.libs.stream.messages import Message, MessageParser, encode_payload, m
 from shoal.libs.stream.replay_source import ReplaySource
 from shoal.libs.stream.trainer import PageHinkley
 from shoal.sources.deduplicator import Deduplicator
-from shoal.sources.source import MalformedPayload, StreamState
+from shoal.sources.source import MalformedPayload, Payload, StreamState
 from stream_contract import check_source
 
 
 def parse_one(
     parser: MessageParser, topic: str, payload: bytes, publisher: str = "p", sequence: int | None = 1
 ) -> Message:
-    found = parser.parse(topic, payload, publisher, sequence, 99.0)
+    found = parser.parse(Payload(topic, payload, publisher, sequence, 99.0))
     assert not found.malformed
     (message,) = found.messages
     return message
 
 
 def find_problem(parser: MessageParser, topic: str, payload: bytes) -> MalformedPayload:
-    found = parser.parse(topic, payload, "", None, 99.0)
+    found = parser.parse(Payload(topic, payload, "", None, 99.0))
     assert not found.messages
     (malformed,) = found.malformed
     assert malformed.origin == topic
@@ -119,7 +119,7 @@ TASMOTA = b"""{"Time": "2025-05-31T10:00:00", "AM2301": {"Temperature": 21.4, "H
 def test_fields_of_zigbee2mqtt_and_tasmota_are_sensors(
     payload: bytes, fields: tuple[str, ...], readings: dict[str, float], reasons: list[str]
 ) -> None:
-    found = MessageParser(1, "tele/+/#", "", fields, "Time").parse("tele/kitchen", payload, "", None, 99.0)
+    found = MessageParser(1, "tele/+/#", "", fields, "Time").parse(Payload("tele/kitchen", payload, "", None, 99.0))
     assert {message.sensor: message.values for message in found.messages} == {k: (v,) for k, v in readings.items()}
     assert [each.reason for each in found.malformed] == reasons
     assert {message.time_s for message in found.messages} <= {1748685600.0, 99.0, 3.0}
@@ -148,7 +148,7 @@ def test_equal_payloads_without_a_time_are_different_readings_unless_the_broker_
     parser, deduplicator = MessageParser(1), Deduplicator()
 
     def admit(packet_id: int, is_redelivered: bool = False) -> bool:
-        (message,) = parser.parse("s", b"21.5", "", None, 99.0, packet_id, is_redelivered).messages
+        (message,) = parser.parse(Payload("s", b"21.5", "", None, 99.0, packet_id, is_redelivered)).messages
         return deduplicator.admit(message, message.is_first)
 
     assert [admit(7), admit(8), admit(8, True), admit(9, True), admit(9, True)] == [True, True, False, True, False]

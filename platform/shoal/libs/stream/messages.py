@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.sources.source import Delivery, MalformedPayload, hash_message, reject_payload
+from shoal.sources.source import Delivery, MalformedPayload, Payload, hash_message, reject_payload
 
 MAX_NAME_CHARS = 200
 MAX_NAME_LEVELS = 100  # mosquitto ends the connection of a client that publishes to a topic of more than 200
@@ -106,31 +106,23 @@ class MessageParser:
         self._value_fields, self._time_field = tuple(value_fields), time_field
         self._names_fields = len(self._value_fields) > 1 or "*" in self._value_fields[0]
 
-    def parse(
-        self,
-        topic: str,
-        payload: bytes,
-        publisher: str,
-        sequence: int | None,
-        received_s: float,
-        packet_id: int = 0,
-        is_redelivered: bool = False,
-    ) -> Delivery:
+    def parse(self, payload: Payload) -> Delivery:
         """A message for each sensor that the payload has a reading of, and what is wrong with it or with its fields."""
+        topic, content, publisher, sequence = payload[:4]
         messages: list[Message] = []
         malformed: list[MalformedPayload] = []
         is_first = False
         try:
-            content = self._decode(payload)
-            name = self._name_sensor(topic, content)
-            time_s = self._read_time(content)
+            fields = self._decode(content)
+            name = self._name_sensor(topic, fields)
+            time_s = self._read_time(fields)
             if not publisher or sequence is None or sequence < 0:
-                publisher, sequence = "", hash_message(topic, payload)
+                publisher, sequence = "", hash_message(topic, content)
                 if time_s is None:  # its content does not tell it from the next one
-                    sequence = hash_message(f"{topic}/{packet_id}", payload)
-                    is_first = not is_redelivered
-            time_s = received_s if time_s is None else time_s
-            for field, value in self._select(content):
+                    sequence = hash_message(f"{topic}/{payload.packet_id}", content)
+                    is_first = not payload.is_redelivered
+            time_s = payload.received_s if time_s is None else time_s
+            for field, value in self._select(fields):
                 try:
                     values = self._read_values(field, value)
                     sensor = name
@@ -138,11 +130,11 @@ class MessageParser:
                         sensor = _check_name(f"{name}/{field}" if name else field, f"field {field!r}")
                     messages.append(Message(sensor, values, time_s, publisher, sequence, is_first))
                 except _Unusable as error:
-                    malformed.append(reject_payload(topic, payload, error.problem, error.reason))
+                    malformed.append(reject_payload(topic, content, error.problem, error.reason))
             if not (messages or malformed):
                 raise _Unusable("no_field", f"has no field {' or '.join(self._value_fields)} with a number")
         except _Unusable as error:
-            malformed.append(reject_payload(topic, payload, error.problem, error.reason))
+            malformed.append(reject_payload(topic, content, error.problem, error.reason))
         return Delivery(messages, malformed)
 
     def _decode(self, payload: bytes) -> dict[str, Any]:

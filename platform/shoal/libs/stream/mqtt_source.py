@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, DataError, needs_extra, summarize_error
 from shoal.libs.stream.spec import MqttSpec
-from shoal.sources.source import Delivery, MalformedPayload, Parser, SampleParser, StreamState
+from shoal.sources.source import Delivery, MalformedPayload, Parser, Payload, SampleParser, StreamState
 
 with needs_extra("stream"):
     from paho.mqtt import client as paho
@@ -245,7 +245,9 @@ class MqttSource:
         sequence = names.get(SEQUENCE, "")
         counted = int(sequence) if sequence.isdecimal() and len(sequence) < 19 else None  # the log has 64 bits
         content, publisher = bytes(packet.payload), names.get(PUBLISHER, "")
-        return self._parser.parse(packet.topic, content, publisher, counted, received_s, packet.mid, packet.dup)
+        return self._parser.parse(
+            Payload(packet.topic, content, publisher, counted, received_s, packet.mid, packet.dup)
+        )
 
     def commit(self, state: StreamState) -> None:
         """Acknowledge in the order of delivery, as MQTT demands (section 4.6). What came over an earlier connection
