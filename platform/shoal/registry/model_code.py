@@ -29,6 +29,7 @@ from shoal.errors import ConfigError
 from shoal.plugins.moved import translate_reference
 
 MAX_CODE_BYTES = 8 * 2**20
+RUN_TEXTS = frozenset({"source", "pickle"})  # arguments of factories: the text of a file, base64 of a pickle
 MAX_DATA_BYTES = 2**20  # of a file beside a module; a larger one is data of the training, say
 MAX_NAMED_FOLDERS = 3  # below a module's, of the path to a file beside it
 OURS = "shoal"
@@ -135,7 +136,9 @@ def require_installed(model: Mapping[str, Any]) -> None:
             raise ConfigError("code", "installed", f"{path} {state} what was registered", remedy)
     for source in _list_sources(model["kwargs"]):
         if source not in texts_here.values():
-            raise ConfigError("code", "installed", "the text of a `source` is no file's that lies here", remedy)
+            raise ConfigError(
+                "code", "installed", "the text of a `source` or `pickle` is no file's that lies here", remedy
+            )
     for nested in _list_nested(model["kwargs"]):
         empty = {"factory": "", "preprocess": "", "postprocess": "", "format": "module", "kwargs": {}}
         require_installed({**empty, **nested})
@@ -145,7 +148,7 @@ def _list_sources(value: Any) -> Iterator[Any]:
     """The texts that are run among the arguments, but for those of factories with code."""
     if isinstance(value, Mapping | list | tuple):
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            if key == "source" and each:
+            if key in RUN_TEXTS and each:
                 yield each
             elif not (isinstance(each, Mapping) and _is_factory(each)):
                 yield from _list_sources(each)
@@ -163,7 +166,7 @@ def _leave_out_sources(value: Any) -> Any:
         return [_leave_out_sources(each) for each in value]
     if not isinstance(value, Mapping):
         return value
-    return {name: _leave_out_sources(each) for name, each in value.items() if name != "source"}
+    return {name: _leave_out_sources(each) for name, each in value.items() if name not in RUN_TEXTS}
 
 
 def _list_nested(value: Any) -> Iterator[Mapping[str, Any]]:

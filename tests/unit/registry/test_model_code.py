@@ -280,7 +280,8 @@ def test_code_installed_runs_no_text_and_no_file_that_only_the_manifest_has(writ
     kwargs = {"task": "mine.py:Mine", "args": {}, "source": Path("mine.py").read_text()}
     model = register("shoal.train.export.model_entry:build", **kwargs).model_dump()
     require_installed(model)
-    for changed in ({"source": "evil"}, {"source": "evil", "task": ""}, {"network": [{"source": "evil"}]}):
+    pickled = {"args": {"encoders": {"pickle": "gASVAA=="}}}
+    for changed in ({"source": "evil"}, {"source": "evil", "task": ""}, {"network": [{"source": "evil"}]}, pickled):
         with pytest.raises(ConfigError, match=r"code = .installed."):
             require_installed({**model, "kwargs": {**kwargs, **changed}})
     member = {"preprocess": "evil:hook", "code": {"binary": {"evil.so": "AAAA"}}}

@@ -269,7 +269,7 @@ def _fit(
 
     text, width, version = fit_transformer(transformer, encoders.kinds, training, goal.encode(training[target]))
     return encoders.model_copy(
-        update={"transformer": text, "transformer_width": width, "sklearn": version, "differences": []}
+        update={"pickle": text, "transformer_width": width, "sklearn": version, "differences": []}
     )
 
 

@@ -148,7 +148,7 @@ class Encoders(Spec):
     num_rows:    of the table when they were fitted: a resumed run reads these, even if the file has grown
     differences: pairs of dates, and the scale of the seconds from the first to the second
     excluded:    columns that are no inputs, each with the reason
-    transformer: of scikit-learn, in place of the columns' own encoders: base64 of its pickle
+    pickle: of a transformer of scikit-learn, in place of the columns' own encoders: in base64
     """
 
     num_rows: int
@@ -156,7 +156,7 @@ class Encoders(Spec):
     columns: list[ColumnEncoder]
     differences: list[tuple[str, str, Scale]] = Field(default_factory=list)
     excluded: list[str] = Field(default_factory=list)
-    transformer: str = ""
+    pickle: str = ""
     transformer_width: int = 0
     sklearn: str = ""
 
@@ -184,7 +184,7 @@ class Encoders(Spec):
     @property
     def category_sizes(self) -> list[int]:
         """The number of indices of each column of words; none with a transformer."""
-        return [] if self.transformer else [len(each.vocabulary) + 2 for each in self.columns if each.kind == "word"]
+        return [] if self.pickle else [len(each.vocabulary) + 2 for each in self.columns if each.kind == "word"]
 
     @property
     def num_outputs(self) -> int:
@@ -198,13 +198,13 @@ class Encoders(Spec):
 
         Raises DataError, which names the column.
         """
-        if self.transformer:
+        if self.pickle:
             for column in self.columns if is_strict else ():
                 if column.kind == "word":
                     column.encode_categories(values[column.name], is_strict=True)
             from shoal.libs.tabular.transformer import apply_transformer
 
-            return {"numbers": apply_transformer(self.transformer, self.sklearn, self.kinds, values)}
+            return {"numbers": apply_transformer(self.pickle, self.sklearn, self.kinds, values)}
         numbers, categories = [], []
         for column in self.columns:
             if column.kind == "word":
