@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import Identity
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.messages.inference import Arrays
+from shoal.serve.model.formats.torch_forward import COPIED_BYTES
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -262,7 +264,7 @@ class OneBuffer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = torch.zeros(8, 2)
+        self.kept = torch.zeros(1024, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept[: len(x)] = x
@@ -276,12 +278,18 @@ class KeptOutput(OneBuffer):
         return torch.mul(x, 1, out=self.kept.resize_(x.shape))
 
 
-@pytest.mark.parametrize("module", [OneBuffer, KeptOutput])
-def test_an_answer_is_never_overwritten_by_a_later_batch(module: type[nn.Module]) -> None:
-    model = predictor(module).load(WeightSnapshot.of(1, {}))
-    (first,) = model.predict_batch([rows(3, 4)])
-    model.predict_batch([rows(5, 6)])
-    assert first["y"].tolist() == [[3.0, 3.0], [4.0, 4.0]]
+@pytest.mark.parametrize("num_rows", [2, COPIED_BYTES // 4])
+@pytest.mark.parametrize("module", [OneBuffer, KeptOutput, Identity])
+def test_an_answer_is_never_overwritten_by_a_later_batch(module: type[nn.Module], num_rows: int) -> None:
+    model, request = predictor(module).load(WeightSnapshot.of(1, {})), rows(*range(num_rows))
+    first = model.predict(request)["y"]
+    request["x"] += 1
+    model.predict(request)
+    np.testing.assert_array_equal(first, request["x"] - 1)
+
+
+def test_a_large_output_that_the_model_forgets_is_not_copied() -> None:
+    assert not predictor().load(weights(1)).predict(rows(*range(COPIED_BYTES)))["y"].flags.owndata
 
 
 class InPlace(nn.Module):

@@ -29,6 +29,7 @@ SIGNATURE = Signature(
     outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, -1])],
 )
 ROWS = np.array([[1.0, 2.0, 3.0]], np.float32)
+EMPTY = WeightSnapshot.of(1, {})
 
 
 class Normed(nn.Module):
@@ -208,9 +209,7 @@ def test_bfloat16_weights_are_registered_and_served() -> None:
 
 
 def test_a_preprocessing_that_writes_in_place_writes_to_what_is_its_own() -> None:
-    model = predictor("torch.nn:Identity", [-1, 3], preprocess=f"{__name__}:scale_in_place").load(
-        WeightSnapshot.of(1, {})
-    )
+    model = predictor("torch.nn:Identity", [-1, 3], preprocess=f"{__name__}:scale_in_place").load(EMPTY)
     read_only = np.frombuffer(ROWS.tobytes(), np.float32).reshape(1, 3)
     for request in (ROWS.copy(), read_only):
         for _ in range(2):  # a shadow, say, asks with the same arrays
@@ -218,17 +217,11 @@ def test_a_preprocessing_that_writes_in_place_writes_to_what_is_its_own() -> Non
 
 
 @pytest.mark.parametrize(("shape", "is_known"), [([-1, 3], True), ([-1, -1], False)])
-def test_behind_a_preprocessing_rows_of_one_size_are_timed(shape: list[int], is_known: bool) -> None:
+def test_behind_a_preprocessing_views_run_backwards_and_one_size_is_timed(shape: list[int], is_known: bool) -> None:
     subject = predictor("torch.nn:Identity", shape, preprocess=f"{__name__}:reversed_view")
-    subject.load(WeightSnapshot.of(1, {}))
+    model = subject.load(EMPTY)
     assert bool(subject.warm_up_times) == is_known
-
-
-def test_a_preprocessing_may_give_a_view_that_runs_backwards() -> None:
-    model = predictor("torch.nn:Identity", [-1, 3], preprocess=f"{__name__}:reversed_view").load(
-        WeightSnapshot.of(1, {})
-    )
-    np.testing.assert_array_equal(model.predict_batch([{"x": ROWS.copy()}])[0]["y"], ROWS[:, ::-1])
+    np.testing.assert_array_equal(model.predict({"x": ROWS.copy()})["y"], ROWS[:, ::-1])
 
 
 def test_graphs_for_inputs_of_any_length_are_refused() -> None:
@@ -243,7 +236,7 @@ def test_where_padding_is_dear_a_batch_is_computed_in_parts_and_everybody_has_th
     """The clock is the model's: what else the machine does changes nothing."""
     monkeypatch.setattr(predictor_module, "time", SimpleNamespace(perf_counter=lambda: Toil.now_s))
     subject = predictor("Toil", [-1, -1], ragged="pad", max_batch_size=8)
-    model, draw = subject.load(WeightSnapshot.of(1, {})), np.random.default_rng(0)
+    model, draw = subject.load(EMPTY), np.random.default_rng(0)
     for _ in range(20):
         lengths = draw.permutation([2, 120, 3, 119, 4, 118, 5, 117]).tolist()
         requests = [{"x": draw.normal(size=(1, length)).astype(np.float32)} for length in lengths]
@@ -297,7 +290,7 @@ def test_auto_takes_a_device_that_answers(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(predictor_module, "open_template", open_template)
     subject = predictor("Normed", [-1, 3])
     with pytest.raises(WeightsError, match="missing"):
-        subject.load(WeightSnapshot.of(1, {}))
+        subject.load(EMPTY)
     assert list(subject._templates) == ["cpu", "cuda"]
     state = {name: value.numpy() for name, value in Normed().state_dict().items()}
     (answer,) = subject.load(WeightSnapshot.of(2, state)).predict_batch([{"x": ROWS}])

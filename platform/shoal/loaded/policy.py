@@ -180,7 +180,7 @@ class TorchNetwork:
             inputs["state"] = np.stack([self._states.get(each, fresh) for each in streams])
         if mask is not None:
             inputs[INFO_KEY] = mask
-        outputs = self._model.predict_batch([inputs])[0]
+        outputs = self._model.predict(inputs)
         if self._state_size:
             self._states.update(zip(streams, outputs["next_state"], strict=True))
         return outputs

@@ -114,6 +114,8 @@ def test_rows_as_they_are_become_columns_and_answers_become_rows() -> None:
     with pytest.raises(DataError, match="word") as raised:
         model.predict({"number": 1})
     assert raised.value.field == "word"
+    with pytest.raises(ConfigError, match="has 2 inputs"):
+        model.predict(np.ones(2))
     np.testing.assert_array_equal(model.predict({"number": np.ones(2), "word": ["ab", "c"]})["sum"][:, 0], [3, 2])
 
 

@@ -225,6 +225,11 @@ class LoadedModel:
         if steps.preprocess is None:  # a hook's arrays are no request's
             self.size_limits = getattr(forward, "limits", None)
 
+    def predict(self, request: Arrays) -> dict[str, np.ndarray]:
+        """Answer one request as `predict_batch` does, without its counts."""
+        inputs = {name: request[name] for name in self._input_names}
+        return self._predict(inputs, len(inputs[self._input_names[0]]))
+
     def predict_batch(
         self, requests: Sequence[Arrays], count_columns: CountColumns | None = None
     ) -> list[dict[str, np.ndarray]]:
@@ -252,10 +257,9 @@ class LoadedModel:
     ) -> list[dict[str, np.ndarray]]:
         drift = self._steps.drift
         if len(requests) == 1:
-            request = requests[0]
-            inputs = {name: request[name] for name in self._input_names}
+            inputs = requests[0]
             try:
-                answers = [self._predict(inputs, len(inputs[self._input_names[0]]))]
+                answers = [self.predict(inputs)]
             except InferenceError as error:
                 if drift is not None and count_columns is not None and error.field:
                     count_columns(self.version, drift.count_rejection(error.field))

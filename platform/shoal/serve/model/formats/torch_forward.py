@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -29,6 +29,7 @@ from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
 # Floating-point outputs whose type a forward's precision may have changed, and the signature's type.
 _FLOATS = {"FP16": torch.float16, "BF16": torch.bfloat16, "FP32": torch.float32, "FP64": torch.float64}
 
+COPIED_BYTES = 4096  # up to which an output is copied, which takes less time than to look for another owner
 MIN_ROWS = 8
 MIN_PRODUCTS = 2**20  # rows by inputs by outputs: below it both take microseconds
 MIN_SPEEDUP = 1.2  # the required speed-up, so that noise does not decide
@@ -50,35 +51,27 @@ def make_torch_forward(
     device = torch.device(setting.device)
     bf16_inputs, outputs = setting.bf16_inputs, setting.outputs
     as_they_are = device.type == "cpu" and not bf16_inputs
-    inference_mode = torch.inference_mode
     writes = False  # whether the model writes to its inputs, which belong to the callers (a shadow reads them again)
 
-    def tensors_of(inputs: Arrays) -> list[Any]:
+    def forward(inputs: Arrays) -> Arrays:
+        nonlocal writes
         # Not in inference mode, in which a tensor does not count its writes.
         tensors = [to_tensor(array, writes) for array in inputs.values()]
-        if as_they_are:
-            return tensors
-        pairs = zip(inputs, tensors, strict=True)
-        tensors = [each.view(torch.bfloat16) if name in bf16_inputs else each for name, each in pairs]
-        return [each.to(device) if isinstance(each, Tensor) else each for each in tensors]
-
-    def run(names: Iterable[str], tensors: list[Any]) -> dict[str, Any]:
-        nonlocal writes
-        is_named = by_name or (parameters and parameters.issuperset(names))
-        result = call(**dict(zip(names, tensors, strict=True))) if is_named else call(*tensors)
-        if not writes:
+        if not as_they_are:
+            pairs = zip(inputs, tensors, strict=True)
+            tensors = [each.view(torch.bfloat16) if name in bf16_inputs else each for name, each in pairs]
+            tensors = [each.to(device) if isinstance(each, Tensor) else each for each in tensors]
+        with _InferenceMode(True):
+            is_named = by_name or (parameters and parameters.issuperset(inputs))
+            result = call(**dict(zip(inputs, tensors, strict=True))) if is_named else call(*tensors)
             for each in tensors:
                 # A caller's own inference mode, as a program around `shoal.load` may have, leaves no version.
                 writes = writes or (isinstance(each, Tensor) and not each.is_inference() and each._version > 0)
-        return name_all_outputs(result) if outputs is None else select_outputs(result, outputs)
-
-    def forward(inputs: Arrays) -> Arrays:
-        tensors = tensors_of(inputs)
-        with inference_mode():
-            found = run(inputs, tensors)
+            found = name_all_outputs(result) if outputs is None else select_outputs(result, outputs)
             if device.type != "cpu":
                 names = [name for name, each in found.items() if isinstance(each, Tensor) and each.is_cuda]
                 found.update(zip(names, copy_to_host(found[name] for name in names), strict=True))
+        del result  # an output that the model does not retain has no other owner then
         for name in found:
             found[name] = to_array(found[name])
         return found
@@ -96,9 +89,9 @@ def to_tensor(array: np.ndarray, copies: bool) -> Any:
 
     BYTES, which torch does not have, stay arrays.
     """
-    if copies or not array.flags.writeable or min(array.strides, default=0) < 0:
+    if copies or not (array.flags.carray or (array.flags.writeable and min(array.strides, default=0) >= 0)):
         array = array.copy()
-    return array if array.dtype == object else torch.from_numpy(array)
+    return array if array.dtype.hasobject else torch.from_numpy(array)
 
 
 def select_outputs(result: Any, specs: Sequence[TensorSignature]) -> dict[str, Any]:
@@ -141,10 +134,9 @@ def to_array(value: Any) -> np.ndarray:
         return np.array(value)
     if value.dtype == torch.bfloat16:
         value = value.view(torch.uint16)
-    if _count_owners(value) > _SOLE_OWNER:
-        value = value.clone()
+    is_copied = value.nbytes <= COPIED_BYTES or _count_owners(value) > _SOLE_OWNER  # the array is an owner, too
     array: np.ndarray = value.numpy()
-    return array
+    return array.copy() if is_copied else array
 
 
 def _count_owners(tensor: Tensor) -> int:
@@ -152,6 +144,7 @@ def _count_owners(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+_InferenceMode = torch._C._InferenceMode  # what `torch.inference_mode` enters, without its Python, which takes 4 µs
 _FRESH = torch.empty(1)
 _SOLE_OWNER = _count_owners(_FRESH)
 
