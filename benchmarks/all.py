@@ -18,7 +18,6 @@ NAMES = (
     *("steady_lag", "mixed_policies", "load"),
     *(
         "training_step",
-        "step_before",
         "fsdp_bf16",
         "training_start",
         "sweep",
@@ -33,7 +32,7 @@ NAMES = (
         "tree_recipe",
         "finetune",
     ),
-    *("shm_process_group", "trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
+    *("trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
     *("population", "population_pbt", "som", "recommender", "optimise"),
     *(
         "failing_starts",

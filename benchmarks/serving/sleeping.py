@@ -16,10 +16,10 @@ import time
 from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
+from benchmarks.before import checkout
 from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import compare, options, write
 from benchmarks.serving.gang import SMALL, register
-from benchmarks.step_before import checkout
 from benchmarks.talk import say
 
 BEFORE, TOKEN, NUM_REQUESTS = "e3cf4d1b", "secret", 50
