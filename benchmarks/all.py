@@ -50,7 +50,6 @@ NAMES = (
         "serving.scale_events",
         "serving.autoscaling",
         "serving.from_zero",
-        "serving.sleeping",
         "serving.before",
         "serving.many_models",
         "export_start",
