@@ -36,7 +36,6 @@ NAMES = (
     *("population", "population_pbt", "som", "recommender", "optimise"),
     *(
         "failing_starts",
-        "split_losses",
         "sync_bytes",
         "straggler_and_kills",
         "elastic_pause",
