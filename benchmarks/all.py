@@ -43,8 +43,8 @@ NAMES = (
         "large_plan",
         "stream",
     ),
-    *("serving.validate", "serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
-    *("serving.admission", "serving.real", "serving.swaps", "serving.edited_code", "serving.soak", "serving.seen"),
+    *("serving.small", "serving.binary", "serving.bodies", "serving.simulated"),
+    *("serving.admission", "serving.real", "serving.swaps", "serving.soak", "serving.seen"),
     *(
         "serving.scale_events",
         "serving.autoscaling",
