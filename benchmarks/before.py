@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.children import OUR_PYTHON, ROOT, scratch
 from benchmarks.result import compare, options, write
-from benchmarks.step_before import checkout
 
 BEFORE = "609ce98a"
 BAR = 1.03
@@ -62,6 +63,18 @@ PROBES = {
     value = ours / peer""",
     ),
 }
+
+
+@contextmanager
+def checkout(revision: str, folder: Path) -> Iterator[Path]:
+    """The package at `revision`, for the length of a `with`."""
+    tree = folder / "before"
+    git = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
+    try:
+        yield tree / "platform"
+    finally:
+        subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
 def measure(tree: Path, probe: str, run: int, quick: bool) -> float:

@@ -28,7 +28,7 @@ from shoal.cost import MEASURED
 from shoal.cost.cost_table import QUANTITY_BY_NAME, format_quantity, relative_error
 from shoal.cost.step_profiler import MAX_MORE, NUM_TIMED, NUM_WARM_UP
 
-RECIPES = ("lenet", "transformer", "forecaster", "tabular")
+RECIPES = ("lenet", "transformer", "forecaster", "benchmarks/ours/perceptron_task.py")
 PLANS = ("single", "ddp", "fsdp", "tensor", "pipeline")
 LARGE = ("args.width=256", "args.depth=4", "args.heads=8", "batch_size=64")  # computing dominates
 OF_PIPELINE = 3
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.recipe}, {self.plan}" + (", large" if self.words else "")
+        return f"{Path(self.recipe).stem}, {self.plan}" + (", large" if self.words else "")
 
     @property
     def workers(self) -> int:
@@ -98,7 +98,7 @@ def measured(case: Case, cuts: object, folder: Path) -> dict[str, float]:
     """What a real run measures, in as many steps as its probe looks at."""
     task = case.recipe
     if cuts:
-        pinned = folder / f"pinned_{case.recipe}.py"
+        pinned = folder / f"pinned_{Path(case.recipe).stem}.py"
         pinned.write_text(_PINNED.format(recipe=case.recipe, cuts=cuts))
         task = f"{pinned}:Pinned"
     home = Path(tempfile.mkdtemp(dir=folder))

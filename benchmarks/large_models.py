@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.before import checkout
 from benchmarks.children import OUR_PYTHON, ROOT, scratch
 from benchmarks.ours.large_decoder import make_decoder
 from benchmarks.result import Row, compare, options, write
-from benchmarks.step_before import checkout
 
 BEFORE = "abb3b2c4"  # the last one whose ranks built the whole model
 WIDTH, SMALL_WIDTH, DEPTH, QUICK_DEPTH = 1280, 64, 25, 2

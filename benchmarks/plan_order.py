@@ -18,13 +18,14 @@ import shlex
 import statistics
 from pathlib import Path
 
-from benchmarks.children import OUR_PYTHON, Child, ChildFailed, scratch
+from benchmarks.children import OUR_PYTHON, ROOT, Child, ChildFailed, scratch
 from benchmarks.result import Row, options, spread, write
 
+PERCEPTRON = ROOT / "benchmarks" / "ours" / "perceptron_task.py"
 TASKS: dict[str, tuple[str, ...]] = {
     "lenet": ("schedule.name=constant", "schedule.warmup=0"),
     "transformer": ("args.width=192", "args.depth=4", "batch_size=32", "schedule.name=constant"),
-    "tabular": ("args.hidden=[1024, 1024]", "batch_size=64", "average=null", "threads=null", "schedule.name=constant"),
+    str(PERCEPTRON): ("args.hidden=[1024, 1024]", "batch_size=64", "schedule.name=constant"),
 }
 PLANS = (
     *("one device", "ddp=2", "fsdp=2", "tensor=2", "pipeline=2, 4 micro-batches", "parameter server, BSP"),
@@ -106,10 +107,8 @@ def main() -> None:
                     overrides = [str(word) for word in plan["overrides"]]  # type: ignore[attr-defined]
                     step_s = measure(task, overrides, int(str(plan["workers"])), seconds)
                     measured.setdefault((task, name), []).append(step_s)
-                    print(
-                        f"{task}, {name}: predicted {1e3 * predicted[task, name][-1]:.2f} ms, {1e3 * step_s:.2f} ms",
-                        flush=True,
-                    )
+                    said = f"predicted {1e3 * predicted[task, name][-1]:.2f} ms, {1e3 * step_s:.2f} ms"
+                    print(f"{Path(task).stem}, {name}: {said}", flush=True)
     rows = [_row(task, predicted, measured) for task in chosen.only]
     write("plan_order", rows, chosen.results)
 
@@ -129,7 +128,9 @@ def _row(task: str, predicted: dict[tuple[str, str], list[float]], measured: dic
         f"; wrong: {', '.join(wrong)}" if wrong else ""
     )
     runs = {"ours": spread([share]), "plans": plans}
-    name = f"`shoal plan`, {task}: pairs of plans in the measured order, of those that differ by more than 20%"
+    name = (
+        f"`shoal plan`, {Path(task).stem}: pairs of plans in the measured order, of those that differ by more than 20%"
+    )
     return Row(name, "", share, None, None, None, 1.0, "value", "higher", runs, note)
 
 

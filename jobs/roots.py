@@ -6,7 +6,7 @@
     shoal run roots args.folder=my_roots init=roots-simulated@champion                  # ... and starts from there
     shoal run roots args.folder=my_roots args.classes='[root]' args.region='[0.1, 0, 0.9, 1]'
     shoal run roots parallel=ddp workers=2                    # two workers share each batch
-    shoal run serve_apps/roots.py                             # a picture in, a mask out
+    shoal serve deploy serve_apps/roots.yaml                  # a picture in, a mask out
     python -m shoal.train task=roots                          # in this process, without Ray
 
 Photographs have any size, and are split by plant: NAME without what follows its last underscore, or `plants.csv`. Masks

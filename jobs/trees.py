@@ -6,7 +6,7 @@
     shoal run trees parallel=fsdp workers=2                 # ... and the parameters
     ray job submit --working-dir . -- python jobs/trees.py  # the same on a cluster that is up
     python -m shoal.train task=trees                        # in this process, without Ray
-    shoal run serve_apps/trees.py                           # serves the trained network
+    shoal serve deploy serve_apps/trees.yaml                # serves the trained network
 
 The trees are those of the standard library: one for each function, and one for each other statement at the top of a
 module or class. Of 15% of the inner nodes the kind is held out, and predicted from the subtree: a tree of its own shape

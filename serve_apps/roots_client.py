@@ -1,4 +1,4 @@
-"""Send photographs to the endpoint of serve_apps/roots.py, and write a mask next to each.
+"""Send photographs to the endpoint of serve_apps/roots.yaml, and write a mask next to each.
 
 python serve_apps/roots_client.py photograph.jpg another.png
 """

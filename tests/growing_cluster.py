@@ -42,8 +42,8 @@ _ABSENT: dict[str, Any] = {
 @contextmanager
 def growing_cluster(
     node_types: Mapping[str, tuple[Mapping[str, float], int]], *, head_cpus: int = 0, idle_s: float = 5.0
-) -> Iterator[tuple[EmbeddedCluster, subprocess.Popen[bytes]]]:
-    """The cluster, and its autoscaler.
+) -> Iterator[EmbeddedCluster]:
+    """The cluster, while its autoscaler runs.
 
     node_types: the resources of each type of node, and the most nodes of it
     """
@@ -52,8 +52,8 @@ def growing_cluster(
         assert cluster.temp_dir is not None
         config = cluster.temp_dir / "autoscaler.yaml"
         config.write_text(json.dumps(_make_config(cluster.address, node_types, head_cpus, idle_s)))  # YAML, too
-        with _start_autoscaler(cluster, config) as autoscaler:
-            yield cluster, autoscaler
+        with _start_autoscaler(cluster, config):
+            yield cluster
 
 
 def _make_config(
@@ -90,7 +90,7 @@ def _make_config(
 
 
 @contextmanager
-def _start_autoscaler(cluster: EmbeddedCluster, config: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _start_autoscaler(cluster: EmbeddedCluster, config: Path) -> Iterator[None]:
     assert cluster.temp_dir is not None
     assert cluster.cluster_id is not None
     logs = cluster.temp_dir / "autoscaler"
@@ -113,7 +113,7 @@ def _start_autoscaler(cluster: EmbeddedCluster, config: Path) -> Iterator[subpro
             [*command, f"--logs-dir={logs}"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
-            yield process
+            yield
         finally:
             process.kill()
             process.wait()

@@ -22,7 +22,7 @@ from shoal.libs.kube.manifests import SET_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 SUITE, PACKAGES = "bookworm", "python3,python3-venv,ca-certificates"  # what python:3.11-slim has
-JOB = "python /opt/shoal/jobs/train.py task=tabular stop.epochs=1"
+JOB = "python /opt/shoal/jobs/train.py task=forecaster stop.epochs=1"
 NODE = (
     f"{SET_ENVIRONMENT} && ulimit -n 65536; ray start --head --num-cpus=2 --object-store-memory=200000000"
     f" && RAY_ADDRESS=auto {JOB}; status=$?; ray stop --force; exit $status"

@@ -1,17 +1,14 @@
 """Rehearse on this machine how nodes come and go: an endpoint and a training run on a cluster that grows.
 
-    python tests/rehearse.py [short]
+    python tests/rehearse.py
 
 Prints a timeline. The nodes are processes of this machine (see growing_cluster.py); Ray's autoscaler, Serve and Ray
-Train are the real ones. `short` is for the suite: workers get their places and are not started, replicas come without
-load, and no node goes.
+Train are the real ones.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,7 +30,7 @@ from shoal.client import Client
 from shoal.errors import ConfigError, PlanError
 from shoal.home import load_access_token
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.runs.event_messages import describe_wait, format_warning
+from shoal.runs.event_messages import describe_wait
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
@@ -93,21 +90,8 @@ def watch_waits() -> AbstractContextManager[None]:
 
     def tell(_: str, now: str) -> None:
         say(f"`shoal status`: {now or 'it waits no longer'}")
-        resume_autoscaler()
 
     return watch(look, "", tell)
-
-
-AUTOSCALER: list[subprocess.Popen[bytes]] = []
-
-
-def pause_autoscaler() -> None:
-    """Until a wait is reported: else a node may come before that."""
-    AUTOSCALER[0].send_signal(signal.SIGSTOP)
-
-
-def resume_autoscaler() -> None:
-    AUTOSCALER[0].send_signal(signal.SIGCONT)
 
 
 def register_model() -> None:
@@ -183,21 +167,6 @@ def load_and_rest(endpoint: DeployedEndpoint) -> None:
     wait_for_replicas(endpoint, 1)
 
 
-def place_workers() -> None:
-    """Wait for a node, as a training run does before it starts its workers."""
-    from shoal.cluster.admission import RunAdmission
-    from shoal.train.launch.ray_capacity import require_capacity
-
-    def record(kind: str, **details: object) -> None:
-        say(f"{kind}: {format_warning(kind, details) or 'over'}")
-        resume_autoscaler()
-
-    pause_autoscaler()
-    with RunAdmission("rehearsal") as admission:
-        require_capacity(make_training(1), record, admission)
-    say(f"a worker has a place; nodes: {count_nodes()}")
-
-
 def train_on_new_nodes() -> None:
     from shoal.flows.training import train_on_cluster
 
@@ -206,12 +175,11 @@ def train_on_new_nodes() -> None:
     say(f"trained by 2 workers: {result.detail}")
 
 
-def rehearse(is_short: bool) -> None:
+def rehearse() -> None:
     with ExitStack() as stack:
         os.environ["SHOAL_HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
         types = {"small": ({"CPU": NODE_CPUS}, MAX_NODES)}
-        cluster, autoscaler = stack.enter_context(growing_cluster(types, idle_s=60.0 if is_short else 15.0))
-        AUTOSCALER[:] = [autoscaler]
+        cluster = stack.enter_context(growing_cluster(types, idle_s=15.0))
         os.environ.update(cluster.environment)
         import ray
 
@@ -221,11 +189,6 @@ def rehearse(is_short: bool) -> None:
         register_model()
         stack.enter_context(watch_nodes())
         refuse_what_never_fits()
-        if is_short:
-            place_workers()
-            pause_autoscaler()
-            serve_replicas(["endpoint.num_replicas=2"], lambda endpoint: wait_for_replicas(endpoint, 2))
-            return
         serve_replicas(["endpoint.scale.max=3"], load_and_rest)
         wait_until_no_node()
         train_on_new_nodes()
@@ -238,5 +201,5 @@ def wait_until_no_node() -> None:
 
 
 if __name__ == "__main__":
-    rehearse(is_short=sys.argv[1:] == ["short"])
+    rehearse()
     say("all is gone")

@@ -13,11 +13,11 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.before import checkout
 from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import compare, options, write
 from benchmarks.serving.servers import OURS, START_TIMEOUT_S, Server
 from benchmarks.serving.small import CONNECTIONS, METRICS, measure
-from benchmarks.step_before import checkout
 
 BEFORE = "609ce98a"
 BAR = 0.97

@@ -35,9 +35,9 @@ import psutil
 import torch
 from safetensors.torch import save
 
+from benchmarks.before import checkout
 from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
 from benchmarks.result import Row, compare, options, write
-from benchmarks.step_before import checkout
 from benchmarks.talk import say
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.member import GangMember

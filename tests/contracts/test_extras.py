@@ -134,7 +134,6 @@ MISSING = [
     ("pandas", "from shoal.flows.training import RayBackend; RayBackend.attempt(RUN, None)", "train"),
     ("obstore", "from shoal.store import open_store; open_store('s3://bucket')", "store"),
     ("sklearn", "from shoal.libs.population.evolution.bandit import Bandit; Bandit(None)", "recipes"),
-    ("sklearn", "from shoal.train.task import make_task; make_task('tabular', {}).data()", "recipes"),
 ]
 PROGRAM = f"""
 import sys

@@ -4,11 +4,11 @@ bytes of its example are the bytes that the code writes."""
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 from pathlib import Path
 
-import bare_client
 import gymnasium
 import msgpack
 import msgspec
@@ -153,7 +153,6 @@ def test_fields_types_and_defaults_of_a_part(name: str) -> None:
 def test_dtypes_and_their_sizes() -> None:
     sizes = {name: np.dtype(code).itemsize for name, code in DTYPES.items()}
     assert {row[0]: int(row[1]) for row in table("Tensors")} == sizes
-    assert {name: int(bare_client.struct.calcsize(code)) for name, code in bare_client.ELEMENTS.items()} == sizes
 
 
 def test_tensors_of_a_segment_are_those_that_it_has() -> None:
@@ -310,17 +309,18 @@ def test_the_segment_of_the_example_fits_its_welcome_and_is_written_the_same() -
 
 
 def test_the_weights_of_the_example_give_the_log_probability_of_its_segment() -> None:
+    """By the equations of the page, in NumPy."""
     frames, segment = example("weights"), example("segment")
     message = decode(frames, MessageLimits())
     assert isinstance(message, WeightsMessage)
-    assert bare_client.hashlib.sha256(frames[1]).hexdigest() == message.sha256
-    by_hand = bare_client.parse_safetensors(frames[1])
-    for name, array in decode_tensors(frames[1]).items():
-        assert by_hand[name] == (list(array.shape), array.ravel().tolist())
+    assert hashlib.sha256(frames[1]).hexdigest() == message.sha256
+    tensors = decode_tensors(frames[1])
     policy = msgpack.unpackb(example("welcome")[0])["spec"]["policy"]
-    observation = list(bare_client.struct.unpack("<4f", segment[1][:16]))
-    (action,) = bare_client.struct.unpack("<q", segment[2])
-    (sent,) = bare_client.struct.unpack("<f", segment[4])
-    computed = bare_client.log_probabilities(policy, by_hand, observation)[action]
-    assert bare_client.struct.pack("<f", computed) == segment[4]
-    assert f"{sent:.6f}" in PAGE
+    assert (policy["kind"], policy["activation"]) == ("mlp_categorical", "tanh")
+    outputs = np.frombuffer(segment[1][:16], "<f4").astype(np.float64)
+    for number, (weight, bias) in enumerate(policy["layers"]):
+        outputs = tensors[weight].astype(np.float64) @ (np.tanh(outputs) if number else outputs) + tensors[bias]
+    (action,) = np.frombuffer(segment[2], "<i8")
+    computed = outputs[action] - np.log(np.exp(outputs).sum())
+    assert np.float32(computed).tobytes() == segment[4]
+    assert f"{np.frombuffer(segment[4], '<f4')[0]:.6f}" in PAGE

@@ -174,16 +174,3 @@ def test_two_runs_learn_on_one_cluster_at_once(cluster: EmbeddedCluster, tmp_pat
             assert_balanced(segments)
             assert segments["consumed"] > 0
             assert set(segments["dropped"]) <= set(ORDINARY)
-
-
-@pytest.mark.soak
-def test_a_killed_weight_store_is_filled_again(loop: Loop) -> None:
-    import ray
-
-    loop.start_actor("actor-0")
-    loop.learn_on()
-    before = loop.gateway()["weights_version"]
-    ray.kill(loop.workers._store, no_restart=False)
-    wait_for(lambda: loop.gateway()["weights_version"] > before + 3, STATE_S, "newer weights")
-    loop.learn_on()
-    assert_balanced(loop.close())

@@ -98,22 +98,6 @@ def test_killing_the_weight_store_stops_neither_answers_nor_new_weights(endpoint
     assert list(load.counts) == ["answered"], load.surprises[:3]
 
 
-def test_a_store_that_forgot_is_told_again(endpoint: EndpointProcess) -> None:
-    """Nothing new is published: the publisher itself notices, so that a replica started later finds weights."""
-    newest, victim = max(versions(endpoint)), endpoint.command("store_pid")
-    os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: store_pid(endpoint) not in (0, victim), STATE_TIMEOUT_S)
-    wait_for(lambda: endpoint.command("stored_version") == newest, STATE_TIMEOUT_S)
-
-
-def store_pid(endpoint: EndpointProcess) -> int:
-    """0 while the store is away."""
-    try:
-        return int(endpoint.command("store_pid"))
-    except RuntimeError:
-        return 0
-
-
 class Held:
     """The endpoint, with a model whose forwards hang while `hold` is there, and that is not made while `start` is."""
 

@@ -167,24 +167,3 @@ def test_the_death_of_ray_trains_controller_is_a_loss_of_workers(
         run_id = run_training(spec_of(tmp_path, fault="wait", fault_step=7), "train")
     assert_went_on(shoal.runs.load(run_id), tmp_path, undisturbed)
     assert wait_for_resource("CPU", free, STATE_S) == free, "the place of the first group is given up"
-
-
-@pytest.mark.soak
-def test_the_death_of_the_mailbox_is_a_loss_of_workers(
-    cluster: EmbeddedCluster, tmp_path: Path, undisturbed: dict[int, float]
-) -> None:
-    from shoal.flows.training import run_training
-
-    def kill() -> None:
-        wait_for(lambda: (tmp_path / "failed").exists(), STATE_S, "the step to wait at")
-        os.kill(the_only(cluster, "Mailbox"), signal.SIGKILL)
-        (tmp_path / "go").touch()
-
-    with Meanwhile(kill):
-        run_id = run_training(spec_of(tmp_path, fault="wait", fault_step=7, step_s=0.2), "train")
-    run = shoal.runs.load(run_id)
-    assert run.status is Status.FINISHED
-    assert run.events()["kind"].tolist().count("workers_lost") == 1
-    assert "the mailbox of the workers died" in run.last_events()["workers_lost"]["error"]
-    assert 8 <= run.last_events()["restored"]["step"] < STEPS  # where the workers heard of it, and saved
-    assert losses_of(run) == undisturbed  # what was not delivered is said again

@@ -93,6 +93,15 @@ def test_an_error_names_the_segment_that_it_is_about(
         assert parts.ledger.get_totals().received == 0
 
 
+def test_a_segment_that_comes_twice_counts_once_and_one_beyond_the_credit_is_dropped() -> None:
+    with serving(queue_capacity=2) as parts, Raw(parts) as raw:
+        raw.enter()
+        assert [raw.send(seq, segment()).status for seq in (0, 0, 1)] == ["accepted", "duplicate", "accepted"]
+        assert raw.send(2, segment()).reason == "over_credit"
+        totals = parts.ledger.get_totals()
+        assert (totals.received, totals.duplicates, totals.dropped) == (3, 1, {"over_credit": 1})
+
+
 def test_experience_that_is_too_old_is_dropped_at_admission() -> None:
     with serving(max_version_lag=3) as parts, Raw(parts) as raw:
         raw.enter()

@@ -1,10 +1,8 @@
-"""A population whose members are in several Ray workers: the same lineage as in one process, in a job of its own."""
+"""A population whose members are in several Ray workers: the same lineage as in one process."""
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +13,7 @@ from shoal.libs.population.flow.build import build_population
 from shoal.libs.population.flow.ray_members import RayMembers
 from shoal.libs.population.flow.run import run_population
 from shoal.libs.population.spec import PopulationSpec
-from shoal.registry import Registry
-from shoal.runs import RunKind, Status
-from shoal_program import Program
 from train_task import Toy
-
-if TYPE_CHECKING:
-    from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 FIELDS: dict[str, Any] = {
     "task": "tests/train_task.py:Toy",
@@ -84,23 +76,3 @@ def test_a_worker_whose_members_are_all_retired_trains_and_scores_none_and_a_sta
             members.load_state_dict({"shares": [{}, {}, {}]})
     finally:
         members.close()
-
-
-@pytest.mark.soak
-def test_the_job_registers_the_best_member_and_the_ensemble(cluster: EmbeddedCluster) -> None:
-    words = [
-        "task=tests/train_task.py:Toy",
-        "members=3",
-        "rounds=2",
-        "steps_per_round=4",
-        "batch_size=8",
-        "metric=loss",
-    ]
-    words += ["ensemble=2", "name=toys-job", "engine=looped"]
-    env = {**os.environ, **cluster.environment, "SHOAL_RUN_ID": "population-job", "OMP_NUM_THREADS": "1"}
-    with Program([sys.executable, "jobs/population.py", *words], env=env) as program:
-        assert program.wait() == 0
-    run = shoal.runs.load("population-job")
-    assert (run.kind, run.status) == (RunKind.POPULATION, Status.FINISHED)
-    assert Registry().get("toys-job@champion").manifest.lineage["schedule"]
-    assert Registry().has("toys-job-ensemble@champion")

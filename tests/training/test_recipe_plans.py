@@ -14,7 +14,7 @@ from programs import run_ranks
 from shoal.data import Loader
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
-from shoal.train.task import load_task_file, make_task
+from shoal.train.task import make_task
 
 Weights = dict[str, torch.Tensor]
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -26,20 +26,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "lenet": {},
     "transformer": {"width": 16, "heads": 2, "context": 16},
     "forecaster": {"num_hours": 400, "window": 8, "horizon": 4, "hidden": 8},
-    "tabular": {"hidden": [16, 16], "dropout": 0.0},
     "trees": {"files": 10, "max_nodes": 100, "width": 8, "hidden": 16},
 }
 PLANS = {
     "ddp": list(SMALL),
     "fsdp": list(SMALL),
-    "pipeline": ["lenet", "transformer", "forecaster", "tabular"],  # no two batches of trees have one shape
-    "tensor": ["lenet", "transformer", "tabular"],  # an LSTM is not split
+    "pipeline": ["lenet", "transformer", "forecaster"],  # no two batches of trees have one shape
+    "tensor": ["lenet", "transformer"],  # an LSTM is not split
 }
-
-
-def small_tables(split: int, standardise: bool) -> tuple[tuple[torch.Tensor, ...], ...]:
-    features = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))
-    return (features, (features[:, 0] > 0).long(), features[:, 1] > 0), (features[:0],) * 3
 
 
 def trained(world: World, recipe: str, plan: str) -> Weights:
@@ -50,10 +44,7 @@ def trained(world: World, recipe: str, plan: str) -> Weights:
     torch.manual_seed(0)
     model = task.model()
     share = (degrees.coordinates(world.rank).data, degrees.data)
-    with pytest.MonkeyPatch.context() as patch:
-        if recipe == "tabular":  # scikit-learn takes seconds to load, in every process
-            patch.setattr(load_task_file(JOBS / "tabular.py", recipe), "tables", small_tables)
-        data = task.data()
+    data = task.data()
     loader = Loader(data.train, batch_size=BATCH_SIZE, share=share, seed=1, collate=data.collate)
     batches = [(batch, loader.relative_share) for _, batch in zip(range(STEPS), loader, strict=False)]
     parallel = parallelize(model, task, spec, degrees, world, batches[0][0])
@@ -107,17 +98,6 @@ def test_a_recipe_trains_from_its_file_and_is_registered(recipe: str) -> None:
     assert Registry().get(f"{spec.name}@champion").manifest.metrics == outcome.metrics
     data = shoal.runs.load(outcome.run_id).last_events()["data"]
     assert {"train", "validation"} <= data.keys()
-
-
-def test_the_trees_of_the_table_are_fitted_to_rows_that_are_not_held_back() -> None:
-    data = make_task(str(JOBS / "tabular.py"), {}).data()
-    train, held_back = data.train.tensors, data.validation.tensors
-    assert (len(train[0]), len(held_back[0])) == (426, 143)
-    assert torch.allclose(train[0].mean(0), torch.zeros(30), atol=1e-5)  # standardised by the training rows alone
-    assert not torch.allclose(held_back[0].mean(0), torch.zeros(30), atol=1e-2)
-    assert train[2].float().mean() > 0.99  # trees know the rows that they have seen
-    assert 0.9 < held_back[2].float().mean() < 0.99
-    assert not (torch.cdist(held_back[0], train[0]).min(1).values == 0).any()
 
 
 def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:

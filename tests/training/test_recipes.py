@@ -21,7 +21,7 @@ from shoal.train.launch.overrides import load_recipe
 from shoal.train.task import Task, load_task_file, make_task
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ["lenet", "transformer", "forecaster", "tabular", "trees"]
+RECIPES = ["lenet", "transformer", "forecaster", "trees"]
 
 
 def recipe(name: str) -> Any:
@@ -58,10 +58,6 @@ def load(folder: Path) -> Task:
     return task_of("forecaster", num_hours=300, window=12, horizon=4, hidden=8)
 
 
-def tumours(folder: Path) -> Task:
-    return task_of("tabular", hidden=[16])
-
-
 MODULE = """
 import {name}
 
@@ -96,21 +92,8 @@ SMALL: dict[str, Callable[[Path], Task]] = {
     "lenet": fashion,
     "transformer": text,
     "forecaster": load,
-    "tabular": tumours,
     "trees": syntax,
 }
-
-
-@pytest.fixture(autouse=True)
-def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """scikit-learn takes a second to load: tests/training has the real table."""
-
-    def tables(split: int, standardise: bool) -> tuple[tuple[torch.Tensor, ...], ...]:
-        features = torch.randn(128, 30, generator=torch.Generator().manual_seed(split))
-        part = (features, (features[:, 0] > 0).long(), torch.arange(128) % 4 != 0)
-        return part, part
-
-    monkeypatch.setattr(recipe("tabular"), "tables", tables)
 
 
 def batch_of(source: Any, indices: np.ndarray) -> Any:
@@ -250,17 +233,6 @@ def test_forecasting_zero_is_the_forecast_of_yesterday() -> None:
     past = batch[0]
     assert np.allclose(past[0, :, 0], hours[34:46] - hours[10:22])
     assert np.allclose(past[0, :, 1], np.sin(2 * np.pi * np.arange(34, 46) / 24), atol=1e-6)
-
-
-def test_the_trees_are_measured_beside_the_network() -> None:
-    task = tumours(Path())
-    batch = batch_of(task.data().validation, np.arange(8))
-    outputs = torch.nn.functional.one_hot(batch[1], 2).float()
-    outputs[0] = outputs[0].flip(0)
-    found = task.metrics(outputs, batch)
-    assert found["accuracy"].item() == 7 / 8
-    assert found["accuracy_trees"].item() == 6 / 8
-    assert len(task.inputs(batch)) == 1
 
 
 def test_trees_are_those_of_functions_and_statements_of_files_that_can_be_parsed(

@@ -1,7 +1,4 @@
-"""A multilayer perceptron for tables: a sequence of linear layers, GELU and dropout.
-
-Called by the recipe jobs/tabular.py and by benchmarks.
-"""
+"""A multilayer perceptron: a sequence of linear layers, GELU and dropout."""
 
 from __future__ import annotations
 

@@ -188,12 +188,7 @@ def test_runs_that_all_fail_are_written_and_shown(
     assert json.loads(files[".json"].read_text())["runs"][1]["variant"] == "bias"
 
 
-def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(
-    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "shoal.runs.write_report_at_end", lambda run_id: None
-    )  # half a second each, and looked at elsewhere
+def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(spec: TrainSpec, tmp_path: Path) -> None:
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1"]
     done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output

@@ -197,6 +197,7 @@ def test_names_are_drawn_as_they_are(names: tuple[str, ...]) -> None:
     assert (runs.load(run.id).folder / "learning_curve.png").exists()
 
 
+@pytest.mark.usefixtures("drawn_report")
 def test_a_report_that_cannot_be_written_ends_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

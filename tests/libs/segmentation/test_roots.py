@@ -238,7 +238,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
 @pytest.fixture
 def run_id(home: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SHOAL_HOME", str(home[1] / "home"))
-    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
     monkeypatch.chdir(home[1])
     return home[0]
 

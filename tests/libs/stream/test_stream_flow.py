@@ -33,6 +33,7 @@ def write_csv(path: Path, count: int) -> None:
     path.write_text("\n".join(["value,time", *rows]) + "\n")
 
 
+@pytest.mark.usefixtures("drawn_report")
 def test_files_are_learnt_recorded_registered_and_answered(
     tmp_path: Path, shoal_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import queue
-import random
 import signal
 import subprocess
-import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,12 +21,10 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from stream_case import SMALL, differing_tensors, make_messages, relearn
 
-from shoal.checkpoint import files
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ConfigError, DataError
 from shoal.libs.stream import mqtt as mqtt_module
 from shoal.libs.stream.batch_log import read_batches
-from shoal.libs.stream.fleet import Fleet
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.messages import Message, encode_payload
 from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
@@ -40,9 +35,6 @@ from shoal.sources.deduplicator import Deduplicator
 from shoal.sources.source import MalformedPayload, StreamState
 from stream_contract import check_source
 from waiting import wait_for
-
-PROGRAM = Path(__file__).with_name("stream_program.py")
-NUM_MESSAGES = 400
 
 
 @pytest.fixture(scope="module")
@@ -355,48 +347,6 @@ def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: SensorTopicSpe
     assert kinds.count("broker_lost") == kinds.count("broker_back") == 1
     assert dict(events)["broker_back"] == {"has_session": True}
     assert differing_tensors(loop.trainer.state_dict(), relearn(tmp_path / "run").state_dict()) == []
-
-
-@pytest.mark.soak
-def test_killed_at_any_moment_it_ends_in_the_same_weights(spec: SensorTopicSpec, tmp_path: Path) -> None:
-    """SIGKILL, at moments drawn by a seed, of a process that learns from a real broker."""
-    begin_session(spec)
-    fleet, chance = Fleet(spec, num_sensors=20), random.Random(0)
-    for number in range(NUM_MESSAGES):
-        fleet.publish(number)
-    command = [
-        sys.executable,
-        str(PROGRAM),
-        spec.broker,
-        spec.client_id,
-        str(tmp_path),
-        str(NUM_MESSAGES),
-    ]
-    kills = sorted(chance.sample(range(3, NUM_MESSAGES // 10), 4))
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdin is not None
-        assert program.stdout is not None
-        endings = []
-        for moment in [*kills, None]:
-            program.stdin.write("\n")
-            program.stdin.flush()
-            child = int(program.stdout.readline())
-            if moment is not None:
-                wait_for(lambda moment=moment: count_batches(tmp_path) >= moment, what=f"batch {moment}")
-                os.kill(child, signal.SIGKILL)
-            endings.append(int(program.stdout.readline()))
-        program.stdin.close()
-    fleet.close()
-    assert endings == [-signal.SIGKILL] * len(kills) + [0]
-    learnt = Counter(message.sequence for batch in read_batches(tmp_path / "log") for message in batch.messages)
-    assert learnt == Counter(range(1, NUM_MESSAGES + 1))
-    stored = files.load_latest(tmp_path / "checkpoints")
-    assert stored is not None
-    assert differing_tensors(stored.state["trainer"], relearn(tmp_path).state_dict()) == []
-
-
-def count_batches(folder: Path) -> int:
-    return sum(1 for _ in read_batches(folder / "log")) if (folder / "log").exists() else 0
 
 
 def test_a_sequence_beyond_64_bits_does_not_count(spec: SensorTopicSpec) -> None:

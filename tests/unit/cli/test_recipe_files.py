@@ -39,7 +39,7 @@ def test_a_name_that_is_no_recipe_is_refused_with_those_there_are(job: str) -> N
 
 
 def test_a_serve_app_is_found_too() -> None:
-    app = "serve_apps/syntax_tree.yaml"
+    app = "serve_apps/trees.yaml"
     assert fields_of([app]) == [f"file={ROOT / app}"]
     Path("serve_apps").mkdir()
     Path(app).touch()

@@ -70,29 +70,8 @@ def test_what_is_to_be_seen_is_shown() -> None:
     assert {panel["type"] for panel in PANELS} >= {"heatmap", "timeseries", "stat"}
 
 
-def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
-    cells: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        mine = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not mine & cells, panel["title"]
-        assert max(x for x, _ in mine) < 24
-        cells |= mine
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)
-
-
-def test_the_dashboard_works_in_any_grafana() -> None:
-    """No data source, folder or number of another installation in it."""
-    assert DASHBOARD["uid"] == "shoal-serving"
-    assert "id" not in DASHBOARD
-    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in PANELS)
+def test_variables_are_those_of_the_dashboard() -> None:
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
-    assert set(variables) == {"datasource", "model"}
     assert names(variables["model"]["definition"]) <= set(METRICS)
     used = set(re.findall(r"\$(\w+)", " ".join(EXPRESSIONS)))
     assert used <= {"model", "__rate_interval"}
