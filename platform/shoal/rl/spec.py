@@ -62,6 +62,12 @@ class GatewaySpec(Spec):
     advertise: str = Field(
         default="", description="HOST or HOST:PORT to which actors connect, behind NAT or a balancer; default: its own"
     )
+    websocket: int | None = Field(
+        default=None, ge=0, le=65535, description="port for games that speak WebSocket; 0 takes a free one"
+    )
+    origins: tuple[str, ...] = Field(
+        default=(), description="of pages that may connect, as https://game.example; default: pages of the same address"
+    )
 
     @field_validator("advertise")
     @classmethod
@@ -83,7 +89,7 @@ class GatewaySpec(Spec):
     def shift_ports(self, number: int) -> GatewaySpec:
         """The spec of a further gateway: each port that is given is higher by `number`."""
         host, port = self.advertised
-        ports = {"port": self.port + number} if self.port else {}
+        ports = {name: port + number for name in ("port", "websocket") if (port := getattr(self, name))}
         shown = f"[{host}]" if ":" in host else host
         return self.update({**ports, **({"advertise": f"{shown}:{port + number}"} if port else {})})
 

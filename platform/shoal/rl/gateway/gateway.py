@@ -23,6 +23,7 @@ from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.handshake import Handshake
+from shoal.rl.gateway.listener import Listener, open_listener
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
@@ -83,6 +84,7 @@ class Gateway:
         self._threads: list[threading.Thread] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # a gateway that never started owns no socket
         self._socket: zmq.Socket[bytes]
+        self._listener: Listener | None = None
         self.port = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -103,6 +105,9 @@ class Gateway:
         remembered_port = int(self.queue.ledger.get_fact("port") or 0)
         self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self.setting.curve_keys)
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
+        self._listener = open_listener(self.setting, int(self.queue.ledger.get_fact("websocket_port") or 0))
+        if self._listener is not None:
+            self.queue.ledger.set_fact("websocket_port", str(self._listener.port))
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
         if (before := self.queue.ledger.get_fact("progress")) is not None:
@@ -116,6 +121,11 @@ class Gateway:
     @property
     def address(self) -> str:
         return format_tcp_address(self.spec.host, self.port)
+
+    @property
+    def websocket_address(self) -> str:
+        """For games that speak WebSocket; empty without `spec.websocket`."""
+        return self._listener.address if self._listener else ""
 
     @property
     def is_alive(self) -> bool:
@@ -194,6 +204,8 @@ class Gateway:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        if self._listener is not None:
+            poller.register(self._listener.fileno(), zmq.POLLIN)
         sweep_at = time.monotonic() + self.spec.heartbeat_s
         interval_ms = int(1000 * min(self.spec.heartbeat_s, NEW_LAPSE_S))
         while not self._stopping.is_set():
@@ -203,6 +215,8 @@ class Gateway:
             with self._lock:
                 if self._socket in ready:
                     self._receive_round()
+                if self._listener is not None and self._listener.fileno() in ready:
+                    self._receive_from(self._listener)
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
                     self._sweep()
@@ -219,6 +233,8 @@ class Gateway:
                 self._users.close()
         self._shared_payloads.close()
         self._socket.close(linger=500)
+        if self._listener is not None:
+            self._listener.close()
 
     def _sweep(self) -> None:
         """Look, once a heartbeat, for what time has changed: quarantines, silent actors, abandoned episodes."""
@@ -230,6 +246,8 @@ class Gateway:
         progress.record_shortage(self._sessions.describe_shortage())
         for route in self._sessions.find_silent(self.spec.timeout_s):
             self._handshake.end_session(route, "timed out")
+        if self._listener is not None:
+            self._listener.sweep(self._sessions)
         before_s = time.monotonic() - self.spec.episode_timeout_s  # one for both: they end the same episodes
         if self._users is not None:
             self._users.expire(before_s)
@@ -258,6 +276,13 @@ class Gateway:
             except zmq.Again:
                 return
             self._handle_message(route, frames)
+
+    def _receive_from(self, listener: Listener) -> None:
+        for route, frames in listener.receive():
+            if frames:
+                self._handle_message(route, frames)
+            else:
+                self._handshake.end_session(route, "disconnected")
 
     def _send_round(self) -> None:
         """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""
@@ -325,6 +350,10 @@ class Gateway:
 
     def _send_all(self, is_written: bool = True) -> None:
         for route, frames, *_ in self._send_queue.take(is_written):
+            if self._listener is not None and route in self._listener:
+                if reason := self._listener.send(route, frames):
+                    self._handshake.end_session(route, reason)
+                continue
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:  # the actor reconnects with hello, and resends
