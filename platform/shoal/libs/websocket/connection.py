@@ -14,7 +14,6 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
-from shoal.errors import ProtocolViolation
 from shoal.libs.websocket.framing import Dialect
 
 READ_BYTES = 256 * 1024
