@@ -1,7 +1,7 @@
 """A message of the actor protocol as one WebSocket message, and back. Pure.
 
-A text message is the header as JSON, with its tensors as lists. A binary message is its frames, one after the other, each
-after its size (4 bytes, little-endian); its header is msgpack or JSON: a map of msgpack never begins with `{`.
+A text message is the header as JSON, with its tensors as lists. A binary message is its frames, one after the other,
+each after its size (4 bytes, little-endian); its header is msgpack or JSON: a map of msgpack never begins with `{`.
 """
 
 from __future__ import annotations
