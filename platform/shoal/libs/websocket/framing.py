@@ -19,7 +19,9 @@ from shoal.errors import ProtocolViolation
 from shoal.wire.experience_spec import DTYPES
 
 T = TypeVar("T")
+MAX_TEXT_BYTES = 4 * 1024 * 1024  # numbers read from JSON take up to 30 times the memory of its text
 _SIZE = struct.Struct("<I")
+_KINDS = {"U": "text", "b": "true or false", "f": "fractions"}  # by the kind of NumPy's dtype
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError, TypeError)
 
 
@@ -34,16 +36,20 @@ class Dialect(Enum):
 def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
     """The frames of a binary message, its header as msgpack. Raises ProtocolViolation."""
     frames: list[bytes] = []
-    view, begin = memoryview(data), 0
+    begin = 0
     while begin < len(data):
         end = begin + _SIZE.size
         size = _SIZE.unpack_from(data, begin)[0] if end <= len(data) else 0
         if end > len(data) or end + size > len(data):
             problem = f"frame {len(frames)} ends beyond the message: each frame follows its size, 4 bytes little-endian"
             raise ProtocolViolation("malformed", problem)
-        frames.append(bytes(view[end : end + size]))
+        if not size and len(frames) > 1 and not frames[-1]:  # as many as there are sizes would take much memory
+            raise ProtocolViolation("malformed", f"frames {len(frames) - 1} and {len(frames)} are empty")
+        frames.append(data[end : end + size])
         begin = end + size
-    if not frames or frames[0][:1] != b"{":
+    if not frames:
+        raise ProtocolViolation("malformed", "a message has at least one frame")
+    if frames[0][:1] != b"{":
         return Dialect.BINARY, frames
     frames[0] = msgspec.msgpack.encode(_read_json(frames[0]))
     return Dialect.BINARY_JSON, frames
@@ -61,6 +67,9 @@ def join_binary(frames: Sequence[bytes], dialect: Dialect) -> bytes:
 def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
     """The frames of a text message. dtypes: of the tensors that stand in a header by name, such as `observation`, in
     the order of their frames. Raises ProtocolViolation."""
+    if len(data) > MAX_TEXT_BYTES:
+        problem = f"a text message of {len(data)} bytes, at most {MAX_TEXT_BYTES}: binary ones may be larger"
+        raise ProtocolViolation("too_large", problem)
     header = _read_json(data)
     frames = [_to_frame(name, header.pop(name), dtype) for name, dtype in dtypes.items() if name in header]
     tensors = header.get("tensors")
@@ -87,9 +96,27 @@ def _read_json(data: bytes) -> dict[str, Any]:
 
 
 def _to_frame(name: str, values: Any, dtype: str) -> bytes:
+    """The bytes of a tensor, of numbers in nested lists or flat."""
     if dtype not in DTYPES:
-        raise ProtocolViolation("malformed", f"{name}: no dtype {dtype[:40]!r}")
-    return _attempt(lambda: np.asarray(values, DTYPES[dtype]).tobytes(), f"{name}: not the numbers of a {dtype} tensor")
+        raise ProtocolViolation("malformed", f"{name[:40]}: no dtype {dtype[:40]!r}")
+    return _attempt(lambda: _to_array(values, np.dtype(DTYPES[dtype])).tobytes(), f"{name[:40]}: no {dtype} numbers")
+
+
+def _to_array(values: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """Raises ValueError for what is no number of this dtype: NumPy would round it, or read words as numbers."""
+    array = np.asarray(values)
+    if not array.size:
+        return array.astype(dtype)
+    kinds = {"f": "iuf", "b": "biu"}.get(dtype.kind, "iu")
+    if array.dtype.kind not in kinds:
+        raise ValueError(f"{_KINDS.get(array.dtype.kind, 'something else')} among them")
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):  # infinity, which the gateway rejects by name
+            return array.astype(dtype)
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if array.dtype.kind != "b" and not low <= int(array.min()) <= int(array.max()) <= high:
+        raise ValueError(f"{array.min()} to {array.max()}, expected within {low} and {high}")
+    return array.astype(dtype)
 
 
 def _attempt(read: Callable[[], T], problem: str) -> T:

@@ -23,13 +23,13 @@ from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.handshake import Handshake
-from shoal.rl.gateway.listener import Listener, open_listener
+from shoal.rl.gateway.listener import Listener, find_listener
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.gateway.user_episodes import EpisodeRejection, UserEpisodes
-from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address
+from shoal.rl.gateway.zmq_listener import bind_router, format_address
 from shoal.weights import WeightSource
 from shoal.weights.shared_memory import SharedPayloads
 from shoal.wire import MessageLimits, decode, encode
@@ -105,8 +105,9 @@ class Gateway:
         remembered_port = int(self.queue.ledger.get_fact("port") or 0)
         self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self.setting.curve_keys)
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
-        self._listener = open_listener(self.setting, int(self.queue.ledger.get_fact("websocket_port") or 0))
-        if self._listener is not None:
+        if (listener := find_listener(self.spec)) is not None:
+            remembered_port = int(self.queue.ledger.get_fact("websocket_port") or 0)
+            self._listener = listener(self.setting, remembered_port)
             self.queue.ledger.set_fact("websocket_port", str(self._listener.port))
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
@@ -120,12 +121,13 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        return format_tcp_address(self.spec.host, self.port)
+        return format_address("tcp", self.spec.host, self.port)
 
-    @property
-    def websocket_address(self) -> str:
-        """For games that speak WebSocket; empty without `spec.websocket`."""
-        return self._listener.address if self._listener else ""
+    def format_websocket_address(self, host: str = "") -> str:
+        """For games that speak WebSocket; empty without `spec.websocket`. host: the default is the spec's"""
+        if self._listener is None:
+            return ""
+        return format_address(self._listener.scheme, host or self.spec.host, self._listener.port)
 
     @property
     def is_alive(self) -> bool:
@@ -244,10 +246,12 @@ class Gateway:
         progress.record_quarantine(ledger.quarantined)
         self._admission.record_unlearnable()
         progress.record_shortage(self._sessions.describe_shortage())
-        for route in self._sessions.find_silent(self.spec.timeout_s):
-            self._handshake.end_session(route, "timed out")
+        silent = self._sessions.find_silent(self.spec.timeout_s)
         if self._listener is not None:
-            self._listener.sweep(self._sessions)
+            of_listener = self._listener.sweep(self._sessions)
+            silent = [*(route for route in silent if route not in self._listener), *of_listener]
+        for route in silent:
+            self._handshake.end_session(route, "timed out")
         before_s = time.monotonic() - self.spec.episode_timeout_s  # one for both: they end the same episodes
         if self._users is not None:
             self._users.expire(before_s)
@@ -279,10 +283,12 @@ class Gateway:
 
     def _receive_from(self, listener: Listener) -> None:
         for route, frames in listener.receive():
-            if frames:
-                self._handle_message(route, frames)
-            else:
+            if frames is None:
                 self._handshake.end_session(route, "disconnected")
+            elif isinstance(frames, ProtocolViolation):
+                self._handshake.reject(route, frames.code, frames.message, frames.seq)
+            else:
+                self._handle_message(route, frames)
 
     def _send_round(self) -> None:
         """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""

@@ -6,24 +6,22 @@ ROUTER socket do.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Protocol
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ProtocolViolation
 from shoal.plugins.find import find_extension
 from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.spec import GatewaySpec
 
 LISTENERS = "shoal.listeners"
 
 
 class Listener(Protocol):
-    """A route of it is no route of the ROUTER socket."""
+    """A route of it is no route of the ROUTER socket. scheme: of its addresses, as `wss`"""
 
     port: int
-
-    @property
-    def address(self) -> str:
-        """As actors connect to it."""
+    scheme: str
 
     def fileno(self) -> int:
         """Readable when `receive` has something to do."""
@@ -31,27 +29,28 @@ class Listener(Protocol):
     def __contains__(self, route: bytes) -> bool:
         """Whether a route is its own."""
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """(route, frames) of what has arrived, at most a round of it; no frames: the connection has ended."""
+    def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended."""
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> str:
         """Send a message without waiting; returns why it was not sent, or an empty string."""
 
-    def sweep(self, sessions: Container[bytes]) -> None:
-        """Once a heartbeat: end connections that have no session."""
+    def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
+        """Once a heartbeat: end connections that have no session, and those that are silent, whose routes it returns.
+        A connection that stands may be silent for `pause_s`: a game at a menu sends nothing."""
 
     def close(self) -> None:
         """End all connections."""
 
 
-def open_listener(setting: GatewaySetting, remembered_port: int) -> Listener | None:
-    """The WebSocket listener, in a run that has one. Raises ConfigError when it cannot be opened."""
-    if setting.spec.websocket is None:
+def find_listener(spec: GatewaySpec) -> Callable[[GatewaySetting, int], Listener] | None:
+    """What opens the WebSocket listener, given the remembered port; None in a run without one. Raises ConfigError when
+    it cannot be imported."""
+    if spec.websocket is None:
         return None
     try:
-        make = find_extension("websocket", LISTENERS, {})
+        listener: Callable[[GatewaySetting, int], Listener] = find_extension("websocket", LISTENERS, {})
     except ValueError as error:
         remedy = "pip install 'CHECKOUT[games]', with the folder of Shoal's sources"
-        raise ConfigError("gateway.websocket", setting.spec.websocket, str(error), remedy) from None
-    listener: Listener = make(setting, remembered_port)
+        raise ConfigError("gateway.websocket", spec.websocket, str(error), remedy) from None
     return listener
