@@ -7,7 +7,6 @@ import json
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from certificates import Authority
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.errors import ConfigError
 from shoal.libs.websocket import connection, listener
+from shoal.libs.websocket.listener import WebSocketListener
 from shoal.weights import decode_tensors
 from shoal.wire import pack_segment
 from waiting import wait_for
@@ -411,16 +411,22 @@ def test_without_a_file_descriptor_the_oldest_stranger_leaves_and_without_one_th
 
 def test_a_game_at_a_menu_keeps_its_session_for_the_pause_and_holds_no_credit() -> None:
     with (
-        serving(websocket=0, heartbeat_s=0.05, timeout_s=0.1, pause_s=0.8, max_credits=1) as parts,
+        serving(websocket=0, heartbeat_s=0.05, timeout_s=0.1, pause_s=600.0, max_credits=1) as parts,
         raw_session(parts) as mute,
         Game(parts) as answering,  # its library answers pings by itself
     ):
-        answering.enter("answering", inference="local")
+        its = parts.gateway._listener
+        assert isinstance(its, WebSocketListener)
+        its._ping_s = 0.01
         say_hello(mute, "mute")
-        begun = time.monotonic()
+        answering.enter("answering", inference="local")
+        of_mute, of_answering = (each for each in its._routes.values())
         wait_for(lambda: parts.gateway._sessions.compute_open_credit() == {}, what="credit that lapses")
+        for each in (of_mute, of_answering):
+            each.received_at -= 500.0
+        wait_for(lambda: of_answering.received_at > of_mute.received_at + 400.0, what="a pong")
+        of_mute.received_at -= 100.0
         assert read_close(mute) == 1008
-        assert time.monotonic() - begun >= 0.7
-        events = parts.gateway.take_events()
-        assert [each[2]["actor_id"] for each in events if each[1] == "actor_lost"] == ["mute"]
+        lost = [each[2] for each in parts.gateway.take_events() if each[1] == "actor_lost"]
+        assert [(each["actor_id"], each["reason"]) for each in lost] == [("mute", "timed out")]
         assert answering.ask("ping")["kind"] == "pong"

@@ -40,7 +40,7 @@ class GameConnection:
     route:     the gateway's name of it
     judge:     says why a handshake is rejected, or None
     awaited:   the events of the socket that the listener waits for
-    heard_at:  when its newest frame came
+    received_at:  when its newest frame came
     alone_at:  since when it has had no session; None while it has one
     closes_at: of one that ends: until when the client may read why
     """
@@ -48,8 +48,8 @@ class GameConnection:
     def __init__(self, sock: socket.socket, route: bytes, judge: Judge) -> None:
         self.socket, self.route, self._judge = sock, route, judge
         self.dialect = Dialect.TEXT
-        self.heard_at = self.pinged_at = time.monotonic()
-        self.alone_at: float | None = self.heard_at
+        self.received_at = self.pinged_at = time.monotonic()
+        self.alone_at: float | None = self.received_at
         self.closes_at: float | None = None
         self.is_closed = False
         self.awaited = select.EPOLLIN
@@ -116,7 +116,7 @@ class GameConnection:
         self.flush()
 
     def _take(self, event: object) -> Iterator[tuple[bool, bytes]]:
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         if isinstance(event, Request):
             problem = self._judge(event)
             answer = self._protocol.accept(event) if problem is None else self._protocol.reject(*problem)

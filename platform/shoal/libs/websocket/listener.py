@@ -139,10 +139,10 @@ class WebSocketListener:
             elif connection.route not in sessions:
                 connection.end_session()
                 self._waiting[connection.route] = connection
-            elif now > connection.heard_at + self._spec.pause_s:
+            elif now > connection.received_at + self._spec.pause_s:
                 connection.end(CloseCode.POLICY_VIOLATION, f"silent for {self._spec.pause_s:g} s")
                 yield connection.route
-            elif now > max(connection.heard_at, connection.pinged_at) + self._ping_s:
+            elif now > max(connection.received_at, connection.pinged_at) + self._ping_s:
                 connection.ping()
             self._follow(connection)
         if not self._is_accepting:
