@@ -367,6 +367,8 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch
     with serving(websocket=0) as parts, raw_session(parts) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         say_hello(raw, "mute")
+        for each in parts.gateway._listener._routes.values():  # type: ignore[union-attr]
+            each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         ping = to_frame(Opcode.PING, b"x" * 125) * 1000
         with suppress(ConnectionResetError, BrokenPipeError):
             while True:
