@@ -78,6 +78,11 @@ class LocalLoop:
     def address(self) -> str:
         return self.gateway.address
 
+    @property
+    def websocket_address(self) -> str:
+        """For games that speak WebSocket; empty without `gateway.websocket`."""
+        return self.gateway.format_websocket_address()
+
     def wait_until_solved(self, timeout_s: float) -> float:
         """Wait for the target return; returns the seconds from the first segment. Raises RunError."""
         deadline = time.monotonic() + timeout_s

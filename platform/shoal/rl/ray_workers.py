@@ -47,7 +47,7 @@ from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
-from shoal.rl.gateway.zmq_listener import format_tcp_address, require_reachable_gateway, resolve_reachable_host
+from shoal.rl.gateway.zmq_listener import format_address, require_reachable_gateway, resolve_reachable_host
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import (
@@ -114,12 +114,12 @@ class GatewayWorker:
     def address(self) -> str:
         """Its address for actors: `gateway.advertise`, or where it listens."""
         host, port = self._gateway.spec.advertised
-        return format_tcp_address(host, port or self._gateway.port) if host else self.bound_address()
+        return format_address("tcp", host, port or self._gateway.port) if host else self.bound_address()
 
     def bound_address(self) -> str:
         """Where it listens; for a wildcard host, at the address of this node."""
         host = resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
-        return format_tcp_address(host, self._gateway.port)
+        return format_address("tcp", host, self._gateway.port)
 
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
         """A batch as bytes, which Ray passes on unchanged; it would pickle arrays one by one."""

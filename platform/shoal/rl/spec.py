@@ -6,7 +6,9 @@ Called by jobs, by `local_loop.py` and by the Ray workers. Knows the environment
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -39,8 +41,23 @@ CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh"
 LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
 
 
+class GatewayTls(Spec):
+    """The files of the gateway's certificate, on its host, in PEM. New content counts for new connections."""
+
+    certificate: str = Field(min_length=1, description="with its chain")
+    key: str = Field(min_length=1, description="its private key")
+
+    @field_validator("certificate", "key")
+    @classmethod
+    def _is_full_path(cls, path: str) -> str:
+        if not Path(path).is_absolute():
+            raise ValueError("is relative: give the full path of the file on the gateway's host")
+        return path
+
+
 class GatewaySpec(Spec):
-    """How actors reach the learner. Beyond loopback, `curve` (encryption and the server's identity) is required."""
+    """How actors reach the learner. Beyond loopback, encryption and the server's identity are required: `curve`, and
+    `tls` for WebSocket."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
@@ -62,6 +79,26 @@ class GatewaySpec(Spec):
     advertise: str = Field(
         default="", description="HOST or HOST:PORT to which actors connect, behind NAT or a balancer; default: its own"
     )
+    websocket: int | None = Field(
+        default=None, ge=0, le=65535, description="port for games that speak WebSocket; 0 takes a free one"
+    )
+    origins: tuple[str, ...] = Field(
+        default=(), description="of pages that may connect, as https://game.example; default: pages of the same address"
+    )
+    tls: GatewayTls | None = Field(default=None, description="of the port for WebSocket: its address is then wss://")
+    pause_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="that a game may be silent over WebSocket, as at a menu, before its session ends",
+    )
+
+    @field_validator("origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "null" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+                raise ValueError(f"{origin!r} is no origin such as https://game.example, without a path")
+        return origins
 
     @field_validator("advertise")
     @classmethod
@@ -83,7 +120,7 @@ class GatewaySpec(Spec):
     def shift_ports(self, number: int) -> GatewaySpec:
         """The spec of a further gateway: each port that is given is higher by `number`."""
         host, port = self.advertised
-        ports = {"port": self.port + number} if self.port else {}
+        ports = {name: port + number for name in ("port", "websocket") if (port := getattr(self, name))}
         shown = f"[{host}]" if ":" in host else host
         return self.update({**ports, **({"advertise": f"{shown}:{port + number}"} if port else {})})
 
@@ -91,6 +128,12 @@ class GatewaySpec(Spec):
     def _closed_by_default(self) -> GatewaySpec:
         if not is_loopback(self.host) and not self.curve:
             raise ValueError(f"gateway host {self.host!r} is not loopback: set curve=true, so that nothing is in clear")
+        hosts = [self.host, *filter(None, self.advertised[:1])]
+        if self.websocket is not None and self.tls is None and not all(map(is_loopback, hosts)):
+            problem = f"websocket with the host {hosts[-1]!r}, which is not loopback, needs a certificate"
+            raise ValueError(f"{problem}: give tls.certificate and tls.key, so that nothing is in clear")
+        if self.tls is not None and self.websocket is None:
+            raise ValueError("tls is for WebSocket: give websocket=PORT, too, or leave tls out")
         if self.timeout_s < 2 * self.heartbeat_s:
             raise ValueError("timeout_s must be at least twice heartbeat_s, or one lost ping ends a session")
         return self

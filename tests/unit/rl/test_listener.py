@@ -11,7 +11,7 @@ import zmq
 
 from shoal import network_address
 from shoal.errors import ConfigError
-from shoal.rl.gateway.zmq_listener import MAX_UNREAD_MESSAGES, bind_router, format_tcp_address, resolve_reachable_host
+from shoal.rl.gateway.zmq_listener import MAX_UNREAD_MESSAGES, bind_router, format_address, resolve_reachable_host
 from shoal.rl.spec import GatewaySpec
 
 
@@ -77,7 +77,7 @@ def test_an_actor_reaches_a_gateway_on_localhost() -> None:
         router, port = bind_router(context, GatewaySpec(host="localhost"))
         with router, context.socket(zmq.DEALER) as actor:
             actor.linger = 0
-            actor.connect(format_tcp_address(resolve_reachable_host("localhost", "10.0.0.5"), port))
+            actor.connect(format_address("tcp", resolve_reachable_host("localhost", "10.0.0.5"), port))
             actor.send(b"hello")
             assert router.poll(10_000)
             assert router.recv_multipart()[1] == b"hello"

@@ -23,12 +23,13 @@ from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.handshake import Handshake
+from shoal.rl.gateway.listener import Listener, find_listener
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.gateway.user_episodes import EpisodeRejection, UserEpisodes
-from shoal.rl.gateway.zmq_listener import bind_router, format_tcp_address
+from shoal.rl.gateway.zmq_listener import bind_router, format_address
 from shoal.weights import WeightSource
 from shoal.weights.shared_memory import SharedPayloads
 from shoal.wire import MessageLimits, decode, encode
@@ -83,6 +84,7 @@ class Gateway:
         self._threads: list[threading.Thread] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # a gateway that never started owns no socket
         self._socket: zmq.Socket[bytes]
+        self._listener: Listener | None = None
         self.port = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -103,6 +105,10 @@ class Gateway:
         remembered_port = int(self.queue.ledger.get_fact("port") or 0)
         self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self.setting.curve_keys)
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
+        if (listener := find_listener(self.spec)) is not None:
+            remembered_port = int(self.queue.ledger.get_fact("websocket_port") or 0)
+            self._listener = listener(self.setting, remembered_port)
+            self.queue.ledger.set_fact("websocket_port", str(self._listener.port))
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
         if (before := self.queue.ledger.get_fact("progress")) is not None:
@@ -115,7 +121,13 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        return format_tcp_address(self.spec.host, self.port)
+        return format_address("tcp", self.spec.host, self.port)
+
+    def format_websocket_address(self, host: str = "") -> str:
+        """For games that speak WebSocket; empty without `spec.websocket`. host: the default is the spec's"""
+        if self._listener is None:
+            return ""
+        return format_address(self._listener.scheme, host or self.spec.host, self._listener.port)
 
     @property
     def is_alive(self) -> bool:
@@ -194,6 +206,8 @@ class Gateway:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        if self._listener is not None:
+            poller.register(self._listener.fileno(), zmq.POLLIN)
         sweep_at = time.monotonic() + self.spec.heartbeat_s
         interval_ms = int(1000 * min(self.spec.heartbeat_s, NEW_LAPSE_S))
         while not self._stopping.is_set():
@@ -203,6 +217,8 @@ class Gateway:
             with self._lock:
                 if self._socket in ready:
                     self._receive_round()
+                if self._listener is not None and self._listener.fileno() in ready:
+                    self._receive_from(self._listener)
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
                     self._sweep()
@@ -219,6 +235,8 @@ class Gateway:
                 self._users.close()
         self._shared_payloads.close()
         self._socket.close(linger=500)
+        if self._listener is not None:
+            self._listener.close()
 
     def _sweep(self) -> None:
         """Look, once a heartbeat, for what time has changed: quarantines, silent actors, abandoned episodes."""
@@ -228,7 +246,11 @@ class Gateway:
         progress.record_quarantine(ledger.quarantined)
         self._admission.record_unlearnable()
         progress.record_shortage(self._sessions.describe_shortage())
-        for route in self._sessions.find_silent(self.spec.timeout_s):
+        silent = self._sessions.find_silent(self.spec.timeout_s)
+        if self._listener is not None:
+            of_listener = self._listener.sweep(self._sessions)
+            silent = [*(route for route in silent if route not in self._listener), *of_listener]
+        for route in silent:
             self._handshake.end_session(route, "timed out")
         before_s = time.monotonic() - self.spec.episode_timeout_s  # one for both: they end the same episodes
         if self._users is not None:
@@ -258,6 +280,15 @@ class Gateway:
             except zmq.Again:
                 return
             self._handle_message(route, frames)
+
+    def _receive_from(self, listener: Listener) -> None:
+        for route, frames in listener.receive():
+            if frames is None:
+                self._handshake.end_session(route, "disconnected")
+            elif isinstance(frames, ProtocolViolation):
+                self._handshake.reject(route, frames.code, frames.message, frames.seq)
+            else:
+                self._handle_message(route, frames)
 
     def _send_round(self) -> None:
         """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""
@@ -325,6 +356,10 @@ class Gateway:
 
     def _send_all(self, is_written: bool = True) -> None:
         for route, frames, *_ in self._send_queue.take(is_written):
+            if self._listener is not None and route in self._listener:
+                if reason := self._listener.send(route, frames):
+                    self._handshake.end_session(route, reason)
+                continue
             try:
                 self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
             except zmq.ZMQError as error:  # the actor reconnects with hello, and resends

@@ -119,6 +119,10 @@ class Handshake:
             if reason in ("bye", "superseded"):  # otherwise it may return, and go on
                 self._inference.forget(session.key)
             self._actors.leave(session.key)
-            kind = "actor_lost" if reason in ("timed out", "unreachable", "does not read") else "actor_left"
+            kind = (
+                "actor_lost"
+                if reason in ("timed out", "unreachable", "disconnected", "does not read")
+                else "actor_left"
+            )
             actor_id, incarnation = session.key
             self._progress.record_event(kind, actor_id=actor_id, incarnation=incarnation, reason=reason, **details)

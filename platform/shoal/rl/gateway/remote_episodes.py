@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.wire import DropReason, ExperienceSpec, Segment
 from shoal.wire.action_masks import MASKS, read_mask
-from shoal.wire.experience_spec import NO_EXTRAS
+from shoal.wire.experience_spec import NO_EXTRAS, TensorSpec
 from shoal.wire.messages import ActionMessage, ActMessage
 from shoal.wire.segment import REWARD, check_values
 
@@ -121,13 +121,26 @@ def read_observation(
     spec = experience.observation
     sizes = [math.prod(spec.shape) * spec.numpy_dtype().itemsize, *([sum(choices)] if choices else [])]
     if [len(frame) for frame in frames] != sizes:
-        problem = f"frames of {[len(frame) for frame in frames]} bytes, expected {sizes}"
-        raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
+        _raise_misfit(frames, [("observation", spec), ("mask", TensorSpec("bool", tuple(sizes[1:])))][: len(sizes)])
     check_values("reward", np.array(message.reward), REWARD)
     check_values("observation", np.frombuffer(frames[0], spec.numpy_dtype()), spec)
     if choices and not message.terminated:  # after that, no action is chosen
         read_mask(np.frombuffer(frames[1], np.uint8), choices)
     return Observed(*frames)
+
+
+def _raise_misfit(frames: Sequence[bytes], expected: Sequence[tuple[str, TensorSpec]]) -> NoReturn:
+    """Raise InvalidSegment, which names the first tensor that has not as many numbers as expected."""
+    if len(frames) != len(expected):
+        problem = f"{len(frames)} tensors, expected {len(expected)}: {' and '.join(name for name, _ in expected)}"
+        raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
+    for (name, spec), frame in zip(expected, frames, strict=True):
+        number, size = math.prod(spec.shape), spec.numpy_dtype().itemsize
+        if len(frame) != number * size:
+            came = f"{len(frame)} bytes, {size} a number" if len(frame) % size else f"{len(frame) // size} numbers"
+            problem = f"{came}, expected {number} ({spec.dtype} {list(spec.shape)})"
+            raise InvalidSegment(DropReason.INVALID_FRAMES, name, problem)
+    raise AssertionError("all fit")
 
 
 def completes_segment(episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> bool:

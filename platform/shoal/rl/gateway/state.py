@@ -24,6 +24,7 @@ class GatewaySetting:
     curve_keys:        (public, secret) as zmq.curve_keypair() makes them
     is_synchronous:    actors pause between two batches
     learns_from_users: it takes the episodes of the endpoint's users
+    policy:            its name, which is the path of its WebSocket address; "" where the run gives none
     """
 
     spec: GatewaySpec
@@ -34,6 +35,7 @@ class GatewaySetting:
     curve_keys: tuple[bytes, bytes] | None = None
     is_synchronous: bool = False
     learns_from_users: bool = False
+    policy: str = ""
 
     def __post_init__(self) -> None:
         if not self.token:

@@ -65,9 +65,9 @@ def bind_router(
     return socket, int(endpoint.rpartition(":")[2])
 
 
-def format_tcp_address(host: str, port: int) -> str:
+def format_address(scheme: str, host: str, port: int) -> str:
     """The address for actors; an IPv6 address stands in brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def resolve_reachable_host(host: str, node: str) -> str:

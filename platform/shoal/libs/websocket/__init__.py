@@ -1,0 +1,1 @@
+"""WebSocket connections of a gateway, for games in engines and browsers."""

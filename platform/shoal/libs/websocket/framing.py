@@ -1,0 +1,126 @@
+"""A message of the actor protocol as one WebSocket message, and back. Pure.
+
+A text message is the header as JSON, with its tensors as lists. A binary message is its frames, one after the other,
+each after its size (4 bytes, little-endian); its header is msgpack or JSON: a map of msgpack never begins with `{`.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from shoal.errors import ProtocolViolation
+from shoal.wire.experience_spec import DTYPES
+
+T = TypeVar("T")
+MAX_TEXT_BYTES = 4 * 1024 * 1024  # numbers read from JSON take up to 30 times the memory of its text
+_SIZE = struct.Struct("<I")
+_KINDS = {"U": "text", "b": "true or false", "f": "fractions"}  # by the kind of NumPy's dtype
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError, TypeError)
+
+
+class Dialect(Enum):
+    """How a connection's newest message was written, and so its answers."""
+
+    TEXT = "text"
+    BINARY_JSON = "binary, its header JSON"
+    BINARY = "binary"
+
+
+def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
+    """The frames of a binary message, its header as msgpack. Raises ProtocolViolation."""
+    frames: list[bytes] = []
+    begin = 0
+    while begin < len(data):
+        end = begin + _SIZE.size
+        size = _SIZE.unpack_from(data, begin)[0] if end <= len(data) else 0
+        if end > len(data) or end + size > len(data):
+            problem = f"frame {len(frames)} ends beyond the message: each frame follows its size, 4 bytes little-endian"
+            raise ProtocolViolation("malformed", problem)
+        if not size and len(frames) > 1 and not frames[-1]:  # as many as there are sizes would take much memory
+            raise ProtocolViolation("malformed", f"frames {len(frames) - 1} and {len(frames)} are empty")
+        frames.append(data[end : end + size])
+        begin = end + size
+    if not frames:
+        raise ProtocolViolation("malformed", "a message has at least one frame")
+    if frames[0][:1] != b"{":
+        return Dialect.BINARY, frames
+    frames[0] = msgspec.msgpack.encode(_read_json(frames[0]))
+    return Dialect.BINARY_JSON, frames
+
+
+def join_binary(frames: Sequence[bytes], dialect: Dialect) -> bytes:
+    """A binary message of these frames."""
+    header = frames[0]
+    if dialect is Dialect.BINARY_JSON:
+        header = msgspec.json.encode(msgspec.msgpack.decode(header))
+    parts = [part for frame in (header, *frames[1:]) for part in (_SIZE.pack(len(frame)), frame)]
+    return b"".join(parts)
+
+
+def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
+    """The frames of a text message. dtypes: of the tensors that stand in a header by name, such as `observation`, in
+    the order of their frames. Raises ProtocolViolation."""
+    if len(data) > MAX_TEXT_BYTES:
+        problem = f"a text message of {len(data)} bytes, at most {MAX_TEXT_BYTES}: binary ones may be larger"
+        raise ProtocolViolation("too_large", problem)
+    header = _read_json(data)
+    frames = [_to_frame(name, header.pop(name), dtype) for name, dtype in dtypes.items() if name in header]
+    tensors = header.get("tensors")
+    if header.get("kind") == "segment" and isinstance(tensors, list):
+        for tensor in tensors:
+            if isinstance(tensor, dict):
+                frames.append(_to_frame(str(tensor.get("name")), tensor.pop("data", []), str(tensor.get("dtype"))))
+    return [msgspec.msgpack.encode(header), *frames]
+
+
+def join_text(frames: Sequence[bytes]) -> bytes:
+    """A text message of these frames; a payload, which is bytes, as base64 in `data`."""
+    header = msgspec.msgpack.decode(frames[0])
+    if len(frames) > 1:
+        header["data"] = base64.b64encode(frames[1]).decode()
+    return msgspec.json.encode(header)
+
+
+def _read_json(data: bytes) -> dict[str, Any]:
+    header = _attempt(lambda: msgspec.json.decode(data), "the header is no JSON")
+    if not isinstance(header, dict):
+        raise ProtocolViolation("malformed", "the header is no JSON object")
+    return header
+
+
+def _to_frame(name: str, values: Any, dtype: str) -> bytes:
+    """The bytes of a tensor, of numbers in nested lists or flat."""
+    if dtype not in DTYPES:
+        raise ProtocolViolation("malformed", f"{name[:40]}: no dtype {dtype[:40]!r}")
+    return _attempt(lambda: _to_array(values, np.dtype(DTYPES[dtype])).tobytes(), f"{name[:40]}: no {dtype} numbers")
+
+
+def _to_array(values: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """Raises ValueError for what is no number of this dtype: NumPy would round it, or read words as numbers."""
+    array = np.asarray(values)
+    if not array.size:
+        return array.astype(dtype)
+    kinds = {"f": "iuf", "b": "biu"}.get(dtype.kind, "iu")
+    if array.dtype.kind not in kinds:
+        raise ValueError(f"{_KINDS.get(array.dtype.kind, 'something else')} among them")
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):  # infinity, which the gateway rejects by name
+            return array.astype(dtype)
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if array.dtype.kind != "b" and not low <= int(array.min()) <= int(array.max()) <= high:
+        raise ValueError(f"{array.min()} to {array.max()}, expected within {low} and {high}")
+    return array.astype(dtype)
+
+
+def _attempt(read: Callable[[], T], problem: str) -> T:
+    try:
+        return read()
+    except _UNREADABLE as error:
+        raise ProtocolViolation("malformed", f"{problem}: {error}") from None

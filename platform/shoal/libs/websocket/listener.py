@@ -1,0 +1,258 @@
+"""The WebSocket side of a gateway: a listening socket and its connections, in the gateway's thread.
+
+The gateway's poller waits for `fileno`; each call of `receive` gives every connection that has something a turn, and
+returns messages of the protocol by route, as the ROUTER socket does. Knows neither sessions' content nor the ledger.
+
+| what waits                        | capacity                     | who unblocks | close()               |
+|-----------------------------------|------------------------------|--------------|-----------------------|
+| a message that is not complete    | its limit, of a connection   | its client   | drops it              |
+| bytes that are not parsed         | 64 KiB, of a connection      | its next turn| drops them            |
+| bytes that a client has not read  | 16 MiB, and one message      | its client   | sends for 0.5 s       |
+| connections without a session     | 16,384, and half of the files| `timeout_s`, or a newer one | drops them |
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import resource
+import select
+import socket
+import time
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+
+from websockets.frames import CloseCode
+from websockets.http11 import Request
+
+from shoal.errors import ConfigError, ProtocolViolation
+from shoal.extend.rl import GatewaySetting
+from shoal.libs.websocket.certificate import ServerCertificate
+from shoal.libs.websocket.connection import GameConnection
+from shoal.libs.websocket.framing import Dialect, join_binary, join_text, split_binary, split_text
+from shoal.libs.websocket.handshake import HandshakeRules
+
+ROUTE_PREFIX = b"\x00ws"  # no client of the ROUTER has such a name: those that begin with 0 are its own, of 5 bytes
+BACKLOG = 1024
+MAX_READY = 256  # of one round: the connections with sessions first
+MAX_STRANGERS, MAX_STRANGERS_ALONE = 4, 64  # without a session, that have a turn beside those with one, and alone
+MAX_WAITING = 16_384  # without a session
+PING_S = 20.0  # of silence, after which a client's library is asked for a pong
+FAREWELL_S = 0.5  # for the clients to read the last messages of a gateway that stops
+_PORT_WAIT_S = 1.0  # for the previous gateway to release the port
+_HOSTS = {"localhost": "127.0.0.1", "*": "0.0.0.0"}
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# As for the ROUTER: a peer that vanishes silently frees its descriptor after 60 + 4 * 15 s.
+_LOST_PEER = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+class WebSocketListener:
+    """Listen on `spec.host:spec.websocket`, or if that is 0, on the remembered port while it is free, or any.
+
+    Raises ConfigError when that fails, or the certificate cannot be used.
+    """
+
+    def __init__(self, setting: GatewaySetting, remembered_port: int = 0) -> None:
+        self._spec = spec = setting.spec
+        self._dtypes = {"observation": setting.experience.observation.dtype, "mask": "bool"}
+        self._certificate = None if spec.tls is None else ServerCertificate(spec.tls.certificate, spec.tls.key)
+        self._rules = HandshakeRules(setting.policy, spec.origins, spec.tls is not None)
+        self._ping_s = min(PING_S, spec.pause_s / 4)
+        self._max_waiting = min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._socket = self._listen(remembered_port)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self.scheme = "ws" if spec.tls is None else "wss"
+        self._again = os.eventfd(0, os.EFD_NONBLOCK)  # readable while a connection has bytes that are not parsed
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket, select.EPOLLIN)
+        self._epoll.register(self._again, select.EPOLLIN)
+        self._is_accepting = True
+        self._connections: dict[int, GameConnection] = {}  # by file descriptor
+        self._routes: dict[bytes, GameConnection] = {}
+        self._waiting: dict[bytes, GameConnection] = {}  # those without a session, the longest waiting first
+        self._unread: dict[GameConnection, None] = {}
+        self._numbers = itertools.count()
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def __contains__(self, route: bytes) -> bool:
+        return route.startswith(ROUTE_PREFIX)
+
+    def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+        """One turn of each connection that has something; of those without a session, only of a few."""
+        members: list[tuple[GameConnection, int]] = []
+        strangers: list[tuple[GameConnection, int]] = []
+        ready = dict(self._epoll.poll(0, MAX_READY))
+        is_asked = ready.pop(self._socket.fileno(), 0)
+        if ready.pop(self._again, 0):
+            for connection in self._unread:
+                ready.setdefault(connection.socket.fileno(), select.EPOLLIN)
+        for descriptor, mask in ready.items():
+            connection = self._connections[descriptor]
+            (strangers if connection.alone_at is not None else members).append((connection, mask))
+        limit = MAX_STRANGERS if members else MAX_STRANGERS_ALONE
+        for connection, mask in (*members, *strangers[:limit]):
+            if mask & select.EPOLLOUT:
+                connection.flush()
+            if mask & ~select.EPOLLOUT:
+                yield from self._read(connection)
+            if connection.is_ending:
+                yield connection.route, None
+            self._follow(connection)
+        if is_asked:
+            self._accept(limit)
+
+    def send(self, route: bytes, frames: Sequence[bytes]) -> str:
+        """Send a message of the protocol in the client's dialect; returns why it was not sent, or ""."""
+        connection = self._routes.get(route)
+        if connection is None:
+            return "unreachable"
+        if frames[0].find(b"\xa7welcome", 0, 16) >= 0:
+            connection.begin_session(self._spec.max_message_bytes)
+            self._waiting.pop(route, None)
+        is_text = connection.dialect is Dialect.TEXT
+        message = join_text(frames) if is_text else join_binary(frames, connection.dialect)
+        problem = connection.send(message, is_text)
+        self._follow(connection)
+        return problem
+
+    def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
+        """End what has waited for too long: connections without a session, and sessions without a sign of life."""
+        now = time.monotonic()
+        for connection in list(self._routes.values()):
+            if connection.alone_at is not None:
+                if connection.closes_at is not None:
+                    connection.is_closed = now > connection.closes_at
+                elif now > connection.alone_at + self._spec.timeout_s:
+                    connection.end(CloseCode.POLICY_VIOLATION, "no session: say hello")
+            elif connection.route not in sessions:
+                connection.end_session()
+                self._waiting[connection.route] = connection
+            elif now > connection.received_at + self._spec.pause_s:
+                connection.end(CloseCode.POLICY_VIOLATION, f"silent for {self._spec.pause_s:g} s")
+                yield connection.route
+            elif now > max(connection.received_at, connection.pinged_at) + self._ping_s:
+                connection.ping()
+            self._follow(connection)
+        if not self._is_accepting:
+            self._is_accepting = True
+            self._epoll.register(self._socket, select.EPOLLIN)
+        if self._certificate is not None:
+            self._certificate.refresh()
+
+    def close(self) -> None:
+        """End all connections; their clients may read what was sent for a moment."""
+        self._epoll.unregister(self._socket)
+        self._socket.close()
+        for connection in list(self._routes.values()):
+            connection.end(CloseCode.GOING_AWAY, "the gateway stops")
+            self._follow(connection)
+        deadline = time.monotonic() + FAREWELL_S
+        while self._connections and (left_s := deadline - time.monotonic()) > 0:
+            for descriptor, mask in self._epoll.poll(left_s, MAX_READY):
+                if (client := self._connections.get(descriptor)) is not None:
+                    client.flush()
+                    if mask & ~select.EPOLLOUT:
+                        list(client.receive())
+                    self._follow(client)
+        for connection in self._connections.values():
+            connection.socket.close()
+        self._epoll.close()
+        os.close(self._again)
+
+    def _listen(self, remembered_port: int) -> socket.socket:
+        spec, deadline = self._spec, time.monotonic() + _PORT_WAIT_S
+        host = _HOSTS.get(spec.host, spec.host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        is_dual = host == "::" and socket.has_dualstack_ipv6()
+        port = spec.websocket or remembered_port
+        while True:
+            try:
+                return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
+            except OSError as error:
+                if spec.websocket or not port:
+                    problem, remedy = f"cannot be bound on {spec.host}: {error}", "choose another port, or 0 for any"
+                    raise ConfigError("gateway.websocket", spec.websocket, problem, remedy) from None
+            if time.monotonic() > deadline:
+                port = 0
+            else:
+                time.sleep(0.05)
+
+    def _accept(self, limit: int) -> None:
+        for _ in range(limit):
+            try:
+                sock, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTOR and not self._drop_oldest():
+                    self._epoll.unregister(self._socket)  # it would be ready all the time
+                    self._is_accepting = False
+                if error.errno in _NO_DESCRIPTOR and self._is_accepting:
+                    continue
+                return  # none waits, or it has gone
+            if len(self._waiting) >= self._max_waiting:
+                self._drop_oldest()
+            sock.setblocking(False)
+            with suppress(OSError):  # it may have gone
+                for option in _LOST_PEER:
+                    sock.setsockopt(*option)
+                self._add(sock if self._certificate is None else self._certificate.wrap(sock))
+
+    def _add(self, sock: socket.socket) -> None:
+        route = ROUTE_PREFIX + next(self._numbers).to_bytes(8, "big")
+        connection = GameConnection(sock, route, self._judge)
+        self._connections[sock.fileno()] = self._routes[route] = self._waiting[route] = connection
+        self._epoll.register(sock, connection.awaited)
+
+    def _drop_oldest(self) -> bool:
+        """Close the connection that has had no session for the longest time; False without any."""
+        for connection in self._waiting.values():
+            connection.is_closed = True
+            self._follow(connection)
+            return True
+        return False
+
+    def _read(self, connection: GameConnection) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation]]:
+        for is_text, message in connection.receive():
+            try:
+                if is_text:
+                    connection.dialect, frames = Dialect.TEXT, split_text(message, self._dtypes)
+                else:
+                    connection.dialect, frames = split_binary(message)
+            except ProtocolViolation as violation:
+                yield connection.route, violation
+            else:
+                yield connection.route, frames
+
+    def _follow(self, connection: GameConnection) -> None:
+        """Wait for what the connection needs now, or forget it."""
+        if self._routes.get(connection.route) is not connection:
+            return
+        if connection.has_unread:
+            self._unread[connection] = None
+            os.eventfd_write(self._again, 1)
+        elif self._unread.pop(connection, 0) is None and not self._unread:
+            os.eventfd_read(self._again)
+        if connection.is_closed:
+            del self._connections[connection.socket.fileno()], self._routes[connection.route]
+            self._waiting.pop(connection.route, None)
+            connection.socket.close()  # the epoll forgets it, too
+        elif connection.is_ending:
+            self._waiting.setdefault(connection.route, connection)
+        if not connection.is_closed and connection.awaited != (awaited := connection.find_awaited()):
+            connection.awaited = awaited
+            self._epoll.modify(connection.socket, awaited)
+
+    def _judge(self, request: Request) -> tuple[HTTPStatus, str] | None:
+        host, origin = request.headers.get_all("Host"), request.headers.get_all("Origin")
+        return self._rules.find_problem(request.path, "".join(host[:1]), origin[0] if origin else None, ())

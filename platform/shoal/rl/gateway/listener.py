@@ -1,0 +1,56 @@
+"""Connections of another transport than ZeroMQ: an extension of the group `shoal.listeners`.
+
+A listener is made and called by the gateway, in the gateway's thread; its messages enter the sessions as those of the
+ROUTER socket do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Protocol
+
+from shoal.errors import ConfigError, ProtocolViolation
+from shoal.plugins.find import find_extension
+from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.spec import GatewaySpec
+
+LISTENERS = "shoal.listeners"
+
+
+class Listener(Protocol):
+    """A route of it is no route of the ROUTER socket. scheme: of its addresses, as `wss`"""
+
+    port: int
+    scheme: str
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something to do."""
+
+    def __contains__(self, route: bytes) -> bool:
+        """Whether a route is its own."""
+
+    def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended."""
+
+    def send(self, route: bytes, frames: Sequence[bytes]) -> str:
+        """Send a message without waiting; returns why it was not sent, or an empty string."""
+
+    def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
+        """Once a heartbeat: end connections that have no session, and those that are silent, whose routes it returns.
+        A connection that stands may be silent for `pause_s`: a game at a menu sends nothing."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+def find_listener(spec: GatewaySpec) -> Callable[[GatewaySetting, int], Listener] | None:
+    """What opens the WebSocket listener, given the remembered port; None in a run without one. Raises ConfigError when
+    it cannot be imported."""
+    if spec.websocket is None:
+        return None
+    try:
+        listener: Callable[[GatewaySetting, int], Listener] = find_extension("websocket", LISTENERS, {})
+    except ValueError as error:
+        remedy = "pip install 'CHECKOUT[games]', with the folder of Shoal's sources"
+        raise ConfigError("gateway.websocket", spec.websocket, str(error), remedy) from None
+    return listener

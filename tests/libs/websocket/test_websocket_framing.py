@@ -1,0 +1,126 @@
+"""Messages as text and binary, and back: what was sent is what comes, and what is no message is named."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_setting import segment
+from shoal.errors import ProtocolViolation
+from shoal.libs.websocket.framing import MAX_TEXT_BYTES, Dialect, join_binary, join_text, split_binary, split_text
+from shoal.wire import pack_segment
+from shoal.wire.experience_spec import DTYPES
+
+NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+HEADERS = st.dictionaries(
+    st.text(max_size=5), NUMBERS | st.lists(st.none() | st.text(max_size=5), max_size=3), max_size=4
+)
+OBSERVATION = {"observation": "float32", "mask": "bool"}
+
+
+def to_bytes(*frames: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
+
+
+def read_problem(data: bytes | dict[str, Any], dtypes: dict[str, str] = OBSERVATION) -> str:
+    """What is said of a message that is none: of text as a dict, or else binary."""
+    with pytest.raises(ProtocolViolation) as raised:
+        split_binary(data) if isinstance(data, bytes) else split_text(json.dumps(data).encode(), dtypes)
+    assert raised.value.code == "malformed"
+    return raised.value.message
+
+
+@settings(deadline=None, max_examples=40)
+@given(header=HEADERS, frames=st.lists(st.binary(min_size=1, max_size=40), max_size=5), is_json=st.booleans())
+def test_frames_come_back_from_a_binary_message(header: dict[str, Any], frames: list[bytes], is_json: bool) -> None:
+    dialect = Dialect.BINARY_JSON if is_json else Dialect.BINARY
+    sent = [msgpack.packb(header), *frames]
+    read, came = split_binary(join_binary(sent, dialect))
+    assert (read, came[1:]) == (dialect, frames)
+    assert msgpack.unpackb(came[0]) == header
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.binary(max_size=60))
+def test_any_bytes_are_a_message_or_named(data: bytes) -> None:
+    with suppress(ProtocolViolation):
+        assert split_binary(data)[1]
+    with suppress(ProtocolViolation):
+        assert split_text(data, OBSERVATION)
+
+
+def test_a_frame_beyond_the_message_is_named() -> None:
+    assert "at least one frame" in read_problem(b"")
+    assert "frame 0 ends beyond the message" in read_problem(b"\x01\x00")
+    assert "frame 1 ends beyond the message" in read_problem(to_bytes(b"{}") + b"\xff\xff\xff\xff1234")
+    assert "the header is no JSON" in read_problem(to_bytes(b"{x"))
+    assert "empty" in read_problem(to_bytes(b"{}", *[b""] * 1000))  # 4 bytes each, and a list's entry
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_list_becomes_the_tensor_of_its_dtype(dtype: str) -> None:
+    values = [True, False] if dtype == "bool" else [1, 2] if dtype[0] in "iu" else [0.5, -2]
+    for shaped in (values, [[each] for each in values]):
+        header, frame = split_text(json.dumps({"observation": shaped}).encode(), {"observation": dtype})
+        assert frame == np.array(values, DTYPES[dtype]).tobytes()
+        assert msgpack.unpackb(header) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "problem"),
+    [
+        (["1"], "float32", "text among them"),
+        ([None], "float32", "something else"),
+        ([True], "float32", "true or false"),
+        ([[1], [1, 2]], "float32", "inhomogeneous"),
+        ({"0": 1}, "float32", "something else"),
+        ([1.5], "int64", "fractions"),
+        ([256], "uint8", "expected within 0 and 255"),
+        ([2**64], "int64", "something else"),
+        ([2], "bool", "expected within 0 and 1"),
+    ],
+)
+def test_what_are_no_numbers_of_the_dtype_is_named(values: Any, dtype: str, problem: str) -> None:
+    message = read_problem({"kind": "act", "observation": values}, {"observation": dtype})
+    assert message.startswith(f"observation: no {dtype} numbers: ")
+    assert problem in message
+
+
+def test_a_number_too_large_for_its_float_is_infinite_and_warns_of_nothing() -> None:
+    _, frame = split_text(b'{"observation": [1e300, -1e39]}', {"observation": "float32"})
+    assert np.isinf(np.frombuffer(frame, np.float32)).all()
+
+
+def test_a_segment_in_text_is_the_segment_in_frames() -> None:
+    frames = pack_segment(segment(3, terminated=True, episode_return=3.0, episode_length=3), 7)
+    header = msgpack.unpackb(frames[0])
+    for tensor, frame in zip(header["tensors"], frames[1:], strict=True):
+        tensor["data"] = np.frombuffer(frame, DTYPES[tensor["dtype"]]).reshape(tensor["shape"]).tolist()
+    came = split_text(json.dumps(header).encode(), OBSERVATION)
+    assert came[1:] == [bytes(frame) for frame in frames[1:]]
+    assert msgpack.unpackb(came[0]) == msgpack.unpackb(frames[0])
+    header["tensors"][0]["dtype"] = "float128"
+    assert read_problem(header) == "observations: no dtype 'float128'"
+
+
+def test_a_payload_is_base64_in_text() -> None:
+    message = json.loads(join_text([msgpack.packb({"kind": "weights", "version": 3}), b"\x00\xff"]))
+    assert message == {"kind": "weights", "version": 3, "data": base64.b64encode(b"\x00\xff").decode()}
+
+
+def test_text_that_is_no_object_and_too_long_text_are_named() -> None:
+    for data in (b"[]", b"1", b"\xff", b"[" * 5000, b""):
+        with pytest.raises(ProtocolViolation, match="the header is no JSON"):
+            split_text(data, OBSERVATION)
+    with pytest.raises(ProtocolViolation, match="binary ones may be larger") as raised:
+        split_text(b" " * (MAX_TEXT_BYTES + 1), OBSERVATION)
+    assert raised.value.code == "too_large"

@@ -1,0 +1,434 @@
+"""A gateway that speaks WebSocket, with clients of another library: sessions, limits, hostile and silent ones."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import ssl
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
+from websockets.sync.client import ClientConnection, connect
+
+from certificates import Authority
+from rl_setting import TOKEN, Parts, segment, serving
+from shoal.errors import ConfigError
+from shoal.libs.websocket import connection, listener
+from shoal.libs.websocket.listener import WebSocketListener
+from shoal.weights import decode_tensors
+from shoal.wire import pack_segment
+from waiting import wait_for
+
+OBSERVATION = [0.25, -0.5, 0.125, 1.0]
+WAIT_S = 60.0
+
+
+class Game:
+    """A client that says what it is told to, as text, or as binary with a header of this writer."""
+
+    socket: ClientConnection
+
+    def __init__(self, parts: Parts, writer: Any = None, path: str = "", **options: Any) -> None:
+        options = {"compression": None, "proxy": None, "open_timeout": WAIT_S, **options}
+        self._connecting = connect(parts.gateway.format_websocket_address() + path, **options)
+        self._writer = writer
+
+    def __enter__(self) -> Game:
+        self.socket = self._connecting.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._connecting.__exit__(*error)
+
+    def say(self, kind: str, *frames: bytes, **header: Any) -> None:
+        message = {"kind": kind, **header}
+        if self._writer is None:
+            self.socket.send(json.dumps(message))
+        else:
+            parts = [self._writer(message), *frames]
+            self.socket.send(b"".join(struct.pack("<I", len(part)) + part for part in parts))
+
+    def hear(self) -> tuple[dict[str, Any], list[bytes]]:
+        """The next message, in the dialect of this client."""
+        data = self.socket.recv(WAIT_S)
+        if self._writer is None:
+            assert isinstance(data, str)
+            return json.loads(data), []
+        assert isinstance(data, bytes)
+        frames = []
+        while data:
+            size = int.from_bytes(data[:4], "little")
+            frames.append(data[4 : 4 + size])
+            data = data[4 + size :]
+        return (msgpack.unpackb if self._writer is msgpack.packb else json.loads)(frames[0]), frames[1:]
+
+    def ask(self, kind: str, *frames: bytes, **header: Any) -> dict[str, Any]:
+        self.say(kind, *frames, **header)
+        return self.hear()[0]
+
+    def enter(self, actor_id: str = "game", incarnation: int = 1, inference: str = "remote") -> dict[str, Any]:
+        hello = {"actor_id": actor_id, "incarnation": incarnation, "inference": inference}
+        return self.ask("hello", protocol=1, token=TOKEN, **hello)
+
+    def act(self, episode: int, step: int, **header: Any) -> dict[str, Any]:
+        if self._writer is None:
+            return self.ask("act", episode=episode, step=step, observation=OBSERVATION, **header)
+        return self.ask("act", np.array(OBSERVATION, np.float32).tobytes(), episode=episode, step=step, **header)
+
+    def wait_for_end(self) -> tuple[int, str]:
+        """Code and reason, after messages that are passed over."""
+        try:
+            while True:
+                self.socket.recv(WAIT_S)
+        except ConnectionClosed as closed:
+            received = closed.rcvd
+        return (received.code, received.reason) if received else (1006, "")
+
+
+def write_json(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+def open_socket(parts: Parts) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", parts.gateway._listener.port), WAIT_S)  # type: ignore[union-attr]
+
+
+@contextmanager
+def raw_session(parts: Parts) -> Iterator[socket.socket]:
+    """A socket behind its handshake: it writes frames itself."""
+    with open_socket(parts) as raw:
+        request = "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        raw.sendall(f"{request}Sec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}\r\n".encode())
+        raw.sendall(b"Sec-WebSocket-Version: 13\r\n\r\n")
+        assert b" 101 " in raw.recv(4096)
+        yield raw
+
+
+def to_frame(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
+    return Frame(opcode, data, fin).serialize(mask=True)
+
+
+def read_close(raw: socket.socket) -> int:
+    """The code of the close frame that is the last thing that comes."""
+    data = b""
+    while piece := raw.recv(65536):
+        data += piece
+    at = data.rindex(b"\x88")
+    return int.from_bytes(data[at + 2 : at + 4], "big")
+
+
+@pytest.mark.parametrize("writer", [None, write_json, msgpack.packb])
+def test_a_game_plays_in_its_dialect_and_its_steps_are_in_the_ledger(writer: Any) -> None:
+    with serving(websocket=0) as parts, Game(parts, writer) as game:
+        welcome = game.enter()
+        assert (welcome["kind"], welcome["spec"]["observation"]["shape"]) == ("welcome", [4])
+        answer = game.act(0, 0)
+        assert (answer["kind"], answer["version"], answer["action"] in (0, 1)) == ("action", 1, True)
+        assert game.act(0, 1, reward=1, terminated=True)["action"] is None
+        batch = parts.take()
+        assert (batch.rewards.tolist(), batch.actions.tolist()) == ([1.0], [answer["action"]])
+        np.testing.assert_array_equal(batch.observations, np.array([OBSERVATION] * 2, np.float32))
+        game.say("bye")
+        wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"], what="the end of the session")
+
+
+def test_what_is_typed_wrong_is_named_and_the_session_goes_on() -> None:
+    with serving(websocket=0) as parts, Game(parts) as game:
+        assert game.act(0, 0)["code"] == "hello_required"
+        game.socket.send("hello")
+        assert game.hear()[0]["message"].startswith("the header is no JSON")
+        assert game.ask("hello", protocol=2, token="", actor_id="a", incarnation=1)["code"] == "bad_version"
+        assert game.ask("hello", protocol=1, token="x", actor_id="a", incarnation=1)["code"] == "bad_token"
+        assert game.enter()["kind"] == "welcome"
+        ask = {"kind": "act", "episode": 0, "step": 0}
+        assert game.ask(**ask, observation=[1, 2, 3])["detail"] == "observation: 3 numbers, expected 4 (float32 [4])"
+        assert game.ask(**ask)["detail"] == "observation: 0 tensors, expected 1: observation"
+        assert game.ask(**ask, observation=[1, 2, 3, "4"])["code"] == "malformed"
+        assert game.ask(**ask, observation=[1, 2, 3, 40])["detail"] == "observation: 40.0 is above 10.0"
+        assert game.ask("nonsense")["code"] == "unknown_kind"
+        assert parts.gateway.stats()["actors"][0]["invalid"]["invalid_frames"] == 2
+        assert game.act(0, 0)["action"] in (0, 1)
+
+
+@pytest.mark.parametrize("writer", [None, write_json, msgpack.packb])
+def test_segments_weights_and_credit_travel_too(writer: Any) -> None:
+    with serving(websocket=0) as parts, Game(parts, writer) as game:
+        welcome = game.enter(inference="local")
+        assert welcome["send_limit"] > 0
+        game.say("pull", newer_than=0)
+        header, frames = game.hear()
+        payload = base64.b64decode(header["data"]) if writer is None else frames[0]
+        assert decode_tensors(payload)["policy.0.weight"].tolist() == [[1.0] * 4] * 2
+        packed = pack_segment(segment(2), 0)
+        message = msgpack.unpackb(packed[0])
+        if writer is None:
+            for each, frame in zip(message["tensors"], packed[1:], strict=True):
+                dtype = np.dtype(each["dtype"])
+                each["data"] = np.frombuffer(frame, dtype).tolist()
+        ack = game.ask(message.pop("kind"), *packed[1:], **message)
+        assert (ack["kind"], ack["status"], ack["seq"]) == ("ack", "accepted", 0)
+        assert parts.take().num_steps == 2
+
+
+def test_a_reconnect_in_the_middle_of_an_episode_takes_each_step_once() -> None:
+    with serving(websocket=0) as parts, Game(parts) as game:
+        game.enter()
+        before = game.act(0, 0)
+        game.socket.socket.close()  # without a word
+        with Game(parts, msgpack.packb) as again:
+            again.enter()
+            assert again.act(0, 0) == before
+            again.act(0, 1, reward=1.0)
+            again.act(0, 2, reward=1.0, truncated=True)
+            assert parts.take().num_steps == 2
+        assert parts.ledger.get_totals().received == 1
+
+
+def test_a_newer_incarnation_supersedes_also_one_of_zeromq() -> None:
+    with serving(websocket=0) as parts, Game(parts) as old, Game(parts) as new:
+        old.enter()
+        assert new.enter(incarnation=2)["kind"] == "welcome"
+        assert (old.hear()[0]["code"], old.ask("ping")["code"]) == ("superseded", "hello_required")
+        assert old.enter()["code"] == "stale_incarnation"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_end_of_a_gateway_is_a_bye_and_then_a_close(finished: bool) -> None:
+    with serving(websocket=0) as parts, Game(parts) as game, Game(parts) as stranger:
+        game.enter()
+        parts.gateway.close(finished)
+        bye, _ = game.hear()
+        assert (bye["kind"], bye["finished"]) == ("bye", finished)
+        assert game.wait_for_end() == (1001, "the gateway stops")
+        assert stranger.wait_for_end()[0] == 1001
+
+
+def test_a_restarted_gateway_has_its_port_again_and_the_steps_of_an_open_episode_are_not_counted(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path, websocket=0) as parts, Game(parts) as game:
+        address = parts.gateway.format_websocket_address()
+        game.enter()
+        game.act(0, 0)
+    with serving(tmp_path, websocket=0) as parts, Game(parts) as game:
+        assert parts.gateway.format_websocket_address() == address
+        assert game.enter()["kind"] == "welcome"
+        assert game.act(0, 1)["reason"] == "unknown_episode"
+
+
+def test_pages_of_other_sites_tokens_in_addresses_and_unknown_paths_get_no_connection() -> None:
+    with serving(websocket=0, origins=["https://game.example"]) as parts:
+        for path, headers, status in (
+            ("", {"Origin": "https://evil.example"}, 403),
+            ("", {"Origin": "null"}, 403),
+            ("/?token=" + TOKEN.replace(" ", "+"), {}, 400),
+            ("/pong", {}, 404),
+        ):
+            with pytest.raises(InvalidStatus) as rejected, Game(parts, path=path, additional_headers=headers):
+                pass
+            assert rejected.value.response.status_code == status
+        for origin in ("https://game.example", "http://localhost:8000"):
+            with Game(parts, additional_headers={"Origin": origin}) as game:
+                assert game.enter()["kind"] == "welcome"
+        with open_socket(parts) as browser:  # that opens the address as a page
+            browser.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nOrigin: http://a\r\nOrigin: http://b\r\n\r\n")
+            assert browser.recv(4096).startswith(b"HTTP/1.1 4")
+
+
+# -- certificates -----------------------------------------------------------------------------------------------------
+
+
+def test_wss_takes_new_content_of_its_files_and_is_not_held_up_by_a_silent_client(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path, "one"), Authority(tmp_path, "two")
+    files = authority.sign()
+    tls = {"certificate": files.certificate, "key": files.key}
+    trusting = ssl.create_default_context(cafile=authority.ca)
+    with serving(websocket=0, tls=tls, heartbeat_s=0.05, timeout_s=30.0) as parts, open_socket(parts):
+        assert parts.gateway.format_websocket_address("game.example").startswith("wss://game.example:")
+        with open_socket(parts) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with Game(parts, ssl=trusting) as game:
+                assert game.enter()["kind"] == "welcome"
+                assert game.act(0, 0)["action"] in (0, 1)
+                (tmp_path / "server.key").write_text("half of a key")
+                other.sign()
+                trusting_other = ssl.create_default_context(cafile=other.ca)
+
+                def enter_again() -> bool:
+                    try:
+                        with Game(parts, ssl=trusting_other) as new:
+                            return bool(new.enter("new"))
+                    except ssl.SSLError:
+                        return False
+
+                wait_for(enter_again, what="the new certificate")
+                assert game.act(0, 1)["action"] in (0, 1)
+
+
+def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
+    files = Authority(tmp_path).sign()
+    parts = Parts(websocket=0, tls={"certificate": files.certificate, "key": files.certificate})
+    with pytest.raises(ConfigError, match=r"gateway\.tls"):
+        parts.gateway.start()
+    parts.gateway.close()
+
+
+# -- limits and hostility ---------------------------------------------------------------------------------------------
+
+
+def test_messages_beyond_the_limits_end_the_connection_with_1009() -> None:
+    with serving(websocket=0, max_message_bytes=65536) as parts, Game(parts) as game:
+        with Game(parts) as stranger:
+            stranger.socket.send("x" * (connection.MAX_HELLO_BYTES + 1))
+            assert stranger.wait_for_end()[0] == 1009
+        game.enter()
+        game.socket.send("x" * 65536)
+        assert game.hear()[0]["code"] == "malformed"
+        game.socket.send([b"x" * 65536, b"x"])  # in two fragments
+        assert game.wait_for_end()[0] == 1009
+
+
+def test_fragments_make_one_message_and_empty_ones_take_nothing() -> None:
+    with serving(websocket=0) as parts, Game(parts) as game:
+        game.enter()
+        text = json.dumps({"kind": "act", "episode": 0, "step": 0, "observation": OBSERVATION})
+        game.socket.send([*text, *[""] * 100])
+        assert game.hear()[0]["action"] in (0, 1)
+
+
+def test_a_stranger_is_heard_for_a_few_frames_and_what_is_not_websocket_ends() -> None:
+    with serving(websocket=0) as parts:
+        with raw_session(parts) as raw:
+            raw.sendall(to_frame(Opcode.PING, b"") * (connection.MAX_FRAMES_BEFORE + 1))
+            assert read_close(raw) == 1008
+        with raw_session(parts) as raw:
+            raw.sendall(b"\x81\x02{}")  # without a mask
+            assert read_close(raw) == 1002
+        with open_socket(parts) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n" + b"a: " + b"x" * 4000 + b"\r\n")
+            for _ in range(9):
+                raw.sendall(b"a: " + b"x" * 4000 + b"\r\n")
+            assert raw.recv(4096) == b""
+        noise = np.random.default_rng(0)
+        for length in (1, 20, 500):
+            for _ in range(5):
+                with open_socket(parts) as raw:
+                    raw.sendall(noise.bytes(length))
+                with raw_session(parts) as raw:
+                    raw.sendall(noise.bytes(length))
+        with Game(parts) as game:
+            assert game.enter()["kind"] == "welcome"
+
+
+def test_connections_without_a_session_end_in_time_and_the_oldest_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "MAX_WAITING", 2)
+    with serving(websocket=0, heartbeat_s=0.05, timeout_s=0.3) as parts:
+        with open_socket(parts) as oldest, open_socket(parts), open_socket(parts):
+            assert oldest.recv(1) == b""
+            with Game(parts) as silent:
+                assert silent.wait_for_end() == (1008, "no session: say hello")
+        with Game(parts) as game:
+            game.enter()
+            game.say("bye")
+            assert game.wait_for_end() == (1008, "no session: say hello")  # though not at once
+        wait_for(lambda: parts.gateway._listener._connections == {}, what="the last one's end")  # type: ignore[union-attr]
+
+
+def say_hello(raw: socket.socket, actor_id: str) -> None:
+    hello = {"kind": "hello", "protocol": 1, "token": TOKEN, "actor_id": actor_id, "incarnation": 1}
+    raw.sendall(to_frame(Opcode.TEXT, json.dumps(hello).encode()))
+    assert b"welcome" in raw.recv(65536)
+
+
+def test_a_session_that_floods_leaves_the_others_their_turns() -> None:
+    with serving(websocket=0) as parts, Game(parts) as honest, raw_session(parts) as flooding:
+        say_hello(flooding, "flooding")
+        honest.enter("honest")
+        flooding.sendall(to_frame(Opcode.TEXT, b'{"kind":"nonsense"}') * 3000)
+        for step in range(5):
+            assert honest.act(0, step)["action"] in (0, 1)
+        counts = {actor["actor_id"]: actor["invalid"] for actor in parts.gateway.stats()["actors"]}
+        assert counts["flooding"]["unknown_kind"] < 3000
+
+
+def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_UNSENT_PARTS", 100)
+    with serving(websocket=0) as parts, raw_session(parts) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        say_hello(raw, "mute")
+        for each in parts.gateway._listener._routes.values():  # type: ignore[union-attr]
+            each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        ping = to_frame(Opcode.PING, b"x" * 125) * 1000
+        with suppress(ConnectionResetError, BrokenPipeError):
+            while True:
+                raw.sendall(ping)
+        wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"], what="the end of the session")
+
+
+def test_without_a_file_descriptor_the_oldest_stranger_leaves_and_without_one_the_listener_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full:
+        """A listening socket for which the process has no descriptor, for as long as it says so."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self.real, self.num_left, self.num_asked = real, 3, 0
+
+        def accept(self) -> Any:
+            self.num_asked += 1
+            if self.num_left:
+                self.num_left -= 1
+                raise OSError(24, "Too many open files")
+            return self.real.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    with serving(websocket=0, heartbeat_s=0.1) as parts, Game(parts) as game:
+        game.enter()
+        its = parts.gateway._listener
+        assert its is not None
+        with open_socket(parts) as oldest:
+            wait_for(lambda: len(its._waiting) == 1, what="a stranger")  # type: ignore[attr-defined]
+            full = its._socket = Full(its._socket)  # type: ignore[attr-defined]
+            with Game(parts) as new:
+                assert oldest.recv(1) == b""
+                assert new.enter("new")["kind"] == "welcome"
+            assert full.num_asked < 20
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_game_at_a_menu_keeps_its_session_for_the_pause_and_holds_no_credit() -> None:
+    with (
+        serving(websocket=0, heartbeat_s=0.05, timeout_s=0.1, pause_s=600.0, max_credits=1) as parts,
+        raw_session(parts) as mute,
+        Game(parts) as answering,  # its library answers pings by itself
+    ):
+        its = parts.gateway._listener
+        assert isinstance(its, WebSocketListener)
+        its._ping_s = 0.01
+        say_hello(mute, "mute")
+        answering.enter("answering", inference="local")
+        of_mute, of_answering = (each for each in its._routes.values())
+        wait_for(lambda: parts.gateway._sessions.compute_open_credit() == {}, what="credit that lapses")
+        for each in (of_mute, of_answering):
+            each.received_at -= 500.0
+        wait_for(lambda: of_answering.received_at > of_mute.received_at + 400.0, what="a pong")
+        of_mute.received_at -= 100.0
+        assert read_close(mute) == 1008
+        lost = [each[2] for each in parts.gateway.take_events() if each[1] == "actor_lost"]
+        assert [(each["actor_id"], each["reason"]) for each in lost] == [("mute", "timed out")]
+        assert answering.ask("ping")["kind"] == "pong"
