@@ -24,6 +24,7 @@ from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, RunChanged, ShoalError
 from shoal.wire import Segment
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
+from shoal.wire.spaces import flatten_observation
 
 _POLL_S = 0.01  # how often the thread looks for new weights while the game sends nothing
 
@@ -58,7 +59,7 @@ class EpisodeActor(ABC, Generic[C, E]):
 
     @abstractmethod
     def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
-        """The action for an observation.
+        """The action for an observation: as the environment of the run shows it, or flat.
 
         episode: the key of the episode; a key that is not in use begins one
         mask:    in a run with action masks, 1 for each action that is allowed here, and 0 for the others
@@ -173,6 +174,7 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
                 problem = "is missing, and this run has action masks"
                 raise ConfigError("mask", mask, problem, "act(observation, mask=...)")
             allowed = read_mask(mask, choices)
+        observation = flatten_observation(self.client.spec, observation)
         playing = self._episodes.get(episode)
         if playing is None:
             builder = SegmentBuilder(self.client.spec)
@@ -202,7 +204,8 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         if playing.is_recorded:
             info = {} if mask is None else {INFO_KEY: mask}
             allowed = find_mask(info, find_choices(self.client.spec), not truncated, truncated)
-            self._record(playing, observation, episode, allowed, not truncated, truncated, success)
+            flat = flatten_observation(self.client.spec, observation)
+            self._record(playing, flat, episode, allowed, not truncated, truncated, success)
         self._policy.reset(episode)
         del self._episodes[episode]
 

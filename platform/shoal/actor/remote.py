@@ -26,6 +26,7 @@ from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, Pr
 from shoal.wire import ExperienceSpec, encode
 from shoal.wire.action_masks import INFO_KEY, find_choices
 from shoal.wire.messages import ActionMessage, ActMessage, Welcome
+from shoal.wire.spaces import flatten_observation
 
 _POLL_MS = 50  # how long another thread may wait for the socket
 _LOST = frozenset({"unknown_episode", "ended_episode", "failed"})  # the gateway has restarted, or the game has rested
@@ -100,7 +101,7 @@ class _ObservationEncoder(SegmentBuilder):
 
     def encode(self, observation: Any) -> bytes:
         """Raises InvalidSegment for one of another shape, or for other integers, than the run's."""
-        self._observations.store(0, observation)
+        self._observations.store(0, flatten_observation(self._spec, observation))
         return self._observations.rows[0]
 
 

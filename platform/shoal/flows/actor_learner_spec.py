@@ -27,7 +27,9 @@ class ActorLearnerSpec(RLSpec):
     recorded_always: ClassVar = ("target_return",)
 
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
-    max_wall_s: float = Field(default=600.0, gt=0, description="from the first segment; then the run has failed")
+    max_wall_s: float = Field(
+        default=600.0, gt=0, description="from the first segment; then the run ends, not reached if it has a target"
+    )
     eval_episodes: int = Field(default=20, ge=1)
     trial_episodes: int | None = Field(
         default=None, ge=1, description="that make a target sure before; default: six times eval_episodes"

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.wire.action_masks import INFO_KEY
-from shoal.wire.experience_spec import SpaceSpec
+from shoal.wire.experience_spec import ExperienceSpec, SpaceSpec
 
 PART = "Part"
 
@@ -34,6 +34,19 @@ def describe_space(space: Any, ignored: Sequence[str] = ()) -> SpaceSpec:
         sizes, start = (tuple(np.ravel(each).astype(int).tolist()) for each in (values, space.start))
         return SpaceSpec(kind, shape, sizes, start)
     return SpaceSpec(kind, shape)
+
+
+def flatten_observation(spec: ExperienceSpec, observation: Any) -> Any:
+    """One observation as segments have it: a part of it, [F] or its Box; one that is flat already stays. Raises
+    ConfigError for what is not of the run's space."""
+    if spec.space is None:
+        return observation
+    containers = {PART: Mapping, "Dict": Mapping, "Tuple": tuple}
+    container = containers.get(spec.space.kind)
+    if not isinstance(observation, container) if container else np.shape(observation) == spec.observation.shape:
+        return observation
+    rows, is_batch = flatten_rows(spec.space, observation)
+    return rows if is_batch else rows[0]
 
 
 def flatten_rows(space: SpaceSpec, observation: Any) -> tuple[np.ndarray, bool]:

@@ -26,6 +26,7 @@ from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
 from shoal.flows.actor_processes import ActorProcesses
+from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
@@ -132,6 +133,12 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) 
             "python -m shoal.train resume=one task=lenet",
         ),
         ("train", "resume: ''", "python jobs/lenet.py", "shoal run train resume=one"),
+        (
+            "Net",
+            "task: HOME/tasks/net_1.py:Net\nresume: ''",
+            "python net.py",
+            'shoal.fit(..., resume="one")  # the same call in the same program',
+        ),
         ("x", "resume: ''", "shoal run x --envs 2 a.token=*** resume=two", "shoal run x --envs 2 resume=one"),
         ("actor_learner", "resume: ''", "python jobs/actor_learner.py", "shoal run actor_learner resume=one"),
         ("sweep", "resume: ''", "shoal sweep lenet a=1 --address local", "shoal sweep --resume one --address local"),
@@ -139,7 +146,7 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) 
     ],
 )
 def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, expected: str) -> None:
-    with runs.create(job, spec, "one", command=command) as run:
+    with runs.create(job, spec.replace("HOME", str(home())), "one", command=command) as run:
         run.finish("stopped")
     assert f"  shoal report one\n  {expected}\n" in typed(runs_command, "one")
 

@@ -29,6 +29,7 @@ from shoal.cli.support.console import (
 )
 from shoal.cli.support.jobs import RAY_LOG_LINE
 from shoal.errors import ConfigError, RunError
+from shoal.home import home
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
@@ -321,7 +322,7 @@ def _show_record(console: Console, run: Run) -> None:
 
 def format_resume_command(run: Run, command: str = "") -> str:
     """The command that resumes a run: the job as typed, on the same cluster, with as many actors and all overrides but
-    for secrets.
+    for secrets; of a Task of a notebook or a script its call.
 
     A run that cannot be resumed, such as an endpoint or an ablation, gets the command that started it.
 
@@ -341,6 +342,8 @@ def format_resume_command(run: Run, command: str = "") -> str:
     ]
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return shlex.join(["python", "-m", "shoal.train", *overrides])
+    if not (is_job or is_sweep) and f"task: {home() / 'tasks'}" in run.spec:  # may use objects of its program
+        return f'shoal.fit(..., resume="{run.id}")  # the same call in the same program'
     job = typed[2] if is_job and len(typed) > 2 else run.job
     options: list[str] = []
     for name in names:
