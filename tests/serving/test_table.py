@@ -95,6 +95,8 @@ def test_only_columns_that_are_numbers_to_the_model_are_read_as_numbers() -> Non
     chosen = choose_columns([X, text], seen.names, parse_columns(["x=a,b"], [X, text]))
     assert infer_csv_types([X, text], chosen, seen) == {"id": pa.string(), "text": pa.string()}
     assert [*infer_csv_types([X, text], {"x": ["a", "b"], "text": ["a"]}, seen)] == ["id", "a", "text"]
+    for kind, wanted in (("date", pa.float64()), ("date:%Y%m%d", pa.string()), ("number:,", pa.string())):
+        assert infer_csv_types([TensorMetadata("a", "FP64", [-1], [], kind)], {"a": ["a"]}, seen)["a"] == wanted
 
 
 def test_fractions_may_be_whole_or_missing_in_the_beginning_of_a_file() -> None:

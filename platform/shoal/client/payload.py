@@ -31,8 +31,10 @@ from shoal.open_inference.messages import (
     OutputTensor,
     Parameters,
     RequestedOutput,
+    TensorDescription,
     TensorMetadata,
 )
+from shoal.open_inference.rows import list_fields
 
 ArrayLike: TypeAlias = np.ndarray | Sequence[Any]
 Inputs: TypeAlias = Mapping[str, ArrayLike] | ArrayLike
@@ -118,11 +120,14 @@ def encode_inputs(
     return headers, b"".join([head, *buffers.values()])
 
 
-def encode_rows(rows: Any, rows_per_request: int) -> list[bytes]:
-    """Encode the bodies of requests for rows: of one mapping, or of a list of them or a frame. Raises ConfigError."""
+def encode_rows(rows: Any, rows_per_request: int, inputs: Sequence[TensorDescription] = ()) -> list[bytes]:
+    """Encode the bodies of requests for rows: of one mapping, or of a list of them or a frame. Raises ConfigError.
+
+    inputs: of the model; further columns of a frame are no error, as in batch prediction
+    """
     if isinstance(rows, Mapping):
         return [_encode_row(rows)]
-    listed = list_rows(rows)
+    listed = list_rows(rows, list_fields(inputs))
     starts = range(0, max(len(listed), 1), rows_per_request)
     return [_encode_row(listed[start : start + rows_per_request]) for start in starts]
 

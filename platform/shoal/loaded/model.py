@@ -109,8 +109,9 @@ class LocalModel:
         """The outputs for rows or arrays, with the registered preprocess and postprocess.
 
         rows: one row as it is, {"age": 72, "plan": "basic"}, which gets a dict; a list of rows, or of a model of raw
-              rows a frame, which get a list of dicts. Or arrays [rows, ...] by name, one array for a model with one
-              input, or a frame with the columns of such a model, which get the outputs by name, arrays [rows, ...]
+              rows a frame, whose further columns are left out, which get a list of dicts. Or arrays [rows, ...] by
+              name, one array for a model with one input, or a frame with the columns of such a model, which get the
+              outputs by name, arrays [rows, ...]
 
         Raises DataError that names a row's field, ConfigError for arrays that do not fit, InferenceError for what the
         model or its preprocess refuses.
@@ -145,7 +146,7 @@ class LocalModel:
         from shoal.client.payload import encode_rows as encode_body
         from shoal.open_inference.rows import decode_rows, encode_rows
 
-        (body,) = encode_body(rows, sys.maxsize)
+        (body,) = encode_body(rows, sys.maxsize, self.signature.inputs)
         decoded = msgspec.json.decode(body)
         listed = decoded if isinstance(decoded, list) else [decoded]
         outputs = self._opened.predict_batch([decode_rows(self.signature.inputs, listed)])[0]

@@ -5,9 +5,10 @@ and arrays.
 
 | an input                       | its fields                                                 | null       |
 |--------------------------------|------------------------------------------------------------|------------|
-| of kind number                 | its name: a number                                         | a gap: NaN |
+| of kind number                 | its name: a number; "3,5" if it is number:, or "3.5"       | a gap: NaN |
 | of kind truth                  | its name: true, false, 1, 0, "yes", "no", "true", "false"  | a gap: NaN |
 | of kind date                   | its name: ISO 8601, 31.5.2025, 2025/05/31; seconds of 1970 | a gap: NaN |
+|                                | if it is date:%m/%d/%Y, 5/31/2025 too                      |            |
 | of kind word                   | its name: a text                                           | a gap: b"" |
 | [rows, n] with `columns`       | each column: a number of the input's datatype              | an error   |
 | any other, batch first         | its name: the values of one row, nested as its shape       | an error   |
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,6 +37,7 @@ from shoal.open_inference.messages import TensorDescription, describe_tensor
 Row = Mapping[str, Any]
 _TRUTHS: dict[Any, float] = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}  # 1 equals True
 _DATE_FORMATS = ("", "%d.%m.%Y", "%Y/%m/%d")  # ISO 8601, and those of one meaning: 03/04/2025 has two
+_DECIMAL = re.compile(r"[-+]?\d+(\.\d+)?")
 _PLAIN_NUMBERS = {int, float, type(None)}
 _EXPECTED = {
     "number": "write a number, or null where it is not known",
@@ -111,12 +114,14 @@ def decode_column(name: str, kind: str, values: Sequence[Any], first_row: int = 
             return np.array(values, np.float64)  # None becomes NaN
         except OverflowError:  # an integer that no float64 holds
             pass
+    kind, _, form = kind.partition(":")
     read, result = _READERS[kind], np.empty(len(values), object if kind == "word" else np.float64)
     for number, value in enumerate(values):
-        found = read(value)
+        found = read(value, form)
         if found is None:
             problem = f"{_name_row(number + first_row, values)}is no {kind}"
-            raise DataError(name, _shorten(value), problem, _EXPECTED[kind])
+            shown = f" (training had {kind}:{form})" if form else ""
+            raise DataError(name, _shorten(value), problem, _EXPECTED[kind] + shown)
         result[number] = found
     return result
 
@@ -145,28 +150,31 @@ def _from_lists(spec: TensorDescription, values: Sequence[Any]) -> np.ndarray:
     return from_json(spec.name, spec.datatype, shape, msgspec.Raw(msgspec.json.encode(values)))
 
 
-def _read_truth(value: Any) -> float | None:
+def _read_truth(value: Any, _: str) -> float | None:
     if value is None:
         return math.nan
     return _TRUTHS.get(value.lower() if isinstance(value, str) else value) if isinstance(value, Hashable) else None
 
 
-def _read_date(value: Any) -> float | None:
+def _read_date(value: Any, form: str) -> float | None:
     if not isinstance(value, str):
         return None if isinstance(value, bool) else to_number(value)
-    for form in _DATE_FORMATS:
+    for each in (form, *_DATE_FORMATS):
         with suppress(ValueError):
-            time = datetime.datetime.strptime(value, form) if form else datetime.datetime.fromisoformat(value)
+            time = datetime.datetime.strptime(value, each) if each else datetime.datetime.fromisoformat(value)
             return to_number(time)
     return None
 
 
-def _read_number(value: Any) -> float | None:
+def _read_number(value: Any, point: str) -> float | None:
+    if point and isinstance(value, str):
+        bare = value.replace("." if point == "," else ",", "").replace(point, ".")
+        return float(bare) if _DECIMAL.fullmatch(bare) else None
     is_date = isinstance(value, bool | datetime.date | datetime.timedelta)
     return None if is_date else to_number(value)
 
 
-def _read_text(value: Any) -> bytes | None:
+def _read_text(value: Any, _: str) -> bytes | None:
     if value is None:
         return b""
     try:
@@ -175,7 +183,7 @@ def _read_text(value: Any) -> bytes | None:
         return None
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
+_READERS: dict[str, Callable[[Any, str], Any]] = {
     "number": _read_number,
     "truth": _read_truth,
     "date": _read_date,

@@ -122,10 +122,12 @@ def infer_csv_types(
     for column in numbers - wholes:
         if pa.types.is_integer(seen.field(column).type) or pa.types.is_null(seen.field(column).type):
             types[column] = pa.float64()
-    # Texts of dates and truths are read as those of rows.
-    for column in {column for spec in inputs if spec.kind in ("date", "truth") for column in chosen[spec.name]}:
-        is_number = pa.types.is_integer(seen.field(column).type) or pa.types.is_floating(seen.field(column).type)
-        types[column] = pa.float64() if is_number else pa.string()
+    # Texts of dates, truths and numbers with a decimal sign are read as those of rows.
+    for spec in inputs:
+        kind, is_written, _ = spec.kind.partition(":")
+        for column in chosen[spec.name] if is_written or kind in ("date", "truth") else ():
+            is_number = pa.types.is_integer(seen.field(column).type) or pa.types.is_floating(seen.field(column).type)
+            types[column] = pa.float64() if is_number and not is_written else pa.string()
     # Arrow reads integers beyond INT64 as floats, without their last digits.
     for column in {column for spec in inputs if spec.datatype == "UINT64" for column in chosen[spec.name]}:
         seen_type = seen.field(column).type

@@ -16,6 +16,7 @@ from pyarrow import parquet
 import shoal.data
 import shoal.runs
 from shoal.errors import ConfigError, DataError
+from shoal.extend.serve import decode_rows
 from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
 from shoal.libs.tabular.network import TableNetwork
@@ -58,7 +59,7 @@ def customers(tmp_path: Path) -> str:
 
 
 def kinds_of(found: Table) -> dict[str, str]:
-    return found.encoders.kinds
+    return {each.name: each.full_kind for each in found.encoders.columns}
 
 
 KINDS = {"age": "number", "plan": "word", "since": "date", "left": "date", "news": "truth"}
@@ -162,19 +163,32 @@ def test_dates_have_their_parts_and_differences(customers: str) -> None:
     [
         (["2026-01-31", "2026-02-01", None], "date"),
         (["2026-01-31 10:00:00", "2026-02-01 11:30:00", None], "date"),
-        (["01/31/2026", "02/01/2026", None], "date"),
-        (["31.1.2026", "1.2.2026", "5.2.2026"], "date"),
+        (["01/31/2026", "02/01/2026", None], "date:%m/%d/%Y"),
+        (["31.1.2026", "1.2.2026", "5.2.2026"], "date:%d.%m.%Y"),
+        (["Jan 31, 2026", "Feb 1, 2026", None], "date:%b %d, %Y"),
         (["1/2/2026", "2/3/2026", "3/4/2026"], "word"),  # of months or of days
         (["1-2", "3-4", "5-6"], "word"),
+        (["3,5", "1.024,75", "2"], "number:,"),
+        (["-1,500", "2.5", "2"], "number:."),
+        (["1,500", "2,250", "300"], "word"),  # of thousands or of halves
         (["2026-01-31", "soon", None], "word"),
     ],
 )
-def test_words_are_dates_where_all_are(texts: list[str | None], kind: str) -> None:
+def test_texts_are_dates_or_numbers_where_all_are_and_rows_may_have_such(texts: list[str | None], kind: str) -> None:
     columns = {"x": texts * 20, "y": ["a", "b", "c"] * 20}
-    assert kinds_of(table(columns, "y")) == {"x": kind}
-    if texts[0] == "1/2/2026":
-        found = table(columns, "y", columns={"x": "date:%d/%m/%Y"})
-        assert found.values["x"].min() == np.datetime64("2026-02-01", "s").astype(float)
+    found = table(columns, "y")
+    assert kinds_of(found) == {"x": kind}
+    said = {"1/2/2026": "date:%d/%m/%Y", "1,500": "number:,"}.get(str(texts[0]))
+    assert [said in note for note in found.notes] == [True] * bool(said)
+    if said:
+        found = table(columns, "y", columns={"x": said})
+        assert found.values["x"].min() in (np.datetime64("2026-02-01", "s").astype(float), 1.5)
+    rows = [{"x": each} for each in texts]
+    given = decode_rows(found.encoders.signature().inputs, rows)["x"]
+    if given.dtype == float:
+        np.testing.assert_array_equal(np.unique(given), np.unique(found.values["x"]))
+        with pytest.raises(DataError, match=r"x = '1st': is no .*training had" if ":" in kind else "is no"):
+            decode_rows(found.encoders.signature().inputs, [{"x": "1st"}])
 
 
 def test_a_large_vocabulary_has_other_words_and_a_small_one_has_none() -> None:

@@ -110,10 +110,15 @@ def test_rows_as_they_are_become_columns_and_answers_become_rows() -> None:
     assert model.predict({"number": np.float64(2), "word": "abc"}) == {"sum": {"a": 5.0, "b": 11.0}}
     rows = [{"number": None, "word": "x"}, {"number": float("nan"), "word": None}]
     assert [each["sum"]["a"] for each in model.predict(rows)] == [101.0, 100.0]
-    assert model.predict(pandas.DataFrame(rows)) == model.predict(rows)
-    with pytest.raises(DataError, match="word") as raised:
-        model.predict({"number": 1})
-    assert raised.value.field == "word"
+    assert model.predict(pandas.DataFrame(rows).assign(more=1)) == model.predict(rows)
+    for odd, field in (
+        ({"number": 1}, "word"),
+        (pandas.DataFrame({"number": [1]}), "word"),
+        ([{**rows[0], "more": 1}], "more"),
+    ):
+        with pytest.raises(DataError) as raised:
+            model.predict(odd)
+        assert raised.value.field == field
     np.testing.assert_array_equal(model.predict({"number": np.ones(2), "word": ["ab", "c"]})["sum"][:, 0], [3, 2])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.errors import ConfigError, DataError, needs_extra, suggest
 from shoal.extend.data import Data
 from shoal.libs.tabular.encoders import ColumnEncoder, Encoders, Target
-from shoal.libs.tabular.reading import Values, extract_values, find_unusable, infer_kind, read_table
+from shoal.libs.tabular.reading import Values, choose_kind, extract_values, find_unusable, read_table
 
 with needs_extra("data"):
     import pyarrow as pa
@@ -85,7 +85,8 @@ def table(
 
     data:        a file (CSV, TSV, Parquet), a URL of the store, a DataFrame of pandas, an Arrow table, columns by name
     target:      the column to predict: a class (words, truths, at most ten integers) or a number
-    columns:     kinds that are not as inferred, by name: number, word, date, truth, or date:%d.%m.%Y
+    columns:     kinds that are not as inferred, by name: number, word, date, truth; or date:%d.%m.%Y, and number:, or
+                 number:. of texts with that decimal sign
     leave_out:   columns that are no inputs; constants, ids and texts are left out anyway, unless `columns` has them
     validation:  a share of the rows, each class in proportion, or another table
     split:       the seed by which validation rows are drawn
@@ -111,7 +112,7 @@ def table(
     values = {name: extract_values(name, full.column(name), kind) for name, kind in kinds.items()}
     if given is None:
         notes += _drop_unusable(values, kinds, set(columns or {}), target, num_rows)
-    answers, is_class = _extract_target(full, target, (columns or {}).get(target), given)
+    answers, is_class = _extract_target(full, target, (columns or {}).get(target, ""), given)
     is_known = answers != np.array(None) if is_class else ~np.isnan(answers)
     if not is_known.all():
         notes.append(f"{(~is_known).sum():,} rows have no {target}")
@@ -119,7 +120,7 @@ def table(
     if held_back is not None:
         is_training = rows < num_rows
     else:
-        order = _order_rows(full, order_by, rows) if order_by else None
+        order = _order_rows(full, order_by, (columns or {}).get(order_by, ""), rows) if order_by else None
         is_training = ~_hold_back(answers[rows], is_class, validation, split, order)
     if not is_training.any() or is_training.all():
         shown = validation if isinstance(validation, str | float) else type(validation).__name__
@@ -173,42 +174,40 @@ def _require_columns(full: pa.Table, names: Sequence[str]) -> None:
 def _choose_kinds(
     full: pa.Table, target: str, explicit: Mapping[str, str], leave_out: Sequence[str], given: Encoders | None
 ) -> tuple[dict[str, str], list[str]]:
-    """The kind of each input, and a note for each column whose type has none."""
+    """The kind of each input, and a note for each column whose kind is not clear."""
     if given is not None:
         names = [each.name for each in given.columns]
         _require_columns(full, names)
-        return {each.name: explicit.get(each.name, each.kind) for each in given.columns}, []
+        return {each.name: explicit.get(each.name, each.full_kind) for each in given.columns}, []
     kinds, notes = dict[str, str](), list[str]()
     for name in full.column_names:
         if name == target or name in leave_out:
             continue
-        kind = explicit.get(name) or infer_kind(full.column(name))
-        if kind is None:
-            notes.append(f"left out {name!r}: {full.schema.field(name).type} is no number, word, date or truth")
-        else:
+        kind, note = choose_kind(name, full.column(name), explicit.get(name, ""))
+        notes += [note] if note else []
+        if kind:
             kinds[name] = kind
     return kinds, notes
 
 
-def _extract_target(full: pa.Table, target: str, explicit: str | None, given: Encoders | None) -> tuple[Values, bool]:
+def _extract_target(full: pa.Table, target: str, explicit: str, given: Encoders | None) -> tuple[Values, bool]:
     """The target's values, and whether they are classes: then each is a str, or None."""
     column = full.column(target)
-    kind = explicit or infer_kind(column)
+    kind, note = choose_kind(target, column, explicit)
     if given is not None:
-        kind = "word" if given.target.classes else "number"
-    elif kind in ("truth", "date", None):
-        if kind != "truth":
-            problem = "is a date" if kind else f"is of the type {column.type}"
-            raise DataError("target", target, problem, "predict a class, or a number")
+        kind = "word" if given.target.classes else kind
+    elif note or kind.startswith("date"):
+        raise DataError("target", target, note or "is a date", "predict a class, or a number")
+    elif kind == "truth":
         kind = "word"
     elif not explicit and kind == "number" and pa.types.is_integer(column.type):
         kind = "word" if len(column.unique().drop_null()) <= MAX_INTEGER_CLASSES else "number"
     return extract_values(target, column, kind), kind == "word"
 
 
-def _order_rows(full: pa.Table, order_by: str, rows: np.ndarray) -> np.ndarray:
-    kind = infer_kind(full.column(order_by)) or "number"
-    order: np.ndarray = extract_values(order_by, full.column(order_by), kind)[rows]
+def _order_rows(full: pa.Table, order_by: str, explicit: str, rows: np.ndarray) -> np.ndarray:
+    kind = choose_kind(order_by, full.column(order_by), explicit)[0]
+    order: np.ndarray = extract_values(order_by, full.column(order_by), kind or "number")[rows]
     return order
 
 
@@ -258,8 +257,7 @@ def _fit(
     if unknown not in ("error", "other"):
         raise ConfigError("unknown", unknown, "is neither error nor other", "say what an unknown word is")
     columns = [
-        ColumnEncoder.fit(name, kind.partition(":")[0], training[name], admits_unknown=unknown == "other")
-        for name, kind in kinds.items()
+        ColumnEncoder.fit(name, kind, training[name], admits_unknown=unknown == "other") for name, kind in kinds.items()
     ]
     goal = _fit_target(target, is_class, values[target], num_training)
     encoders = Encoders.fit(num_rows, goal, columns, training)
