@@ -337,16 +337,22 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
     customers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
-    words = ["task=table", f"data={customers}", "target=churned", "name=churn", "threads=1", "batch_size=32"]
+    words = ["task=table", f"data={customers}", "target=churned", "threads=1", "batch_size=32"]
     words += [f"network={json.dumps(SMALL)}", "stop.convergence=null", "trees=false"]
-    first = fit_locally(spec_from_overrides([*words, "stop.epochs=null", "stop.steps=2"]))
-    before = Registry().get("churn@1").manifest
+    said, said_again = list[str](), list[str]()
+    first = fit_locally(spec_from_overrides([*words, "stop.epochs=null", "stop.steps=2"]), say=said.append)
+    assert [each.partition(";")[0] for each in said][:2] == [
+        "left out 'customer': it numbers the rows",
+        "left out 'country': it has the same value in every row",
+    ]
+    before = Registry().get("customers@1").manifest
     args = before.model.kwargs["args"]
     grown = make_columns(80)
     grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
     write_csv(Path(customers), grown)
-    fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=4"]))
-    after = Registry().get("churn@2").manifest
+    fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=4"]), say=said_again.append)
+    assert "left out" not in "".join(said_again)
+    after = Registry().get("customers@2").manifest
     assert after.model.kwargs["args"] == args
     assert args["encoders"]["num_rows"] == NUM_ROWS
     assert after.data == before.data

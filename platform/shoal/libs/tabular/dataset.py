@@ -60,7 +60,6 @@ class Table(Data):
     encoders: Encoders
     values: Mapping[str, Values]
     num_training: int
-    notes: tuple[str, ...]
 
     def select(self, part: Literal["train", "validation"]) -> dict[str, Values]:
         """The rows of a part as they are, by column."""

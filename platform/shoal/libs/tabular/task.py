@@ -7,7 +7,6 @@ Called by the recipe `jobs/table.py`, and subclassed by users. Legend: B rows, K
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,8 +22,6 @@ from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders, RequestEncoder
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.trees import TreesPeer
-
-_log = logging.getLogger(__name__)
 
 
 class TableTask(Task):
@@ -81,8 +78,6 @@ class TableTask(Task):
     def fit_args(self) -> Mapping[str, Any]:
         if self._encoders is not None:
             return {}
-        for note in self._table.notes:
-            _log.warning("%s", note)
         return {"encoders": self.encoders.model_dump(mode="json", exclude_defaults=True)}
 
     def model(self) -> nn.Module:
