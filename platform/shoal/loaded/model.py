@@ -135,11 +135,12 @@ class LocalModel:
     def _are_records(self, rows: Any) -> bool:
         if isinstance(rows, np.ndarray):
             return False
+        has_columns = any(each.kind for each in self.signature.inputs)
         if isinstance(rows, Mapping):
-            return bool(rows) and not any(np.ndim(each) for each in rows.values())
+            return not any(np.ndim(each) for each in rows.values()) if rows else has_columns
         if isinstance(rows, list | tuple):
-            return bool(rows) and isinstance(rows[0], Mapping)
-        return find_names(rows) is not None and any(each.kind for each in self.signature.inputs)
+            return isinstance(rows[0], Mapping) if rows else has_columns
+        return find_names(rows) is not None and has_columns
 
     def _predict_records(self, rows: Any) -> Any:
         """As the endpoint's path `rows` does, to which a client sends such a body."""

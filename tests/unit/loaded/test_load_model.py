@@ -111,7 +111,9 @@ def test_rows_as_they_are_become_columns_and_answers_become_rows() -> None:
     rows = [{"number": None, "word": "x"}, {"number": float("nan"), "word": None}]
     assert [each["sum"]["a"] for each in model.predict(rows)] == [101.0, 100.0]
     assert model.predict(pandas.DataFrame(rows).assign(more=1)) == model.predict(rows)
+    assert model.predict([]) == model.predict(pandas.DataFrame(rows)[:0]) == []
     for odd, field in (
+        ({}, "number"),
         ({"number": 1}, "word"),
         (pandas.DataFrame({"number": [1]}), "word"),
         ([{**rows[0], "more": 1}], "more"),

@@ -129,7 +129,7 @@ def read_columns(field: str, rows: Any) -> tuple[list[str] | None, list[Cells]]:
         return names, [_read_cells(field, name, rows.column(at).to_pylist()) for at, name in enumerate(names)]
     array = rows if isinstance(rows, np.ndarray) else np.array(rows, object)
     if array.ndim != 2:
-        problem = f"has {array.ndim} dimensions"
+        problem = f"has {array.ndim} dimensions" if array.size else "has no rows"
         raise DataError(field, type(rows).__name__, problem, "give rows x columns, a frame, or a list of dicts")
     return None, [_read_cells(field, str(at), array[:, at]) for at in range(array.shape[1])]
 
