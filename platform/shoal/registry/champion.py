@@ -50,7 +50,11 @@ def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None) ->
     if missing := [each.version for each in (new, now) if criterion.metric not in each.metrics]:
         return f"{missing[0]} has no {criterion.metric} to compare"
     if _select_measured(new.data) != _select_measured(now.data):
-        return f"{criterion.metric} of {now.version} is of other data"
+        ours, theirs = new.metrics[criterion.metric], now.metrics[criterion.metric]
+        is_worse = ours < theirs if criterion.is_higher_better else ours > theirs
+        remedy = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
+        first, _, second = _tell_apart(ours, "", theirs)
+        return f"{criterion.metric} {first} is of other data than {second} of {now.version}{remedy}"
     return ""
 
 

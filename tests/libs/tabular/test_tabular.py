@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 import shoal.data
 import shoal.runs
+from shoal.data import fingerprint
 from shoal.errors import ConfigError, DataError
 from shoal.extend.serve import decode_rows
 from shoal.libs.tabular.dataset import Table, table
@@ -108,10 +109,16 @@ def test_encoders_are_fitted_to_the_training_rows_alone(tmp_path: Path, customer
     assert scale.knots[-1] == max(each or 0 for each in make_columns()["age"])
 
 
-def test_a_word_of_validation_rows_alone_counts_as_another_word(tmp_path: Path, customers: str) -> None:
+def test_a_validation_file_has_words_of_its_own_and_is_the_same_to_a_table_that_grows(
+    tmp_path: Path, customers: str
+) -> None:
     other = make_columns(12)
     other["plan"][3] = "gold"
-    found = table(customers, "churned", validation=write_csv(tmp_path / "later.csv", other))
+    later = write_csv(tmp_path / "later.csv", other)
+    more = write_csv(tmp_path / "more.csv", make_columns(90))
+    found, grown = (table(each, "churned", validation=later) for each in (customers, more))
+    assert fingerprint(found.validation) == fingerprint(grown.validation)  # so the champion is the better one
+    assert fingerprint(found.train) != fingerprint(grown.train)
     assert found.num_training == NUM_ROWS
     categories = found.validation.batch(np.arange(12))[1]
     assert categories[:, 0].tolist().index(1) == 3
@@ -275,6 +282,11 @@ def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: st
     assert together.item() == pytest.approx(np.log(2), abs=1e-4)
     assert apart.item() == pytest.approx((4 + 2 * np.log1p(np.exp(-4))) / 2, abs=1e-4)
     assert task.loss(scores[:, 0], batch).item() == pytest.approx(4 + np.log1p(np.exp(-4)), abs=1e-4)
+    ages = TableTask(data=customers, target="age")
+    batch = ages.data().validation.batch(np.arange(11))
+    with torch.no_grad():  # in no units: versions with other training rows are compared by it
+        measured = ages.loss(batch[0][:, None, :1], batch), ages.metrics(batch[0][:, :1], batch)["r2"]
+    assert measured[0].item() == pytest.approx(1 - measured[1].item())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Called by Tasks. Legend: B rows, N numbers, W words.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,12 +29,20 @@ MIN_EPOCH = 2048  # training rows; a smaller table is read several times in an e
 class EncodedRows:
     """Encoded rows: a sample is (numbers [N], categories [W] where there are any, target).
 
+    values:  the rows as they are, by column
     repeats: how often an epoch reads each row
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], repeats: int = 1) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray], values: Mapping[str, Values], repeats: int = 1) -> None:
         self.tensors = tuple(torch.from_numpy(each) for each in arrays)
-        self.num_rows, self.repeats = len(arrays[-1]), repeats
+        self.num_rows, self.repeats, self._values = len(arrays[-1]), repeats, values
+
+    def fingerprint(self) -> str:
+        """Of the rows as they are: those of one file are the same to versions with other encoders."""
+        digest = hashlib.sha256()
+        for name, each in sorted(self._values.items()):
+            digest.update(repr((name, each.tolist())).encode())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return self.num_rows * self.repeats
@@ -135,9 +144,15 @@ def table(
 
 def _encode(encoders: Encoders, values: Mapping[str, Values], num_training: int, notes: tuple[str, ...]) -> Table:
     arrays = [*encoders.encode(values, is_strict=False).values(), encoders.target.encode(values[encoders.target.name])]
+
+    def select(rows: slice, repeats: int = 1) -> EncodedRows:
+        return EncodedRows(
+            [each[rows] for each in arrays], {name: each[rows] for name, each in values.items()}, repeats
+        )
+
     return Table(
-        EncodedRows([each[:num_training] for each in arrays], -(-MIN_EPOCH // num_training)),
-        EncodedRows([each[num_training:] for each in arrays]),
+        select(slice(num_training), -(-MIN_EPOCH // num_training)),
+        select(slice(num_training, None)),
         encoders=encoders,
         values=values,
         num_training=num_training,

@@ -85,7 +85,8 @@ class TableTask(Task):
         return TableNetwork(encoders.num_numbers, encoders.category_sizes, encoders.num_outputs, **self._network)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The mean of the members' losses in training, and the loss of their mean in an evaluation."""
+        """The mean of the members' losses in training, and the loss of their mean in an evaluation, where that of a
+        number is the share of the variance that is not explained: so versions with other training rows compare."""
         members = self._split_members(outputs)
         answers = batch[-1]
         if torch.is_grad_enabled():
@@ -94,7 +95,7 @@ class TableTask(Task):
                 return nn.functional.mse_loss(members[..., 0], answers)
             return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
         if not self.encoders.target.classes:
-            return nn.functional.mse_loss(members[..., 0].mean(1), answers)
+            return nn.functional.mse_loss(members[..., 0].mean(1), answers) / self._variance
         return nn.functional.nll_loss(self._log_probabilities(members), answers)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
@@ -107,8 +108,8 @@ class TableTask(Task):
 
     @cached_property
     def _variance(self) -> float:
-        """Of the validation rows' targets, in units of the training rows' deviation."""
-        return float(self._table.validation.tensors[-1].var(correction=0))  # type: ignore[union-attr]
+        """Of the validation rows' targets, in units of the training rows' deviation; 1 where they are all the same."""
+        return float(self._table.validation.tensors[-1].var(correction=0)) or 1.0  # type: ignore[union-attr]
 
     @staticmethod
     def _split_members(outputs: Tensor) -> Tensor:
