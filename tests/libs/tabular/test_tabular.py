@@ -117,6 +117,10 @@ def test_a_validation_file_has_words_of_its_own_and_is_the_same_to_a_table_that_
     later = write_csv(tmp_path / "later.csv", other)
     more = write_csv(tmp_path / "more.csv", make_columns(90))
     found, grown = (table(each, "churned", validation=later) for each in (customers, more))
+    assert fingerprint(table(more, "churned").validation) != fingerprint(found.validation)
+    assert fingerprint(table(more, "churned").validation) == fingerprint(
+        table(more, "churned", leave_out=["age"], columns={"customer": "number"}).validation
+    )
     assert fingerprint(found.validation) == fingerprint(grown.validation)  # so the champion is the better one
     assert fingerprint(found.train) != fingerprint(grown.train)
     assert found.num_training == NUM_ROWS

@@ -5,7 +5,6 @@ Called by Tasks. Legend: B rows, N numbers, W words.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,26 +22,23 @@ with needs_extra("data"):
     import pyarrow as pa
 
 MAX_INTEGER_CLASSES = 10
+NUM_IDENTIFYING = 1000
 MIN_EPOCH = 2048  # training rows; a smaller table is read several times in an epoch
 
 
 class EncodedRows:
     """Encoded rows: a sample is (numbers [N], categories [W] where there are any, target).
 
-    values:  the rows as they are, by column
+    rows:    as they are, at most NUM_IDENTIFYING of them: to versions with other encoders or columns they are the same
     repeats: how often an epoch reads each row
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], values: Mapping[str, Values], repeats: int = 1) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray], rows: pa.Table, repeats: int = 1) -> None:
         self.tensors = tuple(torch.from_numpy(each) for each in arrays)
-        self.num_rows, self.repeats, self._values = len(arrays[-1]), repeats, values
+        self.num_rows, self.repeats, self._rows = len(arrays[-1]), repeats, rows
 
     def fingerprint(self) -> str:
-        """Of the rows as they are: those of one file are the same to versions with other encoders."""
-        digest = hashlib.sha256()
-        for name, each in sorted(self._values.items()):
-            digest.update(repr((name, each.tolist())).encode())
-        return digest.hexdigest()
+        return repr((self.num_rows, self._rows.to_pylist()))
 
     def __len__(self) -> int:
         return self.num_rows * self.repeats
@@ -139,16 +135,24 @@ def table(
     if given is None:
         given = _fit(num_rows, target, is_class, kinds, values, num_training, unknown, transformer)
         given = given.model_copy(update={"excluded": notes})
-    return _encode(given, values, num_training, tuple(notes))
+    return _encode(given, values, num_training, full, rows, notes)
 
 
-def _encode(encoders: Encoders, values: Mapping[str, Values], num_training: int, notes: tuple[str, ...]) -> Table:
+def _encode(
+    encoders: Encoders,
+    values: Mapping[str, Values],
+    num_training: int,
+    full: pa.Table,
+    rows: np.ndarray,
+    notes: list[str],
+) -> Table:
+    """rows: of the full table, in the order of `values`"""
     arrays = [*encoders.encode(values, is_strict=False).values(), encoders.target.encode(values[encoders.target.name])]
 
-    def select(rows: slice, repeats: int = 1) -> EncodedRows:
-        return EncodedRows(
-            [each[rows] for each in arrays], {name: each[rows] for name, each in values.items()}, repeats
-        )
+    def select(part: slice, repeats: int = 1) -> EncodedRows:
+        there = rows[part]
+        few = there[np.linspace(0, len(there) - 1, min(len(there), NUM_IDENTIFYING)).astype(int)]
+        return EncodedRows([each[part] for each in arrays], full.take(few), repeats)
 
     return Table(
         select(slice(num_training), -(-MIN_EPOCH // num_training)),
@@ -156,7 +160,7 @@ def _encode(encoders: Encoders, values: Mapping[str, Values], num_training: int,
         encoders=encoders,
         values=values,
         num_training=num_training,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
