@@ -54,10 +54,7 @@ def to_floats(field: str, values: Any, columns: Sequence[str] | None = None) -> 
 
 
 def list_rows(values: Any, columns: Collection[str]) -> list[Any]:
-    """A frame as its rows, each a dict by column, with None for missing values, all else as a list.
-
-    columns: of a frame, those to take, where it has them
-    """
+    """A frame as its rows, each a dict of those `columns` that it has, None for missing values; all else as a list."""
     if _is_arrow(values):
         return list(values.select([name for name in values.column_names if name in columns]).to_pylist())
     if _is_of("pandas", values, "DataFrame"):

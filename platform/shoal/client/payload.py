@@ -121,10 +121,8 @@ def encode_inputs(
 
 
 def encode_rows(rows: Any, rows_per_request: int, inputs: Sequence[TensorDescription] = ()) -> list[bytes]:
-    """Encode the bodies of requests for rows: of one mapping, or of a list of them or a frame. Raises ConfigError.
-
-    inputs: of the model; further columns of a frame are no error, as in batch prediction
-    """
+    """Encode the bodies of requests for rows: of one mapping, or of a list of them, or a frame with the columns of
+    `inputs`, further ones of which are left out. Raises ConfigError."""
     if isinstance(rows, Mapping):
         return [_encode_row(rows)]
     listed = list_rows(rows, list_fields(inputs))

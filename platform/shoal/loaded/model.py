@@ -127,7 +127,8 @@ class LocalModel:
             inputs = as_arrays(self._metadata, rows)
         for spec in self.signature.inputs:
             shape = inputs[spec.name].shape if spec.name in inputs else None
-            if shape is None or len(shape) != len(spec.shape) or any(map(_is_other, shape, spec.shape)):
+            fits = shape is not None and len(shape) == len(spec.shape)
+            if not fits or any(wanted not in (-1, size) for size, wanted in zip(shape or (), spec.shape, strict=True)):
                 problem = "is missing" if shape is None else f"is {list(shape)}"
                 raise ConfigError("rows", spec.name, problem, f"the model takes {spec.datatype} {spec.shape}")
         return self._opened.predict_batch([inputs])[0]
@@ -238,7 +239,3 @@ class LocalModel:
             for side in (self.signature.inputs, self.signature.outputs)
         ]
         return ModelMetadata(self.name, [str(self.version)], "shoal", *tensors)
-
-
-def _is_other(size: int, wanted: int) -> bool:
-    return wanted not in (-1, size)

@@ -124,7 +124,10 @@ def table(
     if held_back is not None:
         is_training = rows < num_rows
     else:
-        order = _order_rows(full, order_by, (columns or {}).get(order_by, ""), rows) if order_by else None
+        order = None
+        if order_by:
+            kind = choose_kind(order_by, full.column(order_by), (columns or {}).get(order_by, ""))[0]
+            order = extract_values(order_by, full.column(order_by), kind or "number")[rows]
         is_training = ~_hold_back(answers[rows], is_class, validation, split, order)
     if not is_training.any() or is_training.all():
         shown = validation if isinstance(validation, str | float) else type(validation).__name__
@@ -133,18 +136,14 @@ def table(
     values = {name: each[rows] for name, each in values.items()} | {target: answers[rows]}
     num_training = int(is_training.sum())
     if given is None:
-        given = _fit(num_rows, target, is_class, kinds, values, num_training, unknown, transformer)
-        given = given.model_copy(update={"excluded": notes})
+        goal = _fit_target(target, is_class, values[target], num_training)
+        training = {name: each[:num_training] for name, each in values.items()}
+        given = _fit(num_rows, goal, kinds, training, unknown, transformer).model_copy(update={"excluded": notes})
     return _encode(given, values, num_training, full, rows, notes)
 
 
 def _encode(
-    encoders: Encoders,
-    values: Mapping[str, Values],
-    num_training: int,
-    full: pa.Table,
-    rows: np.ndarray,
-    notes: list[str],
+    encoders: Encoders, values: Mapping[str, Values], num_training: int, full: pa.Table, rows: np.ndarray, notes: Any
 ) -> Table:
     """rows: of the full table, in the order of `values`"""
     arrays = [*encoders.encode(values, is_strict=False).values(), encoders.target.encode(values[encoders.target.name])]
@@ -196,7 +195,9 @@ def _choose_kinds(
     if given is not None:
         names = [each.name for each in given.columns]
         _require_columns(full, names)
-        return {each.name: explicit.get(each.name, each.full_kind) for each in given.columns}, []
+        return {
+            each.name: choose_kind(each.name, full.column(each.name), each.full_kind)[0] for each in given.columns
+        }, []
     kinds, notes = dict[str, str](), list[str]()
     for name in full.column_names:
         if name == target or name in leave_out:
@@ -221,12 +222,6 @@ def _extract_target(full: pa.Table, target: str, explicit: str, given: Encoders 
     elif not explicit and kind == "number" and pa.types.is_integer(column.type):
         kind = "word" if len(column.unique().drop_null()) <= MAX_INTEGER_CLASSES else "number"
     return extract_values(target, column, kind), kind == "word"
-
-
-def _order_rows(full: pa.Table, order_by: str, explicit: str, rows: np.ndarray) -> np.ndarray:
-    kind = choose_kind(order_by, full.column(order_by), explicit)[0]
-    order: np.ndarray = extract_values(order_by, full.column(order_by), kind or "number")[rows]
-    return order
 
 
 def _hold_back(answers: Values, is_class: bool, share: float, seed: int, order: Values | None) -> np.ndarray:
@@ -262,34 +257,29 @@ def _drop_unusable(
 
 def _fit(
     num_rows: int,
-    target: str,
-    is_class: bool,
+    goal: Target,
     kinds: Mapping[str, str],
-    values: Mapping[str, Values],
-    num_training: int,
+    training: Mapping[str, Values],
     unknown: str,
     transformer: Any,
 ) -> Encoders:
-    """values: of all rows, so that a class that validation rows alone have is known, too"""
-    training = {name: each[:num_training] for name, each in values.items()}
     if unknown not in ("error", "other"):
         raise ConfigError("unknown", unknown, "is neither error nor other", "say what an unknown word is")
     columns = [
         ColumnEncoder.fit(name, kind, training[name], admits_unknown=unknown == "other") for name, kind in kinds.items()
     ]
-    goal = _fit_target(target, is_class, values[target], num_training)
     encoders = Encoders.fit(num_rows, goal, columns, training)
     if transformer is None:
         return encoders
     from shoal.libs.tabular.transformer import fit_transformer
 
-    text, width, version = fit_transformer(transformer, encoders.kinds, training, goal.encode(training[target]))
-    return encoders.model_copy(
-        update={"pickle": text, "transformer_width": width, "sklearn": version, "differences": []}
-    )
+    text, width, version = fit_transformer(transformer, encoders.kinds, training, goal.encode(training[goal.name]))
+    fitted = {"pickle": text, "transformer_width": width, "sklearn": version, "differences": []}
+    return encoders.model_copy(update=fitted)
 
 
 def _fit_target(name: str, is_class: bool, answers: Values, num_training: int) -> Target:
+    """answers: of all rows, so that a class that validation rows alone have is known, too"""
     if is_class:
         classes = sorted(set(answers.tolist()))
         if len(classes) < 2:

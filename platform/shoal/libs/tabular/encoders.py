@@ -11,9 +11,9 @@ Called by `table` and by hooks at an endpoint, where only NumPy is needed. Legen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from itertools import combinations
+from itertools import combinations, compress
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -302,10 +302,7 @@ def _find_periods(values: np.ndarray) -> list[Period]:
     there = values[~np.isnan(values)]
     if not len(there):
         return []
-    span = float(np.ptp(there))
-    varies: dict[Period, Callable[[], bool]] = {
-        "hour": lambda: bool((np.abs(there % DAY_S - there[0] % DAY_S) > EPSILON_S).any()),
-        "weekday": lambda: span >= 2 * DAY_S and len(set((there // DAY_S % 7).tolist())) > 1,
-        "season": lambda: span >= 45 * DAY_S,
-    }
-    return [name for name, does in varies.items() if does()]
+    span, hours = float(np.ptp(there)), np.abs(there % DAY_S - there[0] % DAY_S)
+    weekdays = set((there // DAY_S % 7).tolist()) if span >= 2 * DAY_S else set()
+    varies = (hours > EPSILON_S).any(), len(weekdays) > 1, span >= 45 * DAY_S
+    return list(compress(PERIODS_S, varies))

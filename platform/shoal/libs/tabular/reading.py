@@ -7,6 +7,8 @@ A kind may say how a text is read: `date:%d.%m.%Y`, `number:,` with the decimal 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -90,10 +92,8 @@ def _read_csv(path: str) -> pa.Table:
 
 
 def choose_kind(name: str, column: pa.ChunkedArray, explicit: str = "") -> tuple[str, str]:
-    """The kind of a column, and a note where it is not clear; "" for a type without one, such as lists or nulls.
-
-    explicit: as it was said; one without a format gets that of the texts
-    """
+    """The kind of a column, "" for a type without one, and a note where it is not clear. An `explicit` one without a
+    format gets that of the texts."""
     found = _list_kinds(column)
     if explicit:
         return found[0] if len(found) == 1 and found[0].startswith(f"{explicit}:") else explicit, ""
@@ -113,24 +113,20 @@ def _list_kinds(column: pa.ChunkedArray) -> list[str]:
         return ["date"]
     if not _is_text(column):
         return []
-    texts = column.cast(pa.string()).drop_null()
+    texts, found = column.cast(pa.string()).drop_null(), list[str]()
     has_marks = pc.match_substring_regex(texts.slice(0, 1000), r"\d.*[-/. ,].*\d")
-    if not pc.any(has_marks).as_py():
-        return ["word"]
-    if pc.any(pc.match_substring(texts, ",")).as_py():
-        numbers = [each for each in _NUMBERS if pc.all(pc.match_substring_regex(texts, _NUMBERS[each])).as_py()]
-        if numbers:
-            return [f"number:{each}" for each in numbers]
-    if not pc.all(has_marks).as_py():
-        return ["word"]
-    dates = [f"date:{each}" for each in _FORMATS if not pc.strptime(texts, each, "us", error_is_null=True).null_count]
-    if dates:
-        return dates
-    try:
-        texts.cast(pa.timestamp("us"))
-    except pa.ArrowInvalid:
-        return ["word"]
-    return ["date"]
+    if pc.any(has_marks).as_py() and pc.any(pc.match_substring(texts, ",")).as_py():
+        found = [
+            f"number:{at}" for at, form in _NUMBERS.items() if pc.all(pc.match_substring_regex(texts, form)).as_py()
+        ]
+    if not found and pc.all(has_marks).as_py():
+        fits = [not pc.strptime(texts, each, "us", error_is_null=True).null_count for each in _FORMATS]
+        found = [f"date:{each}" for each in compress(_FORMATS, fits)]
+        if not found:
+            with suppress(pa.ArrowInvalid):
+                texts.cast(pa.timestamp("us"))
+                found = ["date"]
+    return found or ["word"]
 
 
 def _is_text(column: pa.ChunkedArray) -> bool:
@@ -147,7 +143,9 @@ def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
     is_text = _is_text(column)
     try:
         if word == "word":
-            words: np.ndarray = _format_numbers(column).to_numpy(zero_copy_only=False).astype(object)
+            if pa.types.is_floating(column.type) and pc.all(pc.equal(column, pc.round(column))).as_py():
+                column = column.cast(pa.int64())  # whole numbers without a fraction
+            words: np.ndarray = column.cast(pa.string()).to_numpy(zero_copy_only=False).astype(object)
             words[words == ""] = None
             return words
         if word == "date":
@@ -169,13 +167,6 @@ def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
 def _to_floats(column: pa.ChunkedArray) -> np.ndarray:
     values: np.ndarray = column.cast(pa.float64(), safe=False).to_numpy()
     return values.astype(np.float64)  # a copy, which may be written to
-
-
-def _format_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Numbers and truths as words: whole ones without a fraction."""
-    if pa.types.is_floating(column.type) and pc.all(pc.equal(column, pc.round(column))).as_py():
-        column = column.cast(pa.int64())
-    return column.cast(pa.string())
 
 
 def find_unusable(name: str, values: Values, kind: str) -> str:

@@ -30,10 +30,10 @@ PANELS = ReportPanels(
 
 
 class TreesPeer(Callback):
-    """Fits scikit-learn's HistGradientBoosting, at its defaults; logs its score at the first evaluation and the end."""
+    """Fits scikit-learn's HistGradientBoosting, at its defaults; logs its score at each evaluation."""
 
     def __init__(self, get_table: Callable[[], Table]) -> None:
-        self._get_table, self._score, self._is_logged = get_table, dict[str, float](), False
+        self._get_table, self._score = get_table, dict[str, float]()
 
     def on_begin(self, state: TrainingState) -> None:
         if not state.is_first:
@@ -44,11 +44,6 @@ class TreesPeer(Callback):
             _log.warning("gradient-boosted trees are left out of the comparison: pip install scikit-learn")
 
     def on_evaluation(self, state: TrainingState) -> None:
-        if self._score and not self._is_logged:
-            state.log(self._score)
-            self._is_logged = True
-
-    def on_end(self, state: TrainingState) -> None:
         if self._score:
             state.log(self._score)
 
