@@ -47,23 +47,14 @@ def make_sums(num_inputs: int) -> Callable[[Arrays], Arrays]:
 
 def register(name: str, num_inputs: int, preprocess: str = "", inputs: list[TensorSignature] | None = None) -> str:
     weight = np.arange(1, 1 + 2 * num_inputs, dtype=np.float32).reshape(2, num_inputs)
-    return (
-        Registry()
-        .register(
-            name,
-            WeightSnapshot.of(1, {"weight": weight, "bias": np.array([0, 1], np.float32)}),
-            model=ModelFactory(
-                factory=f"{__name__}:make_linear",
-                kwargs={"num_inputs": num_inputs},
-                preprocess=f"{__name__}:{preprocess}" if preprocess else "",
-            ),
-            signature=Signature(
-                inputs=inputs or [TensorSignature(name="input", datatype="FP32", shape=[-1, num_inputs])],
-                outputs=[TensorSignature(name="sum", datatype="FP32", shape=[-1, 2], columns=["a", "b"])],
-            ),
-        )
-        .ref
+    weights = WeightSnapshot.of(1, {"weight": weight, "bias": np.array([0, 1], np.float32)})
+    hook = f"{__name__}:{preprocess}" if preprocess else ""
+    factory = ModelFactory(factory=f"{__name__}:make_linear", kwargs={"num_inputs": num_inputs}, preprocess=hook)
+    signature = Signature(
+        inputs=inputs or [TensorSignature(name="input", datatype="FP32", shape=[-1, num_inputs])],
+        outputs=[TensorSignature(name="sum", datatype="FP32", shape=[-1, 2], columns=["a", "b"])],
     )
+    return Registry().register(name, weights, model=factory, signature=signature).ref
 
 
 def test_a_model_answers_as_its_network_does_and_becomes_onnx(tmp_path: Path) -> None:
@@ -112,12 +103,8 @@ def test_rows_as_they_are_become_columns_and_answers_become_rows() -> None:
     assert [each["sum"]["a"] for each in model.predict(rows)] == [101.0, 100.0]
     assert model.predict(pandas.DataFrame(rows).assign(more=1)) == model.predict(rows)
     assert model.predict([]) == model.predict(pandas.DataFrame(rows)[:0]) == []
-    for odd, field in (
-        ({}, "number"),
-        ({"number": 1}, "word"),
-        (pandas.DataFrame({"number": [1]}), "word"),
-        ([{**rows[0], "more": 1}], "more"),
-    ):
+    frame = pandas.DataFrame({"number": [1]})
+    for odd, field in (({}, "number"), ({"number": 1}, "word"), (frame, "word"), ([{**rows[0], "more": 1}], "more")):
         with pytest.raises(DataError) as raised:
             model.predict(odd)
         assert raised.value.field == field
