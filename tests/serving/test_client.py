@@ -336,9 +336,7 @@ def _answering(payload: bytes) -> tuple[socket.socket, list[bytes]]:
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"],
-    ids=["nothing", "a part of the answer"],
+    "payload", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"], ids=["nothing", "a part of the answer"]
 )
 def test_a_broken_answer_is_asked_for_again_only_when_told(payload: bytes) -> None:
     listener, heard = _answering(payload)

@@ -119,9 +119,8 @@ async def test_what_training_has_not_seen_is_counted_by_version_and_column(memor
         endpoint.controller.report(replica.report())
         status = msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus)
         assert status.models[0].versions[0].columns == found
-        assert "charges@1: gaps, and what training has not seen: balance 3 gap, plan 1 unknown" in "\n".join(
-            format_plain_lines(status, "")
-        )
+        lines = "\n".join(format_plain_lines(status, ""))
+        assert "charges@1: gaps, and what training has not seen: balance 3 gap, plan 1 unknown" in lines
         text = prometheus.render([replica.report()]).decode()
         labels = 'model="charges",version="1",column="age",what="beyond",replica="r1"'
         assert f"shoal_column_values_total{{{labels}}} 1\n" in text

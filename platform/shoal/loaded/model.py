@@ -124,7 +124,7 @@ class LocalModel:
         else:
             from shoal.client.payload import as_arrays
 
-            inputs = as_arrays(self._metadata, rows)
+            inputs = as_arrays(self.name, self.signature.inputs, rows)
         for spec in self.signature.inputs:
             shape = inputs[spec.name].shape if spec.name in inputs else None
             fits = shape is not None and len(shape) == len(spec.shape)
@@ -165,12 +165,7 @@ class LocalModel:
         return first.name, NUMPY_DTYPES[first.datatype] if is_plain else None
 
     def act(
-        self,
-        observation: Any,
-        *,
-        deterministic: bool | None = None,
-        mask: Any = None,
-        stream: Hashable = 0,
+        self, observation: Any, *, deterministic: bool | None = None, mask: Any = None, stream: Hashable = 0
     ) -> Any:
         """The action of a policy for what the game shows, in the form that the game takes.
 
@@ -229,13 +224,3 @@ class LocalModel:
         predictor = Predictor(manifest.model, self.signature, options, torch.get_num_threads())
         is_module = manifest.model.format == "module"
         return predictor.load(self._version.weight_file() if is_module else self._version.snapshot())
-
-    @cached_property
-    def _metadata(self) -> Any:
-        from shoal.open_inference.messages import ModelMetadata, TensorMetadata
-
-        tensors = [
-            [TensorMetadata(each.name, each.datatype, each.shape, each.columns) for each in side]
-            for side in (self.signature.inputs, self.signature.outputs)
-        ]
-        return ModelMetadata(self.name, [str(self.version)], "shoal", *tensors)

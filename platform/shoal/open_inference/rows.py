@@ -60,12 +60,7 @@ def decode_rows(inputs: Sequence[TensorDescription], rows: Sequence[Row]) -> dic
             raise DataError("row", row, "is no object", f"write one with the fields {', '.join(fields)}")
         if row.keys() != fields.keys():
             raise _find_odd_field(row, fields, _name_row(number, rows))
-    return {
-        spec.name: decode_column(spec.name, spec.kind, [row[spec.name] for row in rows])
-        if spec.kind
-        else _decode_plain(spec, rows)
-        for spec in inputs
-    }
+    return {spec.name: _decode_input(spec, rows) for spec in inputs}
 
 
 def encode_rows(outputs: Sequence[TensorDescription], arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -126,7 +121,9 @@ def decode_column(name: str, kind: str, values: Sequence[Any], first_row: int = 
     return result
 
 
-def _decode_plain(spec: TensorDescription, rows: Sequence[Row]) -> np.ndarray:
+def _decode_input(spec: TensorDescription, rows: Sequence[Row]) -> np.ndarray:
+    if spec.kind:
+        return decode_column(spec.name, spec.kind, [row[spec.name] for row in rows])
     names, remedy = _fields(spec), f"the input is {describe_tensor(spec)}"
     one = names == [spec.name]
     try:

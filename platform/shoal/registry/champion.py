@@ -53,8 +53,8 @@ def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None) ->
         ours, theirs = new.metrics[criterion.metric], now.metrics[criterion.metric]
         is_worse = ours < theirs if criterion.is_higher_better else ours > theirs
         remedy = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
-        first, _, second = _tell_apart(ours, "", theirs)
-        return f"{criterion.metric} {first} is of other data than {second} of {now.version}{remedy}"
+        numbers = " ".join(_tell_apart(ours, "is of other data than", theirs))
+        return f"{criterion.metric} {numbers} of {now.version}{remedy}"
     return ""
 
 

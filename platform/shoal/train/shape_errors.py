@@ -27,8 +27,7 @@ _RAISED = (RuntimeError, ValueError, IndexError, TypeError)
 
 @contextmanager
 def explain_shapes(task: Task, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise a layer's error, one of `loss`, or a key that a batch lacks as a ConfigError with the shapes; any other as
-    it is."""
+    """Raise a layer's error, one of `loss`, or a missing key of a batch as a ConfigError with the shapes."""
     try:
         yield
     except ShoalError:

@@ -134,14 +134,10 @@ def test_what_cannot_be_read_is_named(ask: Callable[[], object], field: str, pro
 
 
 def register(network: nn.Module, factory: str, **kwargs: Any) -> None:
-    Registry().register(
-        "mine",
-        WeightSnapshot.from_payload(3, safetensors.torch.save(network.state_dict())),
-        model=ModelFactory(factory=factory, kwargs=kwargs),
-        signature=Signature(inputs=[], outputs=[]),
-        metrics={"log_loss": 1.5},
-        aliases=("champion",),
-    )
+    weights = WeightSnapshot.from_payload(3, safetensors.torch.save(network.state_dict()))
+    model, none = ModelFactory(factory=factory, kwargs=kwargs), Signature(inputs=[], outputs=[])
+    facts: dict[str, Any] = {"metrics": {"log_loss": 1.5}, "aliases": ("champion",)}
+    Registry().register("mine", weights, model=model, signature=none, **facts)
 
 
 def test_a_registered_network_is_used_and_written_as_the_shipped_one(tmp_path: Path) -> None:

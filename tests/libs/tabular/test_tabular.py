@@ -84,8 +84,7 @@ def test_the_same_table_from_any_source_is_the_same(tmp_path: Path, customers: s
     packed.write_bytes(gzip.compress(Path(customers).read_bytes()))
     sources = [
         *(customers, Path(customers), packed, f"file://{customers}", tmp_path / "customers.parquet", arrow),
-        write_csv(tmp_path / "customers.tsv", make_columns(), "\t"),
-        write_csv(tmp_path / "semicolons.csv", make_columns(), ";"),
+        *(write_csv(tmp_path / name, columns, sign) for name, sign in (("customers.tsv", "\t"), ("other.csv", ";"))),
         pd.read_csv(customers),
     ]
     want = table(customers, "churned").encoders
@@ -104,9 +103,7 @@ def test_encoders_are_fitted_to_the_training_rows_alone(tmp_path: Path, customer
     assert scale.knots[-1] == max(each or 0 for each in make_columns()["age"])
 
 
-def test_a_validation_file_has_words_of_its_own_and_is_the_same_to_a_table_that_grows(
-    tmp_path: Path, customers: str
-) -> None:
+def test_a_validation_file_is_the_same_to_a_table_that_grows(tmp_path: Path, customers: str) -> None:
     other = make_columns(12)
     other["plan"][3] = "gold"
     later = write_csv(tmp_path / "later.csv", other)
@@ -186,12 +183,12 @@ def test_texts_are_dates_or_numbers_where_all_are_and_rows_may_have_such(texts: 
     if said:
         found = table(columns, "y", columns={"x": said})
         assert found.values["x"].min() in (np.datetime64("2026-02-01", "s").astype(float), 1.5)
-    rows = [{"x": each} for each in texts]
-    given = decode_rows(found.encoders.signature().inputs, rows)["x"]
+    inputs = found.encoders.signature().inputs
+    given = decode_rows(inputs, [{"x": each} for each in texts])["x"]
     if given.dtype == float:
         np.testing.assert_array_equal(np.unique(given), np.unique(found.values["x"]))
         with pytest.raises(DataError, match=r"x = '1st': is no .*training had" if ":" in kind else "is no"):
-            decode_rows(found.encoders.signature().inputs, [{"x": "1st"}])
+            decode_rows(inputs, [{"x": "1st"}])
 
 
 def test_a_large_vocabulary_has_other_words_and_a_small_one_has_none() -> None:
@@ -200,8 +197,8 @@ def test_a_large_vocabulary_has_other_words_and_a_small_one_has_none() -> None:
     assert 50 < len(found.vocabulary) <= 100
     assert found.has_other
     assert found.encode_categories(np.array(["never"], object), is_strict=True).tolist() == [1]
-    small = table({"x": ["u", "v"] * 20, "y": ["a", "a", "b", "b"] * 10}, "y", unknown="other").encoders.columns[0]
-    assert small.has_other
+    small = table({"x": ["u", "v"] * 20, "y": ["a", "a", "b", "b"] * 10}, "y", unknown="other")
+    assert small.encoders.columns[0].has_other
 
 
 def test_targets_are_classes_or_numbers() -> None:
@@ -226,8 +223,7 @@ def request(**changed: Any) -> dict[str, np.ndarray]:
 
 def test_a_request_has_a_row_as_it_is(customers: str) -> None:
     fitted = TableTask(data=customers, target="churned", network=SMALL)
-    args = json.loads(json.dumps(dict(fitted.fit_args())))
-    task = TableTask(**args, network=SMALL)  # as at an endpoint, without the file
+    task = TableTask(**json.loads(json.dumps(dict(fitted.fit_args()))), network=SMALL)  # as at an endpoint
     signature = task.signature()
     assert {each.name: (each.kind, each.datatype, each.shape) for each in signature.inputs} == {
         name: (kind, "BYTES" if kind == "word" else "FP64", [-1]) for name, kind in KINDS.items()
@@ -253,11 +249,11 @@ def test_a_request_has_a_row_as_it_is(customers: str) -> None:
         assert caught.value.field == field
 
 
-@pytest.mark.parametrize("text", ["Größe;ja\n1;2\n", "x;ja\nß;2\n"])
-def test_a_file_in_another_encoding_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "old.csv").write_text(text, "latin-1")
-    with pytest.raises(DataError, match=r"cannot be read as a table: 'utf-8' .*give a CSV file in UTF-8"):
-        table(tmp_path / "old.csv", "ja")
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    for text in ("Größe;ja\n1;2\n", "x;ja\nß;2\n"):
+        (tmp_path / "old.csv").write_text(text, "latin-1")
+        with pytest.raises(DataError, match=r"cannot be read as a table: 'utf-8' .*give a CSV file in UTF-8"):
+            table(tmp_path / "old.csv", "ja")
 
 
 def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: str) -> None:
@@ -311,12 +307,8 @@ def test_a_transformer_of_scikit_learn_takes_the_encoders_place(customers: str) 
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-    transformer = ColumnTransformer(
-        [
-            ("numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age"]),
-            ("words", OneHotEncoder(handle_unknown="ignore"), ["plan"]),
-        ]
-    )
+    numbers = "numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age"]
+    transformer = ColumnTransformer([numbers, ("words", OneHotEncoder(handle_unknown="ignore"), ["plan"])])
     found = table(customers, "churned", transformer=transformer)
     encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
     assert (encoders.num_numbers, encoders.category_sizes) == (4, [])

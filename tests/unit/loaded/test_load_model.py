@@ -93,10 +93,8 @@ def test_the_registered_preprocess_applies_and_its_refusal_is_raised(tmp_path: P
 
 
 def test_rows_as_they_are_become_columns_and_answers_become_rows() -> None:
-    columns = [
-        TensorSignature(name="number", datatype="FP64", shape=[-1], kind="number"),
-        TensorSignature(name="word", datatype="BYTES", shape=[-1], kind="word"),
-    ]
+    types = {"number": "FP64", "word": "BYTES"}
+    columns = [TensorSignature(name=kind, datatype=types[kind], shape=[-1], kind=kind) for kind in types]
     model = shoal.load(register("sums", 1, "make_sums", columns))
     assert model.predict({"number": np.float64(2), "word": "abc"}) == {"sum": {"a": 5.0, "b": 11.0}}
     rows = [{"number": None, "word": "x"}, {"number": float("nan"), "word": None}]

@@ -65,10 +65,8 @@ class FewRows:
         index = getattr(new, "index", None) if hasattr(new, "iloc") else None
         if self._classes:
             return self._predict_classes(queries, index)
-        parts = [
-            predict(self._network, self._x, self._y, queries[at : at + QUERIES])
-            for at in range(0, max(1, len(queries)), QUERIES)
-        ]
+        starts = range(0, max(1, len(queries)), QUERIES)
+        parts = [predict(self._network, self._x, self._y, queries[at : at + QUERIES]) for at in starts]
 
         def join(*values: np.ndarray) -> Any:
             return _wrap(np.concatenate(values), index, self._names)

@@ -153,14 +153,9 @@ def _encode(
         few = there[np.linspace(0, len(there) - 1, min(len(there), NUM_IDENTIFYING)).astype(int)]
         return EncodedRows([each[part] for each in arrays], full.take(few), repeats)
 
-    return Table(
-        select(slice(num_training), -(-MIN_EPOCH // num_training)),
-        select(slice(num_training, None)),
-        encoders=encoders,
-        values=values,
-        num_training=num_training,
-        notes=tuple(notes),
-    )
+    train, validation = select(slice(num_training), -(-MIN_EPOCH // num_training)), select(slice(num_training, None))
+    facts: dict[str, Any] = {"values": values, "num_training": num_training, "notes": tuple(notes)}
+    return Table(train, validation, encoders=encoders, **facts)
 
 
 def _take_known_rows(full: pa.Table, encoders: Encoders) -> pa.Table:

@@ -219,12 +219,9 @@ class Encoders(Spec):
 
     def signature(self) -> Signature:
         """Each column is an input, as it is in the table."""
-        inputs = [
-            TensorSignature(
-                name=each.name, datatype="BYTES" if each.kind == "word" else "FP64", shape=[-1], kind=each.full_kind
-            )
-            for each in self.columns
-        ]
+        kinds = {each.name: each.full_kind for each in self.columns}
+        types = {name: "BYTES" if kind == "word" else "FP64" for name, kind in kinds.items()}
+        inputs = [TensorSignature(name=each, datatype=types[each], shape=[-1], kind=kinds[each]) for each in kinds]
         classes, name = self.target.classes, self.target.name
         if not classes:
             return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="FP64", shape=[-1])])
@@ -265,15 +262,13 @@ class RequestEncoder:
 
     def __init__(self, encoders: Encoders) -> None:
         self._encoders = encoders
-        self.ranges = {
-            each.name: (each.scale.knots[0], each.scale.knots[-1]) for each in encoders.columns if each.scale
-        }
+        knots = {each.name: each.scale.knots for each in encoders.columns if each.scale}
+        self.ranges = {name: (each[0], each[-1]) for name, each in knots.items()}
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Raises DataError, which names the column."""
-        return self._encoders.encode(
-            {each.name: _read_input(each, arrays[each.name]) for each in self._encoders.columns}
-        )
+        columns = self._encoders.columns
+        return self._encoders.encode({each.name: _read_input(each, arrays[each.name]) for each in columns})
 
 
 def _read_input(column: ColumnEncoder, array: np.ndarray) -> np.ndarray:

@@ -87,14 +87,13 @@ class TableTask(Task):
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         """The mean of the members' losses in training, and the loss of their mean in an evaluation, where that of a
         number is the share of the variance that is not explained: so versions with other training rows compare."""
-        members = self._split_members(outputs)
-        answers = batch[-1]
+        members, answers, is_class = self._split_members(outputs), batch[-1], bool(self.encoders.target.classes)
         if torch.is_grad_enabled():
             answers = answers[:, None].expand(members.shape[:2])
-            if not self.encoders.target.classes:
-                return nn.functional.mse_loss(members[..., 0], answers)
-            return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
-        if not self.encoders.target.classes:
+            if is_class:
+                return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
+            return nn.functional.mse_loss(members[..., 0], answers)
+        if not is_class:
             return nn.functional.mse_loss(members[..., 0].mean(1), answers) / self._variance
         return nn.functional.nll_loss(self._log_probabilities(members), answers)
 

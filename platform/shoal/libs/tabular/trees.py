@@ -58,9 +58,8 @@ def score_trees(table: Table) -> dict[str, float]:
     answers = [encoders.target.encode(table.select(part)[encoders.target.name]) for part in ("train", "validation")]
     kind = HistGradientBoostingClassifier if encoders.target.classes else HistGradientBoostingRegressor
     trees = kind(random_state=0, categorical_features=is_word).fit(arrays[0], answers[0])
-    return {
-        f"validation/{'accuracy' if encoders.target.classes else 'r2'}_trees": float(trees.score(arrays[1], answers[1]))
-    }
+    metric = "accuracy" if encoders.target.classes else "r2"
+    return {f"validation/{metric}_trees": float(trees.score(arrays[1], answers[1]))}
 
 
 def _make_features(table: Table, part: str) -> np.ndarray:

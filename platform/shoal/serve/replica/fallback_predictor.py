@@ -124,15 +124,13 @@ class FallbackPredictor:
             self._reject(self, f"{reason} ({type(error).__name__}: {error})")
         return Answered(outputs, before.version, False)
 
-    def _compare(
-        self, before: LoadedVersion, requests: Sequence[Arrays], count_columns: CountColumns | None
-    ) -> Answered:
+    def _compare(self, before: LoadedVersion, requests: Sequence[Arrays], count: CountColumns | None) -> Answered:
         """Compute a batch with both, under the same load of the machine."""
         is_first = self._num_compared % 2 == 0  # the second reads from a warm cache
         before_s = self._time(before, requests) if is_first else None
         started_s = self._clock()
         try:
-            outputs = self.now.loaded.predict_batch(requests, count_columns)
+            outputs = self.now.loaded.predict_batch(requests, count)
         except Exception as error:  # noqa: BLE001 - as in `predict`
             return self._fall_back(before, requests, error)
         now_s = self._clock() - started_s
