@@ -154,8 +154,7 @@ class _ClientBase:
         """Compute the model's outputs for rows as they are: {"age": 72, "plan": "basic", "since": "2025-05-31"}.
 
         rows: one dict, which gets one dict of outputs; a list of dicts, a DataFrame or an Arrow table, which get a
-              list. None, NaN and NaT are gaps. Numbers, texts, dates and truths may be Python's, NumPy's and pandas'.
-              Further columns of a DataFrame or a table are left out; further keys of a dict are errors
+              list. None, NaN, NaT are gaps; further columns of a frame are left out. Values may be of NumPy and pandas
 
         The other arguments are those of `infer`. Raises InferenceError, with the column at fault as `field`;
         ConfigError for values of other types; ConnectionLost.

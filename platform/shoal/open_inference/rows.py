@@ -7,8 +7,7 @@ and arrays.
 |--------------------------------|------------------------------------------------------------|------------|
 | of kind number                 | its name: a number; "3,5" if it is number:, or "3.5"       | a gap: NaN |
 | of kind truth                  | its name: true, false, 1, 0, "yes", "no", "true", "false"  | a gap: NaN |
-| of kind date                   | its name: ISO 8601, 31.5.2025, 2025/05/31; seconds of 1970 | a gap: NaN |
-|                                | if it is date:%m/%d/%Y, 5/31/2025 too                      |            |
+| of kind date, date:%m/%d/%Y    | its name: ISO 8601, 31.5.2025, 2025/05/31, 5/31/2025; 1e9  | a gap: NaN |
 | of kind word                   | its name: a text                                           | a gap: b"" |
 | [rows, n] with `columns`       | each column: a number of the input's datatype              | an error   |
 | any other, batch first         | its name: the values of one row, nested as its shape       | an error   |
@@ -37,7 +36,6 @@ from shoal.open_inference.messages import TensorDescription, describe_tensor
 Row = Mapping[str, Any]
 _TRUTHS: dict[Any, float] = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}  # 1 equals True
 _DATE_FORMATS = ("", "%d.%m.%Y", "%Y/%m/%d")  # ISO 8601, and those of one meaning: 03/04/2025 has two
-_DECIMAL = re.compile(r"[-+]?\d+(\.\d+)?")
 _PLAIN_NUMBERS = {int, float, type(None)}
 _EXPECTED = {
     "number": "write a number, or null where it is not known",
@@ -166,7 +164,7 @@ def _read_date(value: Any, form: str) -> float | None:
 def _read_number(value: Any, point: str) -> float | None:
     if point and isinstance(value, str):
         bare = value.replace("." if point == "," else ",", "").replace(point, ".")
-        return float(bare) if _DECIMAL.fullmatch(bare) else None
+        return float(bare) if re.fullmatch(r"[-+]?\d+(\.\d+)?", bare) else None
     is_date = isinstance(value, bool | datetime.date | datetime.timedelta)
     return None if is_date else to_number(value)
 

@@ -52,9 +52,10 @@ def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None) ->
     if _select_measured(new.data) != _select_measured(now.data):
         ours, theirs = new.metrics[criterion.metric], now.metrics[criterion.metric]
         is_worse = ours < theirs if criterion.is_higher_better else ours > theirs
-        remedy = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
-        numbers = " ".join(_tell_apart(ours, "is of other data than", theirs))
-        return f"{criterion.metric} {numbers} of {now.version}{remedy}"
+        end = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
+        return (
+            f"{criterion.metric} {' '.join(_tell_apart(ours, 'is of other data than', theirs))} of {now.version}{end}"
+        )
     return ""
 
 

@@ -2,8 +2,7 @@
 
 If the newer version fails on a batch, the older one computes it. If that fails too, the request is at fault and nothing
 changes. Otherwise the older version's answers are returned, and the guard judges the newer version. If the newer
-version seems slow, both compute the next batches. Made by `live.versions`, called by forward threads. Does not act on a
-judgement: `reject` does.
+version seems slow, both compute the next batches. Made by `live.versions`, called by forward threads.
 """
 
 from __future__ import annotations

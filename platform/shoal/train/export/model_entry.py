@@ -31,8 +31,7 @@ def make_model_name(spec: TrainSpec) -> str:
     place, _, name = spec.task.partition(":")
     file = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     said = re.sub(r"{(\w+)}", lambda found: Path(str(spec.args.get(found[1]) or "")).name.split(".")[0], spec.name)
-    chosen = said or name or file
-    return re.sub(r"[^a-z0-9._-]", "-", chosen.lower()).strip("._-") or "model"
+    return re.sub(r"[^a-z0-9._-]", "-", (said or name or file).lower()).strip("._-") or "model"
 
 
 def make_factory(spec: TrainSpec) -> ModelFactory:

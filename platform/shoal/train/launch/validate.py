@@ -54,7 +54,6 @@ class ValidatedRun:
     metric_names: of an evaluation; () without validation data
     batch_size, loader_batch_size: of the run, and of the DataLoader of torch that the training data was
     fitted:      the Task's arguments that follow from the data
-    notes:       of the data
     """
 
     factory: ModelFactory
