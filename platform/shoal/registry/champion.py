@@ -1,6 +1,6 @@
 """Which version is the champion: the best one by a metric, where versions can be compared.
 
-A pure function of manifests; the registry applies it when a version is added.
+A pure function of manifests, which the registry applies.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None) ->
         return f"{missing[0]} has no {criterion.metric} to compare"
     if _select_measured(new.data) != _select_measured(now.data):
         ours, theirs = new.metrics[criterion.metric], now.metrics[criterion.metric]
-        is_worse = ours < theirs if criterion.is_higher_better else ours > theirs
+        is_worse = (ours < theirs) == criterion.is_higher_better and ours != theirs
         end = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
-        return (
-            f"{criterion.metric} {' '.join(_tell_apart(ours, 'is of other data than', theirs))} of {now.version}{end}"
+        return " ".join(
+            (criterion.metric, *_tell_apart(ours, "is of other data than", theirs), f"of {now.version}{end}")
         )
     return ""
 
