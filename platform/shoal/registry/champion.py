@@ -53,9 +53,8 @@ def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None) ->
         ours, theirs = new.metrics[criterion.metric], now.metrics[criterion.metric]
         is_worse = (ours < theirs) == criterion.is_higher_better and ours != theirs
         end = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
-        return " ".join(
-            (criterion.metric, *_tell_apart(ours, "is of other data than", theirs), f"of {now.version}{end}")
-        )
+        said = _tell_apart(ours, "is of other data than", theirs)
+        return " ".join((criterion.metric, *said, f"of {now.version}{end}"))
     return ""
 
 
