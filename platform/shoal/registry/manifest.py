@@ -34,7 +34,7 @@ class TensorSignature(Spec):
     shape:    -1 is a dimension of variable size; the first one is the batch, unless an endpoint's options say otherwise
     columns:  names along the last dimension, by which named tables are aligned; empty: without names
     kind:     of an input that is one column of a table, [-1] of FP64 or, for words, of BYTES; it may have gaps, NaN or
-              b"". A truth is 0 or 1, a date seconds; `date:%m/%d/%Y`, `number:,` as rows write it. Empty: plain
+              b"". A truth is 0 or 1, a date seconds since 1970; `date:%m/%d/%Y`, `number:,`: in rows. Empty: plain
     """
 
     name: str
