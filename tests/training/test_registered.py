@@ -274,6 +274,8 @@ def test_an_error_in_a_registered_source_shows_its_lines() -> None:
         ({"task": "package.module:Mine"}, "mine"),
         ({"task": "package.module"}, "module"),
         ({"task": "lenet", "name": "Größe²"}, "gr--e"),
+        ({"task": "table", "name": "{data}", "args": {"data": "s3://b/My Customers.csv.gz"}}, "my-customers"),
+        ({"task": "jobs/table.py", "name": "{data}", "args": {"data": ""}}, "table"),
     ],
 )
 def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:

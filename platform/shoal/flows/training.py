@@ -156,7 +156,7 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         with RunAdmission(recorder.id, spec.priority) as admission:
             log = ConsoleLog(RecordLog(recorder, admission.mark_running), _print_line)
             require_capacity(spec, log.record_event, admission)
-            checked.log_batch_size(log)
+            checked.log_data(log)
             run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:

@@ -162,8 +162,8 @@ def _require_exportable(version: ModelVersion, spec: ExportSpec) -> None:
         problem = f"is of format {model.format}; of {', '.join(PAYLOAD_FILES)} a folder can be made"
         raise ConfigError("model", version.ref, problem, "register it as ONNX")
     if columns := [each.name for each in signature.inputs if each.kind]:
-        problem = f"takes rows of a table ({columns[0]}, ...), which code of its own encodes, and a folder has none"
-        remedy = "`shoal serve deploy` serves it, `shoal batch-predict` answers whole tables"
+        problem = f"takes rows of a table ({columns[0]}, ...), encoded by code that neither ONNX nor a folder has"
+        remedy = f'shoal.load("{version.ref}").predict(rows) answers in a program, `shoal serve deploy` at an endpoint'
         raise ConfigError("model", version.ref, problem, remedy)
     for hook in ("preprocess", "postprocess"):
         if getattr(model, hook) and getattr(spec, hook) is None:

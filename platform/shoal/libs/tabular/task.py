@@ -7,7 +7,6 @@ Called by the recipe `jobs/table.py`, and subclassed by users. Legend: B rows, K
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,8 +22,6 @@ from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders, RequestEncoder
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.trees import TreesPeer
-
-_log = logging.getLogger(__name__)
 
 
 class TableTask(Task):
@@ -81,8 +78,6 @@ class TableTask(Task):
     def fit_args(self) -> Mapping[str, Any]:
         if self._encoders is not None:
             return {}
-        for note in self._table.notes:
-            _log.warning("%s", note)
         return {"encoders": self.encoders.model_dump(mode="json", exclude_defaults=True)}
 
     def model(self) -> nn.Module:
@@ -90,16 +85,16 @@ class TableTask(Task):
         return TableNetwork(encoders.num_numbers, encoders.category_sizes, encoders.num_outputs, **self._network)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The mean of the members' losses in training, and the loss of their mean in an evaluation."""
-        members = self._split_members(outputs)
-        answers = batch[-1]
+        """The mean of the members' losses in training, and the loss of their mean in an evaluation, where that of a
+        number is the share of the variance that is not explained: so versions with other training rows compare."""
+        members, answers, is_class = self._split_members(outputs), batch[-1], bool(self.encoders.target.classes)
         if torch.is_grad_enabled():
             answers = answers[:, None].expand(members.shape[:2])
-            if not self.encoders.target.classes:
-                return nn.functional.mse_loss(members[..., 0], answers)
-            return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
-        if not self.encoders.target.classes:
-            return nn.functional.mse_loss(members[..., 0].mean(1), answers)
+            if is_class:
+                return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
+            return nn.functional.mse_loss(members[..., 0], answers)
+        if not is_class:
+            return nn.functional.mse_loss(members[..., 0].mean(1), answers) / self._variance
         return nn.functional.nll_loss(self._log_probabilities(members), answers)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
@@ -112,8 +107,8 @@ class TableTask(Task):
 
     @cached_property
     def _variance(self) -> float:
-        """Of the validation rows' targets, in units of the training rows' deviation."""
-        return float(self._table.validation.tensors[-1].var(correction=0))  # type: ignore[union-attr]
+        """Of the validation rows' targets, in units of the training rows' deviation; 1 where they are all the same."""
+        return float(self._table.validation.tensors[-1].var(correction=0)) or 1.0  # type: ignore[union-attr]
 
     @staticmethod
     def _split_members(outputs: Tensor) -> Tensor:

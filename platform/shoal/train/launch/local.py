@@ -111,7 +111,7 @@ def fit_locally(
         if recorder and say:
             journal = ConsoleLog(journal, say)
         run = TrainingRun(spec, checked, run_id, home() / "runs" / run_id, journal, recorder, registers, predicts)
-        checked.log_batch_size(journal)
+        checked.log_data(journal)
         outcome = run.run(LocalBackend(world, stop.is_set))
         world.barrier()
         return outcome

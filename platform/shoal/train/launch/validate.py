@@ -65,6 +65,7 @@ class ValidatedRun:
     batch_size: int
     loader_batch_size: int | None
     fitted: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     def apply_to(self, spec: TrainSpec) -> TrainSpec:
         """The spec with what the data brings, arguments and a batch size: as the record has it, a resumed run keeps
@@ -72,8 +73,10 @@ class ValidatedRun:
         spec = spec if spec.batch_size == self.batch_size else spec.update({"batch_size": self.batch_size})
         return spec.update({"args": {**spec.args, **self.fitted}}) if self.fitted else spec
 
-    def log_batch_size(self, log: EventLog) -> None:
-        """Say that the run's batch size is used, and not another of its DataLoader."""
+    def log_data(self, log: EventLog) -> None:
+        """Say what is to be noted of the data, and that the run's batch size is used, not another of its DataLoader."""
+        for note in self.notes:
+            log.record_event("data_noted", note=note)
         if self.loader_batch_size not in (None, self.batch_size):
             log.record_event("batch_size_given", used=self.batch_size, loader=self.loader_batch_size)
 
@@ -148,7 +151,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     evaluated, fitted = tuple(measured) if data.validation is not None else (), dict(task.fit_args())
     factory = make_factory(spec.update({"args": {**spec.args, **fitted}}) if fitted else spec)
     facts = (num_parameters, steps_per_epoch, evaluated, spec.batch_size, data.get_settings("train").batch_size)
-    return ValidatedRun(factory, signature, known, *facts, fitted)
+    return ValidatedRun(factory, signature, known, *facts, fitted, data.notes)
 
 
 def _check_model(spec: TrainSpec, task: Task, batch: Any, validated: Any) -> ModelFacts:
