@@ -74,6 +74,8 @@ class Interval:
         """The value at a position in [0, 1]."""
         low, high = self._unit_ends()
         position = low + unit * (high - low)
+        if unit in (0.0, 1.0):
+            return self._clip(self.ends[int(unit)])  # exp(log(x)) has other digits than x
         return self._clip(math.exp(position) if self.is_log else position)
 
     def perturb(self, value: object, rng: np.random.Generator, factors: Sequence[float]) -> float | int:

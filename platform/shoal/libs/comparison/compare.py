@@ -258,7 +258,8 @@ def _build_settings(columns: Sequence[Column], settings: Mapping[str, Sequence[s
         ["status", *(_describe_status(column.run) for column in columns)],
         *([name, *values] for name, values in settings.items()),
     ]
-    return _make_run_table("settings that differ" if settings else "no setting differs", columns, rows)
+    heading = "settings that differ" if settings else "no setting differs"
+    return _make_run_table(heading, columns, (row for row in rows if len({*row[1:]}) > 1))
 
 
 def _describe_status(run: Run) -> str:
