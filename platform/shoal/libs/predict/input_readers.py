@@ -28,6 +28,12 @@ from shoal.open_inference.messages import TensorDescription, TensorMetadata, des
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
+def require_file(argument: str) -> None:
+    """Raise DataError for a FILE, or an X=FILE, that is not there: before an endpoint is called for its inputs."""
+    if not any(Path(each).exists() for each in (argument, argument.partition("=")[2] or argument)):
+        raise DataError("file", argument, "is not there", f"paths are looked up from {Path.cwd()}")
+
+
 def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; repeated words for one input add rows.
 
@@ -179,8 +185,6 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
 
 def _error_summary(error: BaseException) -> str:
     """The error's message in one line; for a system error only its reason."""
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file"
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
