@@ -145,6 +145,22 @@ def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, 
 
 
 @pytest.mark.parametrize(
+    ("stop", "reason", "words"),
+    [
+        ("epochs: 3.0", "epochs", "stop.epochs=6"),
+        ("steps: 1000000", "steps", "stop.steps=2000000"),
+        ("convergence: {metric: loss}", "convergence", "stop.convergence.patience=6"),
+    ],
+)
+def test_a_training_that_missed_its_target_goes_on_with_more(stop: str, reason: str, words: str) -> None:
+    command = f"shoal run train task=t {words.partition('=')[0]}=1"
+    with runs.create("train", f"task: t\nresume: ''\nstop: {{{stop}}}\n", "one", command=command) as run:
+        run.record_event("trained", reason=reason)
+        run.finish("not reached")
+    assert f"  shoal run train resume=one task=t {words}\n" in typed(runs_command, "one")
+
+
+@pytest.mark.parametrize(
     ("typed_words", "command"),
     [
         (RunArguments("x", (), 0), "shoal run x"),

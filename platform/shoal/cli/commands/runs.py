@@ -10,6 +10,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 
 import click
 from rich.console import Console
@@ -335,10 +336,10 @@ def format_resume_command(run: Run, command: str = "") -> str:
     names = ["--address"] if is_sweep else names
     is_value = dict(zip(typed[1:], (word in names for word in typed), strict=False))  # of an option, as A=B of --env
     words = [each for each in typed if _OVERRIDE.match(each) and not is_value.get(each)]
-    overrides = [
-        f"resume={run.id}",
-        *(each for each in words if not each.startswith("resume=") and not each.endswith("=***")),
-    ]
+    raised = _raise_limit(run)
+    replaced = ("resume=", *(f"{each.partition('=')[0]}=" for each in raised))
+    kept = [each for each in words if not each.startswith(replaced) and not each.endswith("=***")]
+    overrides = [f"resume={run.id}", *kept, *raised]
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return shlex.join(["python", "-m", "shoal.train", *overrides])
     job = typed[2] if is_job and len(typed) > 2 else run.job
@@ -352,6 +353,17 @@ def format_resume_command(run: Run, command: str = "") -> str:
     if is_sweep:  # whose record has the rest, which may not be said again
         return shlex.join(["shoal", "sweep", "--resume", run.id, *options])
     return shlex.join(["shoal", "run", job, *options, *overrides])
+
+
+def _raise_limit(run: Run) -> list[str]:
+    """The limit that ended a training before its target, doubled: with the same one it would end at once."""
+    if run.status is not Status.NOT_REACHED or run.kind is not RunKind.TRAINING:
+        return []
+    from shoal.train.spec import TrainSpec
+
+    reason = run.last_events()["trained"]["reason"]
+    path = "convergence.patience" if reason == "convergence" else reason
+    return [f"stop.{path}={2 * attrgetter(path)(TrainSpec.from_record(run.spec).stop):.15g}"]
 
 
 def is_resumable(run: Run) -> bool:
