@@ -242,8 +242,8 @@ def test_a_task_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("", "is missing", "give task=my_task.py:MyTask"),
         ("mine.py:Mine", "Mine has no method 'model' of its own", "write model"),
     ]:
+        stop = {} if word == "mine.py:Mine" else {"stop": StopSpec()}  # which is said after the Task
         with pytest.raises(ConfigError) as raised:
-            stop = {} if word == "mine.py:Mine" else {"stop": StopSpec()}  # which is said after the Task
             validate_run(spec_of().model_copy(update={"task": word, **stop}))
         assert (raised.value.field, raised.value.value) == ("task", word)
         assert problem in raised.value.problem

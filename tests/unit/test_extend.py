@@ -30,8 +30,10 @@ from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
 from shoal.registry.model_format import find_formats_of_files
 from shoal.runs.report import PANELS
+from shoal.serve.protocol import request_lifecycle
 from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
+from shoal.serve.spec.endpoint import PROTOCOLS
 from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
 from shoal.train.launch.predicted_cost import find_estimator
 
@@ -127,6 +129,27 @@ def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
     assert "of another of shoal.protocols is left out: nothing_like_it:Thing cannot be loaded" in caplog.text
     with pytest.raises(ValueError, match="nothing_like_it"):  # one that the endpoint was asked to speak
         EndpointApp(MagicMock(), manager, access, limits, required=["of another"])
+
+
+def raise_at_once(*_: object) -> None:
+    raise RuntimeError("no port is free")
+
+
+def test_a_protocol_that_cannot_start_leaves_the_endpoint_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_lifecycle, "load_sound_extensions", lambda group: {"mine": raise_at_once})
+    assert EndpointApp(MagicMock(), MagicMock(), MagicMock(), RequestLimits())._others == []
+    assert "the protocol mine is left out, the endpoint answers without it: RuntimeError('no port" in caplog.text
+    monkeypatch.setattr(request_lifecycle, "find_extension", lambda name, group, own: raise_at_once)
+    with pytest.raises(RuntimeError, match="no port is free"):
+        EndpointApp(MagicMock(), MagicMock(), MagicMock(), RequestLimits(), required=["mine"])
+
+
+def test_a_package_with_a_word_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "entry_points", lambda group: [EntryPoint("grpc", "theirs.fast:make", group)])
+    with pytest.raises(ConfigError, match=r"shoal.protocols = 'grpc': .*theirs.fast:make, and of shoal.libs.grpc"):
+        collect_extensions(PROTOCOLS)
 
 
 def test_a_word_without_a_library_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ from shoal.flows.policy_evaluation import (
     Connections,
     Evaluation,
     choose_action,
+    describe_failed_trials,
     describe_registered,
     evaluate_policies,
     hold_trial,
@@ -135,6 +136,7 @@ class LoopRun:
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self.missed = ""  # what the run lacks of its targets, at its end
         self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
+        self._failed_trials = list[Evaluation]()
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
 
     @property
@@ -249,13 +251,15 @@ class LoopRun:
             if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint refused it
                 return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
             details = judge_trial(trial, self.spec, snapshot.version, action)
+            if not details["passes"]:
+                self._failed_trials.append(trial)
+                self._failed_trial = details["reason"]
+                details["reason"] = describe_failed_trials(self._failed_trials, details, self.spec)
+                print(f"{details['reason']}: learning on", flush=True)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
                 self._action, self.policies[0].trial_return = action, trial.mean_return
                 return True
-            if not details["passes"]:
-                self._failed_trial = details["reason"]
-                print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
         self.policies[0].trial_return = trials[self._action].mean_return
         if self.spec.target_return is None:

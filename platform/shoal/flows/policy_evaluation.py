@@ -31,6 +31,7 @@ TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evalua
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
 ACTIONS = ("best", "sampled")  # how a policy acts: see `shoal.serve.model.action_sampler`
+NUM_FAILED_TRIALS = 3  # after which their remedy is said
 NUM_RESAMPLES = 50_000  # estimates a probability of MAX_MISS_PROBABILITY within 15%
 
 Connections = Mapping[str, PolicyConnection]  # by policy
@@ -48,13 +49,13 @@ class Evaluation(NamedTuple):
     def mean_return(self) -> float:
         return float(np.mean(self.returns))
 
-    def miss_probability(self, target_return: float, num_episodes: int) -> float:
-        """Estimate the probability that `num_episodes` other episodes have a mean return below `target_return`, from
-        these episodes by the bootstrap (Efron 1979). It assumes no distribution of returns: many are capped, as
-        CartPole's, and a sum of twenty of those is far from normal."""
+    def resample_means(self, num_episodes: int) -> np.ndarray:
+        """Estimate the mean returns of `num_episodes` other episodes, float64 [NUM_RESAMPLES], from these episodes by
+        the bootstrap (Efron 1979). It assumes no distribution of returns: many are capped, as CartPole's, and a sum of
+        twenty of those is far from normal."""
         random, returns = np.random.default_rng(0), np.asarray(self.returns)
         means = [random.choice(returns, (1000, num_episodes)).mean(axis=1) for _ in range(NUM_RESAMPLES // 1000)]
-        return float(np.mean(np.concatenate(means) < target_return))
+        return np.concatenate(means)
 
 
 def hold_trial(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Evaluation:
@@ -101,7 +102,7 @@ def estimate_miss(trial: Evaluation, spec: ActorLearnerSpec) -> float:
     """The probability that other episodes, as many as an evaluation has, miss the target."""
     if spec.target_return is None:
         return 0.0
-    return trial.miss_probability(spec.target_return, max(spec.eval_episodes, MIN_EPISODES))
+    return float(np.mean(trial.resample_means(max(spec.eval_episodes, MIN_EPISODES)) < spec.target_return))
 
 
 def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action: str) -> dict[str, Any]:
@@ -116,6 +117,23 @@ def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action:
     result = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
     bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": spec.target_return}
     return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": reason}
+
+
+def describe_failed_trials(trials: Sequence[Evaluation], newest: Mapping[str, Any], spec: ActorLearnerSpec) -> str:
+    """Why the newest one failed: at first in full, at the NUM_FAILED_TRIALS-th with what to do, then in few words."""
+    if len(trials) < NUM_FAILED_TRIALS:
+        return str(newest["reason"])
+    mean, action = format_number(newest["mean_return"]), newest["action"]
+    returned = f"version {newest['version']} returned {mean} in its trial with action={action}"
+    if len(trials) > NUM_FAILED_TRIALS:
+        return returned
+    nearest = max(trials, key=lambda each: each.mean_return)
+    sure = np.quantile(nearest.resample_means(max(spec.eval_episodes, MIN_EPISODES)), MAX_MISS_PROBABILITY / 2)
+    return (
+        f"{returned}; of {len(trials)} failed trials the nearest returned {format_number(nearest.mean_return)}, which"
+        f" would pass target_return={sure:.4g}: lower the target if little more can be reached, or give it more time"
+        f" than max_wall_s={spec.max_wall_s:.0f}"
+    )
 
 
 def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:

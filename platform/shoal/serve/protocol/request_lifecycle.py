@@ -14,6 +14,7 @@ its own timer here. Runs on one event loop; knows ASGI and nothing else of HTTP,
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
@@ -28,6 +29,7 @@ from shoal.serve.spec.endpoint import PROTOCOLS
 if TYPE_CHECKING:
     from shoal.serve.protocol.access import AccessControl
 
+_log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -167,7 +169,7 @@ class EndpointApp:
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
     that its protocol answers, and an application.
 
-    required: of these; others that cannot be loaded are left out
+    required: of these; others that cannot be loaded, or raise when they are made, are left out with a warning
     """
 
     def __init__(
@@ -180,9 +182,15 @@ class EndpointApp:
         required: Iterable[str] = (),
     ) -> None:
         needed = {name: find_extension(name, PROTOCOLS, {}) for name in required}
-        protocols = (load_sound_extensions(PROTOCOLS) | needed).values()
         self._rest = rest
-        self._others: list[tuple[str, Application]] = [make(manager, access, limits, tracer) for make in protocols]
+        self._others: list[tuple[str, Application]] = []
+        for name, make in (load_sound_extensions(PROTOCOLS) | needed).items():
+            try:
+                self._others.append(make(manager, access, limits, tracer))
+            except Exception as error:  # whatever a package raises
+                if name in needed:
+                    raise
+                _log.warning("the protocol %s is left out, the endpoint answers without it: %r", name, error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         application = self._rest
