@@ -143,7 +143,8 @@ def logs(run: str, follow: bool, process: str | None) -> None:
     """Show what the driver of a RUN, its workers and its actors printed: by default of the newest run.
 
     The driver's lines come as they are, all others with the name of their process before them. They are in the run's
-    folder, and stay when the run and its cluster have ended. Workers of other hosts print there.
+    folder, and stay when the run and its cluster have ended. Workers of other hosts print there. Of a training that a
+    program or a notebook holds (`shoal.fit`, `python -m shoal.train`) they have its progress, problems and end.
 
     \b
     Examples:
