@@ -133,7 +133,7 @@ def _check_remote(cluster: ClusterHandle, spec: ServingSpec) -> None:
     """Raises ConfigError for what can be seen from here; the job checks the rest."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    job = _list_jobs_by_endpoint(cluster).get(spec.name)
+    job = list_jobs_by_endpoint(cluster).get(spec.name)
     if job is not None and not job.status.is_over:  # a detached endpoint may be gone: the job checks that
         raise describe_taken_name(spec.name, "")
 
@@ -384,21 +384,28 @@ def _read_job_log(job: JobHandle) -> tuple[_Addresses | None, str]:
 
 
 def _delete_remote(cluster: ClusterHandle, endpoint: str | None, timeout_s: float) -> None:
-    """End the endpoint that `deploy` started on a remote cluster. Raises RunError with the endpoints that exist."""
-    there = _list_jobs_by_endpoint(cluster)
+    """End the endpoint that `deploy` started on a remote cluster. Raises as `find_remote_endpoint`."""
+    name, job = find_remote_endpoint(cluster, endpoint)
+    if job.status.is_over:  # it has detached the endpoint
+        _end_detached(cluster, ["python", "-m", END_MODULE], name, {}, timeout_s)
+        return
+    JobHandle(cluster, job.submission_id).stop(timeout_s)
+    click.echo(f"endpoint {name} is gone")
+
+
+def find_remote_endpoint(cluster: ClusterHandle, endpoint: str | None) -> tuple[str, JobInfo]:
+    """The endpoint that `deploy` started there, by its name or the only one, with its job. Raises RunError with those
+    that exist."""
+    there = list_jobs_by_endpoint(cluster)
     if endpoint is None and len(there) == 1:
         endpoint = next(iter(there))
-    if endpoint not in there:
+    if endpoint is None or endpoint not in there:
         known = f"there is {', '.join(there)}" if there else "`shoal serve deploy` has none there"
         raise RunError(f"there is no endpoint {endpoint or ''} on {cluster.dashboard_url}: {known}")
-    if there[endpoint].status.is_over:  # it has detached the endpoint
-        _end_detached(cluster, ["python", "-m", END_MODULE], endpoint, {}, timeout_s)
-        return
-    JobHandle(cluster, there[endpoint].submission_id).stop(timeout_s)
-    click.echo(f"endpoint {endpoint} is gone")
+    return endpoint, there[endpoint]
 
 
-def _list_jobs_by_endpoint(cluster: ClusterHandle) -> dict[str, JobInfo]:
+def list_jobs_by_endpoint(cluster: ClusterHandle) -> dict[str, JobInfo]:
     """The jobs of `deploy` that keep an endpoint up, or have detached one; of one name the newest that goes on."""
     jobs: dict[str, JobInfo] = {}
     for info in list_jobs(cluster):
