@@ -47,20 +47,18 @@ class EndpointLogs:
     def _list_files(self, client: httpx2.Client) -> Iterator[tuple[str, str]]:
         """The process of each file, with its host where there are several, and the path by which it is read."""
         hosts = {each["node_id"]: each["node_name"] for each in _list(client, "nodes") if each["state"] == "ALIVE"}
-        kinds: dict[str, dict[str, str]] = {}  # by host, and by the end of the file's name
+        processes: dict[str, dict[str, str]] = {}  # by host, and by the end of the file's name
         for actor in _list(client, "actors"):
             is_replica = actor["class_name"].startswith(f"ServeReplica:{self._endpoint}:")
             if is_replica or actor["repr_name"] == f"EndpointController:{self._endpoint}":
-                ending, kind = f"{actor['job_id']}-{actor['pid']}", "replica" if is_replica else "controller"
-                kinds.setdefault(actor["node_id"], {})[ending] = kind
-        for host in hosts.keys() & kinds.keys():
+                process = f"replica-{actor['pid']}" if is_replica else "controller"
+                processes.setdefault(actor["node_id"], {})[f"{actor['job_id']}-{actor['pid']}"] = process
+        for host in hosts.keys() & processes.keys():
             at = f"@{hosts[host]}" if len(hosts) > 1 else ""
             listed = request_json(client, "GET", f"{_API}/logs?node_id={host}&glob=worker-*")["data"]["result"]
             for file in (each for files in listed.values() for each in files):
-                _, _, number, pid = file.rpartition(".")[0].split("-")
-                if kind := kinds[host].get(f"{number}-{pid}"):
-                    process = kind if kind == "controller" else f"{kind}-{pid}"
-                    yield f"{process}{at}", f"{_API}/logs/file?node_id={host}&filename={file}&lines=-1"
+                if found := processes[host].get(file.rpartition(".")[0].split("-", 2)[2]):
+                    yield f"{found}{at}", f"{_API}/logs/file?node_id={host}&filename={file}&lines=-1"
 
 
 def _list(client: httpx2.Client, what: str) -> list[dict[str, Any]]:
