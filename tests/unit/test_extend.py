@@ -30,7 +30,6 @@ from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
 from shoal.registry.model_format import find_formats_of_files
 from shoal.runs.report import PANELS
-from shoal.serve.protocol import request_lifecycle
 from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.endpoint import PROTOCOLS
@@ -116,7 +115,7 @@ def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
     """A run is recorded and its metrics are copied, files are registered, an endpoint answers: with those of others."""
 
     def collect(group: str) -> dict[str, str]:
-        return {"of another": "nothing_like_it:Thing", **collect_extensions(group)}
+        return {"of another": "nothing_like_it:Thing", "math": "math:sqrt", **collect_extensions(group)}
 
     monkeypatch.setattr(find, "collect_extensions", collect)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
@@ -127,23 +126,10 @@ def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
     manager, access, limits = MagicMock(), MagicMock(), RequestLimits()
     assert [path for path, _ in EndpointApp(MagicMock(), manager, access, limits)._others] == [PATH_PREFIX]
     assert "of another of shoal.protocols is left out: nothing_like_it:Thing cannot be loaded" in caplog.text
-    with pytest.raises(ValueError, match="nothing_like_it"):  # one that the endpoint was asked to speak
-        EndpointApp(MagicMock(), manager, access, limits, required=["of another"])
-
-
-def raise_at_once(*_: object) -> None:
-    raise RuntimeError("no port is free")
-
-
-def test_a_protocol_that_cannot_start_leaves_the_endpoint_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(request_lifecycle, "load_sound_extensions", lambda group: {"mine": raise_at_once})
-    assert EndpointApp(MagicMock(), MagicMock(), MagicMock(), RequestLimits())._others == []
-    assert "the protocol mine is left out, the endpoint answers without it: RuntimeError('no port" in caplog.text
-    monkeypatch.setattr(request_lifecycle, "find_extension", lambda name, group, own: raise_at_once)
-    with pytest.raises(RuntimeError, match="no port is free"):
-        EndpointApp(MagicMock(), MagicMock(), MagicMock(), RequestLimits(), required=["mine"])
+    assert "the protocol math is left out, the endpoint answers without it: TypeError" in caplog.text
+    for required, error in (("of another", "nothing_like_it"), ("math", "takes exactly one argument")):
+        with pytest.raises((ValueError, TypeError), match=error):  # one that the endpoint was asked to speak
+            EndpointApp(MagicMock(), manager, access, limits, required=[required])
 
 
 def test_a_package_with_a_word_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,12 +121,12 @@ def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action:
 
 def describe_failed_trials(trials: Sequence[Evaluation], newest: Mapping[str, Any], spec: ActorLearnerSpec) -> str:
     """Why the newest one failed: at first in full, at the NUM_FAILED_TRIALS-th with what to do, then in few words."""
+    reason: str = newest["reason"]
     if len(trials) < NUM_FAILED_TRIALS:
-        return str(newest["reason"])
-    mean, action = format_number(newest["mean_return"]), newest["action"]
-    returned = f"version {newest['version']} returned {mean} in its trial with action={action}"
+        return reason
+    returned = reason.partition(" over ")[0]
     if len(trials) > NUM_FAILED_TRIALS:
-        return returned
+        return f"{returned} in its trial with action={newest['action']}"
     nearest = max(trials, key=lambda each: each.mean_return)
     sure = np.quantile(nearest.resample_means(max(spec.eval_episodes, MIN_EPISODES)), MAX_MISS_PROBABILITY / 2)
     return (

@@ -136,28 +136,27 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) 
         ("actor_learner", "resume: ''", "python jobs/actor_learner.py", "shoal run actor_learner resume=one"),
         ("sweep", "resume: ''", "shoal sweep lenet a=1 --address local", "shoal sweep --resume one --address local"),
         ("mine", "[: no yaml", "shoal run mine.py", "shoal run mine.py"),
+        *(
+            (
+                "train",
+                f"{{task: t, stop: {{{stop}}}}}",
+                f"shoal run train {word}=1",
+                f"shoal run train resume=one {word}={more}",
+            )
+            for stop, word, more in (
+                ("epochs: 3.0", "stop.epochs", "6"),
+                ("steps: 1000000", "stop.steps", "2000000"),
+                ("convergence: {metric: loss}", "stop.convergence.patience", "6"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, expected: str) -> None:
+    limit = spec.partition("stop: {")[2].partition(":")[0]  # which came before the target
     with runs.create(job, spec, "one", command=command) as run:
-        run.finish("stopped")
+        run.record_event("trained", reason=limit)
+        run.finish("not reached" if limit else "stopped")
     assert f"  shoal report one\n  {expected}\n" in typed(runs_command, "one")
-
-
-@pytest.mark.parametrize(
-    ("stop", "reason", "words"),
-    [
-        ("epochs: 3.0", "epochs", "stop.epochs=6"),
-        ("steps: 1000000", "steps", "stop.steps=2000000"),
-        ("convergence: {metric: loss}", "convergence", "stop.convergence.patience=6"),
-    ],
-)
-def test_a_training_that_missed_its_target_goes_on_with_more(stop: str, reason: str, words: str) -> None:
-    command = f"shoal run train task=t {words.partition('=')[0]}=1"
-    with runs.create("train", f"task: t\nresume: ''\nstop: {{{stop}}}\n", "one", command=command) as run:
-        run.record_event("trained", reason=reason)
-        run.finish("not reached")
-    assert f"  shoal run train resume=one task=t {words}\n" in typed(runs_command, "one")
 
 
 @pytest.mark.parametrize(
