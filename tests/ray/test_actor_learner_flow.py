@@ -78,8 +78,8 @@ def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatc
     flow = FakeFlow(played(470.0, 7), action="best")
     assert not any(flow.passes(monkeypatch) for _ in range(4))
     reasons = [details["reason"] for _, details in flow.events]
-    assert "of 3 failed trials the nearest returned 470, which would pass target_return=470" in reasons[2]
-    assert reasons[3] == "version 7 returned 470 in its trial with action=best"
+    assert "the nearest trial returned 470, and would pass target_return=470: lower it, or raise max_w" in reasons[2]
+    assert reasons[3] == "version 7 returned 470"
 
 
 def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_those(

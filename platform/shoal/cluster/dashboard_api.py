@@ -47,8 +47,8 @@ def _make_ssl_context() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-def request(client: httpx2.Client, method: str, path: str, json: object = None) -> httpx2.Response:
-    """One request and its answer. Raises ConnectionLost, RunError (no such thing), ClusterError (refused)."""
+def request_json(client: httpx2.Client, method: str, path: str, json: object = None) -> Any:
+    """One request and its JSON answer. Raises ConnectionLost, RunError (no such thing), ClusterError (refused)."""
     try:
         answer = client.request(method, path, json=json)
     except httpx2.HTTPError as error:
@@ -61,13 +61,8 @@ def request(client: httpx2.Client, method: str, path: str, json: object = None) 
     if answer.status_code != 200:
         reason = (answer.text.strip().splitlines() or ["no reason given"])[-1]
         raise ClusterError(f"{client.base_url} answered {answer.status_code}: {reason}")
-    return answer
-
-
-def request_json(client: httpx2.Client, method: str, path: str, json: object = None) -> Any:
-    """One request and its JSON answer. Raises as `request`."""
     try:
-        return request(client, method, path, json).json()
+        return answer.json()
     except ValueError:
         raise ClusterError(f"{client.base_url} is no dashboard of Ray: what it answers is no JSON") from None
 

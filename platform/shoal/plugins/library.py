@@ -59,9 +59,8 @@ def collect_extensions(group: str) -> dict[str, str]:
     found = {name: reference for each in libraries for name, reference in each.extensions.get(group, {}).items()}
     for each in entry_points(group=group):
         if each.name in found:
-            package = each.dist.name if each.dist else each.value
-            problem = f"is a word of the package {package}, and of {found[each.name].partition(':')[0]}"
-            raise ConfigError(group, each.name, problem, f"uninstall {package}, or give its word another name")
+            owners = f"{each.dist.name if each.dist else each.value}, and of {found[each.name].partition(':')[0]}"
+            raise ConfigError(group, each.name, f"is a word of {owners}", "uninstall one of the packages")
         found[each.name] = each.value
     return found
 

@@ -21,7 +21,6 @@ from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
-from shoal.train.launch import verification
 from shoal.train.launch.local import fit_locally
 from shoal.train.spec import TrainSpec
 
@@ -101,7 +100,8 @@ def read_rounds(run_id: str) -> dict[int, dict[str, Any]]:
 def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the_ensemble(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verification, "find_problem", lambda version: f"{version.name} lacks a module")
+    check = "shoal.libs.population.flow.rounds.find_load_error"
+    monkeypatch.setattr(check, lambda version: f"{version.name} lacks a module")
     result = run_population(make_spec())
     run = shoal.runs.load(result.run_id)
     assert [each["error"] for _, each in run.list_events("unservable")] == [

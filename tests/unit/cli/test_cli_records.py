@@ -269,11 +269,6 @@ def test_a_run_has_an_id_to_show_once_it_is_recorded(
     assert f"run {session.run_id}: x args.rate=-1\n" in capsys.readouterr().out
 
 
-def test_to_resume_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names no run"):
-        a_session("resume=")
-
-
 def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with runs.create("x", "task: t", "one") as run:
         run.record_event("trained", detail="ended [by hand]", seconds=1.0, kept=3, metrics={"recall[a]": 0.5})

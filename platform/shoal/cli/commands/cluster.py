@@ -65,9 +65,8 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None, shell
             click.echo(_format_exports(running))
             return
         if running is not None:
-            raise ClusterError(
-                f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
-            )
+            remedy = "`shoal status` shows it, `shoal down` ends it"
+            raise ClusterError(f"a cluster is running at {running.dashboard_url}: {remedy}")
         if (dead := load_saved_cluster()) is not None:
             _remove_cluster(dead)
         begun_s = time.monotonic()
@@ -145,7 +144,6 @@ def _remove_cluster(cluster: ClusterHandle) -> None:
     epilog="""\b
 examples:
   shoal status
-  shoal status --json
   shoal status --address http://head.example:8265"""
 )
 @click.option("--address", help="The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")

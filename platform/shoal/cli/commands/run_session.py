@@ -157,7 +157,7 @@ class RunSession:
         self._job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
         self._job_log = JobLogReader(self._job)
         stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
-        stack.callback(self._end_actors)
+        stack.callback(lambda: self._actors.end() if self._actors is not None else None)
         entrypoint = ["python" if added.has_own_python else sys.executable, str(self._path), *shown]
         env |= secrets | environment
         ray_jobs.submit(cluster, entrypoint, env=env, submission_id=self._job.submission_id, runtime_env=added.fields)
@@ -278,10 +278,6 @@ class RunSession:
 
     def _describe_dead_actors(self) -> list[str]:
         return self._actors.describe_dead() if self._actors is not None else []
-
-    def _end_actors(self) -> None:
-        if self._actors is not None:
-            self._actors.end()
 
     # -- the end --------------------------------------------------------------------------------------------------
 

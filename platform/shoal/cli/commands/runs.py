@@ -72,8 +72,6 @@ def runs() -> None:
     \b
     Examples:
       shoal runs
-      shoal runs latest
-      shoal runs latest --follow
       shoal runs rm 20261120-0645
       shoal runs prune --keep 50 --older-than 30d
       shoal runs track latest --to mlflow
@@ -94,15 +92,12 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     Examples:
       shoal runs
       shoal runs latest
-      shoal runs 20261120-0645
-      shoal runs latest --follow
-      shoal runs latest --json
+      shoal runs 20261120-0645 --follow
     """
     console = Console()
     if follow and (run is None or as_json):
-        raise ConfigError(
-            "follow", run or "", "needs one run, and no --json", "for example: shoal runs latest --follow"
-        )
+        remedy = "for example: shoal runs latest --follow"
+        raise ConfigError("follow", run or "", "needs one run, and no --json", remedy)
     if run is not None:
         record = load(run)
         if follow:
@@ -157,11 +152,10 @@ def logs(run: str, follow: bool, process: str | None) -> None:
     try:
         while True:
             is_over = not follow or record.status is not Status.RUNNING  # before it is read for the last time
-            found = [each for each in reader.read_new_lines(is_over=is_over) if process in (None, each[0])]
-            lines = [each for each in found if not RAY_LOG_LINE.search(each[1])]
-            for name, line in lines:
-                click.echo(line if name in (DRIVER, process) else f"{name} | {line}")
-            num_lines += len(lines)
+            for name, line in reader.read_new_lines(is_over=is_over):
+                if process in (None, name) and not RAY_LOG_LINE.search(line):
+                    click.echo(line if name in (DRIVER, process) else f"{name} | {line}")
+                    num_lines += 1
             if is_over:
                 break
             time.sleep(FOLLOW_S)

@@ -49,10 +49,7 @@ def serve() -> None:
     Examples:
       shoal serve deploy fashion@champion
       shoal serve status
-      shoal serve logs --follow
       shoal serve canary fashion@4 --percent 10
-      shoal serve promote fashion
-      shoal serve set fashion deadline_s=0.1
       shoal serve delete
     """
 

@@ -219,7 +219,12 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
         raise ConfigError("address", address, "is a cluster's, and a model is taken from an endpoint", remedy)
     cluster = None if model else find_cluster(address)
     if cluster is not None and not cluster.is_local:
-        _delete_remote(cluster, endpoint, timeout_s)
+        name, info = find_remote_endpoint(cluster, endpoint)
+        if info.status.is_over:  # it has detached the endpoint
+            _end_detached(cluster, ["python", "-m", END_MODULE], name, {}, timeout_s)
+            return
+        JobHandle(cluster, info.submission_id).stop(timeout_s)
+        click.echo(f"endpoint {name} is gone")
         return
     target = find_endpoint(endpoint)
     if model:
@@ -381,16 +386,6 @@ def _read_job_log(job: JobHandle) -> tuple[_Addresses | None, str]:
                 return _Addresses(fields["url"], fields["grpc"] or ""), ""
     last = lines[-1] if lines else ""
     return None, last if "waiting for nodes" in last else ""
-
-
-def _delete_remote(cluster: ClusterHandle, endpoint: str | None, timeout_s: float) -> None:
-    """End the endpoint that `deploy` started on a remote cluster. Raises as `find_remote_endpoint`."""
-    name, job = find_remote_endpoint(cluster, endpoint)
-    if job.status.is_over:  # it has detached the endpoint
-        _end_detached(cluster, ["python", "-m", END_MODULE], name, {}, timeout_s)
-        return
-    JobHandle(cluster, job.submission_id).stop(timeout_s)
-    click.echo(f"endpoint {name} is gone")
 
 
 def find_remote_endpoint(cluster: ClusterHandle, endpoint: str | None) -> tuple[str, JobInfo]:

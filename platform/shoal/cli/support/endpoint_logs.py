@@ -12,7 +12,7 @@ import httpx2
 
 from shoal.cli.support.jobs import RAY_LOG_LINE, JobLogReader
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.dashboard_api import connect, request, request_json
+from shoal.cluster.dashboard_api import connect, request_json
 from shoal.cluster.jobs import JobHandle
 
 _MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -36,7 +36,7 @@ class EndpointLogs:
         found = [("job", line) for line in self._job_log.read_new_lines(is_over=is_over)] if self._job_log else []
         with connect(self._cluster) as client:
             for process, path in sorted(self._list_files(client)):
-                new = request(client, "GET", path).content[self._offsets.get(path, 0) :]
+                new = client.get(path).content[self._offsets.get(path, 0) :]
                 whole = new if is_over else new[: new.rfind(b"\n") + 1]
                 self._offsets[path] = self._offsets.get(path, 0) + len(whole)
                 lines = whole.decode(errors="replace").splitlines()

@@ -56,9 +56,8 @@ def find_job(job: str) -> Path:
         remedy = suggest(job, others, f"give the path from {Path.cwd()}")
         raise ConfigError("job", job, "is not a file", remedy)
     if Path(job.partition(":")[0]).is_file():
-        raise ConfigError(
-            "job", job, "is a Task, and no program", f"train it: shoal run train task={job} stop.epochs=3"
-        )
+        remedy = f"train it: shoal run train task={job} stop.epochs=3"
+        raise ConfigError("job", job, "is a Task, and no program", remedy)
     known = dict.fromkeys([*sorted(path.stem for path in Path("jobs").glob("*.py")), *recipe_names()])
     remedy = suggest(job, known, f"jobs: {', '.join(known) or 'none here'}")
     raise ConfigError("job", job, "is neither a file nor in ./jobs", remedy)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,7 +60,7 @@ class ControllerService:
             config.models,
             deployment_id=config.deployment,
             state_file=StateFile(config.state_file),
-            audit=self._record_change,
+            audit=self._audit.record_change,
             memory_bytes=spec.memory,
         )
         self._admin_api = AdminApi(self._controller, config.registry, spec.options)
@@ -122,11 +121,6 @@ class ControllerService:
 
     async def status(self) -> dict[str, Any]:
         return self._status.describe_endpoint()
-
-    def _record_change(self, event: Event) -> None:
-        self._audit.record_change(event)
-        sys.stdout.write(f"{event.describe()}\n")  # for `shoal serve logs`
-        sys.stdout.flush()
 
     async def set_wanted(self, wanted: str) -> None:
         """What the status says about replicas that have no place yet."""

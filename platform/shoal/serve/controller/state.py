@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -21,7 +20,6 @@ import msgspec
 from shoal.atomic_file import create_private, describe_newer_format, is_newer_format, log_unknown_fields, make_folder
 from shoal.errors import RunError, WeightsError
 from shoal.serve.controller.rollout import Phase, Rollout
-from shoal.serve.messages.inference import parse_origin
 from shoal.serve.messages.replica_report import RejectedVersion
 from shoal.weights import WeightSnapshot
 
@@ -66,15 +64,6 @@ class Event:
     previous: int | None = None
     by: str = ""
     reason: str = ""
-
-    def describe(self) -> str:
-        """The line of the controller's output: when, what, which version after which, why, and by whom."""
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
-        version = "" if self.version is None else f"@{self.version}"
-        before = f"(after {self.previous})" if self.previous else ""
-        by = f"by {parse_origin(self.by)[0] or 'controller'}"
-        line = " ".join(filter(None, (at, self.kind, f"{self.model}{version}", before, by)))
-        return f"{line}: {self.reason}" if self.reason else line
 
     def details(self) -> dict[str, object]:
         """The fields for a run record, which has its own kind and time."""

@@ -14,7 +14,6 @@ its own timer here. Runs on one event loop; knows ASGI and nothing else of HTTP,
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
@@ -29,7 +28,6 @@ from shoal.serve.spec.endpoint import PROTOCOLS
 if TYPE_CHECKING:
     from shoal.serve.protocol.access import AccessControl
 
-_log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -169,7 +167,7 @@ class EndpointApp:
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
     that its protocol answers, and an application.
 
-    required: of these; others that cannot be loaded, or raise when they are made, are left out with a warning
+    required: of these; others that cannot be loaded, or raise when they are called, are left out
     """
 
     def __init__(
@@ -181,16 +179,10 @@ class EndpointApp:
         tracer: TracerProtocol | None = None,
         required: Iterable[str] = (),
     ) -> None:
-        needed = {name: find_extension(name, PROTOCOLS, {}) for name in required}
-        self._rest = rest
-        self._others: list[tuple[str, Application]] = []
-        for name, make in (load_sound_extensions(PROTOCOLS) | needed).items():
-            try:
-                self._others.append(make(manager, access, limits, tracer))
-            except Exception as error:  # whatever a package raises
-                if name in needed:
-                    raise
-                _log.warning("the protocol %s is left out, the endpoint answers without it: %r", name, error)
+        others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
+        for name in {*required} - others.keys():  # raises
+            others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
+        self._rest, self._others = rest, list[tuple[str, Application]](others.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         application = self._rest

@@ -9,8 +9,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -112,27 +110,23 @@ def fit_locally(
         run_id, recorder = _open_record(spec, job, world, closing)
         stop = closing.enter_context(shutdown_event())
         journal: EventLog = RecordLog(recorder) if recorder else NullLog()
-        tell = partial(_tell, home() / "runs" / run_id, say)
+
+        def tell(line: str) -> None:
+            with suppress(OSError):  # a full disk: the run goes on without
+                append_output(home() / "runs" / run_id, DRIVER, f"{line}\n".encode())
+            if say:
+                say(line)
+
         if recorder:
             journal = ConsoleLog(journal, tell)
         run = TrainingRun(spec, checked, run_id, home() / "runs" / run_id, journal, recorder, registers, predicts)
         checked.log_batch_size(journal)
         outcome = run.run(LocalBackend(world, stop.is_set))
         if recorder:
-            ended = f"run {run_id}: {outcome.detail}, {outcome.seconds:.1f} s"
-            tell("; ".join(filter(None, (ended, format_metrics(outcome.metrics)))))
-            if outcome.registration:
-                tell(outcome.registration)
+            metrics = f"; {format_metrics(outcome.metrics)}" if outcome.metrics else ""
+            tell(f"run {run_id}: {outcome.detail}, {outcome.seconds:.1f} s{metrics}\n{outcome.registration}".rstrip())
         world.barrier()
         return outcome
-
-
-def _tell(folder: Path, say: Callable[[str], None] | None, line: str) -> None:
-    if folder.is_dir():  # else the run has been removed
-        with suppress(OSError):  # a full disk: the run goes on without
-            append_output(folder, DRIVER, f"{line}\n".encode())
-    if say:
-        say(line)
 
 
 def _open_record(spec: TrainSpec, job: str, world: World, closing: ExitStack) -> tuple[str, RunRecorder | None]:

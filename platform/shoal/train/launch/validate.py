@@ -255,9 +255,8 @@ def _require_sync_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
         return
     if spec.optimizer.name in ("adam_8bit", "adamw_8bit"):
         problem = "has states in blocks of eight bits, which replicas and servers do not exchange"
-        raise ConfigError(
-            "optimizer.name", spec.optimizer.name, problem, "use adam or adamw, or a plan of fixed workers"
-        )
+        remedy = "use adam or adamw, or a plan of fixed workers"
+        raise ConfigError("optimizer.name", spec.optimizer.name, problem, remedy)
     # Other runs check their words without the second that these take to load.
     from shoal.sync.synchronizer import find_synchronizer
     from shoal.train.optim.optimizers import make_optimizer
@@ -354,9 +353,8 @@ def _require_picklable(task: Task, spec: TrainSpec) -> None:
         pickle.dumps(task)
     except Exception as error:  # a user's object may raise anything
         problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
-        raise ConfigError(
-            "task", spec.task, problem, "open files, locks and generators in data(), not in __init__"
-        ) from error
+        remedy = "open files, locks and generators in data(), not in __init__"
+        raise ConfigError("task", spec.task, problem, remedy) from error
 
 
 def choose_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:

@@ -1,7 +1,7 @@
 """Checks a version that was just registered: another process builds it from what is stored, and it answers an example.
 
-So what an endpoint would refuse is known when the run ends, while the code is at hand. Called where a training, a sweep
-or a population registers, by the process that writes the record.
+So what an endpoint would refuse is known when the run ends, while the code is at hand. Called by the process that
+writes the record.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 
 from shoal.registry import ModelVersion
 
@@ -19,13 +18,7 @@ MAX_BYTES = 2**30  # of weights, of which the check has a copy
 TIMEOUT_S = 120.0
 
 
-def record_load_error(version: ModelVersion, record: Callable[..., None]) -> None:
-    """Record the event `unservable` for a version that cannot be loaded elsewhere."""
-    if problem := find_problem(version):
-        record("unservable", model=version.ref, error=problem)
-
-
-def find_problem(version: ModelVersion) -> str:
+def find_load_error(version: ModelVersion) -> str:
     """Why the version cannot be loaded elsewhere; "" where it can, or was not tried.
 
     Only a version with code of the user's is tried: all other code is installed wherever Shoal is. It takes as long as
