@@ -111,20 +111,21 @@ def judge_trial(trials: Sequence[Evaluation], spec: ActorLearnerSpec, version: i
     trial = trials[-1]
     miss = estimate_miss(trial, spec)
     passes = miss < MAX_MISS_PROBABILITY
-    target, reason = spec.target_return, f"version {version} returned {format_number(trial.mean_return)}"
-    if len(trials) <= NUM_FULL_REASONS:
+    target, returned = spec.target_return, f"version {version} returned {format_number(trial.mean_return)}"
+    reason = "" if passes else returned
+    if reason and len(trials) <= NUM_FULL_REASONS:
         reason += (
             f" over {len(trial.returns)} episodes of a trial with action={action}, and would miss"
             f" {target:g} in others with a probability of {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
         )
-    elif len(trials) == NUM_FULL_REASONS + 1:
+    elif reason and len(trials) == NUM_FULL_REASONS + 1:
         nearest = max(trials, key=lambda each: each.mean_return)
         sure = np.quantile(nearest.resample_means(max(spec.eval_episodes, MIN_EPISODES)), MAX_MISS_PROBABILITY / 2)
         reason += f" in its trial with action={action}; the nearest trial returned {format_number(nearest.mean_return)}"
         reason += f", and would pass target_return={sure:.4g}: lower it, or raise max_wall_s={spec.max_wall_s:g}"
     result = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
     bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": target}
-    return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": "" if passes else reason}
+    return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": reason}
 
 
 def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:

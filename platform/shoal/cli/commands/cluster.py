@@ -230,13 +230,10 @@ def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: Cluste
         return
     gpus = f", {offer.num_gpus:g} GPUs" if offer.num_gpus else ""
     nodes = f"{offer.num_nodes} nodes, " if offer.num_nodes > 1 else ""
-    console.print(
-        f"cluster  up for {format_duration(time.time() - offer.started_at_s)}, dashboard {cluster.dashboard_url}"
-    )
-    console.print(
-        f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {format_size(offer.memory_bytes)} memory, "
-        f"{format_size(offer.object_store_bytes)} object store"
-    )
+    since, memory = format_duration(time.time() - offer.started_at_s), format_size(offer.memory_bytes)
+    console.print(f"cluster  up for {since}, dashboard {cluster.dashboard_url}")
+    objects = f"{format_size(offer.object_store_bytes)} object store"
+    console.print(f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {memory} memory, {objects}")
     setting = " ".join(line.removeprefix("export ") for line in _format_exports(cluster).splitlines())
     console.print(f"attach   {setting} ray job submit -- python ...", style="dim")
 

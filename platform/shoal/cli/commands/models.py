@@ -72,9 +72,8 @@ def list_models(name: str | None, as_json: bool) -> None:
         return
     console = Console()
     if not versions:
-        console.print(
-            "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
-        )
+        hint = "There are no models yet. A job registers what it trained:\n\n  shoal run --help"
+        console.print(hint, highlight=False)
         return
     columns = [
         *(Column(title, overflow="fold") for title in ("model", "aliases")),

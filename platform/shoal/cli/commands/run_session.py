@@ -196,7 +196,11 @@ class RunSession:
     def _follow(self) -> ray_jobs.JobStatus:
         if self._plain:
             while (outcome := self._poll()) is None:
-                self._print_plain()
+                if self._view is not None:
+                    for note in self._take_new_notes():
+                        self._console.print(note)
+                    if line := self._line_throttle.format_if_due(self._view):
+                        self._console.print(line)
             return outcome
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
             while (outcome := self._poll()) is None:
@@ -238,14 +242,6 @@ class RunSession:
             self._start_actors(self._record)
         notes = self._notes + self._describe_dead_actors()
         self._view = run_view.make_view(record, self._view, notes)
-
-    def _print_plain(self) -> None:
-        if self._view is None:
-            return
-        for note in self._take_new_notes():
-            self._console.print(note)
-        if line := self._line_throttle.format_if_due(self._view):
-            self._console.print(line)
 
     def _take_new_notes(self) -> list[str]:
         """The problems not printed yet."""

@@ -158,9 +158,8 @@ def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) ->
     click.echo(f"endpoint {spec.name} is ready at {ready.url}{grpc}")
     meant = read_serve_port(Path(spec.file)) if spec.file and not spec.endpoint.port else None
     if meant is not None:
-        click.echo(
-            f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
-        )
+        theirs = f"the http_options of {spec.file} are for Ray's own `serve deploy`"
+        click.echo(f"({theirs}; --port {meant} is the same here)")
     for model in spec.models:
         version = Registry().get(model)
         click.echo(f"{version.name}: {describe_following(model, version.version)}")
@@ -177,9 +176,8 @@ def _print_next_steps_elsewhere(spec: ServingSpec, ready: _Addresses, cluster: C
     if is_loopback(spec.endpoint.host):
         ports = [urlsplit(each).port for each in (ready.url, f"//{ready.grpc}") if each != "//"]
         tunnels = " ".join(f"-L {port}:127.0.0.1:{port}" for port in ports)
-        click.echo(
-            f"endpoint {spec.name} is ready at {ready.url}, on the loopback of the head of {cluster.dashboard_url}"
-        )
+        head = f"the loopback of the head of {cluster.dashboard_url}"
+        click.echo(f"endpoint {spec.name} is ready at {ready.url}, on {head}")
         click.echo("what next:")
         click.echo(f"  ssh -N {tunnels} HEAD &")
     else:
@@ -248,9 +246,8 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     except RunError:
         run = shoal.runs.load(target.run_id)
         remedy = f"end that with Ctrl-C, or `ray job stop`: process {run.pid} on {run.host}"
-        raise RunError(
-            f"endpoint {target.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
-        ) from None
+        problem = f"endpoint {target.name} was not deployed by `shoal serve deploy` but by {run.job!r}"
+        raise RunError(f"{problem}: {remedy}") from None
     click.echo(f"endpoint {target.name} is gone")
 
 
