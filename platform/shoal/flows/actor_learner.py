@@ -134,7 +134,7 @@ class LoopRun:
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self.missed = ""  # what the run lacks of its targets, at its end
-        self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
+        self._is_solved, self._failed_trial, self._num_requests, self._failed = False, "", 0.0, list[Evaluation]()
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
 
     @property
@@ -165,8 +165,7 @@ class LoopRun:
         closing.callback(self._endpoint.close)
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)
-        names = ", ".join(each.spec.model_name for each in self.policies)
-        models = names if self._only else f"NAME, of {names}"
+        models = "NAME, of " * (not self._only) + ", ".join(each.spec.model_name for each in self.policies)
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{models}", flush=True)
         self._server_key = keys[0].decode() if keys else ""
         for each in self.policies:
@@ -248,12 +247,13 @@ class LoopRun:
                 return self._was_not_tried(snapshot, str(error))
             if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint refused it
                 return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
-            details = judge_trial(trial, self.spec, snapshot.version, action)
+            details = judge_trial([*self._failed, trial], self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
                 self._action, self.policies[0].trial_return = action, trial.mean_return
                 return True
             if not details["passes"]:
+                self._failed.append(trial)
                 self._failed_trial = details["reason"]
                 print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
@@ -313,11 +313,8 @@ class LoopRun:
             seconds = max(each.solved_s or 0.0 for each in self.policies)
             steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
             self._note("solved", seconds=seconds, steps=steps)
-            print(
-                f"solved: {format_mean_returns(self.policies)} over 100 episodes,"
-                f" {seconds:.1f} s after the first segment, {steps:,} environment steps",
-                flush=True,
-            )
+            after = f"{seconds:.1f} s after the first segment, {steps:,} environment steps"
+            print(f"solved: {format_mean_returns(self.policies)} over 100 episodes, {after}", flush=True)
         return self._only is None or self._only.may_be_tried
 
     def _time_is_up(self) -> bool:

@@ -52,20 +52,6 @@ VIEW = LoopView(
 )
 
 
-def learning(
-    target: float, metrics: dict[str, float], history: tuple[float, ...], lowest: float = math.inf
-) -> LoopView:
-    return LoopView(
-        run_id="one",
-        phase="learning",
-        elapsed_s=1.0,
-        target_return=target,
-        metrics=metrics,
-        history=history,
-        lowest=lowest,
-    )
-
-
 def drawn(view: LoopView, width: int = 140) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     console.print(view.render())
@@ -84,9 +70,6 @@ def bars(view: LoopView, monkeypatch: pytest.MonkeyPatch) -> float:
     drawn(view)
     [full] = made
     return full
-
-
-# --- the picture ---
 
 
 def test_the_picture_tells_everything() -> None:
@@ -112,10 +95,8 @@ def test_the_indicators_of_the_learner_are_shown_and_bad_ones_stand_out() -> Non
     view = replace(VIEW, metrics=METRICS | indicators)
     assert "learner   policy lag 31  entropy 0.42  explained variance -0.25" in drawn(view)
     (line,) = [each for each in view.list_panels() if isinstance(each, Text) and each.plain.startswith("learner")]
-    assert {line.plain[each.start : each.end] for each in line.spans if each.style == "bold yellow"} == {
-        "31",
-        "-0.25",
-    }
+    bad = {line.plain[each.start : each.end] for each in line.spans if each.style == "bold yellow"}
+    assert bad == {"31", "-0.25"}
     assert "learner" not in drawn(VIEW)
 
 
@@ -201,18 +182,13 @@ def test_the_bar_goes_from_the_lowest_return_to_the_target(
     target: float, history: tuple[float, ...], full: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = {"return/mean_100": history[-1]} if history else {}
-    view = learning(target, metrics, history)
+    view = replace(VIEW, target_return=target, metrics=metrics, history=history, lowest=math.inf)
     assert bars(view, monkeypatch) == pytest.approx(full)
 
 
-# --- the line ---
-
-
 def test_the_line_tells_everything() -> None:
-    assert VIEW.format_plain_line() == (
-        "[ 12.3 s] learning: return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9,"
-        " endpoint requests/s 21"
-    )
+    facts = "return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9, endpoint requests/s 21"
+    assert VIEW.format_plain_line() == f"[ 12.3 s] learning: {facts}"
 
 
 def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
@@ -222,9 +198,6 @@ def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
     ended = replace(VIEW, metrics={"steps/total": 5.0, "drops/shutdown": 6.0})
     assert "drops 0," in ended.format_plain_line()
     assert "drops     none" in drawn(ended)
-
-
-# --- the sparkline ---
 
 
 @pytest.mark.parametrize(
@@ -250,9 +223,6 @@ def test_a_long_sparkline_is_thinned_to_its_width() -> None:
     line = format_sparkline([float(k % 100 == 50) for k in range(1000)], 40)
     assert len(line) <= 40
     assert line.count("█") == 10  # no peak is lost
-
-
-# --- from the record ---
 
 
 def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:
