@@ -482,4 +482,5 @@ def _format_lineage(value: object) -> str:
 
 def _format_tensor(tensor: TensorSignature) -> str:
     sizes = ", ".join("any" if size == -1 else str(size) for size in tensor.shape)
-    return f"{tensor.name}: {tensor.datatype} [{sizes}]"
+    columns = f" of {', '.join(tensor.columns)}" if tensor.columns else ""
+    return f"{tensor.name}: {tensor.datatype} [{sizes}]{columns}"
