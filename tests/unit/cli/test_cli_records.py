@@ -51,7 +51,7 @@ def record(run_id: str, status: str = "finished") -> None:
 def register(num_versions: int) -> None:
     signature = Signature(
         inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
-        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2])],
+        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2], columns=["left", "right"])],
     )
     for version in range(num_versions):
         weights = WeightSnapshot.of(40 + version, {"w": np.zeros((4, 2), np.float32)})
@@ -396,6 +396,7 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
         "preprocess by",
         "shoal.models:clean",
         "FP32 [any, 4]",
+        "logits: FP32 [any, 2] of left, right",
         "rollback to 2",
     ):
         assert told in shown, told

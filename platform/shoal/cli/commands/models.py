@@ -469,4 +469,5 @@ def _as_dict(found: ModelVersion) -> dict[str, object]:
 
 def _format_tensor(tensor: TensorSignature) -> str:
     sizes = ", ".join("any" if size == -1 else str(size) for size in tensor.shape)
-    return f"{tensor.name}: {tensor.datatype} [{sizes}]"
+    columns = f" of {', '.join(tensor.columns)}" if tensor.columns else ""
+    return f"{tensor.name}: {tensor.datatype} [{sizes}]{columns}"
