@@ -42,12 +42,12 @@ MAX_SHOWN_SENSORS = 5
 def stream_main(recipe: StreamSpec) -> None:
     """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or a run of this process."""
 
-    def resume(words: list[str]) -> list[str]:
-        if last_override(words, "resume") != AUTO:
-            return words
-        resumed = find_resumable(last_override(words, "name") or recipe.name)
-        words = [each for each in words if not each.startswith("resume=")]
-        return [*words, f"resume={resumed}"] if resumed else words
+    def resume(overrides: list[str]) -> list[str]:
+        if last_override(overrides, "resume") != AUTO:
+            return overrides
+        resumed = find_resumable(last_override(overrides, "name") or recipe.name)
+        overrides = [each for each in overrides if not each.startswith("resume=")]
+        return [*overrides, f"resume={resumed}"] if resumed else overrides
 
     job_main(recipe, run_stream, JOB, check_stream, resume, needs_cluster=False)
 
