@@ -101,7 +101,7 @@ class TableEncoder:
             require_columns(field, names, self.names)
             given = [given[names.index(name)] for name in self.names]
         elif (self.names is None) != (names is None) or len(given) != len(self._columns):
-            shown = f"{len(given)} columns" if names is None else ", ".join(names)
+            shown = f"{len(given)} columns without names" if names is None else ", ".join(names)
             wanted = f"{len(self._columns)} without names" if self.names is None else ", ".join(self.names)
             raise DataError(field, shown, "are not the columns of X", f"those are {wanted}")
         parts = [column.encode(field, cells) for column, cells in zip(self._columns, given, strict=True)]

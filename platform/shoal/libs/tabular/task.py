@@ -27,10 +27,17 @@ from shoal.libs.tabular.trees import TreesPeer
 class TableTask(Task):
     """Predicts a column of a table from the others. A request is a row as it is in the table.
 
-    data, target, columns, leave_out, validation, split, order_by, unknown: see `shoal.data.table`
-    network:  arguments of `TableNetwork`: width, depth, members, dropout, embedding
-    trees:    whether gradient-boosted trees of scikit-learn are fitted to the same rows, for comparison
-    encoders: as they were fitted when the run began; not to be given
+    data:       the file
+    target:     the column that is predicted
+    columns:    kinds that are not as inferred: number, word, truth, date, date:FORMAT
+    leave_out:  columns that are no inputs
+    validation: a share of the rows, or a file
+    split:      the seed of this share
+    order_by:   the column by which the last rows are this share
+    unknown:    a word that no training row had: error, or other
+    network:    arguments of `TableNetwork`: width, depth, members, dropout, embedding
+    trees:      whether gradient-boosted trees of scikit-learn are fitted to the same rows, for comparison
+    encoders:   as they were fitted when the run began; not to be given
 
     A subclass may write `table` for data of its own, and `model` for a network of its own, whose arguments are numbers
     [B, N] and categories [B, W], if there are any, and whose output is [B, C], or [B, K, C] of an ensemble.
