@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.rl.demonstrations import DemonstrationSite, DemonstrationsSpec
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
@@ -84,7 +85,8 @@ class Parts:
         self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 60.0, **spec})
         self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
         commit = None if log is None else GroupCommit(SegmentLog(log, experience), self.queue)
-        made = GatewaySetting(self.spec, experience, TOKEN, "run-1", 475.0, **(setting or {}))
+        site = DemonstrationSite(DemonstrationsSpec(), experience, folder) if folder else None
+        made = GatewaySetting(self.spec, experience, TOKEN, "run-1", 475.0, demonstrations=site, **(setting or {}))
         self.gateway = Gateway(made, self.queue, self.store, opponents, commit)
 
     @property

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from shoal.rl.algorithms.normalization import Normalizer
     from shoal.rl.algorithms.segments import to_observations
+    from shoal.rl.demonstrations import DemonstrationSite, DemonstrationsSpec
     from shoal.rl.experience.queue import ExperienceBatch
     from shoal.rl.gateway.listener import Listener
     from shoal.rl.gateway.state import GatewaySetting

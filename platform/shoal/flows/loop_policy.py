@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
+from shoal.rl.demonstrations import DemonstrationSite
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -79,6 +81,9 @@ class LoopPolicy:
         has_learnt = bool(self.spec.resume) and shoal.runs.load(self.spec.resume).num_versions() > 0
         setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt)
         self._folder_name = setting.folder_name
+        site = DemonstrationSite(self.spec.demonstrations, self.experience, folder, setting.folder_name)
+        site.prepare()
+        setting = replace(setting, demonstrations=site)
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
         factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile

@@ -156,7 +156,7 @@ class RunProgress:
         self.steps += segment.num_steps
         for each in segment.unrecorded:
             self._record_episode(each.episode_return, each.episode_length, each.opponent, each.success)
-        if segment.episode_return is not None:
+        if segment.episode_return is not None and not segment.assisted:
             length = segment.episode_length or segment.num_steps
             self._record_episode(segment.episode_return, length, segment.opponent, segment.success)
 

@@ -29,9 +29,9 @@ from shoal.rl.gateway.remote_episodes import (
     Observed,
     OpenEpisodes,
     RemoteEpisode,
-    completes_segment,
+    Step,
     read_observation,
-    take_segment,
+    read_step,
     take_step,
 )
 from shoal.rl.gateway.sessions import REMOTE
@@ -139,7 +139,9 @@ class RemoteInference:
         self._store, self._seed = store, seed
         self._choices = find_choices(self._experience)
         self._clients: dict[ActorKey, OpenEpisodes] = {}
-        self._completing: dict[tuple[ActorKey, int], tuple[ActMessage, Observed]] = {}  # waiting for a slot, in order
+        self._completing: dict[
+            tuple[ActorKey, int], tuple[ActMessage, Observed, Step]
+        ] = {}  # waiting for a slot, in order
         self._answers: list[tuple[ActorKey, ActionMessage]] = []
         self._callbacks = CallbackQueue(wake)
         self._batcher: Batcher[None, _Observation, Choice] | None = None  # from `start` on
@@ -194,23 +196,23 @@ class RemoteInference:
             self._enqueue(client, episode)
         elif message.step == episode.step or episode.is_full:
             return None  # it is waiting already
-        elif not completes_segment(episode, message, self._experience):
-            take_step(episode, message, observation)
-            self._enqueue(client, episode)
-        elif self._completing or not self._state.sessions.has_space():
-            episode.is_full = True
-            self._completing[key, message.episode] = message, observation
         else:
-            return self._complete(client, episode, message, observation)
+            step = read_step(episode, client.behaviour, message, self._experience)
+            if not step.fills_slot(episode, message, self._experience) or (
+                not self._completing and self._state.sessions.has_space()
+            ):
+                return self._take(client, episode, message, observation, step)
+            episode.is_full = True
+            self._completing[key, message.episode] = message, observation, step
         return None
 
     def run_round(self) -> list[tuple[ActorKey, ActionMessage]]:
         """Store the segments for which there are slots now; returns the new answers, each with its client."""
         while self._completing and self._state.sessions.has_space():
-            (key, number), (message, observation) = next(iter(self._completing.items()))
+            (key, number), waiting = next(iter(self._completing.items()))
             del self._completing[key, number]
             client = self._clients[key]
-            answer = self._complete(client, client.episodes[number], message, observation)
+            answer = self._take(client, client.episodes[number], *waiting)
             if answer is not None:
                 self._answers.append((key, answer))
         self._callbacks.run()
@@ -235,11 +237,12 @@ class RemoteInference:
             if not client.episodes and not client.progress.connected:
                 del self._clients[key]
 
-    def _complete(
-        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed
+    def _take(
+        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step
     ) -> ActionMessage | None:
-        take_step(episode, message, observation)
-        self._store(client.key, client.progress, take_segment(episode, message, self._experience))
+        """Take a step, and store the segments that it completes."""
+        for segment in take_step(episode, message, observation, step, self._experience):
+            self._store(client.key, client.progress, segment)
         if message.terminated or message.truncated:
             del client.episodes[episode.number]
             self._policy.reset(_make_stream(client, episode))
