@@ -28,7 +28,12 @@ class DemonstrationsSpec(Spec):
     """What people and scripts show to a run, and how it learns from that, beside the experience of its policy."""
 
     source: str = Field(default="", description="a run, or a folder, whose demonstrations this run starts with")
-    weight: float = Field(default=1.0, ge=0, description="of their cross entropy in the loss, of ppo and impala")
+    passes: float = Field(
+        default=200.0, ge=0, description="over each new one, in steps of cloning before the next update, of ppo and impala"
+    )
+    weight: float = Field(
+        default=1.0, ge=0, description="of their cross entropy in the loss from then on, of ppo and impala"
+    )
     fade_steps: int = Field(
         default=200_000, ge=1, description="environment steps after the newest one in which the weight falls to 0"
     )
@@ -69,6 +74,9 @@ class ShownExperience(Protocol):
         """Notice what has come. num_steps: of the policy, that were learnt"""
 
     def get_segments(self) -> Sequence[Segment]: ...
+
+    def take_cloning_steps(self) -> int:
+        """How many steps of the optimizer, on `compute_loss` alone, those that have come since the last call are worth."""
 
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]

@@ -232,9 +232,11 @@ class Learner:
         """Learn from a batch; False when not one step was taken, since its loss was not finite."""
         started = time.perf_counter()
         num_updates, metrics = 0, self._metrics  # a batch without a step leaves them
-        share = batch if self._divided_by is None else self._divided_by.distribute(batch, self.algorithm.serialize)
         if self.algorithm.demonstrations is not None:
             self.algorithm.demonstrations.advance(self.steps)
+            if self.algorithm.take_demonstrations() and self._hub is not None:
+                self._hub.renew_weights()
+        share = batch if self._divided_by is None else self._divided_by.distribute(batch, self.algorithm.serialize)
         try:
             for step_metrics in self.algorithm.update(share):
                 metrics, num_updates = {**step_metrics}, num_updates + 1

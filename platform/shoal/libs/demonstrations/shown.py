@@ -18,6 +18,7 @@ from shoal.wire import Segment
 
 _log = logging.getLogger(__name__)
 POLL_S = 1.0  # between two looks for new ones
+MAX_CLONING_STEPS = 1000  # between two updates
 BATCH_STEPS = 256  # of the cloning term, at each step of the optimizer, to within one segment
 
 
@@ -40,6 +41,7 @@ class Shown:
         self._known: dict[str, Demonstration] = {}
         self._segments: list[Segment] = []
         self._newest_steps = self._num_steps = 0  # of the run, at the newest demonstration and now
+        self._num_new = 0  # shown steps, since `take_cloning_steps`
         self._random = np.random.default_rng(0)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,6 +61,10 @@ class Shown:
     def get_segments(self) -> Sequence[Segment]:
         return self._segments
 
+    def take_cloning_steps(self) -> int:
+        taken, self._num_new = self._num_new, 0
+        return min(MAX_CLONING_STEPS, round(taken * self._spec.passes / BATCH_STEPS))
+
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
     ) -> tuple[Tensor, Mapping[str, float]] | None:
@@ -77,6 +83,7 @@ class Shown:
         known = self._known | new
         self._known = {name: known[name] for name in names if name in known}
         self._newest_steps = max((each.info.run_steps for each in self._known.values()), default=0)
+        self._num_new += sum(each.info.num_steps for each in new.values())
         self._segments = [each.segment for each in self._known.values()]
         self.generation += 1
 

@@ -95,6 +95,18 @@ class ActorCriticAlgorithm(Algorithm):
         self._optimizer.step()
         return metrics
 
+    def take_demonstrations(self) -> bool:
+        """Steps of cloning alone: a batch of experience has few, and comes from a policy that was shown nothing."""
+        assert self.demonstrations is not None
+        num_steps = self.demonstrations.take_cloning_steps()
+        for _ in range(num_steps):
+            self.model.zero_grad(set_to_none=True)
+            if (shown := self.demonstrations.compute_loss(self.compute_log_pi)) is not None:
+                shown[0].backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm, error_if_nonfinite=True)
+                self._optimizer.step()
+        return num_steps > 0
+
     def compute_log_pi(self, segments: Sequence[Segment]) -> Tensor:
         """log π(a|x) of the steps [N] of segments, differentiable."""
         batch = self.normalizer.normalize(ExperienceBatch.from_segments(0, list(segments)))

@@ -81,6 +81,10 @@ class Algorithm(ABC):
         algorithm is off-policy, and needs no behaviour policy."""
         raise NotImplementedError
 
+    def take_demonstrations(self) -> bool:
+        """Take in what others have shown since the last call, before an update; whether the weights have changed."""
+        return False
+
     def configure(self, config: AlgorithmConfig) -> None:
         """Go on with the fields of `config` that are `changeable`, from the next batch on; others stay the same.
 
