@@ -29,7 +29,9 @@ class DemonstrationsSpec(Spec):
 
     source: str = Field(default="", description="a run, or a folder, whose demonstrations this run starts with")
     passes: float = Field(
-        default=200.0, ge=0, description="over each new one, in steps of cloning before the next update, of ppo and impala"
+        default=200.0,
+        ge=0,
+        description="over each new one, in steps of cloning before the next update, of ppo and impala",
     )
     weight: float = Field(
         default=1.0, ge=0, description="of their cross entropy in the loss from then on, of ppo and impala"
@@ -76,7 +78,7 @@ class ShownExperience(Protocol):
     def get_segments(self) -> Sequence[Segment]: ...
 
     def take_cloning_steps(self) -> int:
-        """How many steps of the optimizer, on `compute_loss` alone, those that have come since the last call are worth."""
+        """The steps of the optimizer, on `compute_loss` alone, that are due for what has come since the last call."""
 
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
