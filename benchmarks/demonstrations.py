@@ -2,9 +2,9 @@
 
     python -m benchmarks.demonstrations [--seeds N] [--quick] [--only ALGORITHM ...]
 
-The game: on 12 x 12 fields, fetch a key, then reach a door; each stands somewhere else in each episode. The only reward
-is 1 at the door with the key, within 96 steps. Solved: a mean return of 0.9 over 100 episodes of the policy. The script
-takes the shortest way; its steps count as steps, too. Both sides have the same seeds, in turns, each an actor process and
+The game: on 12 x 12 fields, fetch a key, then reach a door; each stands somewhere else in each episode. The only
+reward is 1 at the door with the key, within 96 steps. Solved: a mean return of 0.9 over 100 episodes of the policy. The
+script takes the shortest way; its steps count as steps, too. Both sides have the same seeds, in turns, each an actor process and
 a loop in this process. A run that is not solved within MAX_STEPS counts as that many.
 """
 
@@ -20,8 +20,8 @@ import gymnasium
 import numpy as np
 
 import shoal
-from benchmarks.children import OUR_PYTHON, ROOT
-from benchmarks.result import options
+from benchmarks.children import OUR_PYTHON, ROOT, scratch
+from benchmarks.result import compare, options, write
 from shoal.actor import ActorClient, play
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
