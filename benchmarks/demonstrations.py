@@ -4,8 +4,8 @@
 
 The game: on 12 x 12 fields, fetch a key, then reach a door; each stands somewhere else in each episode. The only
 reward is 1 at the door with the key, within 96 steps. Solved: a mean return of 0.9 over 100 episodes of the policy. The
-script takes the shortest way; its steps count as steps, too. Both sides have the same seeds, in turns, each an actor process and
-a loop in this process. A run that is not solved within MAX_STEPS counts as that many.
+script takes the shortest way; its steps count as steps, too. Both sides have the same seeds, in turns, each an actor
+process and a loop in this process. A run that is not solved within MAX_STEPS counts as that many.
 """
 
 from __future__ import annotations

@@ -81,8 +81,12 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
     @property
     def shown_share(self) -> float:
         """Of each sample, now."""
-        has_shown = self.demonstrations is not None and self._shown is not None and self._shown.num_drawable
+        has_shown = self._shown is not None and self._shown.num_drawable
         return self.demonstrations.share if has_shown and self.demonstrations else 0.0
+
+    def describe_share(self) -> Metrics:
+        """None in a run to which nothing was shown."""
+        return {"learner/demonstration_share": self.shown_share} if self.shown_share else {}
 
     def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
         super().prepare(batch)
@@ -155,8 +159,7 @@ class QLearning(ReplayAlgorithm[R]):
             if self._shown is not None:
                 self._shown.update_priorities(-1 - rows[is_shown], errors[is_shown])
             numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(replay.num_steps)}
-            numbers["demonstration_share"] = self.shown_share
-            yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}}
+            yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}, **self.describe_share()}
 
     def learn(self, share: SampleShare) -> tuple[dict[str, float], np.ndarray]:
         """The step; returns metrics and errors of the whole sample [num_items]."""

@@ -112,8 +112,7 @@ class SAC(ReplayAlgorithm[Replay]):
         while self._num_owed >= 1:
             self._num_owed -= 1
             metrics = self.learn(self.group.divide_sample(self.draw(), self.serialize))
-            numbers = {"replay_steps": float(self._replay.num_steps), "demonstration_share": self.shown_share}
-            yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}}
+            yield {**metrics, "learner/replay_steps": float(self._replay.num_steps), **self.describe_share()}
 
     def draw(self) -> SampleShare:
         """A sample of the replay, with the noise of the actions that the step draws."""
