@@ -1,6 +1,7 @@
 """What others than the policy have shown: kept by the gateway, and learnt from beside the policy's own experience.
 
-The interfaces of an extension of the group `shoal.demonstrations`, whose words are `prepare`, `recorder` and `learner`.
+The interfaces of an extension of the group `shoal.demonstrations`, whose words are `check`, `prepare`, `recorder` and
+`learner`.
 Without it, gateways drop demonstrations as NOT_STORED.
 """
 
@@ -99,8 +100,13 @@ class DemonstrationSite:
     folder: Path
     name: str = ""
 
+    def check(self) -> None:
+        """Raise ConfigError where `spec.source` has none, and for those that do not fit."""
+        if self.spec.source:
+            self._find("check")(self)
+
     def prepare(self) -> None:
-        """Copy those of `spec.source`. Raises ConfigError where there are none, and for those that do not fit."""
+        """Copy those of `spec.source`, once in a run. Raises ConfigError as `check` does."""
         if self.spec.source:
             self._find("prepare")(self)
 

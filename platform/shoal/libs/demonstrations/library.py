@@ -12,6 +12,7 @@ LIBRARY = Library(
     },
     extensions={
         "shoal.demonstrations": {
+            "check": "shoal.libs.demonstrations.recorder:read_source",
             "prepare": "shoal.libs.demonstrations.recorder:copy_source",
             "recorder": "shoal.libs.demonstrations.recorder:Recorder",
             "learner": "shoal.libs.demonstrations.shown:Shown",

@@ -115,23 +115,28 @@ def copy_source(site: DemonstrationSite) -> None:
     with suppress(FileNotFoundError):
         if mark.read(_MARK).decode() == source:
             return
-    found = _open_source(site)
+    for name, (info, segment) in read_source(site).items():
+        payload = Demonstration(msgspec.structs.replace(info, run_steps=0), segment).to_bytes()
+        for store in target.stores:
+            store.write(name + SUFFIX, payload)
+    mark.write(_MARK, source.encode())
+
+
+def read_source(site: DemonstrationSite) -> dict[str, Demonstration]:
+    """Those of `site.spec.source`, by name. Raises ConfigError where there are none, or one does not fit."""
+    source, found = site.spec.source, _open_source(site)
     demonstrations = found.read_sound(found.list_names())
     field = "demonstrations.source"
     if not demonstrations:
         problem, remedy = "has no demonstrations", "name a run, or a folder of `shoal demonstrations RUN --out FOLDER`"
         raise ConfigError(field, source, problem, remedy)
-    for name, (info, segment) in demonstrations.items():
+    for name, each in demonstrations.items():
         try:
-            Demonstration(info, segment).require_fit(site.experience)
+            each.require_fit(site.experience)
         except InvalidSegment as error:
             problem = f"has {name}, which does not fit this run: {error.field}: {error.problem}"
             raise ConfigError(field, source, problem, "drop it there, or use a game of the same spaces") from None
-    for name, (info, segment) in demonstrations.items():
-        payload = Demonstration(msgspec.structs.replace(info, run_steps=0), segment).to_bytes()
-        for store in target.stores:
-            store.write(name + SUFFIX, payload)
-    mark.write(_MARK, source.encode())
+    return demonstrations
 
 
 def _open_source(site: DemonstrationSite) -> DemonstrationFiles:
