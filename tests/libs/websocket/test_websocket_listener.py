@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
@@ -432,3 +432,38 @@ def test_a_game_at_a_menu_keeps_its_session_for_the_pause_and_holds_no_credit() 
         lost = [each[2] for each in parts.gateway.take_events() if each[1] == "actor_lost"]
         assert [(each["actor_id"], each["reason"]) for each in lost] == [("mute", "timed out")]
         assert answering.ask("ping")["kind"] == "pong"
+
+
+# -- several policies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_one_address_reaches_every_policy_by_its_path(tmp_path: Path, is_tls: bool) -> None:
+    authority = Authority(tmp_path)
+    files = authority.sign(names=("game.example", "127.0.0.1"))
+    tls = {"tls": {"certificate": files.certificate, "key": files.key}} if is_tls else {}
+    ssl_options = {"ssl": ssl.create_default_context(cafile=authority.ca)} if is_tls else {}
+    fields = {"websocket": 0, **tls}
+    with (
+        serving(setting={"policy": "left"}, **fields) as left,
+        serving(setting={"policy": "right"}, **fields) as right,
+    ):
+        left.gateway.relay_websockets({"right": right.gateway.format_websocket_address()})
+        with Game(left, path="/right", **ssl_options) as game, Game(left, path="/left", **ssl_options) as other:
+            game.enter("of right")
+            other.enter("of left")
+            for step in range(3):
+                assert game.act(0, step)["action"] in (0, 1)
+            game.socket.send("x" * 3_000_000)  # more than either side takes at once
+            assert game.hear()[0]["code"] == "malformed"
+            assert [each["actor_id"] for each in right.gateway.stats()["actors"]] == ["of right"]
+            assert [each["actor_id"] for each in left.gateway.stats()["actors"]] == ["of left"]
+            right.gateway.close(finished=True)
+            assert game.hear()[0]["finished"] is True
+            assert game.wait_for_end()[0] == 1001
+        for path, status in (("/", 404), ("/middle", 404)):
+            with pytest.raises(InvalidStatus) as rejected, Game(left, path=path, **ssl_options):
+                pass
+            assert rejected.value.response.status_code == status
+        with pytest.raises((InvalidMessage, EOFError)), Game(left, path="/right", **ssl_options):
+            pass  # its gateway is away

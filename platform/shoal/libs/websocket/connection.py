@@ -31,14 +31,15 @@ _WAITING = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _LOGGER = logging.getLogger("shoal.websocket")
 _LOGGER.setLevel(logging.CRITICAL)  # what clients send wrong is answered, and counted by the gateway
 
-Judge = Callable[[Request], tuple[HTTPStatus, str] | None]
+Judge = Callable[[Request], tuple[HTTPStatus, str] | str | None]
 
 
 class GameConnection:
     """A non-blocking socket, from its first byte to its end.
 
     route:     the gateway's name of it
-    judge:     says why a handshake is rejected, or None
+    judge:     says why a handshake is rejected, or the policy of another gateway that it is for, or None
+    relayed:   that policy, and the request
     awaited:   the events of the socket that the listener waits for
     received_at:  when its newest frame came
     alone_at:  since when it has had no session; None while it has one
@@ -51,6 +52,7 @@ class GameConnection:
         self.received_at = self.pinged_at = time.monotonic()
         self.alone_at: float | None = self.received_at
         self.closes_at: float | None = None
+        self.relayed: tuple[str, bytes] | None = None
         self.is_closed = False
         self.awaited = select.EPOLLIN
         self._protocol = ServerProtocol(max_size=MAX_HELLO_BYTES, logger=_LOGGER)
@@ -99,7 +101,7 @@ class GameConnection:
                 return
             self._unread = memoryview(data)
         num_left = MAX_TURN_FRAMES
-        while self._unread and num_left > 0 and not self.is_ending:
+        while self._unread and num_left > 0 and not self.is_ending and self.relayed is None:
             size = PARSE_BYTES if self.alone_at is None else PARSE_BYTES_BEFORE
             chunk, self._unread = self._unread[:size], self._unread[size:]
             if self._protocol.state is State.CONNECTING:
@@ -118,8 +120,11 @@ class GameConnection:
     def _take(self, event: object) -> Iterator[tuple[bool, bytes]]:
         self.received_at = time.monotonic()
         if isinstance(event, Request):
-            problem = self._judge(event)
-            answer = self._protocol.accept(event) if problem is None else self._protocol.reject(*problem)
+            verdict = self._judge(event)
+            if isinstance(verdict, str):
+                self.relayed = verdict, event.serialize()
+                return
+            answer = self._protocol.accept(event) if verdict is None else self._protocol.reject(*verdict)
             self._protocol.send_response(answer)
             return
         assert isinstance(event, Frame)

@@ -20,7 +20,7 @@ import resource
 import select
 import socket
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -32,7 +32,8 @@ from shoal.extend.rl import GatewaySetting
 from shoal.libs.websocket.certificate import ServerCertificate
 from shoal.libs.websocket.connection import GameConnection
 from shoal.libs.websocket.framing import Dialect, join_binary, join_text, split_binary, split_text
-from shoal.libs.websocket.handshake import HandshakeRules
+from shoal.libs.websocket.handshake import HandshakeRules, find_policy
+from shoal.libs.websocket.relay import Relays
 
 ROUTE_PREFIX = b"\x00ws"  # no client of the ROUTER has such a name: those that begin with 0 are its own, of 5 bytes
 BACKLOG = 1024
@@ -75,7 +76,9 @@ class WebSocketListener:
         self._again = os.eventfd(0, os.EFD_NONBLOCK)  # readable while a connection has bytes that are not parsed
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
-        self._epoll.register(self._again, select.EPOLLIN)
+        self._relays = Relays(None if spec.tls is None else spec.tls.certificate)
+        for ready in (self._again, self._relays):
+            self._epoll.register(ready, select.EPOLLIN)
         self._is_accepting = True
         self._connections: dict[int, GameConnection] = {}  # by file descriptor
         self._routes: dict[bytes, GameConnection] = {}
@@ -89,12 +92,18 @@ class WebSocketListener:
     def __contains__(self, route: bytes) -> bool:
         return route.startswith(ROUTE_PREFIX)
 
+    def relay(self, addresses: Mapping[str, str]) -> None:
+        """Pass connections to the paths of other policies on to the addresses of their gateways."""
+        self._relays.addresses = addresses
+
     def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
         """One turn of each connection that has something; of those without a session, only of a few."""
         members: list[tuple[GameConnection, int]] = []
         strangers: list[tuple[GameConnection, int]] = []
         ready = dict(self._epoll.poll(0, MAX_READY))
         is_asked = ready.pop(self._socket.fileno(), 0)
+        if ready.pop(self._relays.fileno(), 0):
+            self._relays.take_turns()
         if ready.pop(self._again, 0):
             for connection in self._unread:
                 ready.setdefault(connection.socket.fileno(), select.EPOLLIN)
@@ -107,6 +116,9 @@ class WebSocketListener:
                 connection.flush()
             if mask & ~select.EPOLLOUT:
                 yield from self._read(connection)
+            if connection.relayed is not None:
+                self._hand_over(connection, *connection.relayed)
+                continue
             if connection.is_ending:
                 yield connection.route, None
             self._follow(connection)
@@ -168,6 +180,7 @@ class WebSocketListener:
                     self._follow(client)
         for connection in self._connections.values():
             connection.socket.close()
+        self._relays.close()
         self._epoll.close()
         os.close(self._again)
 
@@ -253,6 +266,17 @@ class WebSocketListener:
             connection.awaited = awaited
             self._epoll.modify(connection.socket, awaited)
 
-    def _judge(self, request: Request) -> tuple[HTTPStatus, str] | None:
-        host, origin = request.headers.get_all("Host"), request.headers.get_all("Origin")
-        return self._rules.find_problem(request.path, "".join(host[:1]), origin[0] if origin else None, ())
+    def _hand_over(self, connection: GameConnection, policy: str, request: bytes) -> None:
+        """What a client sends before it is answered is no part of WebSocket, and is dropped."""
+        self._epoll.unregister(connection.socket)
+        del self._connections[connection.socket.fileno()], self._routes[connection.route]
+        del self._waiting[connection.route]
+        self._unread.pop(connection, None)
+        self._relays.open(connection.socket, policy, request)
+
+    def _judge(self, request: Request) -> tuple[HTTPStatus, str] | str | None:
+        hosts, origins = request.headers.get_all("Host"), request.headers.get_all("Origin")
+        others, policy = self._relays.addresses, find_policy(request.path)
+        if policy in others:
+            return policy
+        return self._rules.find_problem(request.path, "".join(hosts[:1]), origins[0] if origins else None, others)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -128,6 +128,12 @@ class Gateway:
         if self._listener is None:
             return ""
         return format_address(self._listener.scheme, host or self.spec.host, self._listener.port)
+
+    def relay_websockets(self, addresses: Mapping[str, str]) -> None:
+        """Pass games that connect to the paths of other policies on to these addresses of their gateways."""
+        with self._lock:
+            if self._listener is not None:
+                self._listener.relay(addresses)
 
     @property
     def is_alive(self) -> bool:

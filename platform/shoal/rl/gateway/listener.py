@@ -6,7 +6,7 @@ ROUTER socket do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from shoal.errors import ConfigError, ProtocolViolation
@@ -34,6 +34,9 @@ class Listener(Protocol):
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> str:
         """Send a message without waiting; returns why it was not sent, or an empty string."""
+
+    def relay(self, addresses: Mapping[str, str]) -> None:
+        """Pass connections for other policies of the run on to their gateways' addresses, by policy."""
 
     def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
         """Once a heartbeat: end connections that have no session, and those that are silent, whose routes it returns.
