@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import find_choices
 
-ADDRESS_NAME = "gateway.address"  # in the folder of a run, in the store
+ADDRESS_NAME, WEBSOCKET_NAME = "gateway.address", "websocket.address"  # in the folder of a run, in the store
 ACTORS_BACK_S = 60.0  # after a gateway has restarted, until it is recorded that no actor has come back
 KEEP_S = 5.0  # between two versions that are kept
 MIN_EPISODES = 100  # of the actors' mean return
@@ -43,7 +44,7 @@ MIN_EPISODES = 100  # of the actors' mean return
 class LoopPolicy:
     """A policy with its gateway and its learners. `name` is "" where it is the only one of its run.
 
-    address:  of its gateway
+    address:  of its gateway; `websocket`: that for games, empty without one
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
     trial_return: the mean return of the version that is registered, in its trial; None without one
@@ -56,7 +57,8 @@ class LoopPolicy:
         self._code: ModelCode | None = None
         self.gateway: dict[str, Any] = {}
         self.learner: dict[str, Any] = {}
-        self.address = self._stored_address = ""
+        self.address = self.websocket = ""
+        self._stored: dict[str, str] = {}  # the addresses in the store, by name
         self._restarted_at: float | None = None  # its gateway, since which no actor has sent anything
         self._is_deserted = False  # for ACTORS_BACK_S
         self.solved_s: float | None = None
@@ -77,7 +79,8 @@ class LoopPolicy:
             make_folder(folder)
         OpponentPool.of_run(self.spec.self_play, folder)  # takes registered opponents out of this process's registry
         has_learnt = bool(self.spec.resume) and shoal.runs.load(self.spec.resume).num_versions() > 0
-        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt)
+        name = self.name or self.spec.model_name
+        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt, name)
         self._folder_name = setting.folder_name
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
@@ -141,6 +144,7 @@ class LoopPolicy:
         known, known_address = self.updates, self.address  # of earlier incarnations, if these are others
         self.gateway, self.learner = gateway or self.gateway, learner or self.learner
         self.address = gateway["address"] if gateway else self.address
+        self.websocket = gateway.get("websocket_address", "") if gateway else self.websocket
         self.solved_s = self.solved_s if self.solved_s is not None else self.gateway.get("solved_s")
         happened = [
             (f"{part}_restarted", {"pid": stats["pid"], "damaged_checkpoints": stats.get("damaged_checkpoints", [])})
@@ -166,16 +170,21 @@ class LoopPolicy:
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
 
     def store_address(self) -> str:
-        """Write the gateway's address into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.
+        """Write the gateway's addresses into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.
         Returns what actors are given: the address, and where it is stored."""
         if not store_variable() or is_loopback(self.spec.gateway.host):
             return self.address
-        store, key = open_store(), f"runs/{self._folder_name}/{ADDRESS_NAME}"
-        if self.address != self._stored_address:
-            with suppress(StoreError):
-                store.write(key, self.address.encode())
-                self._stored_address = self.address
-        return f"{self.address}|{store.url}/{key}"
+        store, folder = open_store(), f"runs/{self._folder_name}"
+        for name, address in self._list_stored().items():
+            if address != self._stored.get(name):
+                with suppress(StoreError):
+                    store.write(f"{folder}/{name}", address.encode())
+                    self._stored[name] = address
+        return f"{self.address}|{store.url}/{folder}/{ADDRESS_NAME}"
+
+    def _list_stored(self) -> dict[str, str]:
+        path = f"/{quote(self.name)}" if self.name else ""
+        return {ADDRESS_NAME: self.address, **({WEBSOCKET_NAME: self.websocket + path} if self.websocket else {})}
 
     def require_actors(self, run_id: str) -> None:
         """Raise RunError when the gateway has restarted, and no actor has come back since."""
@@ -196,7 +205,7 @@ class LoopPolicy:
             if seconds >= ACTORS_BACK_S:
                 self._is_deserted = True
                 happened.append(("actors_missing", {"address": self.address, "seconds": seconds}))
-        if self._stored_address != self.address:
+        if self._stored != self._list_stored():
             self.store_address()
         return happened
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -68,7 +68,8 @@ ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner retries its acknowledgement w
 
 @dataclass(frozen=True)
 class RunSetting:
-    """The settings that both workers need. `has_learnt`: the run is resumed, and has published weights before."""
+    """The settings that both workers need. `has_learnt`: the run is resumed, and has published weights before.
+    `policy`: its name, in addresses"""
 
     run_id: str
     folder: Path
@@ -76,6 +77,7 @@ class RunSetting:
     target_return: float | None
     curve_keys: tuple[bytes, bytes] | None
     has_learnt: bool = False
+    policy: str = ""
 
     @property
     def folder_name(self) -> str:
@@ -106,6 +108,7 @@ class GatewayWorker:
             setting.curve_keys,
             is_synchronous=spec.algorithm.pauses_actors,
             learns_from_users=spec.learn_from_endpoint,
+            policy=setting.policy,
         )
         weights = RayWeightSource(start_weight_store(setting.run_id))
         self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)
@@ -118,8 +121,18 @@ class GatewayWorker:
 
     def bound_address(self) -> str:
         """Where it listens; for a wildcard host, at the address of this node."""
-        host = resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
-        return format_address("tcp", host, self._gateway.port)
+        return format_address("tcp", self._resolve_host(), self._gateway.port)
+
+    def websocket_address(self, is_bound: bool = False) -> str:
+        """For games; empty without `gateway.websocket`. is_bound: where it listens, and not the advertised host"""
+        advertised = "" if is_bound else self._gateway.spec.advertised[0]
+        return self._gateway.format_websocket_address(advertised or self._resolve_host())
+
+    def relay_websockets(self, addresses: Mapping[str, str]) -> None:
+        self._gateway.relay_websockets(addresses)
+
+    def _resolve_host(self) -> str:
+        return resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
 
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
         """A batch as bytes, which Ray passes on unchanged; it would pickle arrays one by one."""
@@ -139,7 +152,8 @@ class GatewayWorker:
     def stats(self) -> dict[str, Any]:
         if not self._gateway.is_alive:
             os._exit(1)  # Ray restarts this worker, which continues from the ledger
-        return {**self._gateway.stats(), "address": self.address()}
+        addresses = {"address": self.address(), "websocket_address": self.websocket_address()}
+        return {**self._gateway.stats(), **addresses}
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
@@ -348,6 +362,14 @@ class ActorLearnerWorkers:
     def get_bound_address(self) -> str:
         """Where the gateway listens, for actors of its own host. Raises ClusterError."""
         return str(self._call_until_answered(self._gateway.bound_address))
+
+    def get_websocket_address(self, is_bound: bool = False) -> str:
+        """As of a GatewayWorker. Raises ClusterError."""
+        return str(self._call_until_answered(self._gateway.websocket_address, is_bound))
+
+    def relay_websockets(self, addresses: Mapping[str, str]) -> None:
+        """Let this gateway pass games on to those of other policies. Raises ClusterError."""
+        self._call_until_answered(self._gateway.relay_websockets, addresses)
 
     def _wait_for_start(self, name: str, method: Any, deadline: float) -> Any:
         try:
