@@ -223,7 +223,7 @@ class Gateway:
             with self._lock:
                 if self._socket in ready:
                     self._receive_round()
-                if self._listener is not None and self._listener.fileno() in ready:
+                if self._listener is not None:
                     self._receive_from(self._listener)
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s

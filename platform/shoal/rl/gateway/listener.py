@@ -24,7 +24,7 @@ class Listener(Protocol):
     scheme: str
 
     def fileno(self) -> int:
-        """Readable when `receive` has something to do."""
+        """Readable when `receive` has something to do; it is called in each round."""
 
     def __contains__(self, route: bytes) -> bool:
         """Whether a route is its own."""
