@@ -38,7 +38,7 @@ from shoal.libs.websocket.relay import Relays
 ROUTE_PREFIX = b"\x00ws"  # no client of the ROUTER has such a name: those that begin with 0 are its own, of 5 bytes
 BACKLOG = 1024
 MAX_READY = 256  # connections with a session that have a turn in one round
-MAX_STRANGERS = 8  # likewise, without one
+MAX_STRANGERS = 16  # likewise, without one; while games play, one: their answers wait for it
 MAX_WAITING = 16_384  # without a session
 BUSY_S = 0.1  # since a session's newest message: then those without one have
 REST = 9  # times as long a rest as their turns have taken
@@ -115,14 +115,16 @@ class WebSocketListener:
             yield from self._give_turn(self._connections[descriptor], mask)
         now = time.monotonic()
         self._busy_at = now if ready else self._busy_at
+        is_busy = now < self._busy_at + BUSY_S
         if strangers_wait:
-            for descriptor, mask in self._waiting_epoll.poll(0, MAX_STRANGERS):
+            limit = 1 if is_busy else MAX_STRANGERS
+            for descriptor, mask in self._waiting_epoll.poll(0, limit):
                 if descriptor == self._socket.fileno():
-                    self._accept()
+                    self._accept(limit)
                 elif (stranger := self._connections.get(descriptor)) is not None:  # not dropped in this round
                     yield from self._give_turn(stranger, mask)
             self._rested_at = time.monotonic() + REST * (time.monotonic() - now)
-        should_rest = now < self._busy_at + BUSY_S and now < self._rested_at
+        should_rest = is_busy and now < self._rested_at
         if should_rest != self._is_resting:  # sessions wake the gateway meanwhile, or else it wakes within 0.1 s
             self._is_resting = should_rest
             self._epoll.modify(self._waiting_epoll, 0 if should_rest else select.EPOLLIN)
@@ -226,8 +228,8 @@ class WebSocketListener:
             else:
                 time.sleep(0.05)
 
-    def _accept(self) -> None:
-        for _ in range(MAX_STRANGERS):
+    def _accept(self, limit: int) -> None:
+        for _ in range(limit):
             try:
                 sock, _ = self._socket.accept()
             except OSError as error:
