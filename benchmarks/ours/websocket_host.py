@@ -23,6 +23,7 @@ from benchmarks.talk import commands, say
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.spec import GatewaySpec
 from shoal.weights import WeightStore
@@ -48,7 +49,7 @@ def main(folder: Path) -> None:
     consumer = threading.Thread(target=consume, args=(queue, folder / "learnt", stopping))
     consumer.start()
     process = psutil.Process()
-    say(websocket=gateway.format_websocket_address(), tcp=gateway.address)
+    say(websocket=format_websocket_address(gateway.listener, "127.0.0.1"), tcp=gateway.address)
     for _ in commands():
         totals, used = ledger.get_totals(), process.cpu_times()
         say(

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import numpy as np
 from pydantic import SecretStr
@@ -45,9 +44,11 @@ from shoal.errors import (
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import (
     LoopPolicy,
-    describe_bound_addresses,
+    announce_websocket,
     describe_missed_targets,
+    describe_other_addresses,
     format_mean_returns,
+    join_addresses,
     require_experience,
 )
 from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
@@ -171,8 +172,7 @@ class LoopRun:
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{models}", flush=True)
         self._server_key = keys[0].decode() if keys else ""
         for each in self.policies:
-            each.address = each.workers.wait_for_gateway()
-            each.websocket = each.workers.get_websocket_address() if spec.gateway.websocket is not None else ""
+            each.wait_for_gateway()
         self._announce_gateways()
 
     def _require_capacity(self, admission: RunAdmission) -> None:
@@ -198,34 +198,16 @@ class LoopRun:
             admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(self._note))
 
     def _announce_gateways(self) -> None:
-        address, bound = ",".join(each.address for each in self.policies), describe_bound_addresses(self.policies)
+        (address, _), others = join_addresses(self.policies), describe_other_addresses(self.policies)
         env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
-        connect = ",".join(each.store_address() for each in self.policies)
-        bound |= {"connect": connect} if connect != address else {}
-        bound |= {"websocket": self._websocket_address} if self._websocket_address else {}
-        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
+        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **others)
         self._record_endpoint("gateway", "gateway", address)
-        if self._websocket_address:
-            self._share_websocket()
-            self._record_endpoint("websocket", "websocket", self._websocket_address)
-            joined = self._websocket_address.replace(",", "\n    ")
-            print(f"run {self.recorder.id}: games join over WebSocket at\n    {joined}", flush=True)
-        self._actor_command = format_actor_command(connect, env, key, ignored)
+        if websocket := others.get("websocket", ""):
+            announce_websocket(self.policies, self.recorder.id)
+            self._record_endpoint("websocket", "websocket", websocket)
+        self._actor_command = format_actor_command(others.get("connect", address), env, key, ignored)
         print(f"run {self.recorder.id}: start each actor with\n    {self._actor_command}", flush=True)
         self._printed_at = time.monotonic()
-
-    @property
-    def _websocket_address(self) -> str:
-        """For games: of the first gateway, at whose address each policy has its path; empty without any."""
-        base = self.policies[0].websocket
-        return ",".join(f"{base}/{quote(each.name)}" if each.name else base for each in self.policies) if base else ""
-
-    def _share_websocket(self) -> None:
-        """Let the first gateway pass games on to those of the other policies."""
-        first, *others = self.policies
-        if first.websocket and others:
-            addresses = {each.name: each.workers.get_websocket_address(is_bound=True) for each in others}
-            first.workers.relay_websockets(addresses)
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:
         self._addresses[name] = (kind, address)
@@ -351,18 +333,14 @@ class LoopRun:
         return bool(self.missed)
 
     def _poll(self) -> None:
-        kinds = set[str]()
         for each in self.policies:
             named = {"policy": each.name} if each.name else {}
             for kind, details in each.poll():
                 self._note(kind, **named, **details)
-                kinds.add(kind)
             each.keep_best()
-        address, (_, shown) = ",".join(each.address for each in self.policies), self._addresses["gateway"]
-        if (address, self._websocket_address) != (shown, self._addresses.get("websocket", ("", ""))[1]):
+        known = [self._addresses.get(name, ("", ""))[1] for name in ("gateway", "websocket")]
+        if known != list(join_addresses(self.policies)):
             self._announce_gateways()  # on another host, or another process had taken a port
-        elif "gateway_restarted" in kinds:
-            self._share_websocket()
         self._record_published()
         assert self._endpoint is not None
         record_changes(self._endpoint, self.recorder)

@@ -59,6 +59,7 @@ class LoopPolicy:
         self.learner: dict[str, Any] = {}
         self.address = self.websocket = ""
         self._stored: dict[str, str] = {}  # the addresses in the store, by name
+        self._relayed: dict[str, str] = {}  # to which its gateway passes games on, by policy
         self._restarted_at: float | None = None  # its gateway, since which no actor has sent anything
         self._is_deserted = False  # for ACTORS_BACK_S
         self.solved_s: float | None = None
@@ -152,8 +153,9 @@ class LoopPolicy:
             if stats and self._pids.get(part, stats["pid"]) != stats["pid"]
         ]
         for kind, details in happened:
-            if kind == "gateway_restarted" and self.num_steps:
-                self._restarted_at = time.monotonic()
+            if kind == "gateway_restarted":
+                self.relay_websockets(self._relayed)
+                self._restarted_at = time.monotonic() if self.num_steps else self._restarted_at
             if kind == "learner_restarted":
                 restored = self.learner["restored_updates"]  # it may have saved after it was last asked
                 details |= {"updates": max(known, restored), "restored_updates": restored}
@@ -168,6 +170,19 @@ class LoopPolicy:
         self._checkpoint_failure = failure
         happened += self._watch_gateway(known_address)
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
+
+    def wait_for_gateway(self) -> None:
+        """Wait for its address. Raises ClusterError."""
+        self.address = self.workers.wait_for_gateway()
+        if self.spec.gateway.websocket is not None:
+            self.websocket = self.workers.get_websocket_address()
+
+    def relay_websockets(self, addresses: dict[str, str]) -> None:
+        """Let its gateway pass games on to those of other policies, also after it has restarted. Raises
+        ClusterError."""
+        self._relayed = addresses
+        if addresses:
+            self.workers.relay_websockets(addresses)
 
     def store_address(self) -> str:
         """Write the gateway's addresses into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.
@@ -263,12 +278,37 @@ class LoopPolicy:
         recorder.log(int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": dropped})
 
 
-def describe_bound_addresses(policies: Sequence[LoopPolicy]) -> dict[str, str]:
-    """Where the gateways listen, for actors of their own host, where `gateway.advertise` names another address for the
-    others. Raises ClusterError."""
-    if not policies[0].spec.gateway.advertise:
-        return {}
-    return {"bound": ",".join(each.workers.get_bound_address() for each in policies)}
+def join_addresses(policies: Sequence[LoopPolicy]) -> tuple[str, str]:
+    """Of all gateways, for actors; for games, of the first gateway, at which each of several policies has its path, or
+    empty."""
+    base = policies[0].websocket
+    paths = [f"{base}/{quote(each.name)}" if each.name else base for each in policies] if base else []
+    return ",".join(each.address for each in policies), ",".join(paths)
+
+
+def describe_other_addresses(policies: Sequence[LoopPolicy]) -> dict[str, str]:
+    """Further addresses, where there are any. Raises ClusterError.
+
+    bound:     where the gateways listen, for actors of their own host, where `gateway.advertise` names another
+               address for the others
+    connect:   what actors are given, which says where the store has the present address
+    websocket: for games
+    """
+    address, websocket = join_addresses(policies)
+    bound, connect = "", ",".join(each.store_address() for each in policies)
+    if policies[0].spec.gateway.advertise:
+        bound = ",".join(each.workers.get_bound_address() for each in policies)
+    found = {"bound": bound, "connect": connect, "websocket": websocket}
+    return {name: each for name, each in found.items() if each not in ("", address)}
+
+
+def announce_websocket(policies: Sequence[LoopPolicy], run_id: str) -> None:
+    """Say where games join, and let the first gateway pass them on to those of the other policies. Raises
+    ClusterError."""
+    first, *others = policies
+    first.relay_websockets({each.name: each.workers.get_websocket_address(is_bound=True) for each in others})
+    shown = join_addresses(policies)[1].replace(",", "\n    ")
+    print(f"run {run_id}: games join over WebSocket at\n    {shown}", flush=True)
 
 
 def format_mean_returns(policies: Sequence[LoopPolicy]) -> str:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -32,9 +32,7 @@ from shoal.errors import (
     ClusterError,
     ConfigError,
     ConnectionLost,
-    InferenceError,
     LedgerUnwritable,
-    summarize_error,
 )
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
@@ -44,10 +42,12 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQ
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import format_address, require_reachable_gateway, resolve_reachable_host
+from shoal.rl.ray_episode_service import RayEpisodeService
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import (
@@ -126,10 +126,11 @@ class GatewayWorker:
     def websocket_address(self, is_bound: bool = False) -> str:
         """For games; empty without `gateway.websocket`. is_bound: where it listens, and not the advertised host"""
         advertised = "" if is_bound else self._gateway.spec.advertised[0]
-        return self._gateway.format_websocket_address(advertised or self._resolve_host())
+        return format_websocket_address(self._gateway.listener, advertised or self._resolve_host())
 
     def relay_websockets(self, addresses: Mapping[str, str]) -> None:
-        self._gateway.relay_websockets(addresses)
+        if self._gateway.listener is not None:
+            self._gateway.listener.relay(addresses)
 
     def _resolve_host(self) -> str:
         return resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
@@ -186,26 +187,6 @@ class RayExperienceSource:
             return bool(call_until_answered(method, lease_id, outcomes, evidence, patience_s=ACKNOWLEDGE_TIMEOUT_S))
         except AWAY as error:
             raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
-
-
-class RayEpisodeService:
-    """An EpisodeService on the gateway of a run, for the replicas of its endpoint."""
-
-    def __init__(self, run_id: str) -> None:
-        self._name = _gateway_name(run_id)
-        self._gateway: ActorHandle | None = None
-
-    async def take(self, request: EpisodeRequest) -> EpisodeAnswer:
-        try:
-            if self._gateway is None:
-                self._gateway = ray.get_actor(self._name, NAMESPACE)
-            answer = await self._gateway.take_episode.remote(request)
-        except (*AWAY, ValueError) as error:  # no actor has the name yet
-            reason = f"the run's gateway is away: {summarize_error(error)}"
-            raise InferenceError(503, reason, retry_after_s=1.0) from error
-        if isinstance(answer, EpisodeRejection):
-            raise InferenceError(answer.status, answer.message)
-        return cast("EpisodeAnswer", answer)
 
 
 @ray.remote(max_concurrency=4)
@@ -348,7 +329,7 @@ class ActorLearnerWorkers:
         ]
 
     def make_episode_service(self) -> RayEpisodeService:
-        return RayEpisodeService(self._run_id)
+        return RayEpisodeService(_gateway_name(self._run_id))
 
     def make_weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)

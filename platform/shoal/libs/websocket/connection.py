@@ -39,8 +39,8 @@ class GameConnection:
     """A non-blocking socket, from its first byte to its end.
 
     route:     the gateway's name of it
-    judge:     says why a handshake is rejected, or the policy of another gateway that it is for, or None
-    relayed:   that policy, and the request
+    judge:     says why a handshake is rejected, or the address of another gateway that it is for, or None
+    relayed:   that address, and the request
     awaited:   the events of the socket that the listener waits for
     received_at:  when its newest frame came
     alone_at:  since when it has had no session; None while it has one

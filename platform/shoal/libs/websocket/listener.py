@@ -106,13 +106,13 @@ class WebSocketListener:
         """One turn of each connection that has something; of those without a session, only of a few."""
         ready = dict(self._epoll.poll(0, MAX_READY))
         if ready.pop(self._relays.fileno(), 0):
-            self._relays.take_turns()
+            self._relays.transfer()
         if ready.pop(self._again, 0):
             for connection in self._unread:
                 ready.setdefault(connection.socket.fileno(), select.EPOLLIN)
         strangers_wait = ready.pop(self._waiting_epoll.fileno(), 0)
         for descriptor, mask in ready.items():
-            yield from self._give_turn(self._connections[descriptor], mask)
+            yield from self._handle(self._connections[descriptor], mask)
         now = time.monotonic()
         self._busy_at = now if ready else self._busy_at
         is_busy = now < self._busy_at + BUSY_S
@@ -122,14 +122,14 @@ class WebSocketListener:
                 if descriptor == self._socket.fileno():
                     self._accept(limit)
                 elif (stranger := self._connections.get(descriptor)) is not None:  # not dropped in this round
-                    yield from self._give_turn(stranger, mask)
+                    yield from self._handle(stranger, mask)
             self._rested_at = time.monotonic() + REST * (time.monotonic() - now)
         should_rest = is_busy and now < self._rested_at
         if should_rest != self._is_resting:  # sessions wake the gateway meanwhile, or else it wakes within 0.1 s
             self._is_resting = should_rest
             self._epoll.modify(self._waiting_epoll, 0 if should_rest else select.EPOLLIN)
 
-    def _give_turn(
+    def _handle(
         self, connection: GameConnection, mask: int
     ) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
         if mask & select.EPOLLOUT:
@@ -299,17 +299,17 @@ class WebSocketListener:
             connection.awaited = awaited
             connection.poller.modify(connection.socket, awaited)
 
-    def _hand_over(self, connection: GameConnection, policy: str, request: bytes) -> None:
+    def _hand_over(self, connection: GameConnection, address: str, request: bytes) -> None:
         """What a client sends before it is answered is no part of WebSocket, and is dropped."""
         connection.poller.unregister(connection.socket)
         del self._connections[connection.socket.fileno()], self._routes[connection.route]
         del self._waiting[connection.route]
         self._unread.pop(connection, None)
-        self._relays.open(connection.socket, policy, request)
+        self._relays.open(connection.socket, address, request)
 
     def _judge(self, request: Request) -> tuple[HTTPStatus, str] | str | None:
         hosts, origins = request.headers.get_all("Host"), request.headers.get_all("Origin")
         others, policy = self._relays.addresses, find_policy(request.path)
         if policy in others:
-            return policy
+            return others[policy]
         return self._rules.find_problem(request.path, "".join(hosts[:1]), origins[0] if origins else None, others)

@@ -39,7 +39,7 @@ class RelayedSide:
         writes = bool(self.unsent) and not self._awaits_read
         return (select.EPOLLIN if reads or self._awaits_read else 0) | (select.EPOLLOUT if writes else 0)
 
-    def take_turn(self, mask: int) -> None:
+    def transfer(self, mask: int) -> None:
         """Send what waits, and give the other side what has come."""
         try:
             if number := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -86,9 +86,9 @@ class Relays:
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def open(self, sock: socket.socket, policy: str, request: bytes) -> None:
+    def open(self, sock: socket.socket, address: str, request: bytes) -> None:
         """Relay a game's connection from now on; it ends when the other gateway cannot be reached."""
-        url = urlsplit(self.addresses[policy])
+        url = urlsplit(address)
         assert url.hostname is not None
         upstream = socket.socket(socket.AF_INET6 if ":" in url.hostname else socket.AF_INET)
         upstream.setblocking(False)
@@ -101,13 +101,13 @@ class Relays:
             side.awaited = side.find_awaited()
             self._epoll.register(side.descriptor, side.awaited)
 
-    def take_turns(self) -> None:
+    def transfer(self) -> None:
         """Pass on what has come."""
         for descriptor, mask in self._epoll.poll(0, MAX_READY):
             side = self._sides.get(descriptor)
             if side is None:  # its peer has ended in this round
                 continue
-            side.take_turn(mask)
+            side.transfer(mask)
             if side.is_closed:
                 self._end(side)
                 continue

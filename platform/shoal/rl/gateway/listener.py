@@ -12,6 +12,7 @@ from typing import Protocol
 from shoal.errors import ConfigError, ProtocolViolation
 from shoal.plugins.find import find_extension
 from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.gateway.zmq_listener import format_address
 from shoal.rl.spec import GatewaySpec
 
 LISTENERS = "shoal.listeners"
@@ -36,7 +37,8 @@ class Listener(Protocol):
         """Send a message without waiting; returns why it was not sent, or an empty string."""
 
     def relay(self, addresses: Mapping[str, str]) -> None:
-        """Pass connections for other policies of the run on to their gateways' addresses, by policy."""
+        """Pass connections for other policies of the run on to their gateways' addresses, by policy. From any
+        thread."""
 
     def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
         """Once a heartbeat: end connections that have no session, and those that are silent, whose routes it returns.
@@ -44,6 +46,11 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """End all connections."""
+
+
+def format_websocket_address(listener: Listener | None, host: str) -> str:
+    """For games that reach the gateway at this host; empty without a listener."""
+    return format_address(listener.scheme, host, listener.port) if listener else ""
 
 
 def find_listener(spec: GatewaySpec) -> Callable[[GatewaySetting, int], Listener] | None:
