@@ -113,7 +113,7 @@ ORDER: dict[str, list[set[str]]] = {
     "train": [{"__main__"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
     "rl": [
         {"local_loop", "ray_workers"},
-        {"learner", "learner_replica"},
+        {"learner", "learner_replica", "ray_episode_service"},
         {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},
         {"learner_group"},

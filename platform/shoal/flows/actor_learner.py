@@ -95,13 +95,9 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     workers have waited for their places in vain."""
     checked = check(spec)
     # Closes the record first: it must be right even when the rest is cut short.
+    kind, run_id = shoal.runs.RunKind.LOOP, expected_run_id()
     record = shoal.runs.recording(
-        spec.to_record(),
-        job,
-        begun="gateway_ready",
-        kind=shoal.runs.RunKind.LOOP,
-        resumed=spec.resume,
-        run_id=expected_run_id(),
+        spec.to_record(), job, begun="gateway_ready", kind=kind, resumed=spec.resume, run_id=run_id
     )
     with ExitStack() as closing, record as recorder:
         run = LoopRun(spec, recorder, checked)
