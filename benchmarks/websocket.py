@@ -143,7 +143,7 @@ def kill(folder: Path) -> tuple[int, int, int]:
 def main() -> None:
     chosen = options(__doc__, runs=5)
     seconds = 1.0 if chosen.quick else 4.0
-    rows = [*attack(chosen.runs, seconds)]
+    rows = [*compare_transports(chosen.runs, seconds), *attack(chosen.runs, seconds)]
     lost, twice, acknowledged = list[float](), list[float](), list[float]()
     for number in range(chosen.runs):
         with scratch() as folder:
