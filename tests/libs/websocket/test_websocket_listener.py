@@ -107,13 +107,17 @@ def open_socket(parts: Parts) -> socket.socket:
     return socket.create_connection(("127.0.0.1", parts.gateway.listener.port), WAIT_S)  # type: ignore[union-attr]
 
 
+REQUEST = (
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
 @contextmanager
 def raw_session(parts: Parts) -> Iterator[socket.socket]:
     """A socket behind its handshake: it writes frames itself."""
     with open_socket(parts) as raw:
-        request = "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        raw.sendall(f"{request}Sec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}\r\n".encode())
-        raw.sendall(b"Sec-WebSocket-Version: 13\r\n\r\n")
+        raw.sendall(REQUEST)
         assert b" 101 " in raw.recv(4096)
         yield raw
 
@@ -372,6 +376,26 @@ def test_a_session_that_floods_leaves_the_others_their_turns() -> None:
             assert honest.act(0, step)["action"] in (0, 1)
         counts = {actor["actor_id"]: actor["invalid"] for actor in parts.gateway.stats()["actors"]}
         assert counts["flooding"]["unknown_kind"] < 3000
+
+
+def test_clients_without_a_session_rest_while_games_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "BUSY_S", 1e9)
+    monkeypatch.setattr(listener, "REST", 1e9)
+    with serving(websocket=0, heartbeat_s=0.05) as parts, Game(parts) as game:
+        game.enter()
+        game.act(0, 0)
+        with open_socket(parts) as stranger:
+            stranger.sendall(REQUEST)
+            for step in range(1, 20):
+                game.act(0, step)
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+            monkeypatch.setattr(listener, "REST", 0.0)
+            assert isinstance(parts.gateway.listener, WebSocketListener)
+            parts.gateway.listener._rested_at = 0.0
+            stranger.settimeout(WAIT_S)
+            assert b" 101 " in stranger.recv(4096)
 
 
 def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

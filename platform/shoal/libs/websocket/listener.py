@@ -102,7 +102,7 @@ class WebSocketListener:
         """Pass connections to the paths of other policies on to the addresses of their gateways."""
         self._relays.addresses = addresses
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+    def receive(self, is_busy: bool) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
         """One turn of each connection that has something; of those without a session, only of a few."""
         ready = dict(self._epoll.poll(0, MAX_READY))
         if ready.pop(self._relays.fileno(), 0):
@@ -114,7 +114,7 @@ class WebSocketListener:
         for descriptor, mask in ready.items():
             yield from self._handle(self._connections[descriptor], mask)
         now = time.monotonic()
-        self._busy_at = now if ready else self._busy_at
+        self._busy_at = now if ready or is_busy else self._busy_at
         is_busy = now < self._busy_at + BUSY_S
         if strangers_wait:
             limit = 1 if is_busy else MAX_STRANGERS

@@ -210,10 +210,10 @@ class Gateway:
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             with self._lock:
-                if self._socket in ready:
+                if is_busy := self._socket in ready:
                     self._receive_round()
                 if self.listener is not None:
-                    self._receive_from(self.listener)
+                    self._receive_from(self.listener, is_busy)
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
                     self._sweep()
@@ -276,8 +276,8 @@ class Gateway:
                 return
             self._handle_message(route, frames)
 
-    def _receive_from(self, listener: Listener) -> None:
-        for route, frames in listener.receive():
+    def _receive_from(self, listener: Listener, is_busy: bool) -> None:
+        for route, frames in listener.receive(is_busy):
             if frames is None:
                 self._handshake.end_session(route, "disconnected")
             elif isinstance(frames, ProtocolViolation):

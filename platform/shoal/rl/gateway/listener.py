@@ -30,8 +30,9 @@ class Listener(Protocol):
     def __contains__(self, route: bytes) -> bool:
         """Whether a route is its own."""
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
-        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended."""
+    def receive(self, is_busy: bool) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended. is_busy: actors
+        of the ROUTER play, which must not wait for clients without a session."""
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> str:
         """Send a message without waiting; returns why it was not sent, or an empty string."""
