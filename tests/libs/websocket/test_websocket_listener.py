@@ -379,10 +379,11 @@ def test_a_session_that_floods_leaves_the_others_their_turns() -> None:
 
 
 def test_clients_without_a_session_rest_while_games_play(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "BUSY_S", 1e9)
-    monkeypatch.setattr(listener, "REST", 1e9)
     with serving(websocket=0, heartbeat_s=0.05) as parts, Game(parts) as game:
         game.enter()
+        assert isinstance(parts.gateway.listener, WebSocketListener)
+        monkeypatch.setattr(listener, "BUSY_S", 1e9)
+        parts.gateway.listener._rested_at = 1e18  # as after the longest of turns
         game.act(0, 0)
         with open_socket(parts) as stranger:
             stranger.sendall(REQUEST)
@@ -391,8 +392,6 @@ def test_clients_without_a_session_rest_while_games_play(monkeypatch: pytest.Mon
             stranger.setblocking(False)
             with pytest.raises(BlockingIOError):
                 stranger.recv(1)
-            monkeypatch.setattr(listener, "REST", 0.0)
-            assert isinstance(parts.gateway.listener, WebSocketListener)
             parts.gateway.listener._rested_at = 0.0
             stranger.settimeout(WAIT_S)
             assert b" 101 " in stranger.recv(4096)
