@@ -41,7 +41,7 @@ MAX_READY = 256  # connections with a session that have a turn in one round
 MAX_STRANGERS = 16  # likewise, without one; while games play, one: their answers wait for it
 MAX_WAITING = 16_384  # without a session
 BUSY_S = 0.1  # since a session's newest message: then those without one have
-REST = 9  # times as long a rest as their turns have taken
+REST = 9  # times as long a rest as their turns have taken of the processor
 PING_S = 20.0  # of silence, after which a client's library is asked for a pong
 FAREWELL_S = 0.5  # for the clients to read the last messages of a gateway that stops
 _PORT_WAIT_S = 1.0  # for the previous gateway to release the port
@@ -117,13 +117,13 @@ class WebSocketListener:
         self._busy_at = now if ready or is_busy else self._busy_at
         is_busy = now < self._busy_at + BUSY_S
         if strangers_wait:
-            limit = 1 if is_busy else MAX_STRANGERS
+            limit, begun = 1 if is_busy else MAX_STRANGERS, time.thread_time()
             for descriptor, mask in self._waiting_epoll.poll(0, limit):
                 if descriptor == self._socket.fileno():
                     self._accept(limit)
                 elif (stranger := self._connections.get(descriptor)) is not None:  # not dropped in this round
                     yield from self._handle(stranger, mask)
-            self._rested_at = time.monotonic() + REST * (time.monotonic() - now)
+            self._rested_at = time.monotonic() + REST * (time.thread_time() - begun)
         should_rest = is_busy and now < self._rested_at
         if should_rest != self._is_resting:  # sessions wake the gateway meanwhile, or else it wakes within 0.1 s
             self._is_resting = should_rest
