@@ -21,6 +21,7 @@ from shoal.random_state import preserve_rng
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
@@ -81,7 +82,7 @@ class LocalLoop:
     @property
     def websocket_address(self) -> str:
         """For games that speak WebSocket; empty without `gateway.websocket`."""
-        return self.gateway.format_websocket_address()
+        return format_websocket_address(self.gateway.listener, self.gateway.spec.host)
 
     def wait_until_solved(self, timeout_s: float) -> float:
         """Wait for the target return; returns the seconds from the first segment. Raises RunError."""
