@@ -51,16 +51,22 @@ void play_many(shoal::Run& run, int count) {
 }
 
 int main(int argc, char** argv) {
-  if (argc < 2 || !std::getenv("SHOAL_TOKEN")) return std::cerr << "usage: SHOAL_TOKEN=... catch ADDRESS[,ADDRESS] [GAMES]\n", 2;
+  const char* token = std::getenv("SHOAL_TOKEN");
+  if (argc < 2 || !token) {
+    std::cerr << "usage: SHOAL_TOKEN=... catch ADDRESS[,ADDRESS] [GAMES]\n";
+    return 2;
+  }
   std::vector<std::string> addresses;
   std::istringstream listed(argv[1]);
   for (std::string each; std::getline(listed, each, ',');) addresses.push_back(each);
   try {
-    shoal::Run run(addresses, std::getenv("SHOAL_TOKEN"), "catch-cpp");
+    shoal::Run run(addresses, token, "catch-cpp");
     int count = argc > 2 ? std::atoi(argv[2]) : 1;
     count > 1 ? play_many(run, count) : play(run);
     std::cout << "the run is over\n";
+    return 0;
   } catch (const shoal::Error& error) {
-    return std::cerr << error.what() << "\n", 1;
+    std::cerr << error.what() << "\n";
+    return 1;
   }
 }

@@ -2,9 +2,11 @@
 // package. docs/games/cpp.md is its page, docs/protocol.md its protocol. One thread at a time uses a Run.
 #pragma once
 #ifdef _WIN32
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
 #include <winsock2.h>
 #include <ws2tcpip.h>
-#pragma comment(lib, "ws2_32")
 #else
 #include <fcntl.h>
 #include <netdb.h>
@@ -32,6 +34,7 @@
 #include <thread>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace shoal {
@@ -42,7 +45,7 @@ constexpr size_t max_received_bytes = size_t(64) << 20;  // of one message
 /// HTTP), `malformed` (bytes that are no answer), `timeout`, `busy`, `no_tls`. Thrown where exceptions are enabled.
 struct Error : std::runtime_error {
   explicit Error(std::string name = "", const std::string& problem = "", int of_agent = -1)
-      : std::runtime_error(name + ": " + problem), code(std::move(name)), agent(of_agent) {}
+      : std::runtime_error(name.empty() ? problem : name + ": " + problem), code(std::move(name)), agent(of_agent) {}
   std::string code;
   int agent;  // that it is about; -1: none
 };
@@ -62,6 +65,11 @@ struct Json {
   }
   int64_t integer() const { return std::abs(number) < 9e15 ? int64_t(number) : -1; }
 
+  /// False for a text that is not one value.
+  bool parse(const std::string& from) {
+    const char *at = from.data(), *end = at + from.size();
+    return read(at, end, 0) && (skip(at, end), at == end);
+  }
   static std::string quote(const std::string& text) {
     std::string quoted = "\"";
     char escape[8];
@@ -77,81 +85,64 @@ struct Json {
     std::replace(digits, digits + std::strlen(digits), ',', '.');
     return digits;
   }
-};
-
-/// Reads a text that is one value. False: it is none.
-class JsonReader {
- public:
-  explicit JsonReader(const std::string& text) : at_(text.data()), end_(at_ + text.size()) {}
-  bool read(Json& into) { return value(into, 0) && (skip(), at_ == end_); }
 
  private:
-  void skip() { while (at_ < end_ && (*at_ == ' ' || *at_ == '\t' || *at_ == '\n' || *at_ == '\r')) at_++; }
-  bool is_digit() const { return at_ < end_ && *at_ >= '0' && *at_ <= '9'; }
-  bool take(const char* word) {
+  using At = const char*;
+  static void skip(At& at, At end) { while (at < end && (*at == ' ' || *at == '\t' || *at == '\n' || *at == '\r')) at++; }
+  static bool is_digit(At at, At end) { return at < end && *at >= '0' && *at <= '9'; }
+  static bool take(At& at, At end, const char* word) {
     size_t size = std::strlen(word);
-    return size_t(end_ - at_) >= size && !std::memcmp(at_, word, size) && (at_ += size, true);
+    return size_t(end - at) >= size && !std::memcmp(at, word, size) && (at += size, true);
   }
-  bool value(Json& into, int depth) {
-    skip();
-    if (depth > 64 || at_ == end_) return false;
-    if (*at_ == '"') return into.kind = Json::String, string(into.text);
-    if (take("{")) return into.kind = Json::Object, list(into, depth, "}");
-    if (take("[")) return into.kind = Json::Array, list(into, depth, "]");
-    if (take("null")) return true;
-    into.kind = Json::Bool;
-    if (take("false") || (take("true") && (into.number = 1, true))) return true;
-    return into.kind = Json::Number, number(into.number);
+  bool read(At& at, At end, int depth) {
+    skip(at, end);
+    if (depth > 64 || at == end) return false;
+    if (*at == '"') return kind = String, read_text(at, end, text);
+    if (take(at, end, "{")) return kind = Object, read_items(at, end, depth, "}");
+    if (take(at, end, "[")) return kind = Array, read_items(at, end, depth, "]");
+    if (take(at, end, "null")) return true;
+    kind = Bool, number = take(at, end, "true");
+    if (number > 0 || take(at, end, "false")) return true;
+    return kind = Number, read_number(at, end);
   }
-  bool list(Json& into, int depth, const char* closing) {
-    if (skip(), take(closing)) return true;
+  bool read_items(At& at, At end, int depth, const char* closing) {
+    if (skip(at, end), take(at, end, closing)) return true;
     do {
-      if (into.kind == Json::Object && (skip(), !string(into.names.emplace_back()) || (skip(), !take(":")))) return false;
-      if (!value(into.items.emplace_back(), depth + 1)) return false;
-    } while (skip(), take(","));
-    return take(closing);
+      if (kind == Object && (skip(at, end), !read_text(at, end, names.emplace_back()))) return false;
+      if (kind == Object && (skip(at, end), !take(at, end, ":"))) return false;
+      if (!items.emplace_back().read(at, end, depth + 1)) return false;
+    } while (skip(at, end), take(at, end, ","));
+    return take(at, end, closing);
   }
-  bool number(double& value) {
-    bool is_negative = take("-"), is_number = false, is_small = false;
+  bool read_number(At& at, At end) {
+    bool is_negative = take(at, end, "-"), is_number = is_digit(at, end), is_small = false;
     int exponent = 0, written = 0;
-    for (; is_digit(); is_number = true) value = value * 10 + (*at_++ - '0');
-    if (take("."))
-      for (; is_digit(); exponent--) value = value * 10 + (*at_++ - '0');
-    if (take("e") || take("E")) {
-      if (!take("+")) is_small = take("-");
-      while (is_digit()) written = std::min(written * 10 + (*at_++ - '0'), 999);
+    while (is_digit(at, end)) number = number * 10 + (*at++ - '0');
+    if (take(at, end, "."))
+      for (; is_digit(at, end); exponent--) number = number * 10 + (*at++ - '0');
+    if (take(at, end, "e") || take(at, end, "E")) {
+      if (!take(at, end, "+")) is_small = take(at, end, "-");
+      while (is_digit(at, end)) written = std::min(written * 10 + (*at++ - '0'), 999);
     }
-    value *= std::pow(10.0, exponent + (is_small ? -written : written)) * (is_negative ? -1 : 1);
-    return is_number && std::isfinite(value);
+    number *= std::pow(10.0, exponent + (is_small ? -written : written)) * (is_negative ? -1 : 1);
+    return is_number && std::isfinite(number);
   }
-  bool string(std::string& text) {
-    if (!take("\"")) return false;
-    while (at_ < end_ && *at_ != '"') {
-      uint32_t code = 0, low = 0;
-      if (!take("\\")) text += *at_++;
-      else if (take("u")) {
-        if (!hex(code) || (code >> 10 == 0x36 && (!take("\\u") || !hex(low)))) return false;
-        if (low) code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
-        int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-        text += char(more ? (0xf0 << (3 - more) & 0xff) | code >> 6 * more : code);
-        while (more--) text += char(0x80 | (code >> 6 * more & 0x3f));
-      } else if (at_ < end_) {
-        const char *escapes = "bfnrt", *at = *at_ ? std::strchr(escapes, *at_) : nullptr;
-        text += at ? "\b\f\n\r\t"[at - escapes] : *at_;
-        at_++;
-      }
+  static bool read_text(At& at, At end, std::string& into) {
+    if (!take(at, end, "\"")) return false;
+    while (at < end && *at != '"') {
+      if (*at != '\\') { into += *at++; continue; }
+      if (end - at < 2) return false;
+      const char *escapes = "b\bf\fn\nr\rt\t", *plain = std::strchr(escapes, at[1]);
+      if (at[1] == 'u') {
+        unsigned long code = end - at < 6 ? 0 : std::strtoul(std::string(at + 2, 4).c_str(), nullptr, 16);
+        if (code >= 0x800) into += {char(0xe0 | code >> 12), char(0x80 | (code >> 6 & 0x3f)), char(0x80 | (code & 0x3f))};
+        else if (code >= 0x80) into += {char(0xc0 | code >> 6), char(0x80 | (code & 0x3f))};
+        else into += char(code);
+      } else into += plain && at[1] ? plain[1] : at[1];
+      at += std::min<ptrdiff_t>(end - at, at[1] == 'u' ? 6 : 2);
     }
-    return take("\"");
+    return take(at, end, "\"");
   }
-  bool hex(uint32_t& code) {
-    for (int i = 0; i < 4 && at_ < end_; i++, at_++) {
-      const char *digits = "0123456789abcdef0123456789ABCDEF", *at = *at_ ? std::strchr(digits, *at_) : nullptr;
-      if (!at) return false;
-      code = code << 4 | uint32_t((at - digits) % 16);
-    }
-    return true;
-  }
-  const char *at_, *end_;
 };
 
 /// The numbers of an observation, a mask or an action.
@@ -181,10 +172,10 @@ struct Dtype {
       return true;
     }, [](const char* bytes) { T value; return std::memcpy(&value, bytes, sizeof value), double(value); }};
   }
-  /// Null for a name that is none.
+  /// Null for a name that is none. A bool is a byte.
   static const Dtype* find(const std::string& name) {
     static const std::map<std::string, Dtype> all = {
-        {"float32", of<float>()}, {"float64", of<double>()}, {"bool", of<bool>()}, {"int8", of<int8_t>()},
+        {"float32", of<float>()}, {"float64", of<double>()}, {"bool", of<uint8_t>()}, {"int8", of<int8_t>()},
         {"int16", of<int16_t>()}, {"int32", of<int32_t>()}, {"int64", of<int64_t>()}, {"uint8", of<uint8_t>()},
         {"uint16", of<uint16_t>()}, {"uint32", of<uint32_t>()}, {"uint64", of<uint64_t>()}};
     auto at = all.find(name);
@@ -192,24 +183,22 @@ struct Dtype {
   }
 };
 
-/// A connection that carries binary WebSocket messages. Write one for the socket of an engine, or for TLS.
+/// A connection that carries binary WebSocket messages. Write one for the sockets of an engine, or for TLS. None of the
+/// three functions waits; the destructor ends the connection.
 class Transport {
  public:
   enum State { Opening, Open, Message, Lost };
-  virtual ~Transport() = default;                       // ends the connection
-  virtual void open(const std::string& address) = 0;    // begins one, in place of that before; does not wait
-  virtual void send(const std::string& message) = 0;    // does not wait
-  virtual State poll(std::string& message) = 0;         // Message: one has come. Does not wait
+  virtual ~Transport() = default;
+  virtual void open(const std::string& address) = 0;  // begins one, in place of that before
+  virtual void send(const std::string& message) = 0;
+  virtual State poll(std::string& message) = 0;       // Message: one has come
   virtual void wait(int) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }  // until one may have come
-  Error lost;  // why it was lost; with a code, if another attempt is useless
+  Error lost;                                         // why it was lost; with a code, if another attempt is useless
 };
 
-/// The sockets of this system. No TLS.
+/// The sockets of this system: `ws://` alone. The system may wait where a host has a name that it does not know.
 class SocketTransport : public Transport {
  public:
-#ifdef _WIN32
-  SocketTransport() { WSADATA data; WSAStartup(MAKEWORD(2, 2), &data); }
-#endif
   ~SocketTransport() override {
     if (phase_ == Ready) frame(8, "\x03\xe8"), flush();  // 1000
     drop();
@@ -218,17 +207,17 @@ class SocketTransport : public Transport {
   void open(const std::string& address) override {
     drop(), lost = Error(), in_.clear(), out_.clear(), part_.clear(), is_part_ = false;
     if (found_) freeaddrinfo(found_), found_ = nullptr;
-    size_t host = address.find("://") + 3, slash = std::min(address.find('/', host), address.size());
-    if (address.compare(0, 5, "ws://")) return void(lose("no_tls", address + " is no ws://"));
-    std::string authority = address.substr(host, slash - host), path = address.substr(slash);
-    size_t colon = authority.rfind(':'), is_v6 = authority[0] == '[';
-    out_ = "GET " + (path.empty() ? "/" : path) + " HTTP/1.1\r\nHost: " + authority + "\r\nUpgrade: websocket\r\n"
-           "Connection: Upgrade\r\nSec-WebSocket-Key: YSBnYW1lIGZvciBzaG9hbA==\r\nSec-WebSocket-Version: 13\r\n\r\n";
-    if (colon == std::string::npos) return void(lose("rejected", address + " has no port"));
-    std::string name = authority.substr(is_v6, colon - 2 * is_v6), port = authority.substr(colon + 1);
+    size_t slash = std::min(address.find('/', 5), address.size()), colon = address.rfind(':', slash);
+    if (address.compare(0, 5, "ws://") || colon < 5) return void(lose("no_tls", address + " is no ws://HOST:PORT"));
+    std::string host = address.substr(5, colon - 5), port = address.substr(colon + 1, slash - colon - 1);
+    out_ = "GET " + (slash < address.size() ? address.substr(slash) : "/") + " HTTP/1.1\r\nHost: " + host + ":" + port +
+           "\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+           "Sec-WebSocket-Key: YSBnYW1lIGZvciBzaG9hbA==\r\n\r\n";
+    if (host[0] == '[') host = host.substr(1, host.size() - 2);
     addrinfo hints{};
     hints.ai_socktype = SOCK_STREAM;
-    getaddrinfo(name.c_str(), port.c_str(), &hints, &found_), next_ = found_, connect_next();
+    start();
+    getaddrinfo(host.c_str(), port.c_str(), &hints, &found_), next_ = found_, connect_next();
   }
   void send(const std::string& message) override { frame(2, message), flush(); }
   State poll(std::string& message) override {
@@ -252,50 +241,50 @@ class SocketTransport : public Transport {
     }
     return phase_ == Closed ? Lost : phase_ == Ready ? Open : Opening;
   }
-  void wait(int milliseconds) override {
-    if (phase_ < Connecting) Transport::wait(milliseconds);
-    else wait_for(milliseconds);
-  }
+  void wait(int milliseconds) override { phase_ == Closed ? Transport::wait(1) : void(wait_for(milliseconds)); }
 
  private:
 #ifdef _WIN32
   using Socket = SOCKET;
+  using Polled = WSAPOLLFD;
+  using Size = int;
   static constexpr int no_signal = 0;
+  static void start() { WSADATA data; static int started = WSAStartup(MAKEWORD(2, 2), &data); (void)started; }
   static bool would_wait() { return WSAGetLastError() == WSAEWOULDBLOCK; }
   static void set_non_blocking(Socket socket) { u_long on = 1; ioctlsocket(socket, FIONBIO, &on); }
-  static int poll_socket(WSAPOLLFD* each, int milliseconds) { return WSAPoll(each, 1, milliseconds); }
-  static void close_socket(Socket socket) { closesocket(socket); }
-  using Polled = WSAPOLLFD;
+  static int poll_one(Polled* each, int milliseconds) { return WSAPoll(each, 1, milliseconds); }
+  static void close(Socket socket) { closesocket(socket); }
 #else
   using Socket = int;
+  using Polled = pollfd;
+  using Size = size_t;
 #ifdef MSG_NOSIGNAL
   static constexpr int no_signal = MSG_NOSIGNAL;
 #else
-  static constexpr int no_signal = 0;  // macOS: a game ignores SIGPIPE
+  static constexpr int no_signal = 0;  // macOS: the game ignores SIGPIPE
 #endif
+  static void start() {}
   static bool would_wait() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINPROGRESS || errno == EINTR; }
   static void set_non_blocking(Socket socket) { fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK); }
-  static int poll_socket(pollfd* each, int milliseconds) { return ::poll(each, 1, milliseconds); }
-  static void close_socket(Socket socket) { ::close(socket); }
-  using Polled = pollfd;
+  static int poll_one(Polled* each, int milliseconds) { return ::poll(each, 1, milliseconds); }
+  static void close(Socket socket) { ::close(socket); }
 #endif
   enum Phase { Closed, Connecting, Upgrading, Ready };
 
   void connect_next() {
-    for (drop(); next_;) {
-      addrinfo* to = next_;
-      next_ = to->ai_next, socket_ = ::socket(to->ai_family, to->ai_socktype, to->ai_protocol);
+    for (drop(); next_; drop()) {
+      addrinfo* to = std::exchange(next_, next_->ai_next);
+      socket_ = ::socket(to->ai_family, to->ai_socktype, to->ai_protocol);
       if (socket_ == Socket(-1)) continue;
       int one = 1;
       set_non_blocking(socket_), phase_ = Connecting;
       setsockopt(socket_, IPPROTO_TCP, TCP_NODELAY, reinterpret_cast<const char*>(&one), sizeof one);
-      if (!::connect(socket_, to->ai_addr, decltype(to->ai_addrlen)(to->ai_addrlen)) || would_wait()) return;
-      drop();
+      if (!::connect(socket_, to->ai_addr, Size(to->ai_addrlen)) || would_wait()) return;
     }
     lose("", "nothing listens there");
   }
   void drop() {
-    if (phase_ >= Connecting) close_socket(socket_);
+    if (phase_ != Closed) close(socket_);
     phase_ = Closed;
   }
   bool lose(const char* code, const std::string& problem) {
@@ -305,12 +294,12 @@ class SocketTransport : public Transport {
   bool wait_for(int milliseconds) {
     Polled each{};
     each.fd = socket_, each.events = short(POLLIN | (phase_ == Connecting || !out_.empty() ? POLLOUT : 0));
-    return poll_socket(&each, milliseconds) > 0;
+    return poll_one(&each, milliseconds) > 0;
   }
   void flush() {
-    while (!out_.empty()) {
-      auto count = ::send(socket_, out_.data(), decltype(sizeof 0)(out_.size()), no_signal);
-      if (count <= 0) return;  // a loss is seen by the next read
+    for (;;) {
+      auto count = out_.empty() ? 0 : ::send(socket_, out_.data(), Size(out_.size()), no_signal);
+      if (count <= 0) return;  // a loss shows at the next read
       out_.erase(0, size_t(count));
     }
   }
@@ -324,16 +313,15 @@ class SocketTransport : public Transport {
   }
   void upgrade() {
     size_t end = in_.find("\r\n\r\n");
-    if (in_.compare(0, 7, "HTTP/1.", 0, std::min<size_t>(7, in_.size())) || (end > 65536 && in_.size() > 65536))
+    if (in_.compare(0, std::min<size_t>(7, in_.size()), "HTTP/1.", std::min<size_t>(7, in_.size())) || in_.size() > 65536)
       return void(lose("malformed", "the server does not speak HTTP"));
     if (end == std::string::npos) return;
-    if (in_.compare(9, 3, "101")) {  // its text follows, and then the server closes
+    if (in_.compare(9, 3, "101"))  // its text follows, and then the server closes
       lost = Error(in_.compare(9, 1, "4") ? "" : "rejected", in_.substr(9));
-    } else if (in_.find("R4cAC4Jwn/jAGjDVdiiUZtCM9sM=") > end) {  // of the key: both are constant, as nothing is cached
+    else if (in_.find("R4cAC4Jwn/jAGjDVdiiUZtCM9sM=") > end)  // of the key: both are constant, since nothing is cached
       lose("malformed", "the server does not speak WebSocket");
-    } else {
+    else
       in_.erase(0, end + 4), phase_ = Ready;
-    }
   }
   bool read_message(std::string& message) {
     size_t at = 0;
@@ -344,20 +332,20 @@ class SocketTransport : public Transport {
       if (head > 2) size = 0;
       for (size_t i = 2; i < head; i++) size = size << 8 | byte(i);
       bool is_control = opcode > 7, is_last = byte(0) & 0x80;
-      if ((byte(0) & 0x70) || byte(1) > 127 || opcode > 10 || (opcode > 2 && !is_control) || (is_control && head > 2) ||
-          (is_control && !is_last) || (!is_control && is_part_ == (opcode > 0)) || size > max_received_bytes - part_.size())
+      if ((byte(0) & 0x70) || byte(1) > 127 || opcode > 10 || (opcode > 2 && !is_control) || (is_control && (head > 2 || !is_last)) ||
+          (!is_control && is_part_ == (opcode > 0)) || size > max_received_bytes - part_.size())
         return lose("malformed", "the server sent what is no frame of WebSocket");
       if (in_.size() < at + head + size) break;
       std::string body = in_.substr(at + head, size);
       at += head + size;
       if (opcode == 9) frame(10, body), flush();
       if (opcode == 8) {
-        int code = size < 2 ? 1005 : int(uint8_t(body[0])) << 8 | uint8_t(body[1]);
-        return lose(code == 1009 ? "too_large" : "", "closed with " + std::to_string(code) + body.substr(std::min<size_t>(2, size)));
+        int code = size < 2 ? 1005 : uint8_t(body[0]) << 8 | uint8_t(body[1]);
+        return lose(code == 1009 ? "too_large" : "", "closed, " + std::to_string(code) + " " + body.erase(0, 2));
       }
       if (!is_control) part_ += body, is_part_ = !is_last, is_whole = is_last;
-      if (is_whole) message.swap(part_), part_.clear();
-      if (is_whole) return in_.erase(0, at), true;
+      if (is_whole) message.swap(part_), part_.clear(), in_.erase(0, at);
+      if (is_whole) return true;
     }
     return in_.erase(0, at), false;
   }
@@ -365,7 +353,7 @@ class SocketTransport : public Transport {
   Phase phase_ = Closed;
   Socket socket_ = Socket(-1);
   addrinfo *found_ = nullptr, *next_ = nullptr;  // what the host's name stands for
-  std::string in_, out_, part_;  // bytes that came, that wait, and a message of which frames came
+  std::string in_, out_, part_;                  // bytes that came, bytes to send, frames of a message that came
   bool is_part_ = false;
   std::random_device random_;
 };
@@ -377,7 +365,7 @@ struct Action {
   operator int() const { return int(values[0]); }
 };
 
-/// How an episode ended; Failed and Succeeded are added where a game has a goal: `Terminated | Succeeded`.
+/// How an episode ended; of a game that has a goal, with Failed or Succeeded: `Terminated | Succeeded`.
 enum End { Terminated = 1, Truncated = 2, Failed = 4, Succeeded = 12 };
 
 struct Options {
@@ -385,12 +373,12 @@ struct Options {
   double give_up_s = 0;      // without a gateway; 0: 60 s before the first session, 300 s after one
   std::string behaviour;     // who acts, as "human"; empty: the run's policy
   std::string offers;        // JSON: {"observation": {...}, "action": {...}}, the spaces of this game
-  std::function<void(const Json& values)> on_settings;  // called by `poll` and `act`, with the welcome and on change
-  std::unique_ptr<Transport> transport;                 // empty: a SocketTransport
+  std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: with the welcome, on change
+  std::unique_ptr<Transport> transport = nullptr;                 // empty: a SocketTransport
 };
 
-/// A game's part in a run. Its agents have numbers of the game's choice. Begins to connect at once, in the background
-/// of `poll`, `wait` and `act`, and connects again whenever that is needed: then what is unanswered is sent again.
+/// A game's part in a run. Its agents have numbers of the game's choice. It connects within `poll`, `wait` and `act`, and
+/// again whenever that is needed: then what is unanswered is sent again. Each of these waits as long as it says.
 class Run {
  public:
   Run(std::vector<std::string> addresses, std::string token, std::string actor_id, Options options = {})
@@ -404,9 +392,9 @@ class Run {
   /// The next action of an agent; its first observation begins an episode. `reward` is that of the action before.
   /// Waits for the answer, at most `wait_s`. When the run ends meanwhile, `is_over` says so, and the action is 0.
   Action act(int agent, const Tensor& observation, float reward = 0, const Tensor& mask = {}) {
-    wait_until([&] { return !agents_[agent].waits; });  // for the answer to its last episode's end
+    wait_until([&] { return !is_waiting(agent); });  // for the answer to its last episode's end
     ask(agent, observation, reward, mask);
-    wait_until([&] { return !agents_[agent].waits; });
+    wait_until([&] { return !is_waiting(agent); });
     return action(agent);
   }
   /// The same without waiting: `poll` sends it, together with those of other agents. Afterwards the agent waits.
@@ -420,31 +408,30 @@ class Run {
   /// The action that a person took in place of the newest answer, before the next `ask` or `end` of this agent.
   void take_over(int agent, const Tensor& taken) { agents_[agent].taken = taken; }
   /// Send what was asked, receive, reconnect; never waits. True when no agent waits.
-  bool poll() { return step(), check(), waiting_ == 0; }
+  bool poll() { return step(), report(), waiting_ == 0; }
   /// Wait until no agent does, at most `wait_s`.
   void wait() { wait_until([&] { return waiting_ == 0; }); }
-  bool is_waiting(int agent) const { auto at = agents_.find(agent); return at != agents_.end() && at->second.waits; }
+  bool is_waiting(int agent) { return agents_[agent].waits; }
   /// The newest answer.
   const Action& action(int agent) { return agents_[agent].action; }
   /// Whether the run has ended, this game has left it, or an error was fatal.
   bool is_over() const { return phase_ == Over; }
   bool is_connected() const { return phase_ == Joined; }
-  /// The oldest error that was not thrown, where exceptions are disabled; its code is empty without one.
+  /// The oldest error that was not thrown, as where exceptions are disabled; without one its code is empty.
   Error error() {
     if (errors_.empty()) return fatal_;
     Error oldest = errors_.front();
     return errors_.erase(errors_.begin()), oldest;
   }
-  /// Send the ends of episodes, within a second, and say goodbye. Open episodes are not counted.
+  /// Send the ends of episodes, which takes a second at most, and say goodbye. Open episodes are not counted.
   void leave() {
-    double deadline = now() + 1;
-    auto is_ending = [&](auto& each) { return each.second.waits && each.second.flags & 3; };
-    for (step(); phase_ == Joined && std::any_of(agents_.begin(), agents_.end(), is_ending) && now() < deadline; step())
-      options_.transport->wait(20);
+    auto is_ending = [](auto& each) { return each.second.waits && each.second.flags & 3; };
+    auto are_ending = [&] { return std::any_of(agents_.begin(), agents_.end(), is_ending); };
+    for (double last = now() + 1; !is_over() && are_ending() && now() < last; step()) options_.transport->wait(20);
     if (phase_ == Joined) send("{\"kind\":\"bye\"}");
     finish();
   }
-  Json settings, welcome;  // the newest of the run, and the gateway's welcome
+  Json settings, welcome;  // the run's newest, and the gateway's
 
  private:
   enum Phase { Away, Joining, Joined, Over };
@@ -474,7 +461,7 @@ class Run {
 
   void put(int agent, const Tensor& observation, float reward, int flags, const Tensor& mask) {
     Agent& each = agents_[agent];
-    if (is_over()) return check();
+    if (is_over()) return report();
     if (each.waits) return raise(Error("busy", "the agent waits for an answer", agent));
     if (!std::isfinite(reward)) return raise(Error("invalid", "reward: not finite", agent));
     if (each.episode < 0 && flags) return raise(Error("invalid", "the agent has no episode to end", agent));
@@ -510,17 +497,18 @@ class Run {
       if (left <= 0) errors_.emplace_back("timeout", "no answer for " + Json::format(options_.wait_s) + " s");
       else options_.transport->wait(int(1000 * std::min(left, 0.02)) + 1);
     }
-    check();
+    report();
   }
-  void check() {
+  void report() {
 #if defined(__cpp_exceptions) || defined(_CPPUNWIND)
     Error oldest = error();
     if (!oldest.code.empty()) throw oldest;
 #endif
   }
-  void raise(Error error) { errors_.push_back(std::move(error)), check(); }
+  void raise(Error error) { errors_.push_back(std::move(error)), report(); }
   void finish(Error error = Error()) {
-    fatal_ = std::move(error), phase_ = Over, waiting_ = 0, options_.transport.reset();
+    if (!is_over()) fatal_ = std::move(error);
+    phase_ = Over, waiting_ = 0, options_.transport.reset();
     for (auto& each : agents_) each.second.waits = false, each.second.action.values.assign(action_.count, 0);
   }
 
@@ -555,7 +543,7 @@ class Run {
   /// Connect again: to the same address after a session, then to the next ones.
   void lose(const Error& error) {
     if (!error.code.empty() && addresses_.size() == 1) return finish(error);
-    why_ = addresses_[address_] + error.what(), since_ = phase_ == Joined ? now() : since_;
+    why_ = addresses_[address_] + ": " + error.what(), since_ = phase_ == Joined ? now() : since_;
     if (phase_ == Joining) address_ = (address_ + 1) % addresses_.size();
     try_at_ = now() + (attempts_ ? std::min(1.0, 0.05 * std::pow(2.0, attempts_ - 1)) : 0), attempts_ += attempts_ < 9;
     phase_ = Away;
@@ -644,7 +632,7 @@ class Run {
       if ((at += 4) > message.size() || size > message.size() - at) return reject("a frame that ends beyond its message");
       frames.push_back(message.substr(at, size));
     }
-    if (frames.empty() || !JsonReader(frames[0]).read(header)) return reject("a header that is no JSON");
+    if (frames.empty() || !header.parse(frames[0])) return reject("a header that is no JSON");
     const std::string &kind = header["kind"].text, &code = header["code"].text;
     if (kind == "welcome") return join(header);
     if (kind == "error" && code == "hello_required") return lose(Error("", header["message"].text));
@@ -674,6 +662,7 @@ class Run {
     bool is_other = !run_id_.empty() && run_id_ != header["run_id"].text;  // it knows none of the episodes
     for (auto& [agent, each] : agents_)
       if (is_other) each.total = 0, each.waits ? refuse(agent, each, "unknown_episode", "") : void();
+    if (is_other) settings_version_ = 0;
     run_id_ = header["run_id"].text, heartbeat_s_ = std::max(0.1, header["heartbeat_s"].number);
     timeout_s_ = std::max(heartbeat_s_, header["timeout_s"].number);
     phase_ = Joined, has_rows_ = true, resend();

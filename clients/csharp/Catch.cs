@@ -50,7 +50,7 @@ sealed class Catch {
     }
   }
 
-  static int Main(string[] arguments) {
+  public static int Main(string[] arguments) {
     try {
       using (var run = new Run(arguments[0].Split(','), Environment.GetEnvironmentVariable("SHOAL_TOKEN"), "catch-cs")) {
         if (arguments.Length > 1) PlayMany(run, int.Parse(arguments[1])); else Play(run);
