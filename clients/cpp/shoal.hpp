@@ -63,7 +63,7 @@ struct Json {
     auto at = std::find(names.begin(), names.end(), name);
     return at == names.end() ? none : items[size_t(at - names.begin())];
   }
-  int64_t integer() const { return std::abs(number) < 9e15 ? int64_t(number) : -1; }
+  int64_t integer(int64_t otherwise = -1) const { return kind == Number && std::abs(number) < 9e15 ? int64_t(number) : otherwise; }
 
   /// False for a text that is not one value.
   bool parse(const std::string& from) {
@@ -317,7 +317,7 @@ class SocketTransport : public Transport {
       return void(lose("malformed", "the server does not speak HTTP"));
     if (end == std::string::npos) return;
     if (in_.compare(9, 3, "101"))  // its text follows, and then the server closes
-      lost = Error(in_.compare(9, 1, "4") ? "" : "rejected", in_.substr(9));
+      lost = Error(in_.compare(9, 1, "4") ? "" : "rejected", in_.substr(9, in_.find('\r') - 9) + ": " + in_.substr(end + 4));
     else if (in_.find("R4cAC4Jwn/jAGjDVdiiUZtCM9sM=") > end)  // of the key: both are constant, since nothing is cached
       lose("malformed", "the server does not speak WebSocket");
     else
@@ -644,7 +644,7 @@ class Run {
     if (kind == "action" || kind == "actions") attempts_ = 0;
     if (kind == "action") answer(header["episode"], header["step"], header["action"], header);
     if (kind == "actions") answer_rows(header, frames);
-    if (kind == "settings") apply(header["version"].integer(), header["values"]);
+    if (kind == "settings") apply(header["version"].integer(0), header["values"]);
     if (kind == "ping") send("{\"kind\":\"pong\",\"nonce\":" + Json::format(header["nonce"].number) + "}");
   }
   void reject(const std::string& what) { finish(Error("malformed", "the gateway sent " + what)); }
@@ -690,7 +690,7 @@ class Run {
     if (action.kind == Json::Number) values = {action.number};
     for (auto& item : action.items) values.push_back(item.number);
     if (values.size() != action_.count) return reject("an action of " + std::to_string(values.size()) + " numbers");
-    each->action = {std::move(values), header["version"].integer()}, release(*each, true);
+    each->action = {std::move(values), header["version"].integer(0)}, release(*each, true);
   }
   void answer_rows(const Json& header, const std::vector<std::string>& frames) {
     auto &episodes = header["episodes"].items, &steps = header["steps"].items;
@@ -703,7 +703,7 @@ class Run {
       if (!each) continue;
       for (size_t i = 0; i < action_.count; i++)
         each->action.values[i] = action_.dtype->get(&frames[1][row * size + i * action_.dtype->size]);
-      each->action.version = header["version"].integer(), release(*each, true);
+      each->action.version = header["version"].integer(0), release(*each, true);
     }
     for (auto& row : header["refused"].items)
       if (Agent* each = find(row["episode"], row["step"], agent)) refuse(agent, *each, row["reason"].text, row["detail"].text);

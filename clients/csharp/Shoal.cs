@@ -515,7 +515,7 @@ static class Json {
   public static object Get(this Dictionary<string, object> from, string name) => from.TryGetValue(name, out object value) ? value : null;
   public static string Text(this Dictionary<string, object> from, string name) => from.Get(name) as string ?? "";
   public static double Number(this Dictionary<string, object> from, string name) => ToNumber(from.Get(name));
-  public static long Integer(this Dictionary<string, object> from, string name) => ToInteger(from.Get(name));
+  public static long Integer(this Dictionary<string, object> from, string name) => ToInteger(from.Get(name) ?? 0.0);
   public static List<object> List(this Dictionary<string, object> from, string name) => from.Get(name) as List<object> ?? new List<object>();
   public static Dictionary<string, object> Map(this Dictionary<string, object> from, string name) => from.Get(name) as Dictionary<string, object> ?? new Dictionary<string, object>();
   public static double ToNumber(object value) => value is double ? (double)value : value is bool && (bool)value ? 1 : 0;

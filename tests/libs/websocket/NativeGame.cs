@@ -34,8 +34,8 @@ static class NativeGame {
         if (words[0] != "join") { Obey(run, words); continue; }
         run?.Dispose();
         run = new Run(words[1], "a \"token\"", "game", new Options {
-          GiveUpSeconds = 20, Behaviour = "human", Offers = "{\"action\":{\"dtype\":\"int64\"}}",
-          OnSettings = values => Console.WriteLine("gravity " + Convert.ToString(values["gravity"], CultureInfo.InvariantCulture)) });
+          GiveUpSeconds = words.Length > 2 ? double.Parse(words[2], CultureInfo.InvariantCulture) : 0, Behaviour = "human", Offers = "{\"action\":{\"dtype\":\"int64\"}}",
+          OnSettings = values => Console.WriteLine("gravity " + string.Join(" ", values.Values.Select(each => Convert.ToString(each, CultureInfo.InvariantCulture)))) });
       } catch (ShoalException error) {
         Console.WriteLine("error " + error.Code + " " + error.Agent + " " + error.Message);
       }

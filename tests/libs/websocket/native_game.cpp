@@ -41,7 +41,7 @@ int main(int argc, char** argv) {
       if (verb == "join") {
         line >> address;
         shoal::Options options;
-        options.give_up_s = 20, options.behaviour = "human", options.offers = "{\"action\":{\"dtype\":\"int64\"}}";
+        line >> options.give_up_s, options.behaviour = "human", options.offers = "{\"action\":{\"dtype\":\"int64\"}}";
         options.on_settings = [](const shoal::Json& values) { std::cout << "gravity " << values["gravity"].number << std::endl; };
         run.reset();
         run = std::make_unique<shoal::Run>(std::vector<std::string>{address}, "a \"token\"", "game", std::move(options));
