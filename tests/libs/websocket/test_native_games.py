@@ -25,7 +25,7 @@ from websockets.sync.server import ServerConnection, serve
 from websockets.utils import accept_key
 
 from cutting_proxy import CuttingProxy
-from rl_setting import TOKEN, Parts, serving
+from rl_setting import TOKEN, serving
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
 from waiting import wait_for
