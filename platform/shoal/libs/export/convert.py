@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def convert_to_onnx(version: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example) -> bytes:
-    """Convert the model, traced with this example. Raises ConfigError, with the reason."""
+def convert_to_onnx(
+    version: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example, opset: int | None
+) -> bytes:
+    """Convert the model, traced with this example. Raises ConfigError, with the reason. opset: None: torch's"""
     import torch
 
     from shoal.libs.export.formats.onnx import read_signature
@@ -34,6 +36,7 @@ def convert_to_onnx(version: ModelVersion, snapshot: WeightSnapshot, options: Mo
         name_dynamic_axes((*signature.inputs, *signature.outputs), options),
         version.ref,
         remedy,
+        opset,
     )
     try:
         converted = read_signature(payload, version.ref)
