@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from benchmarks.game_runtimes import build, run, write_table
 from click.testing import CliRunner
 from gymnasium import spaces
 
 import shoal.runs
-from libs.export.exported import Pair
+from libs.export.exported import Pair, register_file
 from libs.export.exported import register as register_module
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -31,7 +30,6 @@ from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.spec import experience_spec
 from shoal.weights import WeightSnapshot
 
-DRIVERS = Path(__file__).parent / "drivers"
 RUNTIMES = {"Policy.gd", "PolicyLayer.gd", "policy.mjs", "Policy.cs", "policy.hpp"}
 FLAT = spaces.Box(-1, 1, (5,), np.float32)
 FRAME = spaces.Box(0, 255, (12, 12, 1), np.uint8)
@@ -73,53 +71,21 @@ def write(into: Path, **fields: Any) -> ExportReport:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """The exported folder of each case, with its vectors as a table of numbers, too."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The exported folder of each case."""
     base = tmp_path_factory.mktemp("games")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_HOME", str(base / "home"))
         for name, case in CASES.items():
             register(*case)
             assert write(base / name).warning == ""
-    folders = [base / name for name in CASES]
-    for folder in folders:
-        policy, vectors = (json.loads((folder / f"{name}.json").read_text()) for name in ("policy", "vectors"))
-        spans = np.subtract(policy["action_high"], policy["action_low"]).tolist()
-        rows = []
-        for each in vectors:
-            wanted = each["outputs"] + each["next_state"]
-            lists = [each["observation"], each["mask"], each["state"], wanted, spans, each["action"], each["sampled"]]
-            numbers = [[len(part), *map(float, part)] for part in (*lists, each["uniforms"])]
-            rows.append(" ".join(map(str, [int(each["reset"]), *itertools.chain(*numbers)])))
-        (folder / "vectors.txt").write_text("\n".join(rows) + "\n")
-    return folders
-
-
-def build(language: str, runtimes: Path, into: Path) -> list[str]:
-    """The command of a driver, compiled with the runtime of a folder."""
-    match language:
-        case "C++":
-            options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f'-DPOLICY="{runtimes / "policy.hpp"}"']
-            subprocess.run(["g++", *options, str(DRIVERS / "drive.cpp"), "-o", str(into / "drive")], check=True)
-            return [str(into / "drive"), "0"]
-        case "C#":
-            files = [str(DRIVERS / "Drive.cs"), str(runtimes / "Policy.cs")]
-            subprocess.run(["mcs", "-warnaserror", f"-out:{into / 'Drive.exe'}", *files], check=True)
-            return ["mono", str(into / "Drive.exe"), "0"]
-        case "GDScript":
-            return ["godot3-server", "--no-window", "-s", str(DRIVERS / "drive.gd"), "drive", "0"]
-        case _:
-            return ["node", str(DRIVERS / "drive.mjs"), "0"]
+            write_table(base / name)
+    return [base / name for name in CASES]
 
 
 @pytest.mark.parametrize("language", ["C++", "C#", "GDScript", "JavaScript"])
 def test_each_language_computes_what_torch_does(language: str, folders: list[Path], tmp_path: Path) -> None:
-    command = [*build(language, folders[0], tmp_path), *map(str, folders)]
-    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert output.returncode == 0, output.stderr
-    lines = [line.split() for line in output.stdout.splitlines() if line[:1].isdigit()]
-    differences = [float(line[0]) for line in lines]
-    assert len(differences) == len(folders), output.stdout + output.stderr
+    differences = [each for each, _ in run(build(language, folders[0], tmp_path), 0, folders)]
     assert max(differences) < 1e-5, dict(zip(CASES, differences, strict=True))
     assert min(differences) > 0  # numbers were compared
 
@@ -138,11 +104,19 @@ def test_the_vectors_are_of_two_episodes_and_of_every_kind_of_action(folders: li
                 assert all(each["mask"][begin + choice] for begin, choice in zip(bounds, chosen, strict=True))
 
 
+def list_types(graph: onnx.GraphProto) -> set[int]:
+    """The types of a graph's constants, and of what it casts to."""
+    attributes = [each for node in graph.node for each in node.attribute]
+    constants = [*graph.initializer, *(each.t for each in attributes if each.name == "value")]
+    return {each.data_type for each in constants} | {each.i for each in attributes if each.name == "to"}
+
+
 def test_onnx_is_what_unity_reads_and_answers_the_vectors(folders: list[Path]) -> None:
     for folder in folders:
         model = onnx.load(folder / "policy.onnx")
         assert [each.version for each in model.opset_import] == [15]
         assert not {"GRU", "LSTM", "RNN"} & {each.op_type for each in model.graph.node}
+        assert onnx.TensorProto.DOUBLE not in list_types(model.graph)
         session = onnxruntime.InferenceSession(folder / "policy.onnx")
         for vector in json.loads((folder / "vectors.json").read_text()):
             given = {"observation": vector["observation"], "state": vector["state"]}
@@ -184,7 +158,7 @@ def test_files_are_short_and_the_page_says_what_the_policy_takes(folders: list[P
     }
     assert all((folders[1] / name).read_text().count("\n") <= 120 for name in RUNTIMES)
     page = (folders[1] / "README.txt").read_text()
-    assert "5 numbers, (5,) in C order, with a mask of 5, and gives an action of shape [2]: 0 to 2, 0 to 1" in page
+    assert "5 numbers, [5] in C order, with a mask of 5, and gives an action of shape [2]: 0 to 2, 0 to 1" in page
     assert "state [-1, 64]" in page
 
 
@@ -199,7 +173,7 @@ def test_what_runtimes_cannot_compute_is_onnx_alone(
     result = CliRunner().invoke(export, ["game@1", "--to", "game"])
     assert result.exit_code == 0, result.output
     assert "game@1 is in game-game" in result.output
-    assert f"it has {reason}: run policy.onnx" in " ".join(result.output.split())
+    assert f"are left out, as it has {reason}: run policy.onnx" in " ".join(result.output.split())
     folder = tmp_path / "game-game"
     assert not RUNTIMES & {each.name for each in folder.iterdir()}
     policy = json.loads((folder / "policy.json").read_text())
@@ -229,11 +203,18 @@ def test_what_no_game_can_compute_is_refused_before_anything_is_written(kind: st
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_an_onnx_version_keeps_its_opset(folders: list[Path], tmp_path: Path) -> None:
+    register_file((folders[0] / "policy.onnx").read_bytes(), "onnx")
+    with pytest.raises(ConfigError, match="keeps its own") as caught:
+        write(tmp_path / "out", model="pair", to="container", opset=11)
+    assert caught.value.field == "opset"
+
+
 def test_a_run_names_its_policy_and_an_export_of_it_is_replaced(tmp_path: Path) -> None:
     register(*CASES["torque_sac"])
-    with shoal.runs.create("loop", "{}") as run:
-        run.record_model("game", 1, ())
-    assert write(tmp_path / "out", model=run.id).model == "game@1"
+    with shoal.runs.create("loop", "{}") as recorder:
+        recorder.record_model("game", 1, ())
+    assert write(tmp_path / "out", model=recorder.id).model == "game@1"
     with pytest.raises(ConfigError, match="--replace"):
         write(tmp_path / "out")
     assert write(tmp_path / "out", replace=True).folder == tmp_path / "out"

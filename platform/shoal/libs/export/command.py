@@ -53,7 +53,11 @@ def export(
 
 
 def _print_game(written: ExportReport) -> None:
-    folder = os.path.relpath(written.folder)
-    click.echo(f"{written.model} is in {folder}: policy.onnx, policy.json, and runtimes in four languages.")
+    runtimes = "" if written.warning else ", policy.json, and runtimes in GDScript, JavaScript, C# and C++"
+    click.echo(f"{written.model} is in {os.path.relpath(written.folder)}: policy.onnx{runtimes}.")
     if written.warning:
-        click.echo(f"It has no runtimes, as {written.warning}: run policy.onnx.")
+        click.echo(f"The runtimes are left out, as {written.warning}: run policy.onnx.")
+    click.echo(
+        f"Its outputs differ from the registered policy's by at most {written.difference:.2g}, relative to the largest"
+        f" or to 1; vectors.json has {written.num_examples} of them. README.txt says how a game takes it."
+    )

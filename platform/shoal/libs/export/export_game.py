@@ -49,7 +49,7 @@ def _format_page(text: str, policy: GamePolicy, version: ModelVersion) -> str:
         ", ".join(f"{each.name} {each.shape}" for each in side) for side in (signature.inputs, signature.outputs)
     ]
     bounds = ", ".join(f"{low:g} to {high:g}" for low, high in zip(policy.action_low, policy.action_high, strict=True))
-    takes = f"{policy.observation_size} numbers, {policy.observation.shape} in C order"
+    takes = f"{policy.observation_size} numbers, {list(policy.observation.shape)} in C order"
     gives = bounds or ", ".join(f"0 to {size - 1}" for size in policy.action_sizes)
     page = text if not policy.unsupported else text.partition("RUNTIMES")[0]
     return page.format(
@@ -57,9 +57,10 @@ def _format_page(text: str, policy: GamePolicy, version: ModelVersion) -> str:
         version=policy.version,
         takes=takes + (f", with a mask of {policy.mask_size}" if policy.mask_size else ""),
         gives=f"an action of shape {policy.action_shape}: {gives}" if policy.action_shape else f"one of {gives}",
-        opset=OPSET,
         tensors=" -> ".join(tensors),
-        missing=f": left out, as {policy.unsupported}" if policy.unsupported else "",
+        contents="sizes, bounds and weights, for the runtimes below"
+        if not policy.unsupported
+        else f"sizes and bounds; no weights and no runtimes, as {policy.unsupported}",
         shape=", ".join(map(str, policy.observation.shape)),
         unity_type="float" if policy.action_low else "int",
         action=policy.action,

@@ -121,7 +121,8 @@ def export_model(spec: ExportSpec) -> ExportReport:
     require_target(into, version.name, replace=spec.replace)
     with draft_folder(into) as draft:
         if experience is not None:
-            difference = _write_onnx(version, draft / ONNX_FILE, spec.update({"opset": spec.opset or OPSET}))
+            payload, difference = _make_onnx(version, spec.update({"opset": spec.opset or OPSET}))
+            (draft / ONNX_FILE).write_bytes(payload)
             registered = load_registered(version, version.snapshot(), spec.make_options())
             num_vectors, other, warning = write_game(draft, version, experience, registered, spec.tolerance)
             size_bytes = measure_folder(draft)
@@ -141,15 +142,15 @@ def write_onnx(version: ModelVersion, path: Path, **fields: object) -> None:
     """
     spec = ExportSpec.parse({"model": version.ref, "to": "container", "action": "best", **fields})
     _require_exportable(version, spec)
-    _write_onnx(version, path, spec)
+    payload, _ = _make_onnx(version, spec)
+    replace_synced(path, payload)
 
 
-def _write_onnx(version: ModelVersion, path: Path, spec: ExportSpec) -> float:
-    """The largest difference of its answers."""
+def _make_onnx(version: ModelVersion, spec: ExportSpec) -> tuple[bytes, float]:
+    """The model as one file, and the largest difference of its answers."""
     with tempfile.TemporaryDirectory() as folder:
         _, _, difference = _convert(version, spec, Path(folder))
-        replace_synced(path, (Path(folder) / MODEL_FILE).read_bytes())
-    return difference
+        return (Path(folder) / MODEL_FILE).read_bytes(), difference
 
 
 def _convert(version: ModelVersion, spec: ExportSpec, folder: Path) -> tuple[FolderModel, Sequence[Example], float]:
@@ -166,7 +167,7 @@ def _convert(version: ModelVersion, spec: ExportSpec, folder: Path) -> tuple[Fol
         registered = load_registered(version, snapshot, options)
         examples = select_answered(examples, registered, version.ref)
         largest = max(examples, key=lambda each: each.num_rows)
-        payload = convert_to_onnx(version, snapshot, options, largest, spec.opset)
+        payload = convert_to_onnx(version, snapshot, options, largest, spec.opset, has_doubles=spec.to != "game")
     (folder / MODEL_FILE).write_bytes(payload)
     (folder / DESCRIPTION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
     model = FolderModel(folder)
@@ -183,6 +184,9 @@ def _require_exportable(version: ModelVersion, spec: ExportSpec) -> None:
     if model.format not in PAYLOAD_FILES:
         problem = f"is of format {model.format}; of {', '.join(PAYLOAD_FILES)} a folder can be made"
         raise ConfigError("model", version.ref, problem, "register it as ONNX")
+    if model.format == "onnx" and spec.opset is not None:
+        problem = "is for what torch exports, and an ONNX version keeps its own"
+        raise ConfigError("opset", spec.opset, problem, "leave it out, or export the model from which it was made")
     if columns := [each.name for each in signature.inputs if each.kind]:
         problem = f"takes rows of a table ({columns[0]}, ...), encoded by code that neither ONNX nor a folder has"
         remedy = f'shoal.load("{version.ref}").predict(rows) answers in a program, `shoal serve deploy` at an endpoint'

@@ -88,19 +88,14 @@ def read_experience(version: ModelVersion) -> ExperienceSpec:
         problem, remedy = f"is no policy: its outputs are {', '.join(outputs)}", "--to container exports any model"
         raise ConfigError("model", version.ref, problem, remedy)
     if EXPERIENCE_FILE not in manifest.files:
-        parent = manifest.lineage.get("parent")
-        remedy = (
-            f"export {parent}, from which it was made; or" if parent else "export one that a run has registered; or"
-        )
-        problem = "was registered without the format of its experience"
-        raise ConfigError("model", version.ref, problem, f'{remedy} shoal.load("{version.ref}").onnx(FILE, opset=15)')
+        parent, problem = manifest.lineage.get("parent"), "was registered without the format of its experience"
+        remedy = f'shoal.load("{version.ref}").onnx(FILE, opset=15) writes the network alone'
+        raise ConfigError("model", version.ref, problem, f"export {parent}, its parent" if parent else remedy)
     stored = version.fetch_file(EXPERIENCE_FILE).read_bytes()
     experience = msgspec.json.decode(stored, type=ExperienceSpec)
     if not experience.policy.kind:
         problem = "is a mixture, of which a member is drawn for each episode: neither ONNX nor the runtimes do that"
-        raise ConfigError(
-            "model", version.ref, problem, "register one policy: a run with action=best or action=sampled"
-        )
+        raise ConfigError("model", version.ref, problem, "export what a run with action=best or sampled registers")
     return experience
 
 
@@ -129,8 +124,7 @@ def describe_policy(version: ModelVersion, experience: ExperienceSpec) -> GamePo
         space=experience.space,
     )
     if not unsupported:
-        tensors = read_tensors(version, policy)
-        described.layers = _list_layers(policy, tensors)
+        described.layers = _list_layers(policy, read_tensors(version, policy))
     return described
 
 
