@@ -41,7 +41,15 @@ def build(language: str, runtimes: Path, into: Path) -> list[str]:
     """
     match language:
         case "C++":
-            flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f'-DPOLICY="{runtimes / "policy.hpp"}"']
+            flags = [
+                "-std=c++17",
+                "-O2",
+                "-Wall",
+                "-Wextra",
+                "-Wshadow",
+                "-Werror",
+                f'-DPOLICY="{runtimes / "policy.hpp"}"',
+            ]
             subprocess.run(["g++", *flags, PROGRAMS / "drive.cpp", "-o", into / "drive"], check=True)
             return [str(into / "drive")]
         case "C#":

@@ -34,7 +34,7 @@ RUNTIMES = {"Policy.gd", "PolicyLayer.gd", "policy.mjs", "Policy.cs", "policy.hp
 FLAT = spaces.Box(-1, 1, (5,), np.float32)
 FRAME = spaces.Box(0, 255, (12, 12, 1), np.uint8)
 FOUR, CHOICES = spaces.Discrete(4), spaces.MultiDiscrete([3, 2])
-TORQUE = spaces.Box(np.float32([-2, 0]), np.float32([2, 500]), (2,), np.float32)
+TORQUE = spaces.Box(np.float32([-2, 0.5]), np.float32([2.25, 500]), (2,), np.float32)
 POLICY = Signature(
     inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 3])],
     outputs=[TensorSignature(name="action", datatype="INT64", shape=[-1])],
@@ -138,6 +138,7 @@ def test_runtimes_say_by_name_what_does_not_fit(folders: list[Path]) -> None:
         const attempts = [
           () => new Policy({ ...json, format: 2 }), () => new Policy({ ...json, unsupported: 'it has convolutions' }),
           () => policy.act([1], all), () => policy.act(x), () => policy.act(x, none),
+          () => policy.act([NaN, 0, 0, 0, 0], all),
         ];
         for (const attempt of attempts) try { attempt(); } catch (error) { console.log(error.message); }
         """
@@ -148,7 +149,7 @@ def test_runtimes_say_by_name_what_does_not_fit(folders: list[Path]) -> None:
         "policy.json: it has convolutions: run policy.onnx",
         "observation and mask: 1 and 4 numbers, expected 5 and 4",
         "observation and mask: 5 and 0 numbers, expected 5 and 4",
-        "mask: allows no choice",
+        *["the mask allows no choice, or a number is NaN"] * 2,
     ]
 
 

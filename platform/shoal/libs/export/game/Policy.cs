@@ -64,7 +64,7 @@ namespace Shoal {
           if (Sampled && kind != "epsilon_greedy") score -= Math.Log(1e-30 - Math.Log(Random()));
           if (score > highest) { highest = score; best = i; }
         }
-        if (highest < -5e8) throw new ArgumentException("mask: allows no choice");
+        if (!(highest > -5e8)) throw new ArgumentException("the mask allows no choice, or a number is NaN");
         action.Add(best);
         begin += size;
       }

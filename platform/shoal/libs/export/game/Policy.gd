@@ -56,10 +56,12 @@ func act(observation: Array, mask := []):
 			outputs[i] = outputs[i] if mask[i] else MASKED
 		action.append(_choose(begin, begin + int(size)))
 		begin += int(size)
+	if null in action:
+		return null
 	return action if spec.action_shape else action[0]
 
 
-func _choose(begin: int, end: int) -> int:
+func _choose(begin: int, end: int):
 	var best := begin
 	var highest := -INF
 	for i in range(begin, end):
@@ -70,7 +72,8 @@ func _choose(begin: int, end: int) -> int:
 			highest = score
 			best = i
 	if highest < MASKED / 2.0:
-		push_error("mask: allows no choice")
+		push_error("the mask allows no choice, or a number is NaN")
+		return null
 	return best - begin
 
 

@@ -30,7 +30,7 @@ func compute(x: Array, state: Array) -> Array:
 	if kind != "linear":
 		x = _advance(x, state)
 	for i in range(x.size() if activation else 0):
-		x[i] = tanh(x[i]) if activation == "tanh" else max(0.0, x[i])
+		x[i] = tanh(x[i]) if activation == "tanh" else (0.0 if x[i] < 0.0 else x[i])
 	return x
 
 

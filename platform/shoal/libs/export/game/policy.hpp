@@ -1,5 +1,4 @@
 // A policy of Shoal in C++17, for Unreal and anything else: one header, no library. Apache License 2.0.
-//
 //   shoal::Policy policy;                              // a copy is for another agent, and has a state of its own
 //   if (!policy.load(text)) log(policy.error);         // the content of policy.json
 //   policy.reset();                                    // where an episode begins
@@ -11,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -21,17 +21,16 @@ class Policy {
   bool sampled = false;  // or the best action is taken
   Floats state, outputs, action;  // at the newest observation
   std::string error;
-  std::function<double()> random = [] { return engine() / 4294967296.0; };
-
+  std::function<double()> random = [] { return static_cast<double>(engine()) / 4294967296.0; };
   bool load(const std::string& json) {
     const auto size = [&](const char* key) { return static_cast<size_t>(std::atof(find(json, key).c_str())); };
-    const auto list = [&](const char* key) { return read_list(find(json, key)); };
     const auto tensor = [&](const char* key, size_t from) { return read_tensor(find(json, key, from)); };
     error = size("format") == 1 ? find(json, "unsupported") : "its format is not 1";
     if (!error.empty()) return error = "policy.json: " + error + ": run policy.onnx", false;
     kind = find(json, "kind"), sampled = find(json, "action") == "sampled";
     observation_size = size("observation_size"), mask_size = size("mask_size"), state_size = size("state_size");
-    low = list("action_low"), high = list("action_high"), sizes = list("action_sizes");
+    low = read_list(json, "action_low"), high = read_list(json, "action_high"), sizes.clear();
+    for (const float each : read_list(json, "action_sizes")) sizes.push_back(static_cast<size_t>(each));
     auto found = std::make_shared<std::vector<Layer>>();
     for (size_t at = 0; (at = json.find("\"layer\":", at)) != std::string::npos; ++at)
       found->push_back({find(json, "layer", at), find(json, "activation", at), tensor("weight", at), tensor("bias", at),
@@ -47,11 +46,11 @@ class Policy {
     for (const Layer& each : *layers) compute(each);
     for (size_t i = 0, at = 0; i < sizes.size(); at += sizes[i++]) {
       for (size_t j = at; j < at + sizes[i] && mask_size; ++j) outputs[j] = mask[j] ? outputs[j] : -1e9f;
-      std::vector<double> scores(&outputs[at], &outputs[at] + static_cast<size_t>(sizes[i]));
+      std::vector<double> scores(outputs.begin() + at, outputs.begin() + at + sizes[i]);
       if (sampled && kind != "epsilon_greedy")  // Gumbel's noise makes the largest one a sample
         for (double& each : scores) each -= std::log(1e-30 - std::log(random()));
       const auto best = std::max_element(scores.begin(), scores.end());
-      if (*best < -5e8) return error = "mask: allows no choice", action.clear(), action;
+      if (!(*best > -5e8)) return error = "the mask allows no choice, or a number is NaN", action.clear(), action;
       action.push_back(static_cast<float>(best - scores.begin()));
     }
     for (size_t i = 0; i < low.size(); ++i) {  // between low and high, by tanh
@@ -66,11 +65,11 @@ class Policy {
  private:
   struct Layer { std::string kind, activation; Floats weight, bias, weight_h, bias_h; };  // weight: [inputs, outputs]
   std::string kind;
+  std::vector<size_t> sizes;
   size_t observation_size = 0, mask_size = 0, state_size = 0;
-  Floats low, high, sizes;
-  std::shared_ptr<const std::vector<Layer>> layers;  // of all copies
+  Floats low, high;
+  std::shared_ptr<const std::vector<Layer>> layers = std::make_shared<std::vector<Layer>>();  // of all copies
   static inline thread_local std::mt19937 engine{std::random_device{}()};
-
   static Floats multiply(const Floats& weight, Floats y, const Floats& x) {
     for (size_t i = 0; i * y.size() < weight.size(); ++i)
       for (size_t j = 0; j < y.size(); ++j) y[j] += weight[i * y.size() + j] * x[i];
@@ -89,7 +88,7 @@ class Policy {
     }
     outputs = n ? Floats(state.begin(), state.begin() + n) : std::move(x);
     if (layer.activation == "tanh") for (float& each : outputs) each = std::tanh(each);
-    if (layer.activation == "relu") for (float& each : outputs) each = std::max(0.0f, each);
+    if (layer.activation == "relu") for (float& each : outputs) each = each < 0 ? 0 : each;
   }
   static std::string find(const std::string& json, const std::string& key, size_t from = 0) {  // keys are unique
     size_t at = json.find('"' + key + "\":", from);
@@ -98,10 +97,11 @@ class Policy {
     const char* ends = json[at] == '"' ? "\"" : json[at] == '[' ? "]" : ",}";
     return json.substr(at + (*ends != ','), json.find_first_of(ends, at + 1) - at - (*ends != ','));
   }
-  static Floats read_list(const std::string& text) {
+  static Floats read_list(const std::string& json, const char* key) {
     Floats result;
-    for (size_t at = 0; (at = text.find_first_of("-0123456789", at)) < text.size(); at = text.find(',', at))
-      result.push_back(std::strtof(&text[at], nullptr));
+    std::istringstream stream(find(json, key));
+    stream.imbue(std::locale::classic());  // whose decimal point is not a comma
+    for (float each; stream >> each; stream.ignore(99, ',')) result.push_back(each);
     return result;
   }
   static Floats read_tensor(const std::string& text) {  // of base64, little-endian

@@ -92,7 +92,7 @@ export class Policy {
     const isDrawn = this.sampled && this.spec.kind !== 'epsilon_greedy'; // Gumbel's noise makes the largest a sample
     const scores = Array.from(outputs, (each) => (isDrawn ? each - Math.log(1e-30 - Math.log(this.random())) : each));
     const highest = Math.max(...scores);
-    if (highest < MASKED / 2) throw new Error('mask: allows no choice');
+    if (!(highest > MASKED / 2)) throw new Error('the mask allows no choice, or a number is NaN');
     return scores.indexOf(highest);
   }
 
