@@ -29,7 +29,7 @@ FIRST_OF_EPISODES = (0, 5)
 MAX_SPAN = 1e3  # of observations that are drawn between their bounds
 MASKED = -1e9  # the output of a choice that is not allowed, as of the models
 MAX_DRAWS = 64
-LEAST_MARGIN = 1e-3  # of the best output over the next: rounding must not choose
+LEAST_MARGIN = 1e-3  # of the best output over the next, relative to the largest or 1: rounding must not choose
 GREEDY = "epsilon_greedy"
 KINDS = ("categorical", "multi_categorical", GREEDY, "squashed_gaussian")
 
@@ -204,11 +204,12 @@ def _make_vector(
         sampled = _sample_numbers(policy, outputs, uniforms)
     else:
         outputs = answer["q_values"] - answer["q_values"].mean() if "q_values" in answer else answer["logits"]
+        margin = LEAST_MARGIN * max(1.0, float(np.abs(outputs).max()))
         outputs = outputs if mask is None else np.where(mask, outputs, np.float32(MASKED))
         uniforms = generator.random(outputs.size)
         noise = -np.log(-np.log(uniforms)) * (policy.kind != GREEDY)  # of Gumbel: the argmax with it is a sample
         scores = [np.split(each, np.cumsum(policy.action_sizes)[:-1]) for each in (outputs, outputs + noise)]
-        if any(each.size > 1 and np.diff(np.sort(each)[-2:]) < LEAST_MARGIN for each in (*scores[0], *scores[1])):
+        if any(each.size > 1 and np.diff(np.sort(each)[-2:]) < margin for each in (*scores[0], *scores[1])):
             return None
         sampled = np.array([each.argmax() for each in scores[1]])
     return {

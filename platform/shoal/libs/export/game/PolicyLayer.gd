@@ -12,7 +12,7 @@ func _init(layer: Dictionary) -> void:
 		var bias := _read_floats(layer["bias" + name])
 		var weight := _read_floats(layer["weight" + name])
 		var columns := []
-		for at in range(0, weight.size(), bias.size()):
+		for at in range(0, weight.size(), bias.size() if bias else 1):
 			columns.append(_pack(weight, at, bias.size()))
 		while columns.size() % 3:
 			columns.append(_pack(weight, 0, bias.size(), false))
