@@ -55,7 +55,7 @@ def register(observed: Any, acted: Any, has_masks: bool, *overrides: str, member
     torch.manual_seed(3)
     model: Any = describe_policy_model(spec, experience)[0].build()
     for each in model.parameters():
-        torch.nn.init.normal_(each, std=0.5)
+        torch.nn.init.normal_(each, std=0.3)
     weights = {name: each.detach().numpy() for name, each in model.state_dict().items()}
     normalizer = Normalizer(spec, experience)
     for seen in normalizer._moments.values():
