@@ -52,6 +52,7 @@ NAMES = (
         "serving.before",
         "serving.many_models",
         "export_start",
+        "game_runtimes",
         "store",
     ),
 )
