@@ -21,7 +21,13 @@ from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
 
+ASK = "ask"  # an `env` whose spaces the first game brings
 MAX_TURNS = 100  # until it is an agent's turn for the first time
+
+
+def has_environment(name: str) -> bool:
+    """Whether `env` names an environment; otherwise it gives the spaces of games that join, or asks for them."""
+    return name != ASK and not name.startswith("{")
 
 
 def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
@@ -33,6 +39,9 @@ def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
     A Dict's "action_mask" moves to info, and its `ignored` parts are left out. The same holds for each of several
     agents.
     """
+    if not has_environment(name):
+        problem = "gives spaces, and no environment that could be played here"
+        raise ConfigError("env", name, problem, "let a game join the run: docs/games/README.md")
     name = translate_reference(name)
     if (function := _find_function(name)) is not None:
         return _call_function(function, name, ignored)
