@@ -34,9 +34,10 @@ from shoal.plugins.moved import translate_reference
 from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.segment_log import require_store
+from shoal.rl.first_game import describe_given
 from shoal.rl.gateway.remote_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
-from shoal.rl.spec import RLSpec, describe_given, experience_spec, network_kwargs
+from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
 from shoal.runs import Run, Status
 from shoal.weights import WeightSnapshot, decode_tensors
 from shoal.wire import ExperienceSpec, PolicySpec
@@ -97,7 +98,7 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
     record changes."""
     spec = keep_spaces(spec)
     if not has_environment(spec.env):
-        _require_no_play(spec)
+        _reject_unplayable(spec)
     if spec.env == ASK:
         return {}
     assigned = spec.assign_policies()
@@ -144,7 +145,7 @@ def keep_spaces(spec: ActorLearnerSpec) -> ActorLearnerSpec:
     return spec.update({"env": before.env}) if before.given else spec
 
 
-def _require_no_play(spec: ActorLearnerSpec) -> None:
+def _reject_unplayable(spec: ActorLearnerSpec) -> None:
     """Raise ConfigError for what needs an environment, in a run that has none."""
     problem = f"needs an environment to play, and env={spec.env} has spaces alone"
     if ACTORS_INFERENCE in os.environ:

@@ -11,6 +11,7 @@ import hmac
 import time
 from pathlib import Path
 
+import numpy as np
 import zmq
 
 from shoal.atomic_file import make_folder
@@ -20,9 +21,9 @@ from shoal.rl.gateway.listener import find_listener
 from shoal.rl.gateway.sessions import find_hello_problem, to_printable
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.zmq_listener import bind_router, format_address
-from shoal.rl.spec import RLSpec, describe_given
+from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec, MessageLimits, PolicySpec, TensorSpec, decode, encode
-from shoal.wire.given_spaces import find_wrong_spaces
+from shoal.wire.given_spaces import GivenSpaces, find_wrong_spaces
 from shoal.wire.messages import PROTOCOL_VERSION, Bye, ErrorMessage, Hello, Message, reject_version
 
 WAITING_PRINT_S = 30.0  # between two lines that say what a run waits for
@@ -40,7 +41,7 @@ class FirstGame:
     """
 
     def __init__(self, spec: RLSpec, folder: Path, token: str, curve_keys: tuple[bytes, bytes] | None = None) -> None:
-        self._spec, self._token = spec, token
+        self.spec, self._token = spec, token
         self._limits = MessageLimits(max_message_bytes=spec.gateway.max_message_bytes)
         make_folder(folder)
         self._ledger = ledger = Ledger(folder / LEDGER_NAME)
@@ -65,7 +66,7 @@ class FirstGame:
     def format_addresses(self, host: str = "") -> list[str]:
         """Where games may connect: by ZeroMQ, and by WebSocket where the run has that. host: the default is the
         spec's"""
-        host = host or self._spec.gateway.host
+        host = host or self.spec.gateway.host
         addresses = [format_address("tcp", host, self.port)]
         if self._listener is not None:
             addresses.append(format_address(self._listener.scheme, host, self._listener.port))
@@ -79,7 +80,7 @@ class FirstGame:
             poller.register(self._listener.fileno(), zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
         while not self.env and (left_s := deadline - time.monotonic()) > 0:
-            ready = dict(poller.poll(int(1000 * min(left_s, self._spec.gateway.heartbeat_s)) + 1))
+            ready = dict(poller.poll(int(1000 * min(left_s, self.spec.gateway.heartbeat_s)) + 1))
             if self._socket in ready:
                 route, *frames = self._socket.recv_multipart()
                 self._take(route, frames)
@@ -90,7 +91,7 @@ class FirstGame:
                     else:
                         self._routes.pop(route, None)
             if self._listener is not None and time.monotonic() >= self._sweep_at:
-                self._sweep_at = time.monotonic() + self._spec.gateway.heartbeat_s
+                self._sweep_at = time.monotonic() + self.spec.gateway.heartbeat_s
                 list(self._listener.sweep(()))
         return bool(self.env)
 
@@ -128,7 +129,7 @@ class FirstGame:
             remedy = f"add them to hello, as {EXAMPLE}"
             raise ProtocolViolation("no_spaces", f"this run takes its spaces from the first game that joins: {remedy}")
         try:
-            spec = self._spec.update({"env": hello.offers})
+            spec = self.spec.update({"env": hello.offers})
             experience, _ = describe_given(spec)
         except ConfigError as error:
             reason = f"{error.problem}. {error.remedy}".removesuffix(". ") if error.field == "env" else str(error)
@@ -151,9 +152,22 @@ class FirstGame:
                 raise
 
 
-def describe_waiting(addresses: list[str], server_key: str = "") -> str:
-    """What to do while a run waits for its first game."""
+def describe_given(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
+    """`experience_spec` of the spaces that `spec.env` gives, and an observation. Raises ConfigError."""
+    if "policies" in spec.given:
+        problem = "gives spaces of several policies"
+        raise ConfigError("env", spec.env, problem, "use a job of several, as jobs/tag.py, or give observation, action")
+    if spec.ignore:
+        raise ConfigError("ignore", spec.ignore[0], "is no part of spaces that are given", "leave it out")
+    given = GivenSpaces.parse(spec.given)
+    experience = experience_spec(given.observation, given.action, spec, given.has_masks)
+    return experience, given.make_first_observation()
+
+
+def describe_waiting(addresses: list[str], server_key: str = "", token: str = "") -> str:
+    """What to do while a run waits for its first game. token: where it is"""
     key = f"\n    with the server key {server_key}" if server_key else ""
+    key += f"\n    with the token in {token}" if token else ""
     lines = "".join(f"\n    {address}" for address in addresses)
     hello = f'{{"kind": "hello", "protocol": 1, "token": TOKEN, "actor_id": "me", "incarnation": 1, {EXAMPLE}}}'
     return f"waiting for a game that brings its spaces, at{lines}{key}\n    which begins with {hello}"

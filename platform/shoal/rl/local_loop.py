@@ -22,12 +22,12 @@ from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
-from shoal.rl.spec import RLSpec, describe_given
+from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
 from shoal.wire import ExperienceSpec
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from shoal.actor.environment import get_action_bounds, get_action_sizes
+from shoal.actor.environment import get_action_bounds, get_action_sizes, parse_environment
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
@@ -36,40 +36,13 @@ from shoal.wire.experience_spec import (
     PolicySpec,
     TensorSpec,
 )
-from shoal.wire.given_spaces import GivenSpaces
 from shoal.wire.segment import largest_segment_bytes
-from shoal.yaml_text import parse_yaml
 
 CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
 LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
 
 
-def _read_environment(env: Any) -> Any:
-    """What `env` says, as text: spaces that are given as a mapping, or in a YAML file, become JSON, checked. Raises
-    ValueError."""
-    if isinstance(env, str) and env.endswith((".yaml", ".yml", ".json")):
-        path = Path(env)
-        if not path.is_file():
-            raise ValueError(f"there is no file {path.absolute()}: give the path of one that has the spaces")
-        content = parse_yaml(path.read_text())
-        env = {"name": path.stem, **content} if isinstance(content, Mapping) else content
-        if not isinstance(env, Mapping):
-            raise ValueError("has no mapping: write `observation: [4]` and `action: 3` there")
-    if isinstance(env, str) and env.startswith("{"):
-        env = parse_yaml(env)
-    if not isinstance(env, Mapping):
-        return env
-    if "policies" not in env:
-        GivenSpaces.parse(env)
-    elif not isinstance(env["policies"], Mapping) or not env["policies"] or env.keys() - {"name", "policies"}:
-        raise ValueError("policies takes the spaces of each policy by its name, and has no other field beside it")
-    else:
-        for name, each in env["policies"].items():
-            GivenSpaces.parse(each, f"policies.{name}.")
-    return json.dumps(env)
-
-
-Environment = Annotated[str, BeforeValidator(_read_environment)]
+Environment = Annotated[str, BeforeValidator(parse_environment)]
 
 
 class GatewayTls(Spec):
@@ -345,18 +318,6 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
         experience = msgspec.structs.replace(experience, policy=describe_graph(spec, spec.model.word, experience))
     require_segment_fits(spec.gateway, experience)
     return experience
-
-
-def describe_given(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
-    """`experience_spec` of the spaces that `spec.env` gives, and an observation. Raises ConfigError."""
-    if "policies" in spec.given:
-        problem = "gives spaces of several policies"
-        raise ConfigError("env", spec.env, problem, "use a job of several, as jobs/tag.py, or give observation, action")
-    if spec.ignore:
-        raise ConfigError("ignore", spec.ignore[0], "is no part of spaces that are given", "leave it out")
-    given = GivenSpaces.parse(spec.given)
-    experience = experience_spec(given.observation, given.action, spec, given.has_masks)
-    return experience, given.make_first_observation()
 
 
 def describe_graph(spec: RLSpec, reference: str, experience: ExperienceSpec) -> PolicySpec:
