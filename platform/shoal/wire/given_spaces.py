@@ -123,6 +123,8 @@ def find_wrong_spaces(offers: Mapping[str, Any], experience: ExperienceSpec) -> 
         problem = problem or _compare_boxes("action", given.action, run.action, stated)
     elif str(given.action) != str(run.action):
         problem = problem or _describe_difference("action", given.action, run.action)
+    if "dtype" in _list_stated(offers["action"]) and offers["action"]["dtype"] != experience.action.dtype:
+        problem = problem or _describe_difference("action.dtype", offers["action"]["dtype"], experience.action.dtype)
     if "masks" in offers and given.has_masks != run.has_masks:
         problem = problem or _describe_difference("masks", given.has_masks, run.has_masks)
     return problem
