@@ -122,7 +122,8 @@ def fields(struct: type[msgspec.Struct]) -> list[list[str]]:
     """The same table, out of the code: name, type, default."""
     rows = []
     for field in msgspec.structs.fields(struct):
-        default = "required" if field.required else json.dumps(field.default, default=_describe_default)
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "required" if field.required else json.dumps(value, default=_describe_default)
         default = default.replace("null", "nil").replace('"absent"', "absent")
         rows.append([field.name, TYPES[field.type], default])
     return rows

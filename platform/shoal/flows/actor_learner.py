@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,7 +107,9 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     )
     with ExitStack() as closing, record as recorder:
         if spec.env == ASK:
-            spec = take_spaces(spec, recorder)
+            say = partial(print, f"run {recorder.id}:", flush=True)
+            spec = spec.update({"env": wait_for_first_game(spec, recorder, load_access_token(), say)})
+            recorder.change_spec(spec.to_record())
             checked = check(spec)
         run = LoopRun(spec, recorder, checked)
         try:
@@ -125,23 +128,6 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     return recorder.id
 
 
-def take_spaces(spec: ActorLearnerSpec, recorder: RunRecorder) -> ActorLearnerSpec:
-    """Wait for the first game that joins, and record its spaces as the run's."""
-    keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
-
-    def note(kind: str, **details: Any) -> None:
-        with suppress(RecordUnwritable):
-            recorder.record_event(kind, **details)
-
-    def say(text: str) -> None:
-        print(f"run {recorder.id}: {text}", flush=True)
-
-    env = wait_for_first_game(spec, recorder.folder, load_access_token(), keys, note, say)
-    taken = spec.update({"env": env})
-    recorder.change_spec(taken.to_record())
-    return taken
-
-
 class LoopRun:
     """The policies of one run, and its state."""
 
@@ -152,7 +138,7 @@ class LoopRun:
         policies = spec.split_by_policy()
         self.policies = [LoopPolicy(name, policies[name], *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
-        self._server_key = self._actor_command = ""
+        self._server_key = self._how_to_join = ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
@@ -224,8 +210,9 @@ class LoopRun:
         bound |= {"connect": connect} if connect != address else {}
         self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
         self._record_endpoint("gateway", "gateway", address)
-        self._actor_command = format_actor_command(connect, env if has_environment(env) else "MY_GAME", key, ignored)
-        print(f"run {self.recorder.id}: start each actor with\n    {self._actor_command}", flush=True)
+        command = f"start each actor with\n    {format_actor_command(connect, env, key, ignored)}"
+        self._how_to_join = command if has_environment(env) else f"games join at {connect}"
+        print(f"run {self.recorder.id}: {self._how_to_join}", flush=True)
         self._printed_at = time.monotonic()
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:
@@ -364,7 +351,7 @@ class LoopRun:
             self._learning_since = time.monotonic()
         if self._learning_since is None and time.monotonic() - self._printed_at >= WAITING_PRINT_S:
             self._printed_at = time.monotonic()
-            print(f"run {self.recorder.id}: waiting for actors; start one with\n    {self._actor_command}", flush=True)
+            print(f"run {self.recorder.id}: waiting for actors: {self._how_to_join}", flush=True)
         if self._learning_since is not None and all(each.gateway for each in self.policies):
             self._log()
             if time.monotonic() - self._printed_at >= PRINT_S:

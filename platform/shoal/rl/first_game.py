@@ -64,10 +64,11 @@ class FirstGame:
         self._sweep_at = 0.0
 
     def format_addresses(self, host: str = "") -> list[str]:
-        """Where games may connect: by ZeroMQ, and by WebSocket where the run has that. host: the default is the
-        spec's"""
-        host = host or self.spec.gateway.host
-        addresses = [format_address("tcp", host, self.port)]
+        """Where games may connect: by ZeroMQ, and by WebSocket where the run has that. host: by default the
+        advertised, or the spec's"""
+        advertised, port = self.spec.gateway.advertised
+        host = advertised or host or self.spec.gateway.host
+        addresses = [format_address("tcp", host, port or self.port)]
         if self._listener is not None:
             addresses.append(format_address(self._listener.scheme, host, self._listener.port))
         return addresses

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from shoal.cluster.capacity import get_head_address, get_node_address, make_host_options
-from shoal.errors import ClusterError, error_summary
+from shoal.errors import ClusterError, RecordUnwritable, error_summary
 from shoal.home import home
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting
-from shoal.rl.gateway.zmq_listener import require_reachable_gateway, resolve_reachable_host
+from shoal.rl.gateway.zmq_listener import load_curve_keys, require_reachable_gateway, resolve_reachable_host
 from shoal.rl.spec import RLSpec
+from shoal.runs import RunRecorder
 
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
@@ -27,8 +29,7 @@ class FirstGameWorker:
         self._game = FirstGame(spec, folder, token, keys)
 
     def addresses(self) -> list[str]:
-        spec = self._game.spec.gateway
-        host = spec.advertised[0] or resolve_reachable_host(spec.host, ray.util.get_node_ip_address())
+        host = resolve_reachable_host(self._game.spec.gateway.host, ray.util.get_node_ip_address())
         return self._game.format_addresses(host)
 
     def wait(self, timeout_s: float) -> tuple[str, str]:
@@ -40,27 +41,21 @@ class FirstGameWorker:
         self._game.close()
 
 
-def wait_for_first_game(
-    spec: RLSpec,
-    folder: Path,
-    token: str,
-    keys: tuple[bytes, bytes] | None,
-    note: Callable[..., None],
-    say: Callable[[str], None],
-) -> str:
-    """The `env` with the spaces of the first game that joins.
+def wait_for_first_game(spec: RLSpec, recorder: RunRecorder, token: str, say: Callable[[str], None]) -> str:
+    """The `env` with the spaces of the first game that joins the run. Records that it waits, and what has come.
 
-    note: records an event
-    say:  gets, every half a minute, what is waited for
+    say: gets, every half a minute, what is waited for
 
     Raises ClusterError when the worker cannot start, or is gone.
     """
+    keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
     placement = make_host_options()
     require_reachable_gateway(spec, get_node_address(placement["scheduling_strategy"].node_id), get_head_address())
-    worker: Any = FirstGameWorker.options(**placement).remote(spec, folder, token, keys)  # type: ignore[attr-defined]
+    worker: Any = FirstGameWorker.options(**placement).remote(spec, recorder.folder, token, keys)  # type: ignore[attr-defined]
     try:
         addresses = ray.get(worker.addresses.remote(), timeout=START_TIMEOUT_S)
-        note("spaces_asked", addresses=addresses)
+        with suppress(RecordUnwritable):
+            recorder.record_event("spaces_asked", addresses=addresses)
         while True:
             say(describe_waiting(addresses, keys[0].decode() if keys else "", str(home() / "token")))
             env, brought_by = ray.get(worker.wait.remote(WAITING_PRINT_S))
@@ -72,6 +67,7 @@ def wait_for_first_game(
         raise ClusterError(f"the run cannot wait for its first game: {reason}") from error
     finally:
         ray.kill(worker, no_restart=True)
-    note("spaces_taken", actor_id=brought_by, spaces=env)
+    with suppress(RecordUnwritable):
+        recorder.record_event("spaces_taken", actor_id=brought_by, spaces=env)
     say(f"{brought_by} brings the spaces {env}")
     return str(env)

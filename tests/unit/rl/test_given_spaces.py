@@ -15,7 +15,7 @@ from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
-from shoal.flows.rl_policy import check
+from shoal.flows.rl_policy import check, inspect_environment
 from shoal.rl.first_game import describe_given
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire.given_spaces import find_wrong_spaces
@@ -163,6 +163,8 @@ def test_what_needs_an_environment_is_refused_by_name(monkeypatch: pytest.Monkey
             ConfigError, match=r"gives spaces, and no environment that could be played here. let a game"
         ):
             make_environment(make_spec(env).env)
+        with pytest.raises(ConfigError, match="no environment that could be played here"):
+            inspect_environment(make_spec(env))  # of sweeps and populations
     with pytest.raises(ConfigError, match="ignore = 'a': is no part of spaces"):
         check(make_spec(given, ignore=["a"]))
     monkeypatch.setenv(ACTORS_INFERENCE, "local")
