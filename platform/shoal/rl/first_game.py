@@ -56,6 +56,7 @@ class FirstGame:
             self._listener = None if listener is None else listener(setting, port)
             if self._listener is not None:
                 ledger.set_fact("websocket_port", str(self._listener.port))
+            ledger.commit()
         except BaseException:
             self._context.destroy(linger=0)
             ledger.close()

@@ -220,7 +220,7 @@ def _read_box(form: Any, field: str, forms: str) -> Box:
         raise ConfigError(field, form, "is no space of numbers with a shape", f"give {forms}")
     _require_known(form, ("shape", "dtype", "low", "high"), f"{field}.")
     shape, name = _read_shape(form["shape"], f"{field}.shape", forms), form.get("dtype", "float32")
-    if name not in DTYPES or name == "bool":
+    if not isinstance(name, str) or name not in DTYPES or name == "bool":
         remedy = "give uint8, low: 0 and high: 1" if name == "bool" else suggest(str(name), DTYPES, ", ".join(DTYPES))
         raise ConfigError(f"{field}.dtype", name, "is no dtype of numbers", remedy)
     dtype = np.dtype(DTYPES[name])
@@ -248,14 +248,14 @@ def _read_shape(shape: Any, field: str, forms: str) -> tuple[int, ...]:
 
 def _read_bound(value: Any, default: float, shape: tuple[int, ...], field: str) -> np.ndarray:
     """One number for all, or a list with one for each."""
-    if value is None:
-        return np.asarray(default, np.float64)
     try:
-        bound = np.asarray(value, np.float64)
+        bound = np.asarray(default if value is None else value)
         np.broadcast_to(bound, shape)
-    except (ValueError, TypeError):
-        raise ConfigError(field, value, f"is no number, and no {list(shape)} of numbers") from None
-    if not np.isfinite(bound).all() or isinstance(value, bool):
+    except ValueError:
+        bound = np.array("")
+    if bound.dtype.kind not in "iuf":
+        raise ConfigError(field, value, f"is no number, and no {list(shape)} of numbers")
+    if value is not None and not np.isfinite(bound).all():
         raise ConfigError(field, value, "is not finite", "leave it out where there is no bound")
     return bound
 

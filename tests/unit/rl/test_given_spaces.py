@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from shoal.actor.environment import make_environment
 from shoal.cluster.job_main import ACTORS_INFERENCE
@@ -143,6 +146,25 @@ def test_offers_are_compared_with_the_run_field_by_field(offers: dict[str, Any],
     assert bool(found) == bool(difference)
 
 
+_ODD = st.sampled_from([None, True, 2**64 - 1, -1, float("nan"), "1", b"1", [], [[1], 2], {}, {1: 2}, "int64", "uint8"])
+_BOX = st.fixed_dictionaries(
+    {}, optional={name: _ODD | st.just(3) for name in ("dtype", "low", "high", "size")}
+).flatmap(lambda others: st.builds(lambda shape: {**others, "shape": shape}, _ODD | st.just([3]) | st.just([])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.fixed_dictionaries({"observation": _BOX | _ODD, "action": _BOX | _ODD}, optional={"masks": _ODD, "name": _ODD})
+)
+@example({"observation": {"shape": [4], "low": "1"}, "action": 3})
+@example({"observation": {"shape": [4], "low": b"1", "dtype": ["float32"]}, "action": 3})
+def test_whatever_a_client_offers_is_spaces_or_an_error(offers: dict[str, Any]) -> None:
+    experience = experience_spec(ANY, spaces.Discrete(3), RLSpec())
+    assert isinstance(find_wrong_spaces(offers, experience), str)
+    with suppress(ConfigError):
+        describe_given(make_spec(offers))
+
+
 def test_bounds_of_actions_are_compared_number_by_number() -> None:
     spec = make_spec({"observation": [4], "action": {"shape": [2], "low": -0.1, "high": [1, 2]}}, algorithm="sac")
     experience, _ = describe_given(spec)
@@ -152,11 +174,11 @@ def test_bounds_of_actions_are_compared_number_by_number() -> None:
 
 
 def test_what_needs_an_environment_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"observation": [4], "action": 3}
-    ((name, (experience, first)),) = check(make_spec(given)).items()
+    numbers = {"observation": [4], "action": 3}
+    ((name, (experience, first)),) = check(make_spec(numbers)).items()
     assert (name, experience.action.high, first.tolist()) == ("", 2, [0.0] * 4)
     assert check(make_spec("ask")) == {}
-    for env in (given, "ask"):
+    for env in (numbers, "ask"):
         with pytest.raises(ConfigError, match="eval_episodes = 5: needs an environment to play, and env="):
             check(make_spec(env, eval_episodes=5))
         with pytest.raises(
@@ -166,10 +188,10 @@ def test_what_needs_an_environment_is_refused_by_name(monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError, match="no environment that could be played here"):
             inspect_environment(make_spec(env))  # of sweeps and populations
     with pytest.raises(ConfigError, match="ignore = 'a': is no part of spaces"):
-        check(make_spec(given, ignore=["a"]))
+        check(make_spec(numbers, ignore=["a"]))
     monkeypatch.setenv(ACTORS_INFERENCE, "local")
     with pytest.raises(ConfigError, match=r"--actors.* leave it out, and let games join"):
-        check(make_spec(given))
+        check(make_spec(numbers))
 
 
 def test_several_policies_have_spaces_by_their_names() -> None:
