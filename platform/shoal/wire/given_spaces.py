@@ -199,9 +199,9 @@ def _read_action(form: Any, field: str) -> Box | Discrete | MultiDiscrete:
     shape, high = _read_shape(form.get("shape", []), f"{field}.shape", _ACTIONS), form.get("high")
     if form.get("low", 0) != 0:
         raise ConfigError(f"{field}.low", form["low"], "is not 0, from which choices count")
-    if not isinstance(high, int) or isinstance(high, bool):
-        raise ConfigError(f"{field}.high", high, "is no integer", "give the largest choice: 2 for three choices")
-    sizes = _require_choices([high + 1] * math.prod(shape), field, form)
+    if not isinstance(high, int | float) or isinstance(high, bool) or not 0 <= high < MAX_CHOICES or high % 1:
+        raise ConfigError(f"{field}.high", high, "is no choice", "give the largest choice: 2 for three choices")
+    sizes = _require_choices([int(high) + 1] * math.prod(shape), field, form)
     return MultiDiscrete(np.reshape(sizes, shape)) if shape else Discrete(sizes[0])
 
 

@@ -38,7 +38,7 @@ def make_spec(env: Any, **fields: Any) -> ActorLearnerSpec:
         ([4], 3, ANY, spaces.Discrete(3)),
         ([4], [3, 2], ANY, spaces.MultiDiscrete([3, 2])),
         ([4], {"shape": [2], "dtype": "int64", "high": 2}, ANY, spaces.MultiDiscrete([3, 3])),
-        ([4], {"dtype": "int64", "shape": [], "low": 0, "high": 2}, ANY, spaces.Discrete(3)),
+        ([4], {"dtype": "int64", "shape": [], "low": 0.0, "high": 2.0}, ANY, spaces.Discrete(3)),
         (FRAME, 3, spaces.Box(0, 255, (84, 84, 1), np.uint8), spaces.Discrete(3)),
         ({"shape": [84, 84, 1], "dtype": "uint8"}, 3, spaces.Box(0, 255, (84, 84, 1), np.uint8), spaces.Discrete(3)),
         (
@@ -109,7 +109,7 @@ def test_a_file_is_read_once_and_a_word_of_the_command_line_is_yaml(
         ({"observation": [4], "action": "left"}, "action = 'left': is no action space"),
         ({"observation": [4], "action": {"shape": [2], "low": -1}}, "action.high = None: is missing: each number"),
         ({"observation": [4], "action": {"dtype": "int64", "low": 1, "high": 3}}, "action.low = 1: is not 0"),
-        ({"observation": [4], "action": {"dtype": "int64"}}, "action.high = None: is no integer"),
+        ({"observation": [4], "action": {"dtype": "int64"}}, "action.high = None: is no choice"),
         ({"observation": [4], "action": 3, "name": 5}, "name = 5: is no name"),
         ({"policies": {"prey": {"observation": [4]}}}, "policies.prey.action = None: is missing"),
         ({"policies": []}, "policies takes the spaces of each policy"),
