@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,7 @@ def with_header(name: str, **changes: object) -> list[bytes]:
 integers = st.integers(-(2**63), 2**64 - 1)
 floats = st.floats(allow_nan=False)
 names = st.text(max_size=20)
+Settings = Mapping[str, bool | int | float | str]
 tensor_specs = st.builds(
     TensorSpec,
     st.sampled_from(sorted(DTYPES)),
@@ -99,6 +101,9 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type[bool | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.booleans()
     by_type[int | msgspec.UnsetType] = st.just(msgspec.UNSET) | integers
     by_type[str | msgspec.UnsetType] = st.just(msgspec.UNSET) | names
+    values = st.dictionaries(names, st.booleans() | integers | floats | names, max_size=3)
+    by_type[Settings] = values
+    by_type[Settings | msgspec.UnsetType] = st.just(msgspec.UNSET) | values
     return by_type[field.type]
 
 

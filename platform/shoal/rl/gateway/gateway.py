@@ -8,10 +8,11 @@ queue grants no credit, and without credit the actors stop; memory is bounded th
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +45,7 @@ from shoal.wire.messages import (
     Pull,
     PullOpponent,
     SegmentMessage,
+    SettingsMessage,
     WeightsMessage,
 )
 
@@ -114,6 +116,7 @@ class Gateway:
             self.queue.ledger.commit()
         if (before := self.queue.ledger.get_fact("progress")) is not None:
             self._progress.restore(before)
+        self._progress.settings, self._state.settings = json.loads(self.queue.ledger.get_fact("settings") or "[0, {}]")
         self.queue.on_space_freed = self._wake
         for target in (self._serve, self._follow_weights):
             thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
@@ -164,6 +167,7 @@ class Gateway:
                 "pid": os.getpid(),
                 "weights_version": self._state.version,
                 **self._progress.to_dict(),
+                "settings": dict(self._state.settings),
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
                 "actors": [actor.to_dict(self._state.weights) for actor in self._state.actors],
@@ -182,6 +186,20 @@ class Gateway:
         reply = self._users.put(request)
         self._wake()
         return reply.result(timeout_s)
+
+    def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Tell all games these settings, unless they are the present ones. From any thread."""
+        with self._lock:
+            if values == self._state.settings:
+                return
+            self._state.settings = dict(values)
+            self._progress.change_settings(values)
+            self.queue.ledger.set_fact("settings", json.dumps([self._progress.settings, self._state.settings]))
+            for route, session in self._sessions.items():
+                if session.is_welcomed:
+                    session.progress.settings = self._progress.settings
+                    self._send_queue.add(route, SettingsMessage(self._progress.settings, self._state.settings))
+        self._wake()
 
     def reset_returns(self) -> None:
         """The mean return is of episodes that end from now on."""
