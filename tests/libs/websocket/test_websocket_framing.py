@@ -18,13 +18,14 @@ from rl_setting import segment
 from shoal.errors import ProtocolViolation
 from shoal.libs.websocket.framing import MAX_TEXT_BYTES, Dialect, join_binary, join_text, split_binary, split_text
 from shoal.wire import pack_segment
-from shoal.wire.experience_spec import DTYPES
+from shoal.wire.experience_spec import DTYPES, TensorSpec
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 HEADERS = st.dictionaries(
     st.text(max_size=5), NUMBERS | st.lists(st.none() | st.text(max_size=5), max_size=3), max_size=4
 )
 OBSERVATION = {"observation": "float32", "mask": "bool"}
+ACTION = TensorSpec("int64")
 
 
 def to_bytes(*frames: bytes) -> bytes:
@@ -113,7 +114,7 @@ def test_a_segment_in_text_is_the_segment_in_frames() -> None:
 
 
 def test_a_payload_is_base64_in_text() -> None:
-    message = json.loads(join_text([msgpack.packb({"kind": "weights", "version": 3}), b"\x00\xff"]))
+    message = json.loads(join_text([msgpack.packb({"kind": "weights", "version": 3}), b"\x00\xff"], ACTION))
     assert message == {"kind": "weights", "version": 3, "data": base64.b64encode(b"\x00\xff").decode()}
 
 
