@@ -141,7 +141,7 @@ class _AnsweringRows:
     def set_exception(self, error: Exception, /) -> None:
         """The policy has failed: the episodes end without their open segments."""
         logger.error("remote inference failed: %r", error)
-        for row in self._at:
+        for row in self._at.tolist():
             self._episodes.close(self._pending.rows.episodes[row])
             self._pending.refuse(row, FAILED)
         self._deliver()
