@@ -68,7 +68,7 @@ class MeasuredGateway(Gateway):
 
     def _serve(self) -> None:
         if self.profile_path:
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.thread_time)
             profile.runcall(super()._serve)
             profile.dump_stats(self.profile_path)
         else:

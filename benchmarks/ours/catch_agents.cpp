@@ -1,5 +1,6 @@
 // N agents of one game, Catch, in one `acts` message each round: a client of docs/protocol.md over plain sockets.
-//   catch_agents AGENTS SECONDS PORT TOKEN
+//   catch_agents AGENTS SECONDS ROUNDS PORT TOKEN
+// ROUNDS: a second, as of a game with a clock, which catches up when it is late; 0: the next one begins at once.
 // Prints one JSON object: steps a second, percentiles of the rounds in milliseconds, and the mean return.
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 struct Socket {
@@ -118,10 +120,10 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 int main(int, char** argv) {
   int agents = atoi(argv[1]);
-  double seconds = atof(argv[2]);
-  Socket socket(atoi(argv[3]));
+  double seconds = atof(argv[2]), period = atof(argv[3]) > 0 ? 1 / atof(argv[3]) : 0;
+  Socket socket(atoi(argv[4]));
   socket.say(1, std::string("{\"kind\":\"hello\",\"protocol\":1,\"actor_id\":\"game\",\"incarnation\":1,") +
-                    "\"inference\":\"remote\",\"token\":\"" + argv[4] + "\"}");
+                    "\"inference\":\"remote\",\"token\":\"" + argv[5] + "\"}");
   if (socket.hear().find("\"welcome\"") == std::string::npos) throw std::runtime_error("no welcome");
   std::vector<Catch> games(agents);
   std::vector<long> episode(agents), step(agents, -1);  // -1: it begins
@@ -130,7 +132,7 @@ int main(int, char** argv) {
   std::vector<float> observations, rewards, returns(agents);
   std::vector<uint8_t> flags;
   std::vector<long> episodes, steps;
-  long next = 0, taken = 0, finished = 0;
+  long next = 0, taken = 0, finished = 0, round = 0;
   double total = 0, begin = now(), warm = begin + std::min(2.0, seconds / 4);
   auto add = [&](int agent, float reward, int flag) {
     episodes.push_back(episode[agent]), steps.push_back(step[agent]), rewards.push_back(reward), flags.push_back(flag);
@@ -138,6 +140,8 @@ int main(int, char** argv) {
     if (!flag) order.push_back(agent);
   };
   while (now() < begin + seconds) {
+    double early = begin + period * round++ - now();
+    if (early > 0) std::this_thread::sleep_for(std::chrono::duration<double>(early));
     episodes.clear(), steps.clear(), observations.clear(), rewards.clear(), flags.clear(), order.clear();
     for (int agent = 0; agent < agents; agent++) {
       if (step[agent] >= 0) {

@@ -109,8 +109,8 @@ class _Answering:
         return False
 
     def set_result(self, result: Prediction[_Choices], /) -> None:
-        episode, ((action, *_), (log_probability, *_), version, extras) = self._episode, result.outputs
-        episode.choice = Choice(action, log_probability, version, *extras)
+        episode, (actions, log_probabilities, version, extras) = self._episode, result.outputs
+        episode.choice = Choice(actions[0], log_probabilities[0], version, *extras)
         self._answers.append((self._client.key, episode.choice.to_message(episode.number, episode.step)))
 
     def set_exception(self, error: Exception, /) -> None:
@@ -407,19 +407,20 @@ class RemoteInference:
             policy.load(snapshot.version, decode_tensors(snapshot.payload))
         streams = [stream for each in asked for stream in each.streams]
         frames = np.frombuffer(b"".join([each.frames for each in asked]), spec.numpy_dtype())
-        masks = np.frombuffer(b"".join([each.masks for each in asked]), np.bool_).reshape(len(streams), -1)
-        for stream in (stream for each in asked for stream in each.starting):
-            policy.reset(stream)
-        # Before the observations: a recurrent state.
-        extras = [policy.get_extras(stream) for stream in streams] if self._has_state else []
-        actions, log_probabilities = policy.act_batch(
-            frames.reshape(len(streams), *spec.shape), streams, masks if self._choices else None
-        )
-        ends = np.cumsum([len(each.streams) for each in asked]).tolist()
-        return [
-            _Choices(actions[begin:end], log_probabilities[begin:end], policy.version, extras[begin:end])
-            for begin, end in zip((0, *ends), ends, strict=False)
-        ]
+        masks = None
+        if self._choices:
+            masks = np.frombuffer(b"".join([each.masks for each in asked]), np.bool_).reshape(len(streams), -1)
+        extras: list[Mapping[str, Any]] = []
+        if self._has_state:
+            for stream in [stream for each in asked for stream in each.starting]:
+                policy.reset(stream)
+            extras = [policy.get_extras(stream) for stream in streams]  # before the observations
+        actions, log_probabilities = policy.act_batch(frames.reshape(len(streams), *spec.shape), streams, masks)
+        version, end, choices = policy.version, 0, []
+        for each in asked:
+            begin, end = end, end + len(each.streams)
+            choices.append(_Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
+        return choices
 
 
 def _make_stream(key: ActorKey, episode: int) -> Hashable:
