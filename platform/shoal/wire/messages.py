@@ -16,6 +16,8 @@ from shoal.errors import ProtocolViolation
 from shoal.wire.experience_spec import ExperienceSpec
 
 PROTOCOL_VERSION = 1
+MAX_ROWS = 4096  # of an `acts`
+ROW_TERMINATED, ROW_TRUNCATED, ROW_TELLS_SUCCESS, ROW_SUCCESS = 1, 2, 4, 8  # bits of its flags
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,35 @@ class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action")
     detail: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class ActsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="acts"):
+    """actor → gateway: an `act` for each of N episodes, in rows. Frames follow: observations [N, *obs], rewards float32
+    [N], flags uint8 [N] (`ROW_TERMINATED`, ...), and in a run with masks: masks uint8 [N, K]."""
+
+    episodes: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+class RefusedRow(msgspec.Struct, frozen=True):
+    """A row of `acts` that was not taken. `reason` and `detail` as of `action`."""
+
+    row: int
+    episode: int
+    step: int
+    reason: str
+    detail: str = ""
+
+
+class ActionsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="actions"):
+    """gateway → actor, once for every `acts`. A frame follows: the actions [N, *act] of these episodes and steps.
+    `version`: the newest one that chose any. `ended`: the episodes that end with rows of the `acts`."""
+
+    episodes: tuple[int, ...]
+    steps: tuple[int, ...]
+    version: int = 0
+    refused: tuple[RefusedRow, ...] = ()
+    ended: tuple[int, ...] = ()
+
+
 Message = (
     Hello
     | Welcome
@@ -231,6 +262,8 @@ Message = (
     | ActMessage
     | ActionMessage
     | SettingsMessage
+    | ActsMessage
+    | ActionsMessage
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

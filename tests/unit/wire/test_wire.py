@@ -32,7 +32,7 @@ from shoal.wire import (
     unpack_segment,
 )
 from shoal.wire.experience_spec import DTYPES
-from shoal.wire.messages import Message
+from shoal.wire.messages import Message, RefusedRow
 from shoal.wire.segment import LARGEST_FLOAT32, LARGEST_REWARD
 from wire_cases import POLICY, SPEC, damaged_messages, frames_of, valid_segment
 
@@ -85,6 +85,7 @@ experience_specs = st.builds(
     st.builds(PolicySpec, names, names, st.lists(st.tuples(names, names), max_size=3).map(tuple)),
 )
 headers = st.builds(TensorHeader, names, names, st.lists(integers, max_size=4).map(tuple))
+refusals = st.builds(RefusedRow, integers, integers, integers, names, names)
 summaries = st.builds(EpisodeSummary, floats, integers, integers, st.none() | st.booleans())
 
 
@@ -93,6 +94,7 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type[tuple[TensorHeader, ...]] = st.lists(headers, max_size=3).map(tuple)
     by_type[tuple[EpisodeSummary, ...] | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.lists(summaries).map(tuple)
     by_type[dict[str, Any]] = st.dictionaries(names, integers | names, max_size=3)
+    by_type[tuple[RefusedRow, ...]] = st.lists(refusals, max_size=3).map(tuple)
     by_type[tuple[int, ...]] = st.lists(integers, max_size=3).map(tuple)
     by_type[float | None] = st.none() | floats
     by_type[bool | None] = st.none() | st.booleans()
