@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CLIENTS := .venv-clients
 COMPAT := .venv-compat
-NODE    := clients/node/node_modules
+NODE    := clients/javascript/node_modules
 SMOLLM2 := .venv-smollm2
 PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows tables s3fs)
 PROTOCOL := platform/shoal/libs/grpc
@@ -83,9 +83,9 @@ $(CLIENTS)/.ready: tests/clients.txt
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients.txt
 	@touch $@
 
-$(NODE)/.package-lock.json: clients/node/package-lock.json
-	@echo "installing the packages of the Node client into $(NODE) ..."
-	@! command -v npm >/dev/null || npm ci --silent --no-audit --no-fund --prefix clients/node
+$(NODE)/.package-lock.json: clients/javascript/package-lock.json
+	@echo "installing the packages of the JavaScript client, for ZeroMQ, into $(NODE) ..."
+	@! command -v npm >/dev/null || npm ci --silent --no-audit --no-fund --prefix clients/javascript
 
 proto: $(READY)  ## Compile the protocol's messages from inference.proto
 	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOCOL) --descriptor_set_out=$(PROTOCOL)/inference.binpb --pyi_out=$(PROTOCOL) inference.proto
