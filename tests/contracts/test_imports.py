@@ -112,7 +112,8 @@ ORDER: dict[str, list[set[str]]] = {
     "cli": [{"."}, {"commands"}, {"display"}, {"support"}],
     "train": [{"__main__"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
     "rl": [
-        {"local_loop", "ray_workers"},
+        {"local_loop", "ray_workers", "ray_first_game"},
+        {"first_game"},
         {"learner", "learner_replica"},
         {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import msgpack
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+import shoal.rl.first_game
 import shoal.rl.gateway.gateway
 import shoal.rl.gateway.handshake
 import shoal.rl.gateway.sessions
@@ -82,6 +84,7 @@ TYPES = {
     tuple[float, ...]: "array of float",
     tuple[str, ...]: "array of str",
     tuple[TensorHeader, ...]: "array of tensor header",
+    dict[str, Any]: "map",
     tuple[EpisodeSummary, ...] | msgspec.UnsetType: "array of episode summary",
     tuple[tuple[str, str], ...]: "array of [str, str]",
     ExperienceSpec: "experience spec",
@@ -189,6 +192,7 @@ def test_error_codes_and_which_of_them_are_fatal() -> None:
     codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0)
     codes |= codes_in(shoal.rl.gateway.gateway, "reject", 1) | codes_in(shoal.rl.gateway.handshake, "reject", 1)
     codes |= codes_in(shoal.rl.gateway.handshake, "_reject_hello", 2)
+    codes |= codes_in(shoal.rl.first_game, "ProtocolViolation", 0)
     hello = next(
         node
         for node in ast.walk(ast.parse(Path(shoal.rl.gateway.sessions.__file__).read_text()))

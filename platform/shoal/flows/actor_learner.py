@@ -28,6 +28,7 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.actor.connection import format_actor_command
+from shoal.actor.environment import ASK, has_environment
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
 from shoal.cluster.job_main import expected_run_id, print_too
@@ -68,10 +69,11 @@ from shoal.flows.rl_metrics import (
     select_rejections,
     select_win_rates,
 )
-from shoal.flows.rl_policy import check, list_actions
+from shoal.flows.rl_policy import check, keep_spaces, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
+from shoal.rl.ray_first_game import wait_for_first_game
 from shoal.runs import RunRecorder, Status
 from shoal.serve.on_ray.ownership import list_driver_endpoints, require_free_name
 from shoal.weights import WeightSnapshot
@@ -91,6 +93,7 @@ NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps th
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises NotReached without the target, NoCapacity when its
     workers have waited for their places in vain."""
+    spec = keep_spaces(spec)
     checked = check(spec)
     # Closes the record first: it must be right even when the rest is cut short.
     record = shoal.runs.recording(
@@ -102,6 +105,9 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
         run_id=expected_run_id(),
     )
     with ExitStack() as closing, record as recorder:
+        if spec.env == ASK:
+            spec = take_spaces(spec, recorder)
+            checked = check(spec)
         run = LoopRun(spec, recorder, checked)
         try:
             run.start(closing)
@@ -117,6 +123,23 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     if run.missed:
         raise NotReached(run.missed)
     return recorder.id
+
+
+def take_spaces(spec: ActorLearnerSpec, recorder: RunRecorder) -> ActorLearnerSpec:
+    """Wait for the first game that joins, and record its spaces as the run's."""
+    keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
+
+    def note(kind: str, **details: Any) -> None:
+        with suppress(RecordUnwritable):
+            recorder.record_event(kind, **details)
+
+    def say(text: str) -> None:
+        print(f"run {recorder.id}: {text}", flush=True)
+
+    env = wait_for_first_game(spec, recorder.folder, load_access_token(), keys, note, say)
+    taken = spec.update({"env": env})
+    recorder.change_spec(taken.to_record())
+    return taken
 
 
 class LoopRun:
@@ -201,7 +224,7 @@ class LoopRun:
         bound |= {"connect": connect} if connect != address else {}
         self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
         self._record_endpoint("gateway", "gateway", address)
-        self._actor_command = format_actor_command(connect, env, key, ignored)
+        self._actor_command = format_actor_command(connect, env if has_environment(env) else "MY_GAME", key, ignored)
         print(f"run {self.recorder.id}: start each actor with\n    {self._actor_command}", flush=True)
         self._printed_at = time.monotonic()
 
@@ -224,7 +247,7 @@ class LoopRun:
             self._follow_until_done()
             self._candidates = [each.workers.pause_learner() for each in self.policies]
             self._action = list_actions(self.spec, self.policies[0].experience)[0]
-            if self.missed:
+            if self.missed or not has_environment(self.spec.env):
                 self._candidates = [each.choose_best(self._candidates[i]) for i, each in enumerate(self.policies)]
                 return
             if self._only is None or self._passes(self._candidates[0]):
@@ -388,12 +411,14 @@ class LoopRun:
             model = each.register(snapshot, self.recorder.id, self._action)
             self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
-        with self._connect(self._action) as connections:
-            played = evaluate_policies(connections, self.spec)
+        played = dict[str, Evaluation]()
+        if has_environment(self.spec.env):
+            with self._connect(self._action) as connections:
+                played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
-            print(describe_registered(model, played[name], self._action), flush=True)
+            print(describe_registered(model, played.get(name), self._action), flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:

@@ -5,6 +5,7 @@ Called by jobs, by `local_loop.py` and by the Ray workers. Knows the environment
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from shoal.actor.environment import get_action_bounds, get_action_sizes
+from shoal.actor.environment import get_action_bounds, get_action_sizes, parse_environment
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
@@ -39,6 +40,9 @@ from shoal.wire.segment import largest_segment_bytes
 
 CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
 LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
+
+
+Environment = Annotated[str, BeforeValidator(parse_environment)]
 
 
 class GatewayTls(Spec):
@@ -191,7 +195,11 @@ class SelfPlaySpec(Spec):
 class RLSpec(Spec):
     """One actor-learner run."""
 
-    env: str = "CartPole-v1"
+    env: Environment = Field(
+        default="CartPole-v1",
+        description="a gymnasium id, module:function, or spaces alone: a YAML file or {observation: [4], action: 3};"
+        " ask: those of the first game that joins",
+    )
     ignore: tuple[str, ...] = Field(default=(), description="parts of a Dict that are not observed, by name")
     model: AnyNetworkSource = Field(default=None, description="my_net.py:Net, a network of your own")
     hidden: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
@@ -226,6 +234,11 @@ class RLSpec(Spec):
         least = self.learner.batch_steps or self.algorithm.batch_steps
         most = self.learner.max_batch_steps or max(least, 2 * self.algorithm.batch_steps)
         return min(least, most), most
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The spaces of a run without an environment, as they were written; empty in another run."""
+        return json.loads(self.env) if self.env.startswith("{") else {}
 
     @property
     def applied_core(self) -> str:

@@ -18,6 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.display import run_view
+from shoal.cli.display.rl_display import describe_spaces
 from shoal.cli.support.console import (
     DefaultCommandGroup,
     confirm_removal,
@@ -269,6 +270,7 @@ def _show(console: Console, run: Run) -> None:
         ("process", f"{run.pid} on {run.host}{'' if run.copied_from is None else ' (this is a copy from the store)'}"),
         ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
         ("command", run.command),
+        *([("spaces", spaces)] if (spaces := describe_spaces(run)) else []),
         ("files", str(run.folder)),
     ]
     print_facts(facts)
