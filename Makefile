@@ -11,7 +11,7 @@ PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriv
 PROTOCOL := platform/shoal/libs/grpc
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recommender test soak rehearse compat gpu check format proto bench bench-check clean
+.PHONY: help setup demo game recommender test soak rehearse compat gpu check format proto bench bench-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## Run the main job: four external actors teach a policy that an endpoint already serves
 	@$(BIN)/shoal run actor_learner --actors 4
+
+game: $(READY)  ## Play a game in the browser while eight copies of it learn beside you
+	@$(BIN)/shoal run game
 
 recommender: $(READY)  ## A film site that learns as you rate: data=FOLDER endpoint=URL port=8080
 	@$(if $(endpoint),RECOMMENDER_ENDPOINT='$(endpoint)') $(BIN)/python serve_apps/recommender/manage.py start $(if $(data),--data '$(data)') $(if $(port),--port $(port))

@@ -16,7 +16,7 @@ Node.js 22 or newer has WebSocket; from 20.11 on: node --experimental-websocket 
 
   --connect ADDRESS        the gateway: ws://host:port, or with ZeroMQ tcp://host:port, as the job prints it; with | between,
                            all that it may have
-  --game FILE              a module that exports the game's class (default: catch/catch.js): \`numActions\`, reset(), step(action)
+  --game FILE              a module that exports the game's class (default: catch/catch.js): \`spaces\`, reset(), step(action)
   --actor-id NAME          unique in the run (default: host name, process id and a random number)
   --incarnation N          larger than in the actor's earlier starts (default: the time in milliseconds); where the clock has
                            gone back, one above that in the error stale_incarnation
@@ -48,13 +48,15 @@ async function main() {
   const home = process.env.SHOAL_HOME || join(homedir(), '.shoal');
   const token = process.env.SHOAL_TOKEN || readFileSync(join(home, 'token'), 'utf8').trim();
   const { default: Game } = await import(pathToFileURL(resolve(values.game)));
+  const game = new Game();
+  if (!game.spaces) throw new Error(`${values.game}: the game has no \`spaces\`, as { observation: [4], action: 3 }`);
   const run = await connect(values.connect.split('|'), token, {
     actorId: values['actor-id'] ?? `${hostname().slice(0, 40)}-${process.pid}-${randomBytes(3).toString('hex')}`,
     incarnation: values.incarnation === undefined ? undefined : Number(values.incarnation),
-    serverKey: values['server-key'], giveUpAfterMs: 1000 * Number(values['give-up-after']), inference: values.inference,
+    offers: game.spaces, serverKey: values['server-key'], giveUpAfterMs: 1000 * Number(values['give-up-after']), inference: values.inference,
   });
   for (const signal of ['SIGINT', 'SIGTERM']) process.once(signal, () => run.leave('interrupted').then(() => process.exit(130)));
-  const { steps, episodes } = await play(run, new Game());
+  const { steps, episodes } = await play(run, game);
   await run.leave();
   const { acknowledged } = run.player;
   console.log(`${episodes} episodes, ${steps} steps${acknowledged ? `; segments: ${JSON.stringify(acknowledged)}` : ''}`);
@@ -62,13 +64,12 @@ async function main() {
 
 /**
  * Play episodes until the run ends. game: reset() returns an observation, an array of numbers; step(action) returns
- * {observation, reward, terminated, truncated}. `numActions` is how many actions it has, where an action is one number; in a
- * run with action masks `mask` is that of the newest observation: an array with 1 for each allowed action, else 0.
+ * {observation, reward, terminated, truncated}. In a run with action masks `mask` is that of the newest observation: an array
+ * with 1 for each allowed action, else 0.
  */
 async function play(run, game) {
   const played = { steps: 0, episodes: 0 };
   while (!run.finished) {
-    requireGame(game, run.spec);
     let outcome = { observation: game.reset(), reward: 0 };
     run.begin('game');
     while (!outcome.terminated && !outcome.truncated) {
@@ -81,14 +82,6 @@ async function play(run, game) {
     played.episodes++;
   }
   return played;
-}
-
-/** Throws unless the game has the run's actions: one of another game would go unnoticed. */
-function requireGame(game, { action }) {
-  if (action.shape?.length || action.dtype.startsWith('float')) return;
-  const wanted = action.high + 1;
-  if (game.numActions === undefined) throw new Error(`the game declares no numActions: this run has ${wanted} actions`);
-  if (game.numActions !== wanted) throw new Error(`the game has numActions = ${game.numActions}, and this run ${wanted} actions`);
 }
 
 main().catch((error) => {

@@ -17,8 +17,8 @@ export { ActorError } from './lib/session.js';
  * options:
  *   actorId        unique in the run; the same after a restart
  *   inference      'local': the policy runs here; 'remote': at the gateway
- *   behaviour      who acts, where it is not the run's policy: 'human', for instance
- *   offers         the game's spaces, {observation: {dtype, shape, low, high}, action: {…}}, for the run to compare
+ *   behaviour      who acts, where it is not the run's policy: 'human', for instance; then `act` gets what was `taken`
+ *   offers         the game's spaces, as {observation: [4], action: 3}: the gateway compares them with the run's
  *   onSettings     called with (values, version): at the welcome, and when they change
  *   onWeights      called with the version that acts from now on; with 'local' alone
  *   incarnation    grows with every start of the same actorId; by default the time in milliseconds

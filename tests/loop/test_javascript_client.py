@@ -221,12 +221,12 @@ def test_a_segment_that_an_error_names_is_discarded_and_the_others_arrive() -> N
         assert left[-1]["reason"] == "bye"
 
 
-def test_another_game_than_the_run_learns_is_refused_by_its_number_of_actions(tmp_path: Path) -> None:
+def test_another_game_than_the_run_learns_is_refused_by_its_spaces(tmp_path: Path) -> None:
     (tmp_path / "none.js").write_text("module.exports = class { reset() { return [0, 0, 0, 0]; } };")
     with playing() as parts:
         for game, inference, said in (
-            (CLIENT / "catch" / "catch.js", "local", "the game has numActions = 3, and this run 2 actions"),
-            (tmp_path / "none.js", "remote", "the game declares no numActions: this run has 2 actions"),
+            (CLIENT / "catch" / "catch.js", "local", "3 choices"),
+            (tmp_path / "none.js", "remote", "the game has no `spaces`"),
         ):
             with node_actor(find_address(parts), "--game", str(game), "--inference", inference) as process:
                 output, _ = process.communicate(timeout=600)

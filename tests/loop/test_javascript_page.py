@@ -1,4 +1,4 @@
-"""A page in headless Chromium joins a run, and plays Catch until it is solved: shown or hidden, its own policy or not."""
+"""A page in headless Chromium plays Catch until it is solved: shown or hidden, with its own policy or the gateway's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
 from catch_game import Catch
+
 from chromium import Chromium
 from rl_setting import TOKEN
 from shoal.rl.local_loop import LocalLoop

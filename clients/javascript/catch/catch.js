@@ -8,7 +8,7 @@ const APPLES = 5;
 export class Catch {
   constructor(random = Math.random) {
     this.random = random;
-    this.numActions = 3; // left, stay, right
+    this.spaces = { observation: [4], action: 3 }; // left, stay, right
   }
 
   reset() {

@@ -28,8 +28,8 @@ export class LocalPlayer {
     this.session = session;
     this.onWeights = onWeights;
     this.episodes = new Map(); // by agent
+    this.isDemonstrator = Boolean(session.hello.behaviour); // another than the policy acts
     this.policy = null;
-    this.payload = null; // the newest weights
     this.numSteps = 0;
     this.acknowledged = { accepted: 0, dropped: 0, duplicate: 0 };
     this.drops = {}; // discarded segments by reason, or by the error that named them
@@ -39,7 +39,8 @@ export class LocalPlayer {
     this.sendLimit = 0;
   }
 
-  get isReady() { return this.version > 0; }
+  get isReady() { return this.session.welcome !== null && this.acts; }
+  get acts() { return this.policy !== null || this.isDemonstrator; }
   get isWaiting() { return this.retained.length > 0; }
   get version() { return this.policy?.version ?? 0; }
   describeLoss() { return `${this.retained.length} segments are lost`; }
@@ -47,10 +48,10 @@ export class LocalPlayer {
 
   begin(agent) {
     const builder = this.episodes.get(agent)?.builder ?? null;
-    this.episodes.set(agent, { builder, choice: null, version: 0, total: 0, length: 0, settings: this.session.settingsVersion });
+    this.episodes.set(agent, { builder, choice: null, total: 0, length: 0, who: '', isAssisted: false, settings: this.session.settingsVersion });
   }
 
-  /** The action, or a promise of it while the learner is busy; null after the end of the episode, or of the run. */
+  /** The action, or a promise of it while the learner is busy; null after the end of the episode, or of the run, and of a demonstrator. */
   act(agent, observation, reward = 0, options = {}) {
     const { session } = this;
     if (session.finished) return null;
@@ -59,13 +60,13 @@ export class LocalPlayer {
     if (!episode || episode.isOver) throw new Error(`agent ${agent}: begin an episode first`);
     this.record(episode, observation, reward, options);
     const choose = () => (options.terminated || options.truncated || session.finished ? null : this.choose(episode, observation, options.mask));
-    if (++this.numSteps % STEPS_A_TURN && this.numSent === this.retained.length && this.policy) return choose();
+    if (++this.numSteps % STEPS_A_TURN && this.numSent === this.retained.length && this.acts) return choose();
     return this.wait().then(choose);
   }
 
   async wait() {
     await nextTurn();
-    await this.session.until(() => this.session.finished || (this.policy && this.numSent === this.retained.length));
+    await this.session.until(() => this.session.finished || (this.acts && this.numSent === this.retained.length));
   }
 
   record(episode, observation, reward, { mask, taken, terminated = false, truncated = false, success }) {
@@ -81,16 +82,35 @@ export class LocalPlayer {
     episode.runId = this.session.runId;
     episode.isOver = terminated || truncated;
     if (episode.choice === null) return episode.builder.begin(observation, mask);
+    const who = taken === undefined || this.isDemonstrator ? '' : 'human'; // for a time, in an episode of the policy
+    if (who !== episode.who && episode.hasUnsent) this.sendEpisode(episode, {});
+    episode.who = who;
+    episode.isAssisted ||= who !== '';
     episode.total += reward;
     episode.length++;
-    const isFull = episode.builder.step({ ...episode.choice, ...(taken !== undefined && { action: taken }) }, reward, observation, terminated ? null : mask);
-    if (terminated || truncated || isFull) {
-      const end = { terminated, truncated: truncated && !terminated, success };
-      this.send(episode.builder.pack(end, episode.total, episode.length, episode.settings));
-    }
+    episode.hasUnsent = true;
+    const choice = taken === undefined ? episode.choice : { ...episode.choice, action: taken };
+    const isFull = episode.builder.step(choice, reward, observation, terminated ? null : mask);
+    if (terminated || truncated || isFull) this.sendEpisode(episode, { terminated, truncated: truncated && !terminated, success });
+  }
+
+  /** Send the steps that are not sent yet. */
+  sendEpisode(episode, end) {
+    const { who, isAssisted, settings } = episode;
+    episode.hasUnsent = false;
+    this.send(episode.builder.pack(end, episode.total, episode.length, {
+      isDemonstration: this.isDemonstrator || who !== '',
+      ...(who && { behaviour: who }),
+      ...(isAssisted && { assisted: true }),
+      ...(settings && { settings }),
+    }));
   }
 
   choose(episode, observation, mask) {
+    if (this.isDemonstrator) {
+      episode.choice = { logProbability: 0, version: 0 };
+      return null;
+    }
     episode.choice = { ...this.policy.act(observation, mask), version: this.policy.version };
     return episode.choice.action;
   }
@@ -124,7 +144,7 @@ export class LocalPlayer {
     this.firstSeq = welcome.next_seq;
     this.numSent = 0;
     this.sendLimit = welcome.send_limit;
-    this.session.post({ kind: 'pull', newer_than: this.version });
+    if (!this.isDemonstrator) this.session.post({ kind: 'pull', newer_than: this.version });
     this.sendRetained();
   }
 

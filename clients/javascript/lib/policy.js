@@ -35,7 +35,7 @@ export class MlpPolicy {
     this.layers = [];
   }
 
-  /** Apply a version completely, or not at all. */
+  /** Apply a version completely, or not at all; `weights` has it then. */
   load(version, tensors) {
     const layers = this.spec.layers.map(([weightName, biasName]) => {
       const weight = tensors.get(weightName);
@@ -45,6 +45,7 @@ export class MlpPolicy {
       return { weight: weight.data, bias: bias.data, numInputs, outputs: new Float32Array(numOutputs) };
     });
     this.layers = layers;
+    this.weights = tensors;
     this.version = version;
   }
 

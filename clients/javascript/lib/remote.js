@@ -5,6 +5,7 @@ import { ActorError } from './session.js';
 import { maskSize, packTensor, unpackTensor } from './segments.js';
 
 const LOST_REASONS = new Set(['unknown_episode', 'ended_episode', 'failed']);
+const MAX_ROWS = 4096; // of a message
 const TERMINATED = 1, TRUNCATED = 2, SUCCESS_KNOWN = 4, SUCCESS = 8;
 
 export class RemotePlayer {
@@ -23,7 +24,7 @@ export class RemotePlayer {
   describeLoss() { return `${this.unanswered.size} actions have not come`; }
 
   begin(agent) {
-    this.episodes.set(agent, { number: this.numBegun++, step: 0, total: 0, settings: this.session.settingsVersion });
+    this.episodes.set(agent, { number: null, step: 0, total: 0, settings: this.session.settingsVersion });
   }
 
   /** Resolves to the action; null after the end of the episode, or of the run. */
@@ -40,6 +41,7 @@ export class RemotePlayer {
     if (size && !mask && !terminated) throw new Error('this run has action masks: give `mask`');
     const maskFrame = size ? Uint8Array.from(terminated ? Array(size).fill(1) : mask, Number) : null;
     const flags = (terminated ? TERMINATED : truncated ? TRUNCATED : 0) | (hasEnded && success !== undefined ? SUCCESS_KNOWN | (success ? SUCCESS : 0) : 0);
+    episode.number ??= this.numBegun++; // here, since episodes begin in the order of their numbers
     if (episode.step) episode.total += reward;
     for (;;) {
       const { number, step, settings } = episode;
@@ -80,7 +82,7 @@ export class RemotePlayer {
     const batch = this.batch.splice(0);
     if (!this.session.isWelcomed || !batch.length) return; // `onWelcome` sends what is unanswered
     const rows = this.sendsRows && batch.length > 1 ? batch.filter(({ taken }) => taken === undefined) : [];
-    if (rows.length) this.postRows(rows);
+    for (let row = 0; row < rows.length; row += MAX_ROWS) this.postRows(rows.slice(row, row + MAX_ROWS));
     for (const each of rows.length ? batch.filter(({ taken }) => taken !== undefined) : batch) this.postAct(each);
   }
 

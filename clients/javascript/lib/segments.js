@@ -81,12 +81,14 @@ export class SegmentBuilder {
   /** An episode begins with this observation (flat numbers in C order), and its mask in a run with action masks. */
   begin(observation, mask = null) {
     this.length = 0;
+    this.isPacked = false;
     this.setObservation(0, observation, mask);
   }
 
   /** Add a step: the choice {action, logProbability, version} led to the reward and the observation. Returns whether it is full. */
   step({ action, logProbability, version }, reward, observation, mask = null) {
-    if (this.length === this.capacity) { // goes on where the one before ended
+    if (this.isPacked) { // goes on where the one before ended
+      this.isPacked = false;
       this.length = 0;
       this.setObservation(0, this.last.observation, this.last.mask);
     }
@@ -105,11 +107,13 @@ export class SegmentBuilder {
     this.last = { observation, mask };
   }
 
-  /** The segment {header, frames} of the steps so far. end: {terminated, truncated, success} */
-  pack({ terminated, truncated, success }, episodeReturn, episodeLength, settings) {
+  /** The segment {header, frames} of the steps so far. end: {terminated, truncated, success}; fields: further ones of the header */
+  pack({ terminated, truncated, success }, episodeReturn, episodeLength, { isDemonstration = false, ...fields } = {}) {
     const { length } = this;
     const hasEnded = terminated || truncated;
-    const tensors = [this.observations.pack(length + 1), this.actions.pack(length), this.rewards.pack(length), this.logProbabilities.pack(length), this.versions.pack(length)];
+    this.isPacked = true;
+    const tensors = [this.observations.pack(length + 1), this.actions.pack(length), this.rewards.pack(length)];
+    if (!isDemonstration) tensors.push(this.logProbabilities.pack(length), this.versions.pack(length));
     if (this.masks) tensors.push(this.masks.pack(length + 1));
     const header = {
       tensors: tensors.map(({ header }) => header),
@@ -117,7 +121,7 @@ export class SegmentBuilder {
       ...(truncated && { truncated }),
       ...(hasEnded && { episode_return: episodeReturn, episode_length: episodeLength }),
       ...(hasEnded && success !== undefined && { success: Boolean(success) }),
-      ...(settings && { settings }),
+      ...fields,
     };
     return { header, frames: tensors.map(({ frame }) => frame) };
   }
