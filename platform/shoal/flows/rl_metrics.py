@@ -89,6 +89,8 @@ class ActorLearnerMetrics:
         if (shown := gateway.get("demonstrations")) and shown["segments"]:
             metrics |= {f"demonstrations/{name}": count for name, count in shown.items()}
         metrics |= _summarize_opponents(gateway)
+        if version := gateway.get("settings_version"):
+            metrics["settings/version"] = version
         return {name: float(value) for name, value in metrics.items()}
 
 

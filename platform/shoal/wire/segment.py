@@ -73,6 +73,7 @@ class Segment:
     opponent: with self-play, the version that the other agents had; 0 without
     unrecorded: episodes of the same policy's agents that ended before, and of whose end there is no segment
     success: whether the episode reached its goal; None: it did not end here, or its environment does not say
+    settings: the version of the game's settings in this episode; 0: the newest that its actor was sent
     extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
     behaviour: who acted, as "human"; "": the policy. Otherwise log_probabilities and versions are 0
     assisted: others than the policy took some steps of the episode: its return is not the policy's
@@ -91,6 +92,7 @@ class Segment:
     opponent: int = 0
     unrecorded: tuple[EpisodeSummary, ...] = ()
     success: bool | None = None
+    settings: int = 0
     behaviour: str = ""
     assisted: bool = False
 
@@ -153,6 +155,7 @@ class PackedSegment(NamedTuple):
             segment.opponent or msgspec.UNSET,
             segment.unrecorded or msgspec.UNSET,
             msgspec.UNSET if segment.success is None else bool(segment.success),
+            segment.settings or msgspec.UNSET,
             segment.behaviour or msgspec.UNSET,
             segment.assisted or msgspec.UNSET,
         )
@@ -224,6 +227,7 @@ def unpack_segment(
         message.opponent or 0,
         unrecorded,
         None if message.success is msgspec.UNSET else message.success,
+        message.settings or 0,
         behaviour,
         message.assisted is True,
     )

@@ -59,6 +59,7 @@ class RemoteEpisode:
     choice:  the answer to it; None: not computed yet
     used_at: of the newest message, by the caller's clock
     is_full: its open segment is complete, and waits for room in the queue
+    settings: the version of the game's settings
     behaviour:   who took the open steps; "": the policy
     is_assisted: others than the policy have taken steps
     """
@@ -71,6 +72,7 @@ class RemoteEpisode:
     step: int = 0
     choice: Choice | None = None
     is_full: bool = False
+    settings: int = 0
     behaviour: str = ""
     is_assisted: bool = False
 
@@ -105,6 +107,7 @@ class OpenEpisodes:
                 raise InvalidSegment(DropReason.INVALID_RANGE, "episode", problem)
             self.last_number = number
             episode = self.episodes[number] = RemoteEpisode(number, [observation], message.reward, now_s)
+            episode.settings = message.settings or self.progress.settings
             episode.is_assisted = message.taken is not msgspec.UNSET
             return episode
         episode.used_at = now_s
@@ -228,6 +231,7 @@ def _take_segment(episode: RemoteEpisode, message: ActMessage | None, experience
             each.name: masks if each.name == MASKS else np.asarray(choices[0].extras[each.name])[None]
             for each in experience.extras
         },
+        settings=episode.settings,
         success=last.success if ended and last.success is not msgspec.UNSET else None,
         behaviour=episode.behaviour,
         assisted=episode.is_assisted,
