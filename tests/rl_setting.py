@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.rl.demonstrations import DemonstrationSite, DemonstrationsSpec
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
@@ -18,6 +18,7 @@ from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.learner_spec import DemonstrationsSpec
 from shoal.rl.spec import GatewaySpec
 from shoal.store import Store
 from shoal.weights import WeightSnapshot, WeightStore

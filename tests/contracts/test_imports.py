@@ -120,7 +120,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"learner_group"},
         {"experience"},
         {"spec"},
-        {"algorithm_config", "demonstrations", "learner_spec", "policy_graph"},
+        {"algorithm_config", "learner_spec", "policy_graph"},
     ],
     "serve": [
         {"ray_app"},

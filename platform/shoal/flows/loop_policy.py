@@ -26,7 +26,7 @@ from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
-from shoal.rl.demonstrations import DemonstrationSite
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.game_settings import advance_settings, begin_settings
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting

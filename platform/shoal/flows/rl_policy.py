@@ -33,7 +33,7 @@ from shoal.home import home
 from shoal.plugins.moved import translate_reference
 from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode
-from shoal.rl.demonstrations import DemonstrationSite
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.segment_log import require_store
 from shoal.rl.first_game import describe_given
 from shoal.rl.gateway.listener import find_listener

@@ -26,7 +26,7 @@ from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.batch_checks import BadBatchPolicy, EvidenceCheck
 from shoal.rl.batch_lease import BatchLease
-from shoal.rl.demonstrations import ShownExperience
+from shoal.rl.experience.demonstrations import ShownExperience
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.learner_group import LearnerHub
 from shoal.rl.learner_spec import LearnerSpec

@@ -20,7 +20,7 @@ from shoal.actor.environment import ASK
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
-from shoal.rl.demonstrations import DemonstrationSite
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting

@@ -37,7 +37,7 @@ from shoal.errors import (
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
-from shoal.rl.demonstrations import DemonstrationSite
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger

@@ -23,9 +23,8 @@ from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AnyAlgorithmConfig, find_fitting
-from shoal.rl.demonstrations import DemonstrationsSpec
 from shoal.rl.game_settings import SettingsRule
-from shoal.rl.learner_spec import LearnerSpec, SelfPlaySpec
+from shoal.rl.learner_spec import DemonstrationsSpec, LearnerSpec, SelfPlaySpec
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracker import TrackerNames

@@ -21,7 +21,8 @@ from shoal.libs.demonstrations.files import DemonstrationFiles, open_files, read
 from shoal.libs.demonstrations.recorder import Recorder, copy_source
 from shoal.libs.demonstrations.shown import Shown, fade
 from shoal.rl.algorithms.algorithm import make_algorithm
-from shoal.rl.demonstrations import DemonstrationSite, DemonstrationsSpec
+from shoal.rl.experience.demonstrations import DemonstrationSite
+from shoal.rl.learner_spec import DemonstrationsSpec
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec, Segment
 

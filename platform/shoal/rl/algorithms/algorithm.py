@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AlgorithmConfig
 from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.demonstrations import ShownExperience
+from shoal.rl.experience.demonstrations import ShownExperience
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShare
 from shoal.rl.spec import RLSpec, network_kwargs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
-from shoal.rl.demonstrations import DemonstrationSite
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
