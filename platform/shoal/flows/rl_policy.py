@@ -124,7 +124,8 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
         if own.gateway.durable == "store":
             require_store()
         find_listener(own.gateway)
-        DemonstrationSite(own.demonstrations, experience, Path(), f"/{name}").check()
+        if run is None:  # a resumed one has copied them
+            DemonstrationSite(own.demonstrations, experience, Path(), f"/{name}").check()
         checkpoints = None if run is None else run.folder / name / "checkpoints"
         if own.algorithm.disk_mb:
             require_disk_space(own.algorithm.disk_mb, None if checkpoints is None else checkpoints / "replay")

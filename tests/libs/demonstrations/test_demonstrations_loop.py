@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -22,6 +25,7 @@ from shoal.wire import DropReason
 from sign_game import SignGame
 from waiting import wait_for
 
+PAGE = Path(__file__).parents[3] / "docs/games/demonstrations.md"
 SPEC = RLSpec(hidden=(16,)).override(["learner.batch_steps=64", "learner.take_timeout_s=0.1"])
 EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(SPEC.hidden))
 
@@ -91,3 +95,26 @@ def test_a_person_takes_the_controls_and_gives_them_back_in_one_episode(tmp_path
         np.testing.assert_allclose(shown.segment.observations[:, 0], [0.2, 0.3, 0.4, 0.5], rtol=1e-6)
         play_by_hand(actor, 1, is_perfect=False)
         wait_for(lambda: parts.gateway.stats()["episodes"] == 1)
+
+
+def test_the_script_of_the_page_shows_twenty_episodes(tmp_path: Path) -> None:
+    class Game(SignGame):
+        is_on = False
+
+        def restart(self) -> np.ndarray:
+            self.is_on = True
+            return self.reset(seed=1)[0]
+
+        def tick(self, action: int) -> tuple[np.ndarray, float]:
+            observation, reward, _, is_over, _ = self.step(action)
+            self.is_on = not is_over
+            return observation, reward
+
+    block = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[0]
+    with serving(tmp_path) as parts:
+        connect = SimpleNamespace(connect=partial(shoal.connect, token=TOKEN))
+        names = {"shoal": connect, "game": Game(), "my_rule": lambda observation: int(observation[0] > 0)}
+        exec(compile(block.replace("tcp://127.0.0.1:5555", parts.address), "demonstrations.md", "exec"), names)
+        counts = parts.gateway.stats()["demonstrations"]
+    assert counts == {"segments": 20, "steps": 160, "episodes": 20}
+    assert {each.info.episode_return for each in read_all(tmp_path)} == {8.0}
