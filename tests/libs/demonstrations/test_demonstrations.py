@@ -136,6 +136,21 @@ def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path:
     assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
 
 
+def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec, experience, good = make_case("discrete", tmp_path)
+    algorithm = make_algorithm(spec, experience)
+    site = make_site(tmp_path, experience)
+    record(site, good, replace(good, observations=np.full((9, 4), 3e38, np.float32)))
+    shown = Shown(site)
+    shown.poll()
+    with torch.no_grad():
+        algorithm.model.get_parameter("policy.0.weight").mul_(900.0)
+        assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
+    assert "human-" in caplog.text
+    assert [bool(each.observations.max() < 1e38) for each in shown.get_segments()] == [True]
+    assert shown.compute_loss(algorithm.compute_log_pi) is not None  # type: ignore[attr-defined]
+
+
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
