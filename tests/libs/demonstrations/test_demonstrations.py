@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,18 +138,20 @@ def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path:
 
 
 def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spec, experience, good = make_case("discrete", tmp_path)
-    algorithm = make_algorithm(spec, experience)
-    site = make_site(tmp_path, experience)
-    record(site, good, replace(good, observations=np.full((9, 4), 3e38, np.float32)))
+    site = make_site(tmp_path)
+    record(site, shown_segment(), shown_segment(rewards=np.full(8, 9.0, np.float32)))
     shown = Shown(site)
     shown.poll()
-    with torch.no_grad():
-        algorithm.model.get_parameter("policy.0.weight").mul_(900.0)
-        assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
-    assert "human-" in caplog.text
-    assert [bool(each.observations.max() < 1e38) for each in shown.get_segments()] == [True]
-    assert shown.compute_loss(algorithm.compute_log_pi) is not None  # type: ignore[attr-defined]
+
+    def compute_log_pi(segments: Sequence[Segment]) -> torch.Tensor:
+        """As of a network that overflows with the second segment."""
+        return torch.cat([torch.full((8,), torch.nan if each.rewards[0] == 9.0 else -1.0) for each in segments])
+
+    assert shown.compute_loss(compute_log_pi) is None
+    assert "000001 is not finite" in caplog.text
+    result = shown.compute_loss(compute_log_pi)
+    assert result is not None
+    assert result[1]["learner/cloning_loss"] == 1.0
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
