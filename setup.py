@@ -1,5 +1,5 @@
-"""What `pyproject.toml` cannot say: a wheel carries the recipes, `jobs/` and `serve_apps/`, in `shoal/recipes/`, and the
-page of one of them."""
+"""What `pyproject.toml` cannot say: a wheel carries recipes: `jobs/` and `serve_apps/` as `shoal/recipes/`, and the page
+of one of them."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The spec of a run's learner and of its self-play."""
+"""The specs of a run's learner, its self-play and its games."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
+
+Setting = bool | int | float | str  # what a game is told
+
+
+class SettingsRule(Spec):
+    """`set` holds from when the mean return of the last 100 episodes, or of at least 20, reaches `above`."""
+
+    above: float
+    set: dict[str, Setting] = Field(min_length=1)
 
 
 class LearnerSpec(Spec):
