@@ -78,6 +78,7 @@ TYPES = {
     float | None: "float or nil",
     int | None: "int or nil",
     int | list[int | float] | None: "int, array of number or nil",
+    int | float | list[int | float] | msgspec.UnsetType: "number or array of number",
     bool | None: "bool or nil",
     bool | msgspec.UnsetType: "bool",
     int | msgspec.UnsetType: "int",

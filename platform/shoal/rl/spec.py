@@ -23,7 +23,7 @@ from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AnyAlgorithmConfig, find_fitting
-from shoal.rl.learner_spec import LearnerSpec, SelfPlaySpec, Setting, SettingsRule
+from shoal.rl.learner_spec import DemonstrationsSpec, LearnerSpec, SelfPlaySpec, Setting, SettingsRule
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracker import TrackerNames
@@ -182,6 +182,7 @@ class RLSpec(Spec):
     )
     learner: LearnerSpec = LearnerSpec()
     self_play: SelfPlaySpec = SelfPlaySpec()
+    demonstrations: DemonstrationsSpec = DemonstrationsSpec()
     algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work.md
         default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
     )

@@ -31,9 +31,9 @@ from shoal.rl.gateway.remote_episodes import (
     Observed,
     OpenEpisodes,
     RemoteEpisode,
-    completes_segment,
+    Step,
     read_observation,
-    take_segment,
+    read_step,
     take_step,
 )
 from shoal.rl.gateway.row_episodes import INVALID, PendingActions, Refusal, RowEpisodes, read_rows
@@ -47,6 +47,7 @@ from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 MAX_OPEN_EPISODES = 256  # of one actor, begun by single messages: see RowEpisodes for others
 MAX_QUEUE_ROWS = 2**20  # never reached: each actor's open episodes are limited
 FAILED = "failed"
+_BY_ACT = "send it as `act`"  # of a row that cannot be taken
 logger = logging.getLogger(__name__)
 
 
@@ -273,14 +274,14 @@ class RemoteInference:
             self._enqueue(client, episode)
         elif message.step == episode.step or episode.is_full:
             return None  # it is waiting already
-        elif not completes_segment(episode, message, self._experience):
-            take_step(episode, message, observation)
-            self._enqueue(client, episode)
-        elif self._completing or not self._state.sessions.has_space():
-            episode.is_full = True
-            self._completing[key, message.episode] = partial(self._complete, client, episode, message, observation)
         else:
-            return self._complete(client, episode, message, observation)
+            step = read_step(episode, client.behaviour, message, self._experience)
+            if not step.fills_slot(episode, message, self._experience) or (
+                not self._completing and self._state.sessions.has_space()
+            ):
+                return self._take(client, episode, message, observation, step)
+            episode.is_full = True
+            self._completing[key, message.episode] = partial(self._take, client, episode, message, observation, step)
         return None
 
     def _take_acts(self, key: ActorKey, message: ActsMessage, frames: Sequence[bytes]) -> None:
@@ -291,10 +292,14 @@ class RemoteInference:
         refused: dict[int, Refusal | None] = {
             row: (INVALID, self._record_invalid(key, error)) for row, error in invalid.items()
         }
+        if client.behaviour:
+            refused = dict.fromkeys(range(len(rows.episodes)), (INVALID, f"taken: {client.behaviour} acts: {_BY_ACT}"))
         for row, number in enumerate(rows.episodes) if client.episodes else ():  # of single messages
             if (episode := client.episodes.get(number)) is None:
                 continue
-            if episode.choice is not None and not episode.is_full:
+            if episode.is_assisted:
+                refused[row] = (INVALID, f"taken: others than the policy have acted in the episode: {_BY_ACT}")
+            elif episode.choice is not None and not episode.is_full:
                 episodes.adopt(client.episodes.pop(number))
             else:
                 is_waiting = rows.steps[row] == episode.step + episode.is_full
@@ -348,11 +353,12 @@ class RemoteInference:
                 del self._clients[key]
                 self._rows.pop(key, None)
 
-    def _complete(
-        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed
+    def _take(
+        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step
     ) -> ActionMessage | None:
-        take_step(episode, message, observation)
-        self._store(client.key, client.progress, take_segment(episode, message, self._experience))
+        """Take a step, and store the segments that it completes."""
+        for segment in take_step(episode, message, observation, step, self._experience):
+            self._store(client.key, client.progress, segment)
         if message.terminated or message.truncated:
             del client.episodes[episode.number]
             self._policy.reset(_make_stream(client.key, episode.number))
