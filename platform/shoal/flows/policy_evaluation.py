@@ -128,9 +128,11 @@ def judge_trial(trials: Sequence[Evaluation], spec: ActorLearnerSpec, version: i
     return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": reason}
 
 
-def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
+def describe_registered(model: ModelVersion, evaluation: Evaluation | None, action: str) -> str:
     name = f"{model.ref} ({', '.join(model.aliases)})" if model.aliases else model.ref
     decision = f"\n{model.decision}" if model.decision else ""
+    if evaluation is None:
+        return f"{name}: not evaluated, for the run has no environment to play{decision}"
     if not evaluation.returns:
         return f"{name}: no episode of the evaluation had one of its agents{decision}"
     return (

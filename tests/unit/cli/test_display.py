@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shoal import runs
 from shoal.cli.commands import cluster
+from shoal.cli.commands import runs as runs_command
 from shoal.cli.display import rl_display, run_view
 from shoal.cli.display.panels import format_sparkline
 from shoal.cli.display.rl_display import LoopView, make_view
@@ -153,6 +154,22 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
     assert "    3 actors, 7 steps, drops: non_finite 2\n" in shown
     assert "    rejected: looper malformed 1,320, one two non_finite 2\n" in shown
     assert (found["actors"], found["rejected"]) == (3, {"looper malformed": 1320, "one two non_finite": 2})
+
+
+def test_a_run_without_an_environment_says_what_it_waits_for_and_who_has_brought_its_spaces() -> None:
+    with runs.create("job", "env: ask", "one", kind=runs.RunKind.LOOP) as run:
+        run.record_event("spaces_asked", addresses=["tcp://h:1", "ws://h:2"])
+        run.flush()
+        waits = run_view.make_view(runs.load("one"), None)
+        assert "waiting for a game that brings its spaces, at tcp://h:1 or ws://h:2" in waits.format_plain_line()
+        run.record_event("spaces_taken", actor_id="catch-1", spaces="{}")
+        run.change_spec("env: '{\"action\": 3}'")
+        run.flush()
+        view = run_view.make_view(runs.load("one"), waits)
+    assert view.phase == "starting the endpoint"
+    assert 'spaces    {"action": 3}, brought by catch-1' in drawn(view)
+    shown = CliRunner().invoke(runs_command.runs, ["one"], catch_exceptions=False).output
+    assert 'spaces    {"action": 3}, brought by catch-1' in shown
 
 
 def test_a_run_that_measured_nothing_has_a_picture() -> None:

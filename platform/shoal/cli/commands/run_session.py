@@ -138,7 +138,7 @@ class RunSession:
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
-        environment = {ACTORS_INFERENCE: self._typed.inference} if self._typed.has_remote_inference else {}
+        environment = {ACTORS_INFERENCE: self._typed.inference} if self._num_actors else {}
         added = self._typed.environment
         env = job_environment(self.run_id, self._typed.to_command_line())
         added.require_combinable(env | environment, is_uploaded=False)

@@ -18,6 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.display import run_view
+from shoal.cli.display.rl_display import describe_spaces
 from shoal.cli.support.console import (
     DefaultCommandGroup,
     confirm_removal,
@@ -32,6 +33,7 @@ from shoal.cli.support.jobs import RAY_LOG_LINE
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
+from shoal.rl.game_settings import change_settings, parse_settings
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
 from shoal.runs.formatting import (
@@ -243,6 +245,26 @@ def release(run: str, actor: str) -> None:
     click.echo(f"{actor} is released: run {record.id} takes its segments again")
 
 
+@click.command("set")
+@click.argument("run")
+@click.argument("settings", nargs=-1, required=True, metavar="NAME=VALUE...")
+def set_settings(run: str, settings: tuple[str, ...]) -> None:
+    """Change the SETTINGS of a RUN's games: they are told within a second, and later games when they join.
+
+    \b
+    Examples:
+      shoal set latest gravity=9 speed=2
+    """
+    record = load(run)
+    try:
+        changed = parse_settings(settings)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if not change_settings(record.folder, changed):
+        raise ConfigError("run", record.id, "has no games", "name a run of actors")
+    click.echo(f"run {record.id}: {', '.join(f'{name}={value}' for name, value in changed.items())}")
+
+
 def _make_cells(run: Run) -> list[str | Text]:
     best = run.best()
     judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
@@ -269,6 +291,7 @@ def _show(console: Console, run: Run) -> None:
         ("process", f"{run.pid} on {run.host}{'' if run.copied_from is None else ' (this is a copy from the store)'}"),
         ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
         ("command", run.command),
+        *([("spaces", spaces)] if (spaces := describe_spaces(run)) else []),
         ("files", str(run.folder)),
     ]
     print_facts(facts)
