@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shoal.actor.agent_streams import is_parallel, to_float
+from shoal.actor.connection import format_actor_command
 from shoal.actor.other_games import adapt_aec, flatten_agents, flatten_environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.plugins.moved import translate_reference
@@ -31,6 +32,13 @@ MAX_TURNS = 100  # until it is an agent's turn for the first time
 def has_environment(name: str) -> bool:
     """Whether `env` names an environment; otherwise it gives the spaces of games that join, or asks for them."""
     return name != ASK and not name.startswith("{")
+
+
+def describe_joining(address: str, env: str, server_key: str, ignored: Sequence[str] = ()) -> str:
+    """What to do to join a run."""
+    if has_environment(env):
+        return f"start each actor with\n    {format_actor_command(address, env, server_key, ignored)}"
+    return f"games join at {address}{server_key and f' with the server key {server_key}'}"
 
 
 def parse_environment(env: Any) -> Any:
