@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting, print_line
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
@@ -80,7 +80,7 @@ class LocalLoop:
         folder: Path,
         token: str,
         target_return: float | None = None,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = print_line,
     ) -> Self:
         """A run with the spaces of `spec.env`. With `env=ask` this waits for the first game, and `say` gets what to do
         meanwhile. Raises ConfigError."""

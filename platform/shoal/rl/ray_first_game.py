@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from shoal.actor.environment import ASK
 from shoal.cluster.capacity import get_head_address, get_node_address, make_host_options
 from shoal.errors import ClusterError, RecordUnwritable, error_summary
 from shoal.home import home
-from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting, print_line
 from shoal.rl.gateway.zmq_listener import load_curve_keys, require_reachable_gateway, resolve_reachable_host
 from shoal.rl.spec import RLSpec
 from shoal.runs import RunRecorder
@@ -44,9 +43,7 @@ class FirstGameWorker:
         self._game.close()
 
 
-def take_spaces(
-    spec: SpecT, recorder: RunRecorder, token: str, say: Callable[[str], None] = partial(print, flush=True)
-) -> SpecT:
+def take_spaces(spec: SpecT, recorder: RunRecorder, token: str, say: Callable[[str], None] = print_line) -> SpecT:
     """The spec of a run with `env=ask` with the spaces of the first game that joins, as its record then has it; other
     specs as they are.
 
