@@ -114,13 +114,13 @@ ORDER: dict[str, list[set[str]]] = {
     "rl": [
         {"local_loop", "ray_workers", "ray_first_game"},
         {"first_game"},
-        {"learner", "learner_replica"},
+        {"learner", "learner_replica", "ray_episode_service"},
         {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},
         {"learner_group"},
         {"experience"},
         {"spec"},
-        {"algorithm_config", "policy_graph"},
+        {"algorithm_config", "learner_spec", "policy_graph"},
     ],
     "serve": [
         {"ray_app"},

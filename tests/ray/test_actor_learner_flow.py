@@ -491,3 +491,24 @@ def test_whatever_keeps_the_store_from_answering_is_tried_again(monkeypatch: pyt
     monkeypatch.setattr(ray, "get", fake_get)
     with pytest.raises(ConnectionLost, match="did not answer"):
         ray_weight_store._call(FakeWorker(ObjectStoreFullError("full")).version)
+
+
+def test_games_are_told_one_address_with_a_path_for_each_policy_also_when_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats = make_stats(websocket_address="ws://h:8765", pid=7)
+    flow, recorded = make_policies_flow(monkeypatch, hunters=stats, prey=make_stats(websocket_address="ws://h:1"))
+    relayed = list[dict[str, str]]()
+    flow.policies[0]._workers.relay_websockets = relayed.append
+    flow.policies[1]._workers.get_websocket_address = lambda is_bound: "ws://bound:1" if is_bound else ""
+    flow._poll()
+    address = "ws://h:8765/hunters,ws://h:8765/prey"
+    assert ("websocket", "websocket", address, "ready", {}) in recorded
+    assert [each[-1]["websocket"] for each in recorded if each[0] == "gateway_ready"] == [address]
+    assert "\n    ws://h:8765/hunters\n    ws://h:8765/prey\n" in capsys.readouterr().out
+    stats["pid"] = 8  # what a gateway passes on is not in its ledger
+    flow._poll()
+    stats["websocket_address"] = "ws://h:9000"
+    flow._poll()
+    assert relayed == [{"prey": "ws://bound:1"}] * 3
+    assert "ws://h:9000/prey" in capsys.readouterr().out

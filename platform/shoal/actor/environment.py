@@ -34,11 +34,12 @@ def has_environment(name: str) -> bool:
     return name != ASK and not name.startswith("{")
 
 
-def describe_joining(address: str, env: str, server_key: str, ignored: Sequence[str] = ()) -> str:
-    """What to do to join a run."""
+def describe_joining(address: str, websocket: str, env: str, server_key: str, ignored: Sequence[str] = ()) -> str:
+    """What to do to join a run. websocket: its address for games, or an empty string"""
     if has_environment(env):
         return f"start each actor with\n    {format_actor_command(address, env, server_key, ignored)}"
-    return f"games join at {address}{server_key and f' with the server key {server_key}'}"
+    key = f" with the server key {server_key}" if server_key else ""
+    return f"games join at {address}{key}{' or ' * bool(websocket)}{websocket}"
 
 
 def parse_environment(env: Any) -> Any:
@@ -283,6 +284,12 @@ def get_action_bounds(space: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
     low = np.where(low < space.low, np.nextafter(low, np.float32(np.inf)), low)
     high = np.where(high > space.high, np.nextafter(high, np.float32(-np.inf)), high)
     return tuple(low.ravel().tolist()), tuple(high.ravel().tolist())
+
+
+def apply_settings(environments: Sequence[Any], settings: Mapping[str, Any]) -> None:
+    """Give what the run tells its games to those environments that have a method `apply_settings`."""
+    for each in environments:
+        getattr(getattr(each, "unwrapped", each), "apply_settings", lambda _: None)(settings)
 
 
 @contextmanager

@@ -44,9 +44,11 @@ from shoal.errors import (
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import (
     LoopPolicy,
-    describe_bound_addresses,
+    announce_websocket,
     describe_missed_targets,
+    describe_other_addresses,
     format_mean_returns,
+    join_addresses,
     require_experience,
 )
 from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
@@ -89,13 +91,9 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     spec = keep_spaces(spec)
     checked = check(spec)
     # Closes the record first: it must be right even when the rest is cut short.
+    kind, run_id = shoal.runs.RunKind.LOOP, expected_run_id()
     record = shoal.runs.recording(
-        spec.to_record(),
-        job,
-        begun="gateway_ready",
-        kind=shoal.runs.RunKind.LOOP,
-        resumed=spec.resume,
-        run_id=expected_run_id(),
+        spec.to_record(), job, begun="gateway_ready", kind=kind, resumed=spec.resume, run_id=run_id
     )
     with ExitStack() as closing, record as recorder:
         spec = take_spaces(spec, recorder, load_access_token())
@@ -166,7 +164,7 @@ class LoopRun:
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{models}", flush=True)
         self._server_key = keys[0].decode() if keys else ""
         for each in self.policies:
-            each.address = each.workers.wait_for_gateway()
+            each.wait_for_gateway()
         self._announce_gateways()
 
     def _require_capacity(self, admission: RunAdmission) -> None:
@@ -192,13 +190,14 @@ class LoopRun:
             admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(self._note))
 
     def _announce_gateways(self) -> None:
-        address, bound = ",".join(each.address for each in self.policies), describe_bound_addresses(self.policies)
+        (address, _), others = join_addresses(self.policies), describe_other_addresses(self.policies)
         env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
-        connect = ",".join(each.store_address() for each in self.policies)
-        bound |= {"connect": connect} if connect != address else {}
-        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
+        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **others)
         self._record_endpoint("gateway", "gateway", address)
-        self._how_to_join = describe_joining(connect, env, key, ignored)
+        if websocket := others.get("websocket", ""):
+            announce_websocket(self.policies, self.recorder.id)
+            self._record_endpoint("websocket", "websocket", websocket)
+        self._how_to_join = describe_joining(others.get("connect", address), websocket, env, key, ignored)
         print(f"run {self.recorder.id}: {self._how_to_join}", flush=True)
         self._printed_at = time.monotonic()
 
@@ -329,7 +328,8 @@ class LoopRun:
             for kind, details in each.poll():
                 self._note(kind, **named, **details)
             each.keep_best()
-        if self._addresses["gateway"][1] != ",".join(each.address for each in self.policies):
+        known = [self._addresses.get(name, ("", ""))[1] for name in ("gateway", "websocket")]
+        if known != list(join_addresses(self.policies)):
             self._announce_gateways()  # on another host, or another process had taken a port
         self._record_published()
         assert self._endpoint is not None

@@ -35,6 +35,7 @@ from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Sign
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.segment_log import require_store
 from shoal.rl.first_game import describe_given
+from shoal.rl.gateway.listener import find_listener
 from shoal.rl.gateway.remote_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
@@ -121,6 +122,7 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
         require_playable_opponents(own, experience)
         if own.gateway.durable == "store":
             require_store()
+        find_listener(own.gateway)
         checkpoints = None if run is None else run.folder / name / "checkpoints"
         if own.algorithm.disk_mb:
             require_disk_space(own.algorithm.disk_mb, None if checkpoints is None else checkpoints / "replay")

@@ -46,10 +46,11 @@ def load(ref: str, *, device: Device = "cpu", seed: int | None = None) -> LocalM
         while not done:
             observation, reward, terminated, truncated, info = environment.step(policy.act(observation))
     """
-    return LocalModel(_find_version(ref), device, seed)
+    return LocalModel(find_version(ref), device, seed)
 
 
-def _find_version(ref: str) -> ModelVersion:
+def find_version(ref: str) -> ModelVersion:
+    """The version that a reference of `load` names. Raises RegistryError, ConfigError for a run without a model."""
     import shoal.runs
 
     registry = Registry()

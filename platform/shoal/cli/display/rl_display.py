@@ -64,6 +64,7 @@ class LoopView(RunView):
     lowest: float = math.inf
     endpoint: str = ""
     gateway: str = ""
+    websocket: str = ""
     spaces: str = ""
 
     @property
@@ -103,6 +104,8 @@ class LoopView(RunView):
             yield render_fact("rejected", (rejected, "red"))
         if self.endpoint:
             yield render_fact("endpoint", self.endpoint, ("   gateway  ", "dim"), self.gateway or "-")
+        if self.websocket:
+            yield render_fact("games", self.websocket)
 
     def list_facts(self) -> list[str]:
         if math.isnan(self.value("steps/total")):
@@ -131,6 +134,7 @@ def make_view(run: Run, before: LoopView | None, notes: Sequence[str]) -> LoopVi
         spaces=describe_spaces(run),
         endpoint=addresses.get("inference", ""),
         gateway=addresses.get("gateway", ""),
+        websocket=addresses.get("websocket", ""),
     )
     history = extend_history(before, view.value(RETURN))
     return replace(view, history=history, lowest=min((before.lowest if before else math.inf, *history[-1:])))

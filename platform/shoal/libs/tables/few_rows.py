@@ -162,8 +162,6 @@ def _read_targets(y: Any) -> tuple[list[str], np.ndarray]:
     cells = y.tolist() if hasattr(y, "tolist") else list(y)
     cells = [each if not isinstance(each, str) or each.strip() else None for each in cells]
     words = sorted({each for each in cells if isinstance(each, str)}) if np.ndim(y) == 1 else []
-    with suppress(ValueError):  # texts that all read as numbers are such, as in X
-        y, words = ([float(each) if isinstance(each, str) else each for each in cells], []) if words else (y, words)
     if not words:
         return [], to_floats("y", y)
     with suppress(ValueError):  # of a word

@@ -102,10 +102,8 @@ def table(
     Raises ConfigError and DataError, which name the column.
     """
     given = encoders if isinstance(encoders, Encoders) or encoders is None else Encoders.parse(encoders)
-    full = read_table(data)
     held_back = None if isinstance(validation, int | float) else read_table(validation, "validation")
-    if given is not None:
-        full = _take_known_rows(full, given)
+    full = read_table(data) if given is None else _take_known_rows(read_table(data), given)
     num_rows = len(full)
     if held_back is not None:
         full = _append(full, held_back)
@@ -121,9 +119,8 @@ def table(
     if not is_known.all():
         notes.append(f"{(~is_known).sum():,} rows have no {target}")
     rows = np.flatnonzero(is_known)
-    if held_back is not None:
-        is_training = rows < num_rows
-    else:
+    is_training = rows < num_rows
+    if held_back is None:
         order = None
         if order_by:
             kind = choose_kind(order_by, full.column(order_by), (columns or {}).get(order_by, ""))[0]
