@@ -54,7 +54,8 @@ Programs = dict[str, list[str]]
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """The command of each language's game, where the machine has its compiler."""
     folder = tmp_path_factory.mktemp("games")
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize=null,alignment,vptr,object-size", "-fno-sanitize-recover"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *checks]
     sources = [HERE / "NativeGame.cs", CLIENTS / "csharp" / "Catch.cs", CLIENTS / "csharp" / "Shoal.cs"]
     compilers = {
         "c++": ["g++", *flags, "-I", CLIENTS / "cpp", HERE / "native_game.cpp", "-o", folder / "game"],
