@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import msgpack
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+import shoal.rl.first_game
 import shoal.rl.gateway.gateway
 import shoal.rl.gateway.handshake
 import shoal.rl.gateway.sessions
@@ -50,7 +52,7 @@ from shoal.wire import (
     unpack_segment,
 )
 from shoal.wire.experience_spec import DTYPES, ConvolutionSpec, SpaceSpec
-from shoal.wire.messages import Message
+from shoal.wire.messages import Message, RefusedRow
 
 EXCHANGE = json.loads((Path(__file__).parents[2] / "docs" / "protocol-example.json").read_text())
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -58,6 +60,7 @@ KINDS = {kind.__struct_config__.tag: kind for kind in Message.__args__}
 NESTED = {
     "episode summary": EpisodeSummary,
     "tensor header": TensorHeader,
+    "refused row": RefusedRow,
     "experience spec": ExperienceSpec,
     "extra spec": ExtraSpec,
     "tensor spec": TensorSpec,
@@ -82,6 +85,8 @@ TYPES = {
     tuple[float, ...]: "array of float",
     tuple[str, ...]: "array of str",
     tuple[TensorHeader, ...]: "array of tensor header",
+    dict[str, Any]: "map",
+    tuple[RefusedRow, ...]: "array of refused row",
     tuple[EpisodeSummary, ...] | msgspec.UnsetType: "array of episode summary",
     tuple[tuple[str, str], ...]: "array of [str, str]",
     ExperienceSpec: "experience spec",
@@ -119,7 +124,8 @@ def fields(struct: type[msgspec.Struct]) -> list[list[str]]:
     """The same table, out of the code: name, type, default."""
     rows = []
     for field in msgspec.structs.fields(struct):
-        default = "required" if field.required else json.dumps(field.default, default=_describe_default)
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "required" if field.required else json.dumps(value, default=_describe_default)
         default = default.replace("null", "nil").replace('"absent"', "absent")
         rows.append([field.name, TYPES[field.type], default])
     return rows
@@ -189,6 +195,7 @@ def test_error_codes_and_which_of_them_are_fatal() -> None:
     codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0)
     codes |= codes_in(shoal.rl.gateway.gateway, "reject", 1) | codes_in(shoal.rl.gateway.handshake, "reject", 1)
     codes |= codes_in(shoal.rl.gateway.handshake, "_reject_hello", 2)
+    codes |= codes_in(shoal.rl.first_game, "ProtocolViolation", 0)
     hello = next(
         node
         for node in ast.walk(ast.parse(Path(shoal.rl.gateway.sessions.__file__).read_text()))

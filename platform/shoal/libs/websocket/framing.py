@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shoal.errors import ProtocolViolation
-from shoal.wire.experience_spec import DTYPES
+from shoal.wire.experience_spec import DTYPES, TensorSpec
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 4 * 1024 * 1024  # numbers read from JSON take up to 30 times the memory of its text
@@ -51,7 +51,7 @@ def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
         raise ProtocolViolation("malformed", "a message has at least one frame")
     if frames[0][:1] != b"{":
         return Dialect.BINARY, frames
-    frames[0] = msgspec.msgpack.encode(_read_json(frames[0]))
+    frames[0] = _write_msgpack(_read_json(frames[0]))
     return Dialect.BINARY_JSON, frames
 
 
@@ -71,19 +71,27 @@ def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
         problem = f"a text message of {len(data)} bytes, at most {MAX_TEXT_BYTES}: binary ones may be larger"
         raise ProtocolViolation("too_large", problem)
     header = _read_json(data)
-    frames = [_to_frame(name, header.pop(name), dtype) for name, dtype in dtypes.items() if name in header]
+    optional = ("rewards", "flags") if header.get("kind") == "acts" else ()  # zeros: empty frames
+    frames = [
+        _to_frame(name, header.pop(name, []), dtype)
+        for name, dtype in dtypes.items()
+        if name in header or name in optional
+    ]
     tensors = header.get("tensors")
     if header.get("kind") == "segment" and isinstance(tensors, list):
         for tensor in tensors:
             if isinstance(tensor, dict):
                 frames.append(_to_frame(str(tensor.get("name")), tensor.pop("data", []), str(tensor.get("dtype"))))
-    return [msgspec.msgpack.encode(header), *frames]
+    return [_write_msgpack(header), *frames]
 
 
-def join_text(frames: Sequence[bytes]) -> bytes:
-    """A text message of these frames; a payload, which is bytes, as base64 in `data`."""
+def join_text(frames: Sequence[bytes], action: TensorSpec) -> bytes:
+    """A text message of these frames; a payload, which is bytes, as base64 in `data`. action: of the actions' frame"""
     header = msgspec.msgpack.decode(frames[0])
-    if len(frames) > 1:
+    if header["kind"] == "actions":
+        actions = np.frombuffer(frames[1], action.numpy_dtype())
+        header["actions"] = actions.reshape(len(header["episodes"]), *action.shape).tolist()
+    elif len(frames) > 1:
         header["data"] = base64.b64encode(frames[1]).decode()
     return msgspec.json.encode(header)
 
@@ -93,6 +101,10 @@ def _read_json(data: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ProtocolViolation("malformed", "the header is no JSON object")
     return header
+
+
+def _write_msgpack(header: dict[str, Any]) -> bytes:
+    return _attempt(lambda: msgspec.msgpack.encode(header), "the header cannot be read")
 
 
 def _to_frame(name: str, values: Any, dtype: str) -> bytes:
