@@ -54,15 +54,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     found.close()
 
 
-@pytest.mark.parametrize(
-    ("inference", "agents", "is_hidden", "target"),
-    [("local", 1, False, 4.5), ("local", 1, True, 4.5), ("remote", 64, True, 4.5)],
-)
+@pytest.mark.parametrize(("inference", "agents", "is_hidden"), [("local", 1, True), ("remote", 64, False)])
 def test_a_page_plays_until_the_game_is_solved(
-    tmp_path: Path, site: str, browser: Chromium, inference: str, agents: int, is_hidden: bool, target: float
+    tmp_path: Path, site: str, browser: Chromium, inference: str, agents: int, is_hidden: bool
 ) -> None:
     experience = experience_spec(Catch.observation_space, Catch.action_space, SPEC)
-    with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=target) as loop:
+    with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=4.5) as loop:
         address = f"address=ws://127.0.0.1:1&address={loop.websocket_address}"  # the first does not answer
         page = f"{site}/catch/index.html?{address}&inference={inference}&agents={agents}&actor=page#{TOKEN}"
         browser.show(page, is_hidden)
