@@ -96,7 +96,7 @@ class Side:
         self.segments: list[Segment] = []
         setting = GatewaySetting(GatewaySpec(), self._experience, TOKEN, "run")
         self._state = GatewayState(setting, ExperienceQueue(8, Ledger()))
-        self._state.sessions.has_space = lambda: self._has_space  # type: ignore[method-assign]
+        self._state.sessions.count_free = lambda: 2**20 * self._has_space  # type: ignore[method-assign]
         self._woken = threading.Event()
         self.inference = RemoteInference(
             self._state, lambda key, progress, segment: self.segments.append(segment), self._woken.set
