@@ -13,6 +13,7 @@ NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 # The message of each kind of event that always has one; its fields are those of the details.
 _MESSAGES = {
     "checkpoint_failed": "a checkpoint could not be written, training goes on: {error}",
+    "data_noted": "{note}",
     "batch_size_given": "batch_size={used} of the run is used, and not the {loader} of its DataLoader",
     "upload_failed": "checkpoints are on this run's hosts alone, training goes on: {error}",
     "upload_recovered": "checkpoints are in the store again",
@@ -80,6 +81,12 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             slots = f"of the queue's {details['capacity']} slots {details['queued']} hold segments"
             credit = "".join(f", {name} has {number}" for name, number in details["credit"].items())
             return f"{waiting}: {slots}{credit}"
+        case "settings_changed" if "episodes_before" in details:
+            values = ", ".join(f"{name}={value}" for name, value in details["settings"].items())
+            before = (
+                f"{details['episodes_before']:,} episodes before had the mean return {details['return_before']:.4g}"
+            )
+            return f"the games are told {values}: {before}"
         case "actor_quarantined":
             release = f"shoal release RUN {shlex.quote(details['actor_id'])}"
             return f"{details['actor_id']} is in quarantine, it {details['reason']}: mend it, then {release}"

@@ -6,9 +6,9 @@ map of known types or as bytes, and anything else is a ProtocolViolation with an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -40,7 +40,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="hello"):
     """actor → gateway, first on every connection. `incarnation` grows with every start of the same actor id.
     `inference`: "local", or "remote" for a session of `act` and `action`. `acknowledged`: how many segments gateways
-    of the run `run_id` have acknowledged to this incarnation."""
+    of the run `run_id` have acknowledged to this incarnation. `offers`: the spaces of the game, see `given_spaces`."""
 
     protocol: int
     token: str
@@ -50,11 +50,13 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", t
     inference: str = "local"
     run_id: str = ""
     acknowledged: int = 0
+    offers: dict[str, Any] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit_defaults=True):
     """gateway → actor. `next_seq` is the first sequence number that the gateway still needs; segments with
     `seq < send_limit` may be sent. `synchronous`: the actor pauses without credit, and sends no step of older weights.
+    `settings`: what the run tells the game, as of `settings_version`.
     """
 
     protocol: int
@@ -68,6 +70,15 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit
     max_message_bytes: int
     synchronous: bool = False
     inference: str = "local"
+    settings: Mapping[str, bool | int | float | str] | msgspec.UnsetType = msgspec.UNSET
+    settings_version: int = 0
+
+
+class SettingsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="settings"):
+    """gateway → actor, when the settings have changed: all of them, and their version."""
+
+    version: int
+    values: Mapping[str, bool | int | float | str]
 
 
 class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,7 +94,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment"):
     """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow. `opponent`: with
     self-play, the version that the other agents had. `unrecorded`: episodes that ended before, without credit.
-    `success`: whether the episode that ended here reached its goal, where the environment says so."""
+    `success`: whether the episode that ended here reached its goal, where the environment says so. `settings`: the
+    version of the settings that the episode is played with; else the newest that the actor was sent."""
 
     seq: int
     tensors: tuple[TensorHeader, ...]
@@ -94,6 +106,7 @@ class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment
     opponent: int | msgspec.UnsetType = msgspec.UNSET
     unrecorded: tuple[EpisodeSummary, ...] | msgspec.UnsetType = msgspec.UNSET
     success: bool | msgspec.UnsetType = msgspec.UNSET
+    settings: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
@@ -180,7 +193,7 @@ class ErrorMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
 class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
     """actor → gateway; one frame follows: the observation before step `step` of `episode`. `reward` is that of the step
     before; at step 0, the return until then. `terminated` or `truncated`: the episode ended after the step before, and
-    the observation is its last; `success` as of a segment."""
+    the observation is its last; `success` and, at step 0, `settings` as of a segment."""
 
     episode: int
     step: int
@@ -188,6 +201,7 @@ class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
     terminated: bool = False
     truncated: bool = False
     success: bool | msgspec.UnsetType = msgspec.UNSET
+    settings: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action"):
@@ -247,6 +261,7 @@ Message = (
     | ErrorMessage
     | ActMessage
     | ActionMessage
+    | SettingsMessage
     | ActsMessage
     | ActionsMessage
 )
