@@ -91,9 +91,10 @@ def main(seconds: float, game: list[str], profile_path: str = "") -> None:
         gateway = MeasuredGateway(GatewaySetting(SPEC.applied_gateway, EXPERIENCE, TOKEN), queue, store)
         gateway.start()
         assert gateway.listener is not None
+        port = str(gateway.listener.port)
         began_s = time.process_time()
         done = subprocess.run(
-            [*game, str(gateway.listener.port), TOKEN],
+            [*game, port, TOKEN],
             stdout=subprocess.PIPE,
             text=True,
             timeout=seconds + 60,

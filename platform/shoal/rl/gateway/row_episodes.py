@@ -52,11 +52,13 @@ Refusal = tuple[str, str]  # reason, detail
 
 
 class ActRows(NamedTuple):
-    """The content of an `acts`: observations [N, *obs], rewards float32 [N], flags uint8 [N], masks bool [N, K]."""
+    """The content of an `acts`: observations [N, *obs], rewards float32 [N], flags uint8 [N], masks bool [N, K].
+    settings: int64 [N]; 0: the newest that were sent"""
 
     episodes: Sequence[int]
     numbers: np.ndarray  # the same, int64 [N]
     steps: np.ndarray
+    settings: np.ndarray
     observations: np.ndarray
     rewards: np.ndarray
     flags: np.ndarray
@@ -79,7 +81,8 @@ def read_rows(
         raise ProtocolViolation("malformed", f"acts: {num_rows} rows, expected 1 to {MAX_ROWS}")
     specs = [experience.observation, TensorSpec("float32"), TensorSpec("uint8"), TensorSpec("uint8", (sum(choices),))]
     expected = dict(zip(("observations", "rewards", "flags", "masks")[: 4 if choices else 3], specs, strict=False))
-    if len(message.steps) != num_rows or len(frames) != len(expected):
+    given_settings = message.settings or (0,) * num_rows
+    if not len(message.steps) == len(given_settings) == num_rows or len(frames) != len(expected):
         problem = f"{num_rows} episodes, {len(message.steps)} steps and {len(frames)} tensors, expected as many steps "
         raise ProtocolViolation("malformed", f"acts: {problem}as episodes, and {', '.join(expected)}")
     columns: list[np.ndarray] = []
@@ -102,10 +105,10 @@ def read_rows(
             check_choices(masks[part][flags[part] & ROW_TERMINATED == 0], choices)
 
     try:
-        numbers, steps = np.array([message.episodes, message.steps], np.int64)
+        numbers, steps, versions = np.array([message.episodes, message.steps, given_settings], np.int64)
     except OverflowError:
         raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign") from None
-    rows = ActRows(message.episodes, numbers, steps, observations, rewards, flags, masks != 0)
+    rows = ActRows(message.episodes, numbers, steps, versions, observations, rewards, flags, masks != 0)
     return rows, _find_invalid(check, num_rows)
 
 
@@ -176,6 +179,7 @@ class RowEpisodes:
     """
 
     number: np.ndarray  # int64 [S]
+    settings: np.ndarray  # int64 [S], their version
     step: np.ndarray  # int64 [S], of the newest observation
     length: np.ndarray  # int64 [S], steps of the open segment
     total: np.ndarray  # float64 [S], return until now
@@ -194,7 +198,7 @@ class RowEpisodes:
         self._free: list[int] = []
         observation, action, length = experience.observation, experience.action, experience.segment_length
         self._columns: dict[str, tuple[tuple[int, ...], Any]] = {
-            **dict.fromkeys(("number", "step", "length"), ((), np.int64)),
+            **dict.fromkeys(("number", "settings", "step", "length"), ((), np.int64)),
             **dict.fromkeys(("total", "used_at"), ((), np.float64)),
             "status": ((), np.uint8),
             "observations": ((length + 1, *observation.shape), observation.numpy_dtype()),
@@ -263,6 +267,8 @@ class RowEpisodes:
         slots = self._open([rows.episodes[row] for row in at.tolist()])
         self.step[slots], self.length[slots], self.status[slots] = 0, 0, _WAITING
         self.total[slots], self.used_at[slots] = rows.rewards[at], now_s
+        given = rows.settings[at]
+        self.settings[slots] = np.where(given == 0, self._client.progress.settings, given)
         self.observations[slots, 0], self.masks[slots, 0] = rows.observations[at], rows.masks[at]
         self._client.last_number = int(rows.numbers[at].max(initial=self._client.last_number))
         return at
@@ -342,9 +348,9 @@ class RowEpisodes:
         observations, masks = self.observations[slots, : end + 1], self.masks[slots, : end + 1]
         actions, rewards, versions = self.actions[slots, :end], self.rewards[slots, :end], self.versions[slots, :end]
         log_probabilities = self.log_probabilities[slots, :end]
-        numbers = (slots, lengths, rows.flags[at], self.total[slots], self.step[slots])
+        numbers = (slots, lengths, rows.flags[at], self.total[slots], self.step[slots], self.settings[slots])
         segments = []
-        for index, (slot, length, flags, total, step) in enumerate(
+        for index, (slot, length, flags, total, step, settings) in enumerate(
             zip(*(each.tolist() for each in numbers), strict=True)
         ):
             is_last = flags & (ROW_TERMINATED | ROW_TRUNCATED) != 0
@@ -364,6 +370,7 @@ class RowEpisodes:
                     total if is_last else None,
                     step if is_last else None,
                     extras,
+                    settings=settings,
                     success=bool(flags & ROW_SUCCESS) if is_last and flags & ROW_TELLS_SUCCESS else None,
                 )
             )
@@ -404,6 +411,7 @@ class RowEpisodes:
             self.length[slot] = at
             self.set_choices(np.array([slot]), choice.action, [choice.log_probability], choice.version, [choice.extras])
         self.step[slot], self.total[slot], self.used_at[slot] = episode.step, episode.total, episode.used_at
+        self.settings[slot] = episode.settings
 
     def release(self, number: int) -> RemoteEpisode | None:
         """Remove an episode that waits for no action, for single messages; None where none is open, or it waits."""
@@ -425,4 +433,5 @@ class RowEpisodes:
         steps = list(zip(choices, self.rewards[slot, :length].tolist(), strict=False))
         total, used_at, step = float(self.total[slot]), float(self.used_at[slot]), int(self.step[slot])
         self.close(number)
-        return RemoteEpisode(number, observations, total, used_at, steps, step, choices[-1])
+        settings = int(self.settings[slot])
+        return RemoteEpisode(number, observations, total, used_at, steps, step, choices[-1], settings=settings)
