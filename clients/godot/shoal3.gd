@@ -11,13 +11,15 @@ const WELCOME_MS := 2000
 const NEVER_JOINED_MS := 60000 # how long a gateway may be away that has never answered
 const AWAY_MS := 300000 # and one that has
 const BLOCK_MS := 100 # of one tick; a longer wait pauses the tree, so that the window still answers
+const NAP_US := 10 # between two looks for the answer: the other processes of this machine need the processor
 const TERMINATED := 1
 const TRUNCATED := 2
 const SUCCESS_KNOWN := 4
 const SUCCESS := 8
 const MOVED := ["unknown_episode", "ended_episode", "failed"] # the episode goes on under a new number
 const WRITERS := {"float32": "put_float", "float64": "put_double", "bool": "put_u8", "uint8": "put_u8", "int8": "put_8",
-		"int16": "put_16", "uint16": "put_u16", "int32": "put_32", "uint32": "put_u32", "int64": "put_64", "uint64": "put_u64"}
+		"int16": "put_16", "uint16": "put_u16", "int32": "put_32", "uint32": "put_u32", "int64": "put_64",
+		"uint64": "put_u64"}
 
 enum { IDLE, RESTING, OPENING, GREETING, PLAYING }
 enum { CLOSED, CONNECTING, OPEN }
@@ -72,6 +74,10 @@ func join(addresses, token: String, actor_id: String) -> void:
 	_addresses = [addresses] if addresses is String else Array(addresses)
 	_hello = {"kind": "hello", "protocol": 1, "token": token, "actor_id": actor_id, "incarnation": _clock_ms(),
 			"client": "shoal-godot", "inference": "remote"}
+	if behaviour:
+		_hello["behaviour"] = behaviour
+	if offers:
+		_hello["offers"] = offers
 	_lost_at = _ticks_ms()
 	_open()
 
@@ -116,6 +122,8 @@ func leave() -> void:
 
 
 func _add_step(agent, observation, reward, flags: int, mask) -> void:
+	if _state == IDLE:
+		return # not joined, or the run is over
 	var episode = _episodes.get(agent)
 	if episode == null:
 		if flags:
@@ -163,6 +171,7 @@ func _turn() -> void:
 	_poll()
 	var until := _ticks_ms() + BLOCK_MS
 	while wait and _pending and _ticks_ms() < until:
+		OS.delay_usec(NAP_US)
 		_poll()
 	_hold(wait and _pending.size() > 0)
 
@@ -259,7 +268,7 @@ func _take_message(buffer: StreamPeerBuffer) -> void:
 		"welcome":
 			_take_welcome(message)
 		"settings":
-			_take_settings(message.values, message.version)
+			_take_settings(message["values"], message.version)
 		"bye":
 			if message.get("finished", false):
 				_finish(message.get("reason", ""), true)
@@ -388,7 +397,7 @@ func _send_steps(episodes: Array) -> void:
 	for episode in episodes:
 		var size: int = episode.observation.size()
 		if size != _num_numbers:
-			_finish("agent %s: an observation of %d numbers, expected %d" % [str(episode.agent), size, _num_numbers], false)
+			_finish("agent %s: observation: %d numbers, expected %d" % [str(episode.agent), size, _num_numbers], false)
 			return
 	if episodes.size() > 1 and _has_rows:
 		var rows := []
@@ -492,7 +501,8 @@ func _enter_tree() -> void:
 func _open_socket(address: String) -> void:
 	_socket = WebSocketClient.new()
 	if certificate:
-		_socket.trusted_ssl_certificate = load(certificate)
+		_socket.trusted_ssl_certificate = X509Certificate.new()
+		_socket.trusted_ssl_certificate.load(certificate)
 	_socket.set_buffers(1024, 1024, 16384, 1024)
 	_packets.clear()
 	_socket.connect("data_received", self, "_take_packet")

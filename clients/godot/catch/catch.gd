@@ -6,7 +6,7 @@ const COLUMNS := 5
 const ROWS := 6
 const APPLES := 5 # of an episode: each that is caught gives 1, each that is missed -1
 
-var options := {"address": "ws://127.0.0.1:8765", "agents": "1", "id": "godot"}
+var options := {"address": "ws://127.0.0.1:8765", "agents": "1", "id": "godot", "certificate": ""}
 var fields := []
 var shoal = preload("res://shoal.gd").new()
 
@@ -42,6 +42,7 @@ func _ready() -> void:
 	add_child(shoal)
 	shoal.connect("action", self, "_on_action")
 	shoal.connect("left", self, "_on_left")
+	shoal.certificate = options.certificate
 	shoal.join(options.address.split(","), OS.get_environment("SHOAL_TOKEN"), options.id)
 	for i in int(options.agents):
 		fields.append(Field.new())
