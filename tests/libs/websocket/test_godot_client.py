@@ -24,7 +24,6 @@ from certificates import Authority
 from rl_setting import TOKEN, Parts, serving
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
-from waiting import wait_for
 
 CLIENT = Path(__file__).parents[3] / "clients" / "godot"
 GODOT = shutil.which("godot3-server")
@@ -33,11 +32,11 @@ NOWHERE = "ws://127.0.0.1:1"
 SPEC = RLSpec(env="catch", hidden=(16,)).override(
     [
         "gateway.websocket=0",
-        "learner.batch_steps=256",
+        "learner.batch_steps=384",
         "learner.take_timeout_s=0.1",
         "learner.publish_interval_s=0.02",
-        "algorithm.learning_rate=0.01",
-        "algorithm.discount=0.9",
+        "algorithm.learning_rate=0.03",
+        "algorithm.discount=0.8",
     ]
 )
 # Two agents: at its third action "a" was played by a person, "b" reaches its goal and begins again.
