@@ -1,37 +1,12 @@
-# Catch, a game with a clock of its own: apples fall down five columns, and a basket moves left, stays, or moves right.
-# godot3-server --path clients/godot/catch --fixed-fps 60 -- address=ws://127.0.0.1:8765 agents=16
+# Catch, with any number of fields, each played by an agent of a Shoal run:
+# SHOAL_TOKEN=... godot3-server --path clients/godot/catch --fixed-fps 60 address=ws://127.0.0.1:8765 agents=16
 extends Node
 
-const COLUMNS := 5
-const ROWS := 6
-const APPLES := 5 # of an episode: each that is caught gives 1, each that is missed -1
+const Field := preload("res://field.gd")
 
 var options := {"address": "ws://127.0.0.1:8765", "agents": "1", "id": "godot", "certificate": ""}
 var fields := []
 var shoal = preload("res://shoal.gd").new()
-
-
-class Field:
-	var basket := 2
-	var apples := 0
-	var column := randi() % COLUMNS
-	var row := 0
-
-	# One tick; returns the reward.
-	func move(action: int) -> float:
-		basket = int(clamp(basket + action - 1, 0, COLUMNS - 1))
-		row += 1
-		if row < ROWS - 1:
-			return 0.0
-		var reward := 1.0 if column == basket else -1.0
-		apples += 1
-		column = randi() % COLUMNS
-		row = 0
-		return reward
-
-	func observe() -> Array:
-		return [2.0 * basket / (COLUMNS - 1) - 1, 2.0 * column / (COLUMNS - 1) - 1, 2.0 * row / (ROWS - 1) - 1,
-				float(column - basket) / (COLUMNS - 1)]
 
 
 func _ready() -> void:
@@ -51,7 +26,7 @@ func _ready() -> void:
 
 func _on_action(i: int, action: int) -> void:
 	var reward: float = fields[i].move(action)
-	if fields[i].apples == APPLES:
+	if fields[i].is_over():
 		shoal.end(i, fields[i].observe(), reward)
 		fields[i] = Field.new()
 		reward = 0.0
