@@ -33,7 +33,7 @@ from shoal.rl.spec import RLSpec, experience_spec
 CATCH = ROOT / "clients" / "godot"
 PEER = ROOT / "benchmarks" / "peers"
 TOKEN, TARGET, TIMEOUT_S = "benchmark", 4.5, 60.0
-SPEC = RLSpec(env="catch").override(
+SPEC = RLSpec(env="{observation: [4], action: 3}").override(
     [
         "gateway.websocket=0",
         "learner.batch_steps=384",

@@ -64,7 +64,9 @@ def run_ours(name: str, seed: int, target: str, overrides: list[str]) -> dict[st
     assert result.weights is not None
     network.load_state_dict(dict(open_tensors(list_files(result.weights))))
     test = read_table(folder / "test.csv")
-    values = {each.name: extract_values(each.name, test.column(each.name), each.kind) for each in task.encoders.columns}
+    values = {
+        each.name: extract_values(each.name, test.column(each.name), each.full_kind) for each in task.encoders.columns
+    }
     answers = extract_values(target, test.column(target), "word" if task.encoders.target.classes else "number")
     with torch.no_grad():
         inputs = task.encoders.encode(values, is_strict=False)

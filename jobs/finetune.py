@@ -10,11 +10,8 @@ The model is a folder with config.json, a GGUF file, or a version of the registr
 {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. All other overrides are fields of the spec.
 """
 
-import sys
-
 from shoal.flows.training import train_main
 from shoal.libs.hf.finetune import make_spec, translate
-from shoal.runs.record.provenance import restore_secrets
 
 if __name__ == "__main__":
-    train_main(make_spec, translate(restore_secrets(sys.argv[1:])))
+    train_main(make_spec, translate)

@@ -1,6 +1,6 @@
 """A table as it is, CSV or Parquet, becomes a model whose requests are rows as they are.
 
-    shoal run table data=customers.csv target=churned                   # a cluster, the job and a live picture
+    shoal run table data=customers.csv target=churned                   # on a cluster; registers `customers`
     shoal run table data=houses.parquet target=price columns.zip=word   # a kind that is not as inferred
     shoal run table data=visits.csv target=stays order_by=day           # the last fifth by day is for validation
     shoal run table data=customers.csv target=churned name=churn network.width=256
@@ -26,7 +26,7 @@ def spec() -> TrainSpec:
     return TrainSpec.parse(
         {
             "task": __file__,
-            "name": "table",
+            "name": "{data}",
             "batch_size": 256,
             "optimizer": {"name": "adamw", "learning_rate": 3e-3, "weight_decay": 3e-4},
             "clip_norm": 1.0,

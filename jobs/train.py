@@ -4,7 +4,7 @@
     shoal run train task=my_task.py:MyTask stop.epochs=3
     ray job submit --working-dir . -- python jobs/train.py task=lenet parallel=ddp workers=2
 
-`python jobs/train.py --help` lists the fields.
+`python -m shoal.train task=lenet` trains in this process, without Ray.
 """
 
 from shoal.flows.training import train_main

@@ -8,7 +8,7 @@ signal settings_changed(values) # of the run: when the game joins, and when some
 signal left(reason, finished) # no more actions come. finished: the run is over; otherwise something is wrong
 
 const WELCOME_MS := 2000
-const NEVER_JOINED_MS := 60000 # how long a gateway may be away that has never answered
+const UNKNOWN_MS := 60000 # how long a gateway may be away that has never answered
 const AWAY_MS := 300000 # and one that has
 const BLOCK_MS := 100 # of one tick; a longer wait pauses the tree, so that the window still answers
 const NAP_US := 10 # between two looks for the answer: the other processes of this machine need the processor
@@ -26,7 +26,7 @@ enum { CLOSED, CONNECTING, OPEN }
 
 var wait := true # the game does not advance while it waits for its actions
 var behaviour := "" # who acts, if it is not the run's policy: "human"
-var offers := {} # the spaces of this game: {"observation": {"dtype": "float32", "shape": [4]}, "action": {...}}
+var offers := {} # what the game shows and takes, as {"observation": [4], "action": 3}: for a run with `env=ask`
 var certificate := "" # a file with the certificate of a gateway (wss://) that no public authority has signed
 var spec := {} # the run's, after `joined`
 var run_settings := {} # after `settings_changed`
@@ -238,7 +238,7 @@ func _reconnect() -> void:
 	_state = RESTING
 	_retry_at = now + (int(min(1000, 25 << _attempts)) if _attempts else 0)
 	_attempts = int(min(_attempts + 1, 6))
-	if now - _lost_at > (AWAY_MS if spec else NEVER_JOINED_MS):
+	if now - _lost_at > (AWAY_MS if _heard_at else UNKNOWN_MS):
 		_finish("no gateway has answered at %s" % str(_addresses), false)
 
 

@@ -58,20 +58,14 @@ def fit(
 
         result = shoal.fit(Line, stop={"epochs": 20})
     """
-    from shoal.runs.formatting import format_metrics
     from shoal.train.launch.local import fit_locally
     from shoal.train.task_source import require_standalone
 
     spec = make_train_spec(task, fields)
     if spec.workers == 1 and not spec.has_replicas:
         result = fit_locally(spec, registers=register, predicts=False, say=say)
-        if say:
-            metrics = format_metrics(result.metrics)
-            say(f"run {result.run_id}: {result.detail}, {result.seconds:.1f} s{'; ' if metrics else ''}{metrics}")
-            if result.registration:
-                say(result.registration)
-            if result.is_interrupted:
-                say(f'Go on with: the same call, and resume="{result.run_id}"')
+        if say and result.is_interrupted:
+            say(f'Go on with: the same call, and resume="{result.run_id}"')
         return result
     require_standalone(spec)
     attachment.acquire()

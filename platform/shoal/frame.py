@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -53,11 +53,12 @@ def to_floats(field: str, values: Any, columns: Sequence[str] | None = None) -> 
     return np.stack(result, 1) if result else np.zeros((len(values), 0))
 
 
-def list_rows(values: Any) -> list[Any]:
-    """A frame as its rows, each a dict by column, with None for missing values; all else as a list."""
+def list_rows(values: Any, columns: Collection[str]) -> list[Any]:
+    """A frame as its rows, each a dict of those `columns` that it has, None for missing values; all else as a list."""
     if _is_arrow(values):
-        return list(values.to_pylist())
+        return list(values.select([name for name in values.column_names if name in columns]).to_pylist())
     if _is_of("pandas", values, "DataFrame"):
+        values = values.loc[:, values.columns.isin(columns)]
         return list(values.astype(object).where(values.notna(), None).to_dict("records"))
     return list(values)
 

@@ -112,14 +112,15 @@ ORDER: dict[str, list[set[str]]] = {
     "cli": [{"."}, {"commands"}, {"display"}, {"support"}],
     "train": [{"__main__"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
     "rl": [
-        {"local_loop", "ray_workers"},
-        {"learner", "learner_replica"},
+        {"local_loop", "ray_workers", "ray_first_game"},
+        {"first_game"},
+        {"learner", "learner_replica", "ray_episode_service"},
         {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},
         {"learner_group"},
         {"experience"},
         {"spec"},
-        {"algorithm_config", "policy_graph"},
+        {"algorithm_config", "learner_spec", "policy_graph"},
     ],
     "serve": [
         {"ray_app"},

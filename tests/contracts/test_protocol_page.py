@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import msgpack
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+import shoal.rl.first_game
 import shoal.rl.gateway.gateway
 import shoal.rl.gateway.handshake
 import shoal.rl.gateway.sessions
@@ -82,6 +84,7 @@ TYPES = {
     tuple[float, ...]: "array of float",
     tuple[str, ...]: "array of str",
     tuple[TensorHeader, ...]: "array of tensor header",
+    dict[str, Any]: "map",
     tuple[EpisodeSummary, ...] | msgspec.UnsetType: "array of episode summary",
     tuple[tuple[str, str], ...]: "array of [str, str]",
     ExperienceSpec: "experience spec",
@@ -119,7 +122,8 @@ def fields(struct: type[msgspec.Struct]) -> list[list[str]]:
     """The same table, out of the code: name, type, default."""
     rows = []
     for field in msgspec.structs.fields(struct):
-        default = "required" if field.required else json.dumps(field.default, default=_describe_default)
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "required" if field.required else json.dumps(value, default=_describe_default)
         default = default.replace("null", "nil").replace('"absent"', "absent")
         rows.append([field.name, TYPES[field.type], default])
     return rows
@@ -189,6 +193,7 @@ def test_error_codes_and_which_of_them_are_fatal() -> None:
     codes = codes_in(shoal.wire.messages, "ProtocolViolation", 0)
     codes |= codes_in(shoal.rl.gateway.gateway, "reject", 1) | codes_in(shoal.rl.gateway.handshake, "reject", 1)
     codes |= codes_in(shoal.rl.gateway.handshake, "_reject_hello", 2)
+    codes |= codes_in(shoal.rl.first_game, "ProtocolViolation", 0)
     hello = next(
         node
         for node in ast.walk(ast.parse(Path(shoal.rl.gateway.sessions.__file__).read_text()))

@@ -75,7 +75,11 @@ def played(mean: float, *versions: int) -> Evaluation:
 
 def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FakeFlow(played(480.0, 7)).passes(monkeypatch)
-    assert not FakeFlow(played(470.0, 7)).passes(monkeypatch)
+    flow = FakeFlow(played(470.0, 7), action="best")
+    assert not any(flow.passes(monkeypatch) for _ in range(4))
+    reasons = [details["reason"] for _, details in flow.events]
+    assert "the nearest trial returned 470, and would pass target_return=470: lower it, or raise max_w" in reasons[2]
+    assert reasons[3] == "version 7 returned 470"
 
 
 def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_those(
@@ -269,6 +273,33 @@ def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_it
         flow._is_done()  # there would be nothing to register
 
 
+def test_a_run_without_an_environment_registers_the_version_of_its_games_best_returns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
+    spec = ActorLearnerSpec.parse({"env": {"observation": [4], "action": 2}})
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    recorder = SimpleNamespace(
+        id="one", log=nothing, log_group=nothing, record_event=nothing, record_endpoint=nothing, record_model=nothing
+    )
+    flow = make_flow(spec, recorder)
+    attach_workers(flow, {"": make_stats(steps=64, mean_return=480.0, solved_s=1.0, solved_steps=60)})
+    flow._announce_gateways = nothing
+    policy = flow.policies[0]
+    policy.store_address = lambda: "tcp://h:1"
+    policy.retained = best = WeightSnapshot(5, SNAPSHOT.payload, SNAPSHOT.sha256, 0.0)
+    policy.workers.republish = lambda each: each
+    flow.learn()
+    assert flow._candidates == [best]
+    model = SimpleNamespace(ref="game@1", name="game", version=1, aliases=["champion"], decision="")
+    policy.register = lambda snapshot, run_id, action: model
+    flow.finish()
+    LoopRun._announce_gateways(flow)
+    said = capsys.readouterr().out
+    assert "game@1 (champion): not evaluated, for the run has no environment to play\n" in said
+    assert "run one: games join at tcp://h:1\n" in said
+
+
 def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actors' mean is above the target: without the trial the error would contradict itself."""
     noted: dict[str, dict[str, Any]] = {}
@@ -459,3 +490,24 @@ def test_whatever_keeps_the_store_from_answering_is_tried_again(monkeypatch: pyt
     monkeypatch.setattr(ray, "get", fake_get)
     with pytest.raises(ConnectionLost, match="did not answer"):
         ray_weight_store._call(FakeWorker(ObjectStoreFullError("full")).version)
+
+
+def test_games_are_told_one_address_with_a_path_for_each_policy_also_when_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats = make_stats(websocket_address="ws://h:8765", pid=7)
+    flow, recorded = make_policies_flow(monkeypatch, hunters=stats, prey=make_stats(websocket_address="ws://h:1"))
+    relayed = list[dict[str, str]]()
+    flow.policies[0]._workers.relay_websockets = relayed.append
+    flow.policies[1]._workers.get_websocket_address = lambda is_bound: "ws://bound:1" if is_bound else ""
+    flow._poll()
+    address = "ws://h:8765/hunters,ws://h:8765/prey"
+    assert ("websocket", "websocket", address, "ready", {}) in recorded
+    assert [each[-1]["websocket"] for each in recorded if each[0] == "gateway_ready"] == [address]
+    assert "\n    ws://h:8765/hunters\n    ws://h:8765/prey\n" in capsys.readouterr().out
+    stats["pid"] = 8  # what a gateway passes on is not in its ledger
+    flow._poll()
+    stats["websocket_address"] = "ws://h:9000"
+    flow._poll()
+    assert relayed == [{"prey": "ws://bound:1"}] * 3
+    assert "ws://h:9000/prey" in capsys.readouterr().out

@@ -34,8 +34,9 @@ def begin(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[LoopPolicy, di
 def test_an_address_is_stored_again_when_the_gateway_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, gateway = begin(monkeypatch, tmp_path)
     assert policy.store_address() == f"tcp://a:5555|{tmp_path}/runs/run-1/gateway.address"
-    gateway.update(pid=3, address="tcp://b:5555")
+    gateway.update(pid=3, address="tcp://b:5555", websocket_address="wss://b:8765")
     happened = dict(policy.poll())
+    assert open_store(tmp_path).read("runs/run-1/websocket.address") == b"wss://b:8765"
     assert happened["gateway_moved"] == {"before": "tcp://a:5555", "address": "tcp://b:5555"}
     assert open_store(tmp_path).read("runs/run-1/gateway.address") == b"tcp://b:5555"
     assert policy.poll() == []

@@ -21,7 +21,7 @@ ROW = {"age": 72, "plan": "basic", "since": "2025-05-31", "active": True, "balan
 COLUMNS = {"age": "number", "plan": "word", "since": "date", "active": "truth", "balance": "number"}
 SIGNATURE = Signature(
     inputs=[
-        TensorSignature(name=name, datatype="BYTES" if kind == "word" else "FP64", shape=[-1], kind=kind)  # type: ignore[arg-type]
+        TensorSignature(name=name, datatype="BYTES" if kind == "word" else "FP64", shape=[-1], kind=kind)
         for name, kind in COLUMNS.items()
     ],
     outputs=[

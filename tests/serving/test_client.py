@@ -81,11 +81,12 @@ CHARGES = {"age": 72.0, "plan": "basic", "since": 1748649600.0, "active": 1.0, "
 
 def test_rows_are_taken_as_they_are_one_many_or_a_frame(client: Client) -> None:
     assert client.predict("charges", table_model.ROW) == CHARGES
-    frame = pd.DataFrame([table_model.ROW] * 3).assign(since=pd.to_datetime(["2025-05-31", None, "2025-06-01"]))
+    since = pd.to_datetime(["2025-05-31", None, "2025-06-01"])
+    frame = pd.DataFrame([table_model.ROW] * 3).assign(since=since, customer=1)  # of a column too many
     found = client.predict("charges", frame, rows_per_request=2)
     assert [row["since"] for row in found] == [1748649600.0, None, 1748736000.0]
     assert found[0] == CHARGES
-    arrow = pa.table({"length": pa.array([0.1, 2.5], pa.float32()), "width": [1, 2]})
+    arrow = pa.table({"length": pa.array([0.1, 2.5], pa.float32()), "more": ["a", "b"], "width": [1, 2]})
     assert client.predict("iris", arrow, version=7) == [
         {"x": {"length": 0.1, "width": 1.0}},
         {"x": {"length": 2.5, "width": 2.0}},
@@ -98,6 +99,8 @@ def test_what_does_not_fit_a_row_names_its_column(client: Client) -> None:
     with pytest.raises(InferenceError, match=r"age = 'old'.*is no number") as caught:
         client.predict("charges", {**table_model.ROW, "age": "old"})
     assert (caught.value.status, caught.value.field) == (422, "age")
+    with pytest.raises(InferenceError, match="customer = 1: is no field of this model"):
+        client.predict("charges", {**table_model.ROW, "customer": 1})
     with pytest.raises(InferenceError, match="width = None: row 1 is no FP32") as caught:
         client.predict("iris", [{"length": 1, "width": 2}, {"length": 1, "width": None}])
     assert caught.value.field == "width"
@@ -333,9 +336,7 @@ def _answering(payload: bytes) -> tuple[socket.socket, list[bytes]]:
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"],
-    ids=["nothing", "a part of the answer"],
+    "payload", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"], ids=["nothing", "a part of the answer"]
 )
 def test_a_broken_answer_is_asked_for_again_only_when_told(payload: bytes) -> None:
     listener, heard = _answering(payload)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import msgspec
+import pytest
 
 from serving.replica_set import Asked, ReplicaSet, ask
 from serving.table_model import COLUMNS, ROW, register
@@ -104,9 +105,10 @@ async def test_every_version_encodes_by_itself_through_canary_promotion_and_roll
         assert (await ask_rows(replica, ROW)).body == ANSWER
 
 
-async def test_what_training_has_not_seen_is_counted_by_version_and_column() -> None:
+@pytest.mark.parametrize("memory", [None, 1 << 20])  # of an endpoint with models on demand
+async def test_what_training_has_not_seen_is_counted_by_version_and_column(memory: int | None) -> None:
     register("basic", "plus", aliases=("champion",))
-    async with ReplicaSet(model_from_ref("charges")) as endpoint:
+    async with ReplicaSet(model_from_ref("charges"), memory=memory) as endpoint:
         [replica] = await endpoint.start()
         await ask_rows(replica, [ROW, {**ROW, "age": 101}, {**ROW, "plan": None}])
         await ask_rows(replica, {**ROW, "plan": "gold"})
@@ -117,9 +119,8 @@ async def test_what_training_has_not_seen_is_counted_by_version_and_column() -> 
         endpoint.controller.report(replica.report())
         status = msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus)
         assert status.models[0].versions[0].columns == found
-        assert "charges@1: gaps, and what training has not seen: balance 3 gap, plan 1 unknown" in "\n".join(
-            format_plain_lines(status, "")
-        )
+        lines = "\n".join(format_plain_lines(status, ""))
+        assert "charges@1: gaps, and what training has not seen: balance 3 gap, plan 1 unknown" in lines
         text = prometheus.render([replica.report()]).decode()
         labels = 'model="charges",version="1",column="age",what="beyond",replica="r1"'
         assert f"shoal_column_values_total{{{labels}}} 1\n" in text

@@ -95,15 +95,15 @@ def test_only_columns_that_are_numbers_to_the_model_are_read_as_numbers() -> Non
     chosen = choose_columns([X, text], seen.names, parse_columns(["x=a,b"], [X, text]))
     assert infer_csv_types([X, text], chosen, seen) == {"id": pa.string(), "text": pa.string()}
     assert [*infer_csv_types([X, text], {"x": ["a", "b"], "text": ["a"]}, seen)] == ["id", "a", "text"]
+    for kind, wanted in (("date", pa.float64()), ("date:%Y%m%d", pa.string()), ("number:,", pa.string())):
+        assert infer_csv_types([TensorMetadata("a", "FP64", [-1], [], kind)], {"a": ["a"]}, seen)["a"] == wanted
 
 
 def test_fractions_may_be_whole_or_missing_in_the_beginning_of_a_file() -> None:
     seen = pa.schema({"a": pa.int64(), "b": pa.null(), "c": pa.string()})
     assert infer_csv_types([X], {"x": ["a", "b"]}, seen) == {"c": pa.string(), "a": pa.float64(), "b": pa.float64()}
-    assert infer_csv_types([X], {"x": ["a", "c"]}, seen) == {
-        "b": pa.string(),
-        "a": pa.float64(),
-    }  # c is complained of by row
+    # c is complained of by row
+    assert infer_csv_types([X], {"x": ["a", "c"]}, seen) == {"b": pa.string(), "a": pa.float64()}
     assert infer_csv_types([X, FLAG], {"x": ["a", "b"], "flag": ["a"]}, seen) == {"c": pa.string(), "b": pa.float64()}
 
 

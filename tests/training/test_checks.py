@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from shoal.data import Data
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError
 from shoal.train.launch.validate import ValidatedRun, validate_run
-from shoal.train.spec import TrainSpec
+from shoal.train.spec import StopSpec, TrainSpec
 from train_task import Toy
 
 HERE = "given_to_check"
@@ -242,8 +242,9 @@ def test_a_task_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("", "is missing", "give task=my_task.py:MyTask"),
         ("mine.py:Mine", "Mine has no method 'model' of its own", "write model"),
     ]:
+        stop = {} if word == "mine.py:Mine" else {"stop": StopSpec()}  # which is said after the Task
         with pytest.raises(ConfigError) as raised:
-            validate_run(spec_of().model_copy(update={"task": word}))
+            validate_run(spec_of().model_copy(update={"task": word, **stop}))
         assert (raised.value.field, raised.value.value) == ("task", word)
         assert problem in raised.value.problem
         assert remedy in raised.value.remedy

@@ -16,6 +16,7 @@ from shoal.errors import ConfigError
 from shoal.loaded.__main__ import main as loaded_main
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import Run, Status
+from shoal.runs.output_files import OutputReader
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
@@ -274,6 +275,8 @@ def test_an_error_in_a_registered_source_shows_its_lines() -> None:
         ({"task": "package.module:Mine"}, "mine"),
         ({"task": "package.module"}, "module"),
         ({"task": "lenet", "name": "Größe²"}, "gr--e"),
+        ({"task": "table", "name": "{data}", "args": {"data": "s3://b/My Customers.csv.gz"}}, "my-customers"),
+        ({"task": "jobs/table.py", "name": "{data}", "args": {"data": ""}}, "table"),
     ],
 )
 def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:
@@ -287,6 +290,8 @@ def test_a_run_that_is_worse_than_the_champion_says_so(capsys: pytest.CaptureFix
     bad = fit_locally(spec.override(["optimizer.learning_rate=1e-9"]))
     loss, better = (f"{each.metrics['loss']:.3g}" for each in (bad, good))
     assert bad.registration == f"registered toy@2; champion stays 1: loss {better} < {loss}"
+    logs = OutputReader(shoal.runs.load(bad.run_id).folder).read_new_lines(is_over=True)
+    assert logs[-1] == ("driver", bad.registration)
     assert shoal.runs.load(bad.run_id).last_events()["registered"] == {"model": "toy@2", "decision": bad.decision}
     assert fit_locally(spec.override(["aliases=[champion]"])).decision == ""
     assert Registry().get("toy@champion").version == 3

@@ -32,6 +32,7 @@ from shoal.registry.model_format import find_formats_of_files
 from shoal.runs.report import PANELS
 from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
+from shoal.serve.spec.endpoint import PROTOCOLS
 from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
 from shoal.train.launch.predicted_cost import find_estimator
 
@@ -114,7 +115,7 @@ def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
     """A run is recorded and its metrics are copied, files are registered, an endpoint answers: with those of others."""
 
     def collect(group: str) -> dict[str, str]:
-        return {"of another": "nothing_like_it:Thing", **collect_extensions(group)}
+        return {"of another": "nothing_like_it:Thing", "math": "math:sqrt", **collect_extensions(group)}
 
     monkeypatch.setattr(find, "collect_extensions", collect)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
@@ -125,8 +126,16 @@ def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
     manager, access, limits = MagicMock(), MagicMock(), RequestLimits()
     assert [path for path, _ in EndpointApp(MagicMock(), manager, access, limits)._others] == [PATH_PREFIX]
     assert "of another of shoal.protocols is left out: nothing_like_it:Thing cannot be loaded" in caplog.text
-    with pytest.raises(ValueError, match="nothing_like_it"):  # one that the endpoint was asked to speak
-        EndpointApp(MagicMock(), manager, access, limits, required=["of another"])
+    assert "math of shoal.protocols is left out: math.sqrt() takes exactly one argument" in caplog.text
+    for required, error in (("of another", "nothing_like_it"), ("math", "takes exactly one argument")):
+        with pytest.raises((ValueError, TypeError), match=error):  # one that the endpoint was asked to speak
+            EndpointApp(MagicMock(), manager, access, limits, required=[required])
+
+
+def test_a_package_with_a_word_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "entry_points", lambda group: [EntryPoint("grpc", "theirs.fast:make", group)])
+    with pytest.raises(ConfigError, match=r"shoal.protocols = 'grpc': .*theirs.fast:make, and of shoal.libs.grpc"):
+        collect_extensions(PROTOCOLS)
 
 
 def test_a_word_without_a_library_is_refused_with_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ func _ready() -> void:
 	shoal.connect("action", self, "_on_action")
 	shoal.connect("left", self, "_on_left")
 	shoal.certificate = options.certificate
+	shoal.offers = {"name": "catch", "observation": [4], "action": 3}
 	shoal.join(options.address.split(","), OS.get_environment("SHOAL_TOKEN"), options.id)
 	for i in int(options.agents):
 		fields.append(Field.new())

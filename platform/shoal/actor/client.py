@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import zmq
@@ -73,6 +73,8 @@ class ActorClient:
                  where it has answered before
     max_weights_bytes: weights above this size end the connection
     first_pause_s: between the first two attempts to connect; each further pause doubles, up to a second
+    offers:      the game's spaces, as {"observation": [4], "action": 3}: the gateway compares them with the run's, and
+                 a run with env=ask takes them (docs/protocol.md: *Spaces from the game*)
     """
 
     inference = "local"
@@ -87,11 +89,13 @@ class ActorClient:
         timeout_s: float = 60.0,
         max_weights_bytes: int = 2**30,
         first_pause_s: float = 0.05,
+        offers: Mapping[str, Any] | None = None,
     ) -> None:
         self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
         self._token, self._server_key = token, server_key
+        self.offers = dict(offers or {})
         self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -386,7 +390,8 @@ class ActorClient:
         self._weights.set_machine(is_on_this_host(address))
         self._socket = connect_socket(self._context, address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
-        self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged))
+        hello = Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged, self.offers)
+        self._send_message(hello)
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
@@ -396,6 +401,8 @@ class ActorClient:
                 raise ConnectionLost(f"what answers at {address} is no gateway: {violation}") from None
             if isinstance(message, Welcome):
                 return message
+            if isinstance(message, Bye):  # the run begins now
+                return None
             if isinstance(message, ErrorMessage) and message.code not in _RETRYABLE_CODES:
                 raise Refused(message.code, message.message)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import sys
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,42 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
+from shoal.wire.given_spaces import GivenSpaces
 
+ASK = "ask"  # an `env` whose spaces the first game brings
 MAX_TURNS = 100  # until it is an agent's turn for the first time
+
+
+def has_environment(name: str) -> bool:
+    """Whether `env` names an environment; otherwise it gives the spaces of games that join, or asks for them."""
+    return name != ASK and not name.startswith("{")
+
+
+def parse_environment(env: Any) -> Any:
+    """What `env` says, as text: spaces that are given as a mapping, or in a YAML file, become JSON, checked. Raises
+    ValueError."""
+    from shoal.yaml_text import parse_yaml  # an actor needs none
+
+    if isinstance(env, str) and env.endswith((".yaml", ".yml", ".json")):
+        path = Path(env)
+        if not path.is_file():
+            raise ValueError(f"there is no file {path.absolute()}: give the path of one that has the spaces")
+        content = parse_yaml(path.read_text())
+        env = {"name": path.stem, **content} if isinstance(content, Mapping) else content
+        if not isinstance(env, Mapping):
+            raise ValueError("has no mapping: write `observation: [4]` and `action: 3` there")
+    if isinstance(env, str) and env.startswith("{"):
+        env = parse_yaml(env)
+    if not isinstance(env, Mapping):
+        return env
+    if "policies" not in env:
+        GivenSpaces.parse(env)
+    elif not isinstance(env["policies"], Mapping) or not env["policies"] or env.keys() - {"name", "policies"}:
+        raise ValueError("policies takes the spaces of each policy by its name, and has no other field beside it")
+    else:
+        for name, each in env["policies"].items():
+            GivenSpaces.parse(each, f"policies.{name}.")
+    return json.dumps(env)
 
 
 def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
@@ -33,6 +69,9 @@ def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
     A Dict's "action_mask" moves to info, and its `ignored` parts are left out. The same holds for each of several
     agents.
     """
+    if not has_environment(name):
+        problem = "gives spaces, and no environment that could be played here"
+        raise ConfigError("env", name, problem, "let a game join the run: docs/games/README.md")
     name = translate_reference(name)
     if (function := _find_function(name)) is not None:
         return _call_function(function, name, ignored)

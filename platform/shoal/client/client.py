@@ -27,6 +27,7 @@ from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
 from shoal.client.transport import AsyncTransport, BlockingTransport
 from shoal.errors import ConfigError, InferenceError
+from shoal.frame import find_names
 from shoal.open_inference.messages import IndexedModel, ModelMetadata, Parameters, VersionStatistics
 
 TIMEOUT_S = 75.0  # longer than the ingress waits for an answer: the client hears what became of its request
@@ -153,13 +154,14 @@ class _ClientBase:
         """Compute the model's outputs for rows as they are: {"age": 72, "plan": "basic", "since": "2025-05-31"}.
 
         rows: one dict, which gets one dict of outputs; a list of dicts, a DataFrame or an Arrow table, which get a
-              list. None, NaN and NaT are gaps. Numbers, texts, dates and truths may be Python's, NumPy's and pandas'
+              list. None, NaN, NaT are gaps; further columns of a frame are left out. Values may be of NumPy and pandas
 
         The other arguments are those of `infer`. Raises InferenceError, with the column at fault as `field`;
         ConfigError for values of other types; ConnectionLost.
         """
         policy, found = self._build_infer_policy(deadline_s), list[Any]()
-        for body in encode_rows(rows, rows_per_request):
+        inputs = [] if find_names(rows) is None else (await self._fetch_signature(model, policy)).inputs
+        for body in encode_rows(rows, rows_per_request, inputs):
             headers = {"content-type": "application/json"}
             request = requests.build_infer_request(
                 model, version, headers, body, sticky=sticky, track=track, action="rows"

@@ -31,8 +31,9 @@ from shoal.open_inference.messages import (
     OutputTensor,
     Parameters,
     RequestedOutput,
-    TensorMetadata,
+    TensorDescription,
 )
+from shoal.open_inference.rows import list_fields
 
 ArrayLike: TypeAlias = np.ndarray | Sequence[Any]
 Inputs: TypeAlias = Mapping[str, ArrayLike] | ArrayLike
@@ -64,17 +65,17 @@ class Answer(Mapping[str, np.ndarray]):
         return len(self.outputs)
 
 
-def as_arrays(signature: ModelMetadata, inputs: Inputs) -> dict[str, np.ndarray]:
+def as_arrays(model: str, signature: Sequence[TensorDescription], inputs: Inputs) -> dict[str, np.ndarray]:
     """Convert every input to the signature's datatypes, by name. Raises ConfigError naming the input."""
-    names = [spec.name for spec in signature.inputs]
+    names = [spec.name for spec in signature]
     if not isinstance(inputs, Mapping):
         if len(names) != 1:
-            raise ConfigError("inputs", "one array", f"{signature.name} has {len(names)} inputs", f"name them: {names}")
+            raise ConfigError("inputs", "one array", f"{model} has {len(names)} inputs", f"name them: {names}")
         inputs = {names[0]: inputs}
     unknown = sorted(set(inputs) - set(names))
     if unknown:
-        raise ConfigError("inputs", unknown[0], f"{signature.name} has no such input", f"its inputs are {names}")
-    specs = {spec.name: spec for spec in signature.inputs}
+        raise ConfigError("inputs", unknown[0], f"{model} has no such input", f"its inputs are {names}")
+    specs = {spec.name: spec for spec in signature}
     return {name: _convert(name, _align(values, specs[name]), specs[name].datatype) for name, values in inputs.items()}
 
 
@@ -92,17 +93,13 @@ def encode_inputs(
         raise ConfigError("outputs", outputs, "is a single name", "give a list of names, or None for all")
     if outputs is not None and not len(outputs):
         raise ConfigError("outputs", outputs, "asks for nothing", "give names, or None for all")
-    arrays = as_arrays(signature, inputs)
+    arrays = as_arrays(signature.name, signature.inputs, inputs)
     datatypes = {spec.name: spec.datatype for spec in signature.inputs}
     requested = None if outputs is None else [RequestedOutput(name) for name in outputs]
     if not binary:
+        values = {name: to_json(name, datatypes[name], array, role="input") for name, array in arrays.items()}
         tensors = [
-            InputTensor(
-                name,
-                list(array.shape),
-                datatypes[name],
-                data=msgspec.Raw(msgspec.json.encode(to_json(name, datatypes[name], array, role="input"))),
-            )
+            InputTensor(name, list(array.shape), datatypes[name], data=msgspec.Raw(msgspec.json.encode(values[name])))
             for name, array in arrays.items()
         ]
         request = InferRequest(tensors, request_id or None, parameters, requested)
@@ -118,11 +115,12 @@ def encode_inputs(
     return headers, b"".join([head, *buffers.values()])
 
 
-def encode_rows(rows: Any, rows_per_request: int) -> list[bytes]:
-    """Encode the bodies of requests for rows: of one mapping, or of a list of them or a frame. Raises ConfigError."""
+def encode_rows(rows: Any, rows_per_request: int, inputs: Sequence[TensorDescription] = ()) -> list[bytes]:
+    """Encode the bodies of requests for rows: of one mapping, or of a list of them, or a frame with the columns of
+    `inputs`, further ones of which are left out. Raises ConfigError."""
     if isinstance(rows, Mapping):
         return [_encode_row(rows)]
-    listed = list_rows(rows)
+    listed = list_rows(rows, list_fields(inputs))
     starts = range(0, max(len(listed), 1), rows_per_request)
     return [_encode_row(listed[start : start + rows_per_request]) for start in starts]
 
@@ -159,7 +157,7 @@ def decode_answer(reply: Reply) -> Answer:
         raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
 
 
-def _align(values: ArrayLike, spec: TensorMetadata) -> ArrayLike:
+def _align(values: ArrayLike, spec: TensorDescription) -> ArrayLike:
     """The columns of a frame in the order of the model's names. Raises DataError naming those that do not fit."""
     names = find_names(values)
     if names is None:

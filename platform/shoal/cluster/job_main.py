@@ -42,7 +42,7 @@ def job_main(
     run: Callable[[SpecT, str], object],
     job: str,
     check: Callable[[SpecT], object] = lambda spec: None,
-    arguments: Sequence[str] | None = None,
+    translate: Callable[[list[str]], list[str]] = list,
     needs_cluster: bool = True,
     list_arguments: Callable[[SpecT], Iterable[FieldHelp]] = lambda spec: (),
 ) -> None:
@@ -50,6 +50,7 @@ def job_main(
     ShoalError or OSError.
 
     spec:    what the words change, or a function that finds it by looking at them
+    translate: makes overrides of the command line's words; may raise ShoalError
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
     list_arguments: further words, for `--help`
 
@@ -57,9 +58,9 @@ def job_main(
     field without an override from that run's record.
     """
     sys.path.append(os.getcwd())  # overrides may name modules there; the job's own folder is in it already
-    words = restore_secrets(sys.argv[1:] if arguments is None else list(arguments))
-    fields = [word for word in words if word not in (CHECK, *HELP)]
     try:
+        words = translate(restore_secrets(sys.argv[1:]))
+        fields = [word for word in words if word not in (CHECK, *HELP)]
         if not isinstance(spec, Spec):
             base = spec(fields)
         elif resumed := last_override(fields, "resume"):
@@ -127,7 +128,8 @@ def _require_kind(spec: Spec, resumed: str) -> None:
 def _print_help(spec: Spec, others: Iterable[FieldHelp]) -> None:
     main = sys.modules["__main__"]
     module = main.__spec__  # of `-m`
-    program = os.environ.get(PROGRAM) or (f"python -m {module.name}" if module else f"python {sys.argv[0]}")
+    ran = f"-m {module.name.removesuffix('.__main__')}" if module else sys.argv[0]
+    program = os.environ.get(PROGRAM) or f"python {ran}"
     print(f"usage: {program} [field=value ...]\n")
     if about := (main.__doc__ or "").strip():
         print(f"{about}\n")

@@ -51,9 +51,10 @@ def list_field_help(spec: BaseModel, prefix: str = "") -> Iterator[FieldHelp]:
         yield FieldHelp(path, format_value(value), described, field.description or meanings.get(name, ""))
 
 
-def list_argument_help(function: Any, given: Mapping[str, Any], doc: str | None) -> Iterator[FieldHelp]:
-    """The arguments of a class of the user's, as `args.NAME`, with what the docstring says of them."""
-    meanings = parse_meanings(doc)
+def list_argument_help(function: Any, given: Mapping[str, Any]) -> Iterator[FieldHelp]:
+    """The arguments of a class of the user's, as `args.NAME`, with what its docstring and those of its bases say."""
+    classes = reversed(inspect.getmro(function)) if isinstance(function, type) else [function]
+    meanings = {name: each for owner in classes for name, each in parse_meanings(owner.__doc__).items()}
     for name, each in inspect.signature(function, eval_str=False).parameters.items():
         if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
             continue
@@ -95,9 +96,10 @@ def format_type(annotation: Any) -> str:
     """A type in English: `integer or none`, `adam | sgd`, `list of integer`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, str):
-        return re.sub(
-            r"\w+", lambda name: {each.__name__: to for each, to in _TYPES.items()}.get(name[0], name[0]), annotation
-        )
+        words = {**{each.__name__: to for each, to in _TYPES.items()}, "None": "none"}
+        text = re.sub(r"\w+", lambda name: words.get(name[0], name[0]), annotation).replace(" | ", " or ")
+        text = re.sub(r"\b(?:Mapping|dict)\[[^\[\]]*\]", "mapping", text)
+        return re.sub(r"\b(?:Sequence|list|tuple)\[([^\[\],]*)[^\[\]]*\]", r"list of \1", text)
     if annotation in _TYPES:
         return _TYPES[annotation]
     if origin is Literal:

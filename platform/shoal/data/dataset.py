@@ -50,12 +50,15 @@ class Data:
     Each may be a DataLoader of torch: its dataset takes its place here. Its batch size is that of the whole group,
     unless the run says another; its order, sampler, collate function and `drop_last` are those of training. For
     validation and test data, every sample that its sampler gives counts once.
+
+    notes: what a run says of its data when it begins, each a line
     """
 
     train: Source
     validation: Source | None = None
     test: Source | None = None
     collate: Collate | None = None
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
     _settings: dict[str, LoaderSettings] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
+    from shoal.actor.policy import make_policy
     from shoal.rl.algorithm_config import AlgorithmConfig
     from shoal.rl.algorithms.algorithm import (
         Algorithm,

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from pydantic import SecretStr
 
 import shoal.runs
 from shoal.actor.connection import format_actor_command
+from shoal.actor.environment import ASK, has_environment
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
 from shoal.cluster.job_main import expected_run_id, print_too
@@ -44,9 +46,11 @@ from shoal.errors import (
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import (
     LoopPolicy,
-    describe_bound_addresses,
+    announce_websocket,
     describe_missed_targets,
+    describe_other_addresses,
     format_mean_returns,
+    join_addresses,
     require_experience,
 )
 from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
@@ -68,10 +72,11 @@ from shoal.flows.rl_metrics import (
     select_rejections,
     select_win_rates,
 )
-from shoal.flows.rl_policy import check, list_actions
+from shoal.flows.rl_policy import check, keep_spaces, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
+from shoal.rl.ray_first_game import wait_for_first_game
 from shoal.runs import RunRecorder, Status
 from shoal.serve.on_ray.ownership import list_driver_endpoints, require_free_name
 from shoal.weights import WeightSnapshot
@@ -91,17 +96,19 @@ NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps th
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
     """Run the loop to its end and return the run's id. Raises NotReached without the target, NoCapacity when its
     workers have waited for their places in vain."""
+    spec = keep_spaces(spec)
     checked = check(spec)
     # Closes the record first: it must be right even when the rest is cut short.
+    kind, run_id = shoal.runs.RunKind.LOOP, expected_run_id()
     record = shoal.runs.recording(
-        spec.to_record(),
-        job,
-        begun="gateway_ready",
-        kind=shoal.runs.RunKind.LOOP,
-        resumed=spec.resume,
-        run_id=expected_run_id(),
+        spec.to_record(), job, begun="gateway_ready", kind=kind, resumed=spec.resume, run_id=run_id
     )
     with ExitStack() as closing, record as recorder:
+        if spec.env == ASK:
+            say = partial(print, f"run {recorder.id}:", flush=True)
+            spec = spec.update({"env": wait_for_first_game(spec, recorder, load_access_token(), say)})
+            recorder.change_spec(spec.to_record())
+            checked = check(spec)
         run = LoopRun(spec, recorder, checked)
         try:
             run.start(closing)
@@ -129,12 +136,12 @@ class LoopRun:
         policies = spec.split_by_policy()
         self.policies = [LoopPolicy(name, policies[name], *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
-        self._server_key = self._actor_command = ""
+        self._server_key = self._how_to_join = ""
         self._addresses: dict[str, tuple[str, str]] = {}  # name -> kind, address
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self.missed = ""  # what the run lacks of its targets, at its end
-        self._is_solved, self._failed_trial, self._num_requests = False, "", 0.0
+        self._is_solved, self._failed_trial, self._num_requests, self._failed = False, "", 0.0, list[Evaluation]()
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
 
     @property
@@ -165,12 +172,11 @@ class LoopRun:
         closing.callback(self._endpoint.close)
         for name, (kind, address) in list_addresses(self._endpoint).items():
             self._record_endpoint(name, kind, address)
-        names = ", ".join(each.spec.model_name for each in self.policies)
-        models = names if self._only else f"NAME, of {names}"
+        models = "NAME, of " * (not self._only) + ", ".join(each.spec.model_name for each in self.policies)
         print(f"run {recorder.id}: the endpoint is {self._endpoint.url}/v2/models/{models}", flush=True)
         self._server_key = keys[0].decode() if keys else ""
         for each in self.policies:
-            each.address = each.workers.wait_for_gateway()
+            each.wait_for_gateway()
         self._announce_gateways()
 
     def _require_capacity(self, admission: RunAdmission) -> None:
@@ -196,14 +202,18 @@ class LoopRun:
             admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(self._note))
 
     def _announce_gateways(self) -> None:
-        address, bound = ",".join(each.address for each in self.policies), describe_bound_addresses(self.policies)
+        (address, _), others = join_addresses(self.policies), describe_other_addresses(self.policies)
         env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
-        connect = ",".join(each.store_address() for each in self.policies)
-        bound |= {"connect": connect} if connect != address else {}
-        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **bound)
+        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **others)
         self._record_endpoint("gateway", "gateway", address)
-        self._actor_command = format_actor_command(connect, env, key, ignored)
-        print(f"run {self.recorder.id}: start each actor with\n    {self._actor_command}", flush=True)
+        if websocket := others.get("websocket", ""):
+            announce_websocket(self.policies, self.recorder.id)
+            self._record_endpoint("websocket", "websocket", websocket)
+        connect = others.get("connect", address)
+        command = f"start each actor with\n    {format_actor_command(connect, env, key, ignored)}"
+        joins = f"games join at {websocket or connect}"
+        self._how_to_join = command if has_environment(env) else joins
+        print(f"run {self.recorder.id}: {self._how_to_join}", flush=True)
         self._printed_at = time.monotonic()
 
     def _record_endpoint(self, name: str, kind: str, address: str) -> None:
@@ -225,7 +235,7 @@ class LoopRun:
             self._follow_until_done()
             self._candidates = [each.workers.pause_learner() for each in self.policies]
             self._action = list_actions(self.spec, self.policies[0].experience)[0]
-            if self.missed:
+            if self.missed or not has_environment(self.spec.env):
                 self._candidates = [each.choose_best(self._candidates[i]) for i, each in enumerate(self.policies)]
                 return
             if self._only is None or self._passes(self._candidates[0]):
@@ -248,12 +258,13 @@ class LoopRun:
                 return self._was_not_tried(snapshot, str(error))
             if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint refused it
                 return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
-            details = judge_trial(trial, self.spec, snapshot.version, action)
+            details = judge_trial([*self._failed, trial], self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
                 self._action, self.policies[0].trial_return = action, trial.mean_return
                 return True
             if not details["passes"]:
+                self._failed.append(trial)
                 self._failed_trial = details["reason"]
                 print(f"{self._failed_trial}: learning on", flush=True)
         self._action = choose_action(trials)
@@ -313,11 +324,8 @@ class LoopRun:
             seconds = max(each.solved_s or 0.0 for each in self.policies)
             steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
             self._note("solved", seconds=seconds, steps=steps)
-            print(
-                f"solved: {format_mean_returns(self.policies)} over 100 episodes,"
-                f" {seconds:.1f} s after the first segment, {steps:,} environment steps",
-                flush=True,
-            )
+            after = f"{seconds:.1f} s after the first segment, {steps:,} environment steps"
+            print(f"solved: {format_mean_returns(self.policies)} over 100 episodes, {after}", flush=True)
         return self._only is None or self._only.may_be_tried
 
     def _time_is_up(self) -> bool:
@@ -335,7 +343,8 @@ class LoopRun:
             for kind, details in each.poll():
                 self._note(kind, **named, **details)
             each.keep_best()
-        if self._addresses["gateway"][1] != ",".join(each.address for each in self.policies):
+        known = [self._addresses.get(name, ("", ""))[1] for name in ("gateway", "websocket")]
+        if known != list(join_addresses(self.policies)):
             self._announce_gateways()  # on another host, or another process had taken a port
         self._record_published()
         assert self._endpoint is not None
@@ -344,7 +353,7 @@ class LoopRun:
             self._learning_since = time.monotonic()
         if self._learning_since is None and time.monotonic() - self._printed_at >= WAITING_PRINT_S:
             self._printed_at = time.monotonic()
-            print(f"run {self.recorder.id}: waiting for actors; start one with\n    {self._actor_command}", flush=True)
+            print(f"run {self.recorder.id}: waiting for actors: {self._how_to_join}", flush=True)
         if self._learning_since is not None and all(each.gateway for each in self.policies):
             self._log()
             if time.monotonic() - self._printed_at >= PRINT_S:
@@ -391,12 +400,14 @@ class LoopRun:
             model = each.register(snapshot, self.recorder.id, self._action)
             self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
-        with self._connect(self._action) as connections:
-            played = evaluate_policies(connections, self.spec)
+        played = dict[str, Evaluation]()
+        if has_environment(self.spec.env):
+            with self._connect(self._action) as connections:
+                played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
-            print(describe_registered(model, played[name], self._action), flush=True)
+            print(describe_registered(model, played.get(name), self._action), flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from shoal.actor.environment import has_environment
 from shoal.registry import AliasNames
 from shoal.rl.spec import RLSpec
 from shoal.serve.spec.endpoint import TOKEN_FROM_ENVIRONMENT, EndpointSpec, with_default_values
@@ -64,6 +65,8 @@ class ActorLearnerSpec(RLSpec):
         """The name of the endpoint and of the registered model: "cartpole" for CartPole-v1 unless it is given."""
         if self.endpoint.name != NAMED_BY_ENV:
             return self.endpoint.name.lower()
+        if not has_environment(self.env):
+            return re.sub(r"[^a-z0-9._-]+", "-", self.given.get("name", "").lower()).strip("-._") or "game"
         name = re.sub(r"-v\d+$", "", self.env.rpartition(":")[2].rpartition("/")[2]).lower()
         return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._") or "policy"
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import find_choices
 
-ADDRESS_NAME = "gateway.address"  # in the folder of a run, in the store
+ADDRESS_NAME, WEBSOCKET_NAME = "gateway.address", "websocket.address"  # in the folder of a run, in the store
 ACTORS_BACK_S = 60.0  # after a gateway has restarted, until it is recorded that no actor has come back
 KEEP_S = 5.0  # between two versions that are kept
 MIN_EPISODES = 100  # of the actors' mean return
@@ -43,7 +44,7 @@ MIN_EPISODES = 100  # of the actors' mean return
 class LoopPolicy:
     """A policy with its gateway and its learners. `name` is "" where it is the only one of its run.
 
-    address:  of its gateway
+    address:  of its gateway; `websocket`: that for games, empty without one
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
     trial_return: the mean return of the version that is registered, in its trial; None without one
@@ -56,7 +57,9 @@ class LoopPolicy:
         self._code: ModelCode | None = None
         self.gateway: dict[str, Any] = {}
         self.learner: dict[str, Any] = {}
-        self.address = self._stored_address = ""
+        self.address = self.websocket = ""
+        self._stored: dict[str, str] = {}  # the addresses in the store, by name
+        self._relayed: dict[str, str] = {}  # to which its gateway passes games on, by policy
         self._restarted_at: float | None = None  # its gateway, since which no actor has sent anything
         self._is_deserted = False  # for ACTORS_BACK_S
         self.solved_s: float | None = None
@@ -77,7 +80,8 @@ class LoopPolicy:
             make_folder(folder)
         OpponentPool.of_run(self.spec.self_play, folder)  # takes registered opponents out of this process's registry
         has_learnt = bool(self.spec.resume) and shoal.runs.load(self.spec.resume).num_versions() > 0
-        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt)
+        name = self.name or self.spec.model_name
+        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt, name)
         self._folder_name = setting.folder_name
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
@@ -141,6 +145,7 @@ class LoopPolicy:
         known, known_address = self.updates, self.address  # of earlier incarnations, if these are others
         self.gateway, self.learner = gateway or self.gateway, learner or self.learner
         self.address = gateway["address"] if gateway else self.address
+        self.websocket = gateway.get("websocket_address", "") if gateway else self.websocket
         self.solved_s = self.solved_s if self.solved_s is not None else self.gateway.get("solved_s")
         happened = [
             (f"{part}_restarted", {"pid": stats["pid"], "damaged_checkpoints": stats.get("damaged_checkpoints", [])})
@@ -148,8 +153,9 @@ class LoopPolicy:
             if stats and self._pids.get(part, stats["pid"]) != stats["pid"]
         ]
         for kind, details in happened:
-            if kind == "gateway_restarted" and self.num_steps:
-                self._restarted_at = time.monotonic()
+            if kind == "gateway_restarted":
+                self.relay_websockets(self._relayed)
+                self._restarted_at = time.monotonic() if self.num_steps else self._restarted_at
             if kind == "learner_restarted":
                 restored = self.learner["restored_updates"]  # it may have saved after it was last asked
                 details |= {"updates": max(known, restored), "restored_updates": restored}
@@ -165,17 +171,35 @@ class LoopPolicy:
         happened += self._watch_gateway(known_address)
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
 
+    def wait_for_gateway(self) -> None:
+        """Wait for its address. Raises ClusterError."""
+        self.address = self.workers.wait_for_gateway()
+        if self.spec.gateway.websocket is not None:
+            self.websocket = self.workers.get_websocket_address()
+
+    def relay_websockets(self, addresses: dict[str, str]) -> None:
+        """Let its gateway pass games on to those of other policies, also after it has restarted. Raises
+        ClusterError."""
+        self._relayed = addresses
+        if addresses:
+            self.workers.relay_websockets(addresses)
+
     def store_address(self) -> str:
-        """Write the gateway's address into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.
+        """Write the gateway's addresses into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.
         Returns what actors are given: the address, and where it is stored."""
         if not store_variable() or is_loopback(self.spec.gateway.host):
             return self.address
-        store, key = open_store(), f"runs/{self._folder_name}/{ADDRESS_NAME}"
-        if self.address != self._stored_address:
-            with suppress(StoreError):
-                store.write(key, self.address.encode())
-                self._stored_address = self.address
-        return f"{self.address}|{store.url}/{key}"
+        store, folder = open_store(), f"runs/{self._folder_name}"
+        for name, address in self._list_stored().items():
+            if address != self._stored.get(name):
+                with suppress(StoreError):
+                    store.write(f"{folder}/{name}", address.encode())
+                    self._stored[name] = address
+        return f"{self.address}|{store.url}/{folder}/{ADDRESS_NAME}"
+
+    def _list_stored(self) -> dict[str, str]:
+        path = f"/{quote(self.name)}" if self.name else ""
+        return {ADDRESS_NAME: self.address, **({WEBSOCKET_NAME: self.websocket + path} if self.websocket else {})}
 
     def require_actors(self, run_id: str) -> None:
         """Raise RunError when the gateway has restarted, and no actor has come back since."""
@@ -196,7 +220,7 @@ class LoopPolicy:
             if seconds >= ACTORS_BACK_S:
                 self._is_deserted = True
                 happened.append(("actors_missing", {"address": self.address, "seconds": seconds}))
-        if self._stored_address != self.address:
+        if self._stored != self._list_stored():
             self.store_address()
         return happened
 
@@ -254,12 +278,37 @@ class LoopPolicy:
         recorder.log(int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": dropped})
 
 
-def describe_bound_addresses(policies: Sequence[LoopPolicy]) -> dict[str, str]:
-    """Where the gateways listen, for actors of their own host, where `gateway.advertise` names another address for the
-    others. Raises ClusterError."""
-    if not policies[0].spec.gateway.advertise:
-        return {}
-    return {"bound": ",".join(each.workers.get_bound_address() for each in policies)}
+def join_addresses(policies: Sequence[LoopPolicy]) -> tuple[str, str]:
+    """Of all gateways, for actors; for games, of the first gateway, at which each of several policies has its path, or
+    empty."""
+    base = policies[0].websocket
+    paths = [f"{base}/{quote(each.name)}" if each.name else base for each in policies] if base else []
+    return ",".join(each.address for each in policies), ",".join(paths)
+
+
+def describe_other_addresses(policies: Sequence[LoopPolicy]) -> dict[str, str]:
+    """Further addresses, where there are any. Raises ClusterError.
+
+    bound:     where the gateways listen, for actors of their own host, where `gateway.advertise` names another
+               address for the others
+    connect:   what actors are given, which says where the store has the present address
+    websocket: for games
+    """
+    address, websocket = join_addresses(policies)
+    bound, connect = "", ",".join(each.store_address() for each in policies)
+    if policies[0].spec.gateway.advertise:
+        bound = ",".join(each.workers.get_bound_address() for each in policies)
+    found = {"bound": bound, "connect": connect, "websocket": websocket}
+    return {name: each for name, each in found.items() if each not in ("", address)}
+
+
+def announce_websocket(policies: Sequence[LoopPolicy], run_id: str) -> None:
+    """Say where games join, and let the first gateway pass them on to those of the other policies. Raises
+    ClusterError."""
+    first, *others = policies
+    first.relay_websockets({each.name: each.workers.get_websocket_address(is_bound=True) for each in others})
+    shown = join_addresses(policies)[1].replace(",", "\n    ")
+    print(f"run {run_id}: games join over WebSocket at\n    {shown}", flush=True)
 
 
 def format_mean_returns(policies: Sequence[LoopPolicy]) -> str:

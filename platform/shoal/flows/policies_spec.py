@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from shoal.actor.environment import ASK
 from shoal.config import Spec
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.models.network_source import AnyNetworkSource
@@ -53,6 +54,9 @@ class PoliciesSpec(ActorLearnerSpec):
                 if agent in taken:
                     raise ValueError(f"policies.{name}.agents: {agent} has the policy {taken[agent]} already")
                 taken[agent] = name
+        if self.env == ASK or (self.given and self.given.get("policies", {}).keys() != self.policies.keys()):
+            names = ", ".join(f"{name}: {{...}}" for name in self.policies)
+            raise ValueError(f"env: of games alone, a run of several policies takes {{policies: {{{names}}}}}")
         alone = [name for name in self.policies if not self.make_policy_spec(name).self_play.is_on]
         if 0 < len(alone) < len(self.policies):
             problem = f"{' and '.join(alone)} would have no opponents"
@@ -72,6 +76,8 @@ class PoliciesSpec(ActorLearnerSpec):
         policy = self.policies[name]
         values: dict[str, Any] = {field: getattr(self, field) for field in ActorLearnerSpec.model_fields}
         values |= {field: each for field in _OWN_FIELDS if (each := getattr(policy, field)) is not None}
+        if self.given:
+            values["env"] = {"name": self.model_name, **self.given["policies"][name]}
         values["self_play"] = self.self_play.model_copy(update={"opponents": policy.opponents})
         values["gateway"] = self.gateway.shift_ports(list(self.policies).index(name))
         values["endpoint"] = self.endpoint.model_copy(update={"name": f"{self.model_name}-{name}"})

@@ -31,6 +31,7 @@ TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evalua
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
 ACTIONS = ("best", "sampled")  # how a policy acts: see `shoal.serve.model.action_sampler`
+NUM_FULL_REASONS = 2  # of failed trials, before it is said what to do
 NUM_RESAMPLES = 50_000  # estimates a probability of MAX_MISS_PROBABILITY within 15%
 
 Connections = Mapping[str, PolicyConnection]  # by policy
@@ -48,13 +49,13 @@ class Evaluation(NamedTuple):
     def mean_return(self) -> float:
         return float(np.mean(self.returns))
 
-    def miss_probability(self, target_return: float, num_episodes: int) -> float:
-        """Estimate the probability that `num_episodes` other episodes have a mean return below `target_return`, from
-        these episodes by the bootstrap (Efron 1979). It assumes no distribution of returns: many are capped, as
-        CartPole's, and a sum of twenty of those is far from normal."""
+    def resample_means(self, num_episodes: int) -> np.ndarray:
+        """Estimate mean returns of `num_episodes` other episodes, float64 [NUM_RESAMPLES], from these episodes by the
+        bootstrap (Efron 1979). It assumes no distribution of returns: many are capped, as CartPole's, and a sum of
+        twenty of those is far from normal."""
         random, returns = np.random.default_rng(0), np.asarray(self.returns)
         means = [random.choice(returns, (1000, num_episodes)).mean(axis=1) for _ in range(NUM_RESAMPLES // 1000)]
-        return float(np.mean(np.concatenate(means) < target_return))
+        return np.concatenate(means)
 
 
 def hold_trial(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Evaluation:
@@ -101,26 +102,37 @@ def estimate_miss(trial: Evaluation, spec: ActorLearnerSpec) -> float:
     """The probability that other episodes, as many as an evaluation has, miss the target."""
     if spec.target_return is None:
         return 0.0
-    return trial.miss_probability(spec.target_return, max(spec.eval_episodes, MIN_EPISODES))
+    return float(np.mean(trial.resample_means(max(spec.eval_episodes, MIN_EPISODES)) < spec.target_return))
 
 
-def judge_trial(trial: Evaluation, spec: ActorLearnerSpec, version: int, action: str) -> dict[str, Any]:
-    """What a record says of a trial: whether it `passes`, and the `reason` if not."""
+def judge_trial(trials: Sequence[Evaluation], spec: ActorLearnerSpec, version: int, action: str) -> dict[str, Any]:
+    """What a record says of the last trial: whether it `passes`, and the `reason` if not; after others that failed what
+    to do, and then in few words."""
+    trial = trials[-1]
     miss = estimate_miss(trial, spec)
     passes = miss < MAX_MISS_PROBABILITY
-    reason = "" if passes else (
-        f"version {version} returned {format_number(trial.mean_return)} over {len(trial.returns)} episodes of a trial"
-        f" with action={action}, and would miss {spec.target_return:g} in others with a probability of {miss:.2g},"
-        f" where {MAX_MISS_PROBABILITY:g} is allowed"
-    )  # fmt: skip
+    target, returned = spec.target_return, f"version {version} returned {format_number(trial.mean_return)}"
+    reason = "" if passes else returned
+    if reason and len(trials) <= NUM_FULL_REASONS:
+        reason += (
+            f" over {len(trial.returns)} episodes of a trial with action={action}, and would miss"
+            f" {target:g} in others with a probability of {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
+        )
+    elif reason and len(trials) == NUM_FULL_REASONS + 1:
+        nearest = max(trials, key=lambda each: each.mean_return)
+        sure = np.quantile(nearest.resample_means(max(spec.eval_episodes, MIN_EPISODES)), MAX_MISS_PROBABILITY / 2)
+        reason += f" in its trial with action={action}; the nearest trial returned {format_number(nearest.mean_return)}"
+        reason += f", and would pass target_return={sure:.4g}: lower it, or raise max_wall_s={spec.max_wall_s:g}"
     result = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
-    bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": spec.target_return}
+    bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": target}
     return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": reason}
 
 
-def describe_registered(model: ModelVersion, evaluation: Evaluation, action: str) -> str:
+def describe_registered(model: ModelVersion, evaluation: Evaluation | None, action: str) -> str:
     name = f"{model.ref} ({', '.join(model.aliases)})" if model.aliases else model.ref
     decision = f"\n{model.decision}" if model.decision else ""
+    if evaluation is None:
+        return f"{name}: not evaluated, for the run has no environment to play{decision}"
     if not evaluation.returns:
         return f"{name}: no episode of the evaluation had one of its agents{decision}"
     return (

@@ -16,7 +16,14 @@ import numpy as np
 
 import shoal.runs
 from shoal.actor.agent_streams import is_parallel
-from shoal.actor.environment import check_step, get_spaces, open_environment, reset_environment
+from shoal.actor.environment import (
+    ASK,
+    check_step,
+    get_spaces,
+    has_environment,
+    open_environment,
+    reset_environment,
+)
 from shoal.actor.other_games import find_flattened
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.cluster.job_main import ACTORS_INFERENCE
@@ -27,6 +34,8 @@ from shoal.plugins.moved import translate_reference
 from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.segment_log import require_store
+from shoal.rl.first_game import describe_given
+from shoal.rl.gateway.listener import find_listener
 from shoal.rl.gateway.remote_inference import require_remote_inference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
@@ -35,6 +44,16 @@ from shoal.weights import WeightSnapshot, decode_tensors
 from shoal.wire import ExperienceSpec, PolicySpec
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
 from shoal.wire.experience_spec import EXPERIENCE_FILE
+
+
+def describe_environment(
+    spec: RLSpec, inference: str = LOCAL, agents: tuple[str, ...] = ()
+) -> tuple[ExperienceSpec, np.ndarray]:
+    """As `inspect_environment`, also of a run that has spaces alone, of which nothing is played."""
+    if not spec.given:
+        return inspect_environment(spec, inference, agents)
+    experience, observation = describe_given(spec)
+    return msgspec.structs.replace(experience, agents=agents), observation
 
 
 def inspect_environment(
@@ -78,8 +97,13 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
     """`inspect_environment` for each policy of a run, by its name; raises ConfigError also if the resumed run's
     checkpoint does not fit, or the run has already reached its target. Called before anything starts, and before its
     record changes."""
+    spec = keep_spaces(spec)
+    if not has_environment(spec.env):
+        _reject_unplayable(spec)
+    if spec.env == ASK:
+        return {}
     assigned = spec.assign_policies()
-    if assigned:
+    if assigned and not spec.given:
         with open_environment(spec.env, spec.ignore) as environment:
             _require_assigned(spec, environment)
     run = shoal.runs.load(spec.resume) if spec.resume else None
@@ -89,7 +113,7 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
     result = {}
     for name, own in spec.split_by_policy().items():
         agents = tuple(agent for agent, policy in assigned.items() if policy == name)
-        experience, observation = inspect_environment(own, os.environ.get(ACTORS_INFERENCE, LOCAL), agents)
+        experience, observation = describe_environment(own, os.environ.get(ACTORS_INFERENCE, LOCAL), agents)
         if own.action == "sampled" and not describe_policy_model(own, experience)[1].has_distribution:
             problem = f"{own.algorithm.name} learns no distribution of actions"
             raise ConfigError("action", own.action, problem, "use action=best, or algorithm=ppo")
@@ -98,6 +122,7 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
         require_playable_opponents(own, experience)
         if own.gateway.durable == "store":
             require_store()
+        find_listener(own.gateway)
         checkpoints = None if run is None else run.folder / name / "checkpoints"
         if own.algorithm.disk_mb:
             require_disk_space(own.algorithm.disk_mb, None if checkpoints is None else checkpoints / "replay")
@@ -112,6 +137,25 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
                 _require_compatible_checkpoint(own, earlier, experience, run.id, prefix)
         result[name] = experience, observation
     return result
+
+
+def keep_spaces(spec: ActorLearnerSpec) -> ActorLearnerSpec:
+    """The spec of a run that asks for its spaces, with those that it has got before it was resumed."""
+    if spec.env != ASK or not spec.resume:
+        return spec
+    before = type(spec).from_record(shoal.runs.load(spec.resume).spec, leave_out=["endpoint"])
+    return spec.update({"env": before.env}) if before.given else spec
+
+
+def _reject_unplayable(spec: ActorLearnerSpec) -> None:
+    """Raise ConfigError for what needs an environment, in a run that has none."""
+    problem = f"needs an environment to play, and env={spec.env} has spaces alone"
+    if ACTORS_INFERENCE in os.environ:
+        raise ConfigError("--actors", "", problem, "leave it out, and let games join")
+    for name in ("eval_episodes", "trial_episodes", "eval_timeout_s"):
+        if name in spec.model_fields_set:
+            remedy = "leave it out: target_return is of the games' own episodes"
+            raise ConfigError(name, getattr(spec, name), problem, remedy)
 
 
 def _require_assigned(spec: ActorLearnerSpec, environment: Any) -> None:
@@ -215,7 +259,7 @@ def _require_compatible_checkpoint(
         if getattr(spec, name) != getattr(before, name):
             raise refuse(name, getattr(spec, name), f"with {str(getattr(before, name)).lower()}")
     if (spec.env, spec.ignore) != (before.env, before.ignore):
-        learnt, _ = inspect_environment(before, agents=experience.agents)
+        learnt, _ = describe_environment(before, agents=experience.agents)
         if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):
             raise refuse("env", spec.env, f"{before.env}, which shows or takes something else")
 

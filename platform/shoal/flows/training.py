@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -56,12 +56,13 @@ SHORTAGE_TIMEOUT_S = 600.0  # for a host to replace a lost one, or for other wor
 
 
 def train_main(
-    spec: TrainSpec | Callable[[list[str]], TrainSpec] = spec_from_overrides, arguments: Sequence[str] | None = None
+    spec: TrainSpec | Callable[[list[str]], TrainSpec] = spec_from_overrides,
+    translate: Callable[[list[str]], list[str]] = list,
 ) -> None:
     """The main function of a recipe's file, and of jobs/train.py, which has no spec of its own.
 
     spec:      what the overrides change, or a function that finds it by looking at them
-    arguments: the overrides; None: those of the command line
+    translate: makes overrides of the command line's words; may raise ShoalError
     """
     checks: list[ValidatedRun | None] = []
 
@@ -78,15 +79,13 @@ def train_main(
 
     if isinstance(spec, TrainSpec):
         spec = spec.model_copy(update={"task": _to_relative_path(spec.task or sys.argv[0])})
-        arguments = None
-    job_main(spec, run, JOB, check_chosen, arguments, list_arguments=_list_arguments)
+    job_main(spec, run, JOB, check_chosen, translate, list_arguments=_list_arguments)
 
 
 def _list_arguments(spec: TrainSpec) -> Iterator[FieldHelp]:
     """Those of the Task."""
     if spec.task:
-        task = find_task(spec.task)
-        yield from list_argument_help(task, spec.args, task.__doc__)
+        yield from list_argument_help(find_task(spec.task), spec.args)
 
 
 def _to_relative_path(task: str) -> str:
@@ -156,7 +155,7 @@ def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registe
         with RunAdmission(recorder.id, spec.priority) as admission:
             log = ConsoleLog(RecordLog(recorder, admission.mark_running), _print_line)
             require_capacity(spec, log.record_event, admission)
-            checked.log_batch_size(log)
+            checked.log_data(log)
             run = TrainingRun(spec, checked, recorder.id, recorder.folder, log, recorder, registers)
             result = run.run(RayBackend(spec, recorder, log))
         if not result.is_interrupted:

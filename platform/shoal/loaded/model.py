@@ -46,10 +46,11 @@ def load(ref: str, *, device: Device = "cpu", seed: int | None = None) -> LocalM
         while not done:
             observation, reward, terminated, truncated, info = environment.step(policy.act(observation))
     """
-    return LocalModel(_find_version(ref), device, seed)
+    return LocalModel(find_version(ref), device, seed)
 
 
-def _find_version(ref: str) -> ModelVersion:
+def find_version(ref: str) -> ModelVersion:
+    """The version that a reference of `load` names. Raises RegistryError, ConfigError for a run without a model."""
     import shoal.runs
 
     registry = Registry()
@@ -109,8 +110,9 @@ class LocalModel:
         """The outputs for rows or arrays, with the registered preprocess and postprocess.
 
         rows: one row as it is, {"age": 72, "plan": "basic"}, which gets a dict; a list of rows, or of a model of raw
-              rows a frame, which get a list of dicts. Or arrays [rows, ...] by name, one array for a model with one
-              input, or a frame with the columns of such a model, which get the outputs by name, arrays [rows, ...]
+              rows a frame, whose further columns are left out, which get a list of dicts. Or arrays [rows, ...] by
+              name, one array for a model with one input, or a frame with the columns of such a model, which get the
+              outputs by name, arrays [rows, ...]
 
         Raises DataError that names a row's field, ConfigError for arrays that do not fit, InferenceError for what the
         model or its preprocess refuses.
@@ -123,10 +125,11 @@ class LocalModel:
             return self._predict_records(rows)
         from shoal.client.payload import as_arrays
 
-        inputs = as_arrays(self._metadata, rows)
+        inputs = as_arrays(self.name, self.signature.inputs, rows)
         for spec in self.signature.inputs:
             shape = inputs[spec.name].shape if spec.name in inputs else None
-            if shape is None or len(shape) != len(spec.shape) or any(map(_is_other, shape, spec.shape)):
+            fits = shape is not None and len(shape) == len(spec.shape)
+            if not fits or any(wanted not in (-1, size) for size, wanted in zip(shape or (), spec.shape, strict=True)):
                 problem = "is missing" if shape is None else f"is {list(shape)}"
                 raise ConfigError("rows", spec.name, problem, f"the model takes {spec.datatype} {spec.shape}")
         return self._opened.predict(inputs)
@@ -134,18 +137,19 @@ class LocalModel:
     def _are_records(self, rows: Any) -> bool:
         if isinstance(rows, np.ndarray):
             return False
+        has_columns = any(each.kind for each in self.signature.inputs)
         if isinstance(rows, Mapping):
-            return bool(rows) and not any(np.ndim(each) for each in rows.values())
+            return not any(np.ndim(each) for each in rows.values()) if rows else has_columns
         if isinstance(rows, list | tuple):
-            return bool(rows) and isinstance(rows[0], Mapping)
-        return find_names(rows) is not None and any(each.kind for each in self.signature.inputs)
+            return isinstance(rows[0], Mapping) if rows else has_columns
+        return find_names(rows) is not None and has_columns
 
     def _predict_records(self, rows: Any) -> Any:
         """As the endpoint's path `rows` does, to which a client sends such a body."""
         from shoal.client.payload import encode_rows as encode_body
         from shoal.open_inference.rows import decode_rows, encode_rows
 
-        (body,) = encode_body(rows, sys.maxsize)
+        (body,) = encode_body(rows, sys.maxsize, self.signature.inputs)
         decoded = msgspec.json.decode(body)
         listed = decoded if isinstance(decoded, list) else [decoded]
         outputs = self._opened.predict(decode_rows(self.signature.inputs, listed))
@@ -162,12 +166,7 @@ class LocalModel:
         return first.name, NUMPY_DTYPES[first.datatype], tuple(first.shape[1:]) if is_plain else None
 
     def act(
-        self,
-        observation: Any,
-        *,
-        deterministic: bool | None = None,
-        mask: Any = None,
-        stream: Hashable = 0,
+        self, observation: Any, *, deterministic: bool | None = None, mask: Any = None, stream: Hashable = 0
     ) -> Any:
         """The action of a policy for what the game shows, in the form that the game takes.
 
@@ -226,17 +225,3 @@ class LocalModel:
         predictor = Predictor(manifest.model, self.signature, options, torch.get_num_threads())
         is_module = manifest.model.format == "module"
         return predictor.load(self._version.weight_file() if is_module else self._version.snapshot())
-
-    @cached_property
-    def _metadata(self) -> Any:
-        from shoal.open_inference.messages import ModelMetadata, TensorMetadata
-
-        tensors = [
-            [TensorMetadata(each.name, each.datatype, each.shape, each.columns) for each in side]
-            for side in (self.signature.inputs, self.signature.outputs)
-        ]
-        return ModelMetadata(self.name, [str(self.version)], "shoal", *tensors)
-
-
-def _is_other(size: int, wanted: int) -> bool:
-    return wanted not in (-1, size)

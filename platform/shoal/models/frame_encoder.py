@@ -62,9 +62,27 @@ class RecurrentLayer(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [T, B, H] at x [T, B, input_size], and the states after them [B, S]; state [B, S] is that before."""
+        if len(x) == 1 and torch.onnx.is_in_onnx_export():
+            return self._trace_step(x[0], state)
         if not self._is_lstm:
             outputs, h = self.rnn(x, state[None].contiguous())
             return outputs, h[0]
         h, c = state[None].chunk(2, -1)
         outputs, (h, c) = self.rnn(x, (h.contiguous(), c.contiguous()))
         return outputs, torch.cat([h[0], c[0]], -1)
+
+    def _trace_step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One step by operations that every engine of games has: Unity's has no GRU."""
+        size = self.rnn.hidden_size
+        h = state[:, :size]
+        weight_x, weight_h, bias_x, bias_h = self.rnn.all_weights[0]
+        from_x, from_h = nn.functional.linear(x, weight_x, bias_x), nn.functional.linear(h, weight_h, bias_h)
+        if self._is_lstm:
+            admit, retain, cell, output = (from_x + from_h).split(size, -1)
+            c = torch.sigmoid(retain) * state[:, size:] + torch.sigmoid(admit) * torch.tanh(cell)
+            h = torch.sigmoid(output) * torch.tanh(c)
+            return h[None], torch.cat([h, c], -1)
+        gates = torch.sigmoid(from_x[:, : 2 * size] + from_h[:, : 2 * size])
+        new = torch.tanh(from_x[:, 2 * size :] + gates[:, :size] * from_h[:, 2 * size :])
+        h = new + gates[:, size:] * (h - new)
+        return h[None], h

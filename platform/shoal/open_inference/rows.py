@@ -5,9 +5,9 @@ and arrays.
 
 | an input                       | its fields                                                 | null       |
 |--------------------------------|------------------------------------------------------------|------------|
-| of kind number                 | its name: a number                                         | a gap: NaN |
+| of kind number                 | its name: a number; "3,5" if it is number:, or "3.5"       | a gap: NaN |
 | of kind truth                  | its name: true, false, 1, 0, "yes", "no", "true", "false"  | a gap: NaN |
-| of kind date                   | its name: ISO 8601, 31.5.2025, 2025/05/31; seconds of 1970 | a gap: NaN |
+| of kind date, date:%m/%d/%Y    | its name: ISO 8601, 31.5.2025, 2025/05/31, 5/31/2025; 1e9  | a gap: NaN |
 | of kind word                   | its name: a text                                           | a gap: b"" |
 | [rows, n] with `columns`       | each column: a number of the input's datatype              | an error   |
 | any other, batch first         | its name: the values of one row, nested as its shape       | an error   |
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -57,12 +58,7 @@ def decode_rows(inputs: Sequence[TensorDescription], rows: Sequence[Row]) -> dic
             raise DataError("row", row, "is no object", f"write one with the fields {', '.join(fields)}")
         if row.keys() != fields.keys():
             raise _find_odd_field(row, fields, _name_row(number, rows))
-    return {
-        spec.name: decode_column(spec.name, spec.kind, [row[spec.name] for row in rows])
-        if spec.kind
-        else _decode_plain(spec, rows)
-        for spec in inputs
-    }
+    return {spec.name: _decode_input(spec, rows) for spec in inputs}
 
 
 def encode_rows(outputs: Sequence[TensorDescription], arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -111,17 +107,21 @@ def decode_column(name: str, kind: str, values: Sequence[Any], first_row: int = 
             return np.array(values, np.float64)  # None becomes NaN
         except OverflowError:  # an integer that no float64 holds
             pass
+    kind, _, form = kind.partition(":")
     read, result = _READERS[kind], np.empty(len(values), object if kind == "word" else np.float64)
     for number, value in enumerate(values):
-        found = read(value)
+        found = read(value, form)
         if found is None:
             problem = f"{_name_row(number + first_row, values)}is no {kind}"
-            raise DataError(name, _shorten(value), problem, _EXPECTED[kind])
+            shown = f" (training had {kind}:{form})" if form else ""
+            raise DataError(name, _shorten(value), problem, _EXPECTED[kind] + shown)
         result[number] = found
     return result
 
 
-def _decode_plain(spec: TensorDescription, rows: Sequence[Row]) -> np.ndarray:
+def _decode_input(spec: TensorDescription, rows: Sequence[Row]) -> np.ndarray:
+    if spec.kind:
+        return decode_column(spec.name, spec.kind, [row[spec.name] for row in rows])
     names, remedy = _fields(spec), f"the input is {describe_tensor(spec)}"
     one = names == [spec.name]
     try:
@@ -145,28 +145,31 @@ def _from_lists(spec: TensorDescription, values: Sequence[Any]) -> np.ndarray:
     return from_json(spec.name, spec.datatype, shape, msgspec.Raw(msgspec.json.encode(values)))
 
 
-def _read_truth(value: Any) -> float | None:
+def _read_truth(value: Any, _: str) -> float | None:
     if value is None:
         return math.nan
     return _TRUTHS.get(value.lower() if isinstance(value, str) else value) if isinstance(value, Hashable) else None
 
 
-def _read_date(value: Any) -> float | None:
+def _read_date(value: Any, form: str) -> float | None:
     if not isinstance(value, str):
         return None if isinstance(value, bool) else to_number(value)
-    for form in _DATE_FORMATS:
+    for each in (form, *_DATE_FORMATS):
         with suppress(ValueError):
-            time = datetime.datetime.strptime(value, form) if form else datetime.datetime.fromisoformat(value)
+            time = datetime.datetime.strptime(value, each) if each else datetime.datetime.fromisoformat(value)
             return to_number(time)
     return None
 
 
-def _read_number(value: Any) -> float | None:
+def _read_number(value: Any, point: str) -> float | None:
+    if point and isinstance(value, str):
+        bare = value.replace("." if point == "," else ",", "").replace(point, ".")
+        return float(bare) if re.fullmatch(r"[-+]?\d+(\.\d+)?", bare) else None
     is_date = isinstance(value, bool | datetime.date | datetime.timedelta)
     return None if is_date else to_number(value)
 
 
-def _read_text(value: Any) -> bytes | None:
+def _read_text(value: Any, _: str) -> bytes | None:
     if value is None:
         return b""
     try:
@@ -175,7 +178,7 @@ def _read_text(value: Any) -> bytes | None:
         return None
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
+_READERS: dict[str, Callable[[Any, str], Any]] = {
     "number": _read_number,
     "truth": _read_truth,
     "date": _read_date,

@@ -122,10 +122,12 @@ def infer_csv_types(
     for column in numbers - wholes:
         if pa.types.is_integer(seen.field(column).type) or pa.types.is_null(seen.field(column).type):
             types[column] = pa.float64()
-    # Texts of dates and truths are read as those of rows.
-    for column in {column for spec in inputs if spec.kind in ("date", "truth") for column in chosen[spec.name]}:
-        is_number = pa.types.is_integer(seen.field(column).type) or pa.types.is_floating(seen.field(column).type)
-        types[column] = pa.float64() if is_number else pa.string()
+    # Texts of dates, truths and numbers with a decimal sign are read as those of rows.
+    for spec in inputs:
+        kind, is_written, _ = spec.kind.partition(":")
+        for column in chosen[spec.name] if is_written or kind in ("date", "truth") else ():
+            is_number = pa.types.is_integer(seen.field(column).type) or pa.types.is_floating(seen.field(column).type)
+            types[column] = pa.float64() if is_number and not is_written else pa.string()
     # Arrow reads integers beyond INT64 as floats, without their last digits.
     for column in {column for spec in inputs if spec.datatype == "UINT64" for column in chosen[spec.name]}:
         seen_type = seen.field(column).type
@@ -171,9 +173,8 @@ def _input(table: pa.Table, spec: TensorDescription, columns: Sequence[str], fir
         return array
     wanted = math.prod(shape)
     if shape.count(-1) > 1:
-        problem = (
-            f"{', '.join(columns)} give {list(array.shape[1:])} for each row of this input, {describe_tensor(spec)}"
-        )
+        given = f"{', '.join(columns)} give {list(array.shape[1:])}"
+        problem = f"{given} for each row of this input, {describe_tensor(spec)}"
         raise DataError("columns", spec.name, problem, "give it a column of lists of lists")
     if array.size != wanted if -1 not in shape else wanted == 0 or array.size % abs(wanted):
         each = array.size // rows if rows else 0
@@ -277,16 +278,12 @@ def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
         if datatype != "FP64" or pa.types.is_time(values.type):
             raise ValueError("dates become seconds since 1970, which only an input of FP64 holds")
         return to_floats64("column", pa.table({"times": values}))[:, 0]
-    if (
-        datatype == "BOOL"
-        and not pa.types.is_boolean(values.type)
-        and pa.compute.any(_mask_non_boolean(values)).as_py()
-    ):
+    is_truth = datatype != "BOOL" or pa.types.is_boolean(values.type)
+    if not is_truth and pa.compute.any(_mask_non_boolean(values)).as_py():
         raise ValueError("there are numbers other than 0 and 1")
     if datatype != "BF16" and NUMPY_DTYPES[datatype].kind in "iub":
-        whole: np.ndarray = values.cast(pa.from_numpy_dtype(NUMPY_DTYPES[datatype]), safe=True).to_numpy(
-            zero_copy_only=False
-        )
+        exact = values.cast(pa.from_numpy_dtype(NUMPY_DTYPES[datatype]), safe=True)
+        whole: np.ndarray = exact.to_numpy(zero_copy_only=False)
         return whole
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
     if numbers.dtype == object:  # of text, or decimals

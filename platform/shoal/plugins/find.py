@@ -15,7 +15,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,14 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     raise ValueError(f"{name!r} is none of {known}{near and f': {near}'}; your own is module:name or file.py:name")
 
 
-def load_sound_extensions(group: str) -> dict[str, Any]:
-    """Load what each word of a group names; leave out, with a warning, a word that cannot be loaded: a caller that
-    asks for all needs none of another package."""
+def load_sound_extensions(group: str, use: Callable[[Any], Any] = lambda found: found) -> dict[str, Any]:
+    """Load what each word of a group names, and `use` it; leave out, with a warning, a word where that fails: a caller
+    that asks for all needs none of another package."""
     loaded = {}
     for name, reference in collect_extensions(group).items():
         try:
-            loaded[name] = load_reference(reference)
-        except Exception as error:  # noqa: BLE001 - whatever the import of a package raises
+            loaded[name] = use(load_reference(reference))
+        except Exception as error:  # noqa: BLE001 - whatever another package raises
             _log.warning("%s of %s is left out: %s", name, group, error)
     return loaded
 

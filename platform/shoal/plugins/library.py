@@ -53,10 +53,16 @@ def find_sound_libraries() -> tuple[Library, ...]:
 
 
 def collect_extensions(group: str) -> dict[str, str]:
-    """The `module:name` of each word of a group that a sound library or an installed package adds."""
+    """The `module:name` of each word of a group that a sound library or an installed package adds. Raises ConfigError
+    for a package whose word is another's."""
     libraries = find_sound_libraries()
-    own = {name: reference for each in libraries for name, reference in each.extensions.get(group, {}).items()}
-    return own | {each.name: each.value for each in entry_points(group=group)}
+    found = {name: reference for each in libraries for name, reference in each.extensions.get(group, {}).items()}
+    for each in entry_points(group=group):
+        if each.name in found:
+            owners = f"{each.dist.name if each.dist else each.value}, and of {found[each.name].partition(':')[0]}"
+            raise ConfigError(group, each.name, f"is a word of {owners}", "uninstall one of the packages")
+        found[each.name] = each.value
+    return found
 
 
 _OWN = Path(__file__).parents[1] / "libs"

@@ -1,6 +1,6 @@
 """Which version is the champion: the best one by a metric, where versions can be compared.
 
-A pure function of manifests; the registry applies it when a version is added.
+A pure function of manifests, which the registry applies.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None) ->
     if missing := [each.version for each in (new, now) if criterion.metric not in each.metrics]:
         return f"{missing[0]} has no {criterion.metric} to compare"
     if _select_measured(new.data) != _select_measured(now.data):
-        return f"{criterion.metric} of {now.version} is of other data"
+        ours, theirs = new.metrics[criterion.metric], now.metrics[criterion.metric]
+        is_worse = (ours < theirs) == criterion.is_higher_better and ours != theirs
+        end = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
+        said = _tell_apart(ours, "is of other data than", theirs)
+        return " ".join((criterion.metric, *said, f"of {now.version}{end}"))
     return ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -23,7 +23,7 @@ DATATYPES = (
     *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
     *("FP16", "BF16", "FP32", "FP64", "BYTES"),
 )
-ColumnKind = Literal["", "number", "word", "date", "truth"]
+ColumnKind = Annotated[str, Field(pattern="^(number(:[.,])?|word|date(:.+)?|truth)?$")]
 
 
 class TensorSignature(Spec):
@@ -34,7 +34,7 @@ class TensorSignature(Spec):
     shape:    -1 is a dimension of variable size; the first one is the batch, unless an endpoint's options say otherwise
     columns:  names along the last dimension, by which named tables are aligned; empty: without names
     kind:     of an input that is one column of a table, [-1] of FP64 or, for words, of BYTES; it may have gaps, NaN or
-              b"". A truth is 0 or 1, a date the seconds since 1970. Empty: a plain tensor
+              b"". A truth is 0 or 1, a date seconds since 1970; `date:%m/%d/%Y`, `number:,`: in rows. Empty: plain
     """
 
     name: str

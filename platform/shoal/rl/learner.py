@@ -28,8 +28,9 @@ from shoal.rl.batch_checks import BadBatchPolicy, EvidenceCheck
 from shoal.rl.batch_lease import BatchLease
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.learner_group import LearnerHub
+from shoal.rl.learner_spec import LearnerSpec
 from shoal.rl.published_versions import PublishedVersions, WeightSink
-from shoal.rl.spec import LearnerSpec, RLSpec
+from shoal.rl.spec import RLSpec
 from shoal.store import Store
 from shoal.weights import PublishedVersion, Skipped, WeightSnapshot, decode_tensors
 from shoal.wire import DropReason, ExperienceSpec

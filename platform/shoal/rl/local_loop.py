@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +16,15 @@ from typing import Self
 
 import torch
 
+from shoal.actor.environment import ASK
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
@@ -70,6 +74,28 @@ class LocalLoop:
         self._failure: BaseException | None = None
         self._closed = False
 
+    @classmethod
+    def open(
+        cls,
+        spec: RLSpec,
+        folder: Path,
+        token: str,
+        target_return: float | None = None,
+        say: Callable[[str], None] = print,
+    ) -> Self:
+        """A run with the spaces of `spec.env`. With `env=ask` this waits for the first game, and `say` gets what to do
+        meanwhile. Raises ConfigError."""
+        if spec.env == ASK:
+            game = FirstGame(spec, folder, token)
+            try:
+                while not game.env:
+                    say(describe_waiting(game.format_addresses()))
+                    game.wait(WAITING_PRINT_S)
+            finally:
+                game.close()
+            spec = spec.update({"env": game.env})
+        return cls(spec, describe_given(spec)[0], folder, token, target_return)
+
     def start(self) -> None:
         self.gateway.start()
         self._thread.start()
@@ -81,7 +107,7 @@ class LocalLoop:
     @property
     def websocket_address(self) -> str:
         """For games that speak WebSocket; empty without `gateway.websocket`."""
-        return self.gateway.format_websocket_address()
+        return format_websocket_address(self.gateway.listener, self.gateway.spec.host)
 
     def wait_until_solved(self, timeout_s: float) -> float:
         """Wait for the target return; returns the seconds from the first segment. Raises RunError."""

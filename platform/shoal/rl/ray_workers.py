@@ -10,10 +10,10 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -32,9 +32,7 @@ from shoal.errors import (
     ClusterError,
     ConfigError,
     ConnectionLost,
-    InferenceError,
     LedgerUnwritable,
-    summarize_error,
 )
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
@@ -44,10 +42,12 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQ
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.gateway import Gateway
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import format_address, require_reachable_gateway, resolve_reachable_host
+from shoal.rl.ray_episode_service import RayEpisodeService
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import (
@@ -68,7 +68,8 @@ ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner retries its acknowledgement w
 
 @dataclass(frozen=True)
 class RunSetting:
-    """The settings that both workers need. `has_learnt`: the run is resumed, and has published weights before."""
+    """The settings that both workers need. `has_learnt`: the run is resumed, and has published weights before.
+    `policy`: its name, in addresses"""
 
     run_id: str
     folder: Path
@@ -76,6 +77,7 @@ class RunSetting:
     target_return: float | None
     curve_keys: tuple[bytes, bytes] | None
     has_learnt: bool = False
+    policy: str = ""
 
     @property
     def folder_name(self) -> str:
@@ -106,6 +108,7 @@ class GatewayWorker:
             setting.curve_keys,
             is_synchronous=spec.algorithm.pauses_actors,
             learns_from_users=spec.learn_from_endpoint,
+            policy=setting.policy,
         )
         weights = RayWeightSource(start_weight_store(setting.run_id))
         self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)
@@ -118,8 +121,19 @@ class GatewayWorker:
 
     def bound_address(self) -> str:
         """Where it listens; for a wildcard host, at the address of this node."""
-        host = resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
-        return format_address("tcp", host, self._gateway.port)
+        return format_address("tcp", self._resolve_host(), self._gateway.port)
+
+    def websocket_address(self, is_bound: bool = False) -> str:
+        """For games; empty without `gateway.websocket`. is_bound: where it listens, and not the advertised host"""
+        advertised = "" if is_bound else self._gateway.spec.advertised[0]
+        return format_websocket_address(self._gateway.listener, advertised or self._resolve_host())
+
+    def relay_websockets(self, addresses: Mapping[str, str]) -> None:
+        if self._gateway.listener is not None:
+            self._gateway.listener.relay(addresses)
+
+    def _resolve_host(self) -> str:
+        return resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
 
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
         """A batch as bytes, which Ray passes on unchanged; it would pickle arrays one by one."""
@@ -139,7 +153,8 @@ class GatewayWorker:
     def stats(self) -> dict[str, Any]:
         if not self._gateway.is_alive:
             os._exit(1)  # Ray restarts this worker, which continues from the ledger
-        return {**self._gateway.stats(), "address": self.address()}
+        addresses = {"address": self.address(), "websocket_address": self.websocket_address()}
+        return {**self._gateway.stats(), **addresses}
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
@@ -172,26 +187,6 @@ class RayExperienceSource:
             return bool(call_until_answered(method, lease_id, outcomes, evidence, patience_s=ACKNOWLEDGE_TIMEOUT_S))
         except AWAY as error:
             raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
-
-
-class RayEpisodeService:
-    """An EpisodeService on the gateway of a run, for the replicas of its endpoint."""
-
-    def __init__(self, run_id: str) -> None:
-        self._name = _gateway_name(run_id)
-        self._gateway: ActorHandle | None = None
-
-    async def take(self, request: EpisodeRequest) -> EpisodeAnswer:
-        try:
-            if self._gateway is None:
-                self._gateway = ray.get_actor(self._name, NAMESPACE)
-            answer = await self._gateway.take_episode.remote(request)
-        except (*AWAY, ValueError) as error:  # no actor has the name yet
-            reason = f"the run's gateway is away: {summarize_error(error)}"
-            raise InferenceError(503, reason, retry_after_s=1.0) from error
-        if isinstance(answer, EpisodeRejection):
-            raise InferenceError(answer.status, answer.message)
-        return cast("EpisodeAnswer", answer)
 
 
 @ray.remote(max_concurrency=4)
@@ -334,7 +329,7 @@ class ActorLearnerWorkers:
         ]
 
     def make_episode_service(self) -> RayEpisodeService:
-        return RayEpisodeService(self._run_id)
+        return RayEpisodeService(_gateway_name(self._run_id))
 
     def make_weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)
@@ -348,6 +343,14 @@ class ActorLearnerWorkers:
     def get_bound_address(self) -> str:
         """Where the gateway listens, for actors of its own host. Raises ClusterError."""
         return str(self._call_until_answered(self._gateway.bound_address))
+
+    def get_websocket_address(self, is_bound: bool = False) -> str:
+        """As of a GatewayWorker. Raises ClusterError."""
+        return str(self._call_until_answered(self._gateway.websocket_address, is_bound))
+
+    def relay_websockets(self, addresses: Mapping[str, str]) -> None:
+        """Let this gateway pass games on to those of other policies. Raises ClusterError."""
+        self._call_until_answered(self._gateway.relay_websockets, addresses)
 
     def _wait_for_start(self, name: str, method: Any, deadline: float) -> Any:
         try:

@@ -5,6 +5,7 @@ Called by jobs, by `local_loop.py` and by the Ray workers. Knows the environment
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -13,15 +14,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from shoal.actor.environment import get_action_bounds, get_action_sizes
+from shoal.actor.environment import get_action_bounds, get_action_sizes, parse_environment
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AnyAlgorithmConfig, find_fitting
+from shoal.rl.learner_spec import LearnerSpec, SelfPlaySpec
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracker import TrackerNames
@@ -39,6 +41,9 @@ from shoal.wire.segment import largest_segment_bytes
 
 CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
 LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
+
+
+Environment = Annotated[str, BeforeValidator(parse_environment)]
 
 
 class GatewayTls(Spec):
@@ -139,59 +144,14 @@ class GatewaySpec(Spec):
         return self
 
 
-class LearnerSpec(Spec):
-    """How the learner takes experience, and how often it publishes and saves."""
-
-    batch_steps: int | None = Field(
-        default=None, ge=1, description="environment steps in a batch, at least; default: the algorithm's"
-    )
-    max_batch_steps: int | None = Field(
-        default=None, ge=1, description="at most, when the learner has fallen behind; default: twice the algorithm's"
-    )
-    take_timeout_s: float | None = Field(
-        default=None, gt=0, description="after which a smaller batch is taken; default: 0.5, or 5 if actors pause"
-    )
-    publish_interval_s: float = Field(default=0.05, ge=0, description="between two weight versions, at least")
-    checkpoint_every_s: float = Field(default=5.0, gt=0)
-    keep_checkpoints: int = Field(default=2, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
-    replicas: int = Field(default=1, ge=1, description="learners that share each batch, or each sample of a replay")
-    torch_threads: int = Field(default=1, ge=1)
-    num_cpus: float = Field(default=0.5, ge=0, description="what each reserves of the cluster")
-    num_gpus: float = Field(default=1.0, gt=0, description="likewise, on cuda")
-    max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
-    seed: int = Field(default=0, ge=-(2**63), lt=2**64)  # torch's range
-
-    @model_validator(mode="after")
-    def _limits_fit(self) -> LearnerSpec:
-        if self.max_batch_steps and self.batch_steps and self.max_batch_steps < self.batch_steps:
-            raise ValueError(f"max_batch_steps = {self.max_batch_steps} is below batch_steps = {self.batch_steps}")
-        return self
-
-
-class SelfPlaySpec(Spec):
-    """Of an environment with several agents, one has the newest weights and the others a past version, which is drawn
-    for each episode from a pool."""
-
-    snapshot_every: int = Field(
-        default=0, ge=0, description="environment steps between two of its versions that enter the pool; 0: none does"
-    )
-    opponents: tuple[str, ...] = Field(
-        default=(), description="registered versions that are in the pool, as poker@3 or poker@champion"
-    )
-    max_versions: int = Field(
-        default=64, ge=2, description="of its own; of more, those between the oldest and the newest thin out evenly"
-    )
-
-    @property
-    def is_on(self) -> bool:
-        return self.snapshot_every > 0 or bool(self.opponents)
-
-
 class RLSpec(Spec):
     """One actor-learner run."""
 
-    env: str = "CartPole-v1"
+    env: Environment = Field(
+        default="CartPole-v1",
+        description="a gymnasium id, module:function, or spaces alone: a YAML file or {observation: [4], action: 3};"
+        " ask: those of the first game that joins",
+    )
     ignore: tuple[str, ...] = Field(default=(), description="parts of a Dict that are not observed, by name")
     model: AnyNetworkSource = Field(default=None, description="my_net.py:Net, a network of your own")
     hidden: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
@@ -226,6 +186,11 @@ class RLSpec(Spec):
         least = self.learner.batch_steps or self.algorithm.batch_steps
         most = self.learner.max_batch_steps or max(least, 2 * self.algorithm.batch_steps)
         return min(least, most), most
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The spaces of a run without an environment, as they were written; empty in another run."""
+        return json.loads(self.env) if self.env.startswith("{") else {}
 
     @property
     def applied_core(self) -> str:

@@ -13,6 +13,7 @@ NO_CHECKPOINT = "no_checkpoint"  # the event of a resumed run that begins again
 # The message of each kind of event that always has one; its fields are those of the details.
 _MESSAGES = {
     "checkpoint_failed": "a checkpoint could not be written, training goes on: {error}",
+    "data_noted": "{note}",
     "batch_size_given": "batch_size={used} of the run is used, and not the {loader} of its DataLoader",
     "upload_failed": "checkpoints are on this run's hosts alone, training goes on: {error}",
     "upload_recovered": "checkpoints are in the store again",

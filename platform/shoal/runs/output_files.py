@@ -1,7 +1,7 @@
 """What the processes of a run print, in the run's folder: it outlives the cluster that ran them.
 
 The driver of a job copies its own output and that of its workers on its host, as they grow; actors write there
-themselves. `shoal logs` reads all of it.
+themselves, and a training in its caller's process what it says of itself. `shoal logs` reads all of it.
 """
 
 from __future__ import annotations
@@ -73,10 +73,15 @@ class OutputCopier:
         if self._offsets[path] >= MAX_BYTES:
             text += b"\n... the rest is left out\n"
         if text:
-            target = self._folder / FOLDER / f"{process}.log"
-            make_folder(target.parent)
-            with create_private(target).open("ab") as copy:
-                copy.write(text)
+            append_output(self._folder, process, text)
+
+
+def append_output(folder: Path, process: str, text: bytes) -> None:
+    """Add what a process has printed to its file in the folder of a run."""
+    target = folder / FOLDER / f"{process}.log"
+    make_folder(target.parent)
+    with create_private(target).open("ab") as copy:
+        copy.write(text)
 
 
 class OutputReader:

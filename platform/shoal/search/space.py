@@ -71,10 +71,11 @@ class Interval:
         return min(max((position - low) / (high - low), 0.0), 1.0)
 
     def from_unit(self, unit: float) -> float | int:
-        """The value at a position in [0, 1]."""
+        """The value at a position in [0, 1]; an end as it was given, since exp(log(x)) has other digits than x."""
         low, high = self._unit_ends()
         position = low + unit * (high - low)
-        return self._clip(math.exp(position) if self.is_log else position)
+        inner = math.exp(position) if self.is_log else position
+        return self._clip(self.ends[int(unit)] if unit in (0.0, 1.0) else inner)
 
     def perturb(self, value: object, rng: np.random.Generator, factors: Sequence[float]) -> float | int:
         """The value times one of the factors, clipped to the interval.

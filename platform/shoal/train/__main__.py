@@ -12,7 +12,6 @@ from functools import partial
 from shoal.config import last_override
 from shoal.errors import ConfigError, NotReached, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
-from shoal.runs.formatting import format_metrics
 from shoal.runs.record.provenance import format_masked_command
 from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.local import fit_locally
@@ -36,13 +35,8 @@ def main(arguments: list[str]) -> int:
         # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.
         print(f"error: {error}" if is_alone else f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         return 1
-    if rank == "0":
-        ended = f"run {outcome.run_id}: {outcome.detail}, {outcome.seconds:.1f} s."
-        print(f"{ended} {format_metrics(outcome.metrics)}", flush=True)
-        if outcome.registration:
-            print(outcome.registration, flush=True)
-        if outcome.is_interrupted:
-            print(f"Go on with: {_format_resume_command(outcome.run_id, arguments)}", flush=True)
+    if rank == "0" and outcome.is_interrupted:
+        print(f"Go on with: {_format_resume_command(outcome.run_id, arguments)}", flush=True)
     if missed := describe_missed_target(spec, outcome):
         print(missed, file=sys.stderr, flush=True)
         return NotReached.EXIT_STATUS

@@ -27,11 +27,16 @@ _RAISED = (RuntimeError, ValueError, IndexError, TypeError)
 
 @contextmanager
 def explain_shapes(task: Task, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise a layer's error, or one of `loss`, as a ConfigError with the shapes; any other as it is."""
+    """Raise a layer's error, one of `loss`, or a missing key of a batch as a ConfigError with the shapes."""
     try:
         yield
     except ShoalError:
         raise
+    except KeyError as error:
+        if not isinstance(batch, Mapping) or (key := error.args[0]) in batch:
+            raise
+        problem, remedy = f"reads {key!r}, which the batch does not have", f"it is {describe_shapes(batch)}"
+        raise ConfigError("task", type(task).__name__, problem, remedy) from error
     except _RAISED as error:
         better = explain_mismatch(task, model, batch, error)
         if better is None:

@@ -173,7 +173,7 @@ class TrainSpec(Spec):
     logs:                  json: each line of the driver's output, and of the workers' logs, is an object
     track:                 where its record is mirrored to: mlflow, wandb, trackio
     threads:               of torch, in each worker; None divides this machine's cores among the workers
-    name:                  in the registry; "" takes the Task's name
+    name:                  in the registry; "" takes the Task's name, `{data}` the stem of the file `args.data`
     aliases:               of the registered version; None: `champion`, if it is the best so far by `stop.target`'s
                            metric, else by `stop.convergence`'s, else by the loss, on the same validation data
     """

@@ -203,18 +203,16 @@ def find_task(reference: str) -> TaskFactory:
     if name:
         candidate = getattr(module, name, None)
         if not callable(candidate):
-            raise ConfigError(
-                "task", reference, f"{location} has no Task {name!r}", _suggest_name(name, _find_tasks(module))
-            )
+            remedy = _suggest_name(name, _find_tasks(module))
+            raise ConfigError("task", reference, f"{location} has no Task {name!r}", remedy)
         factory: TaskFactory = candidate
         return factory
     tasks = _find_tasks(module)
     if len(tasks) != 1:
         problem = f"{location} has {len(tasks)} Tasks" if tasks else f"{location} has no Task"
         named = next(iter(tasks), "MyTask")
-        raise ConfigError(
-            "task", reference, problem, f"name one of {', '.join(tasks) or 'its classes'}: {location}:{named}"
-        )
+        remedy = f"name one of {', '.join(tasks) or 'its classes'}: {location}:{named}"
+        raise ConfigError("task", reference, problem, remedy)
     return next(iter(tasks.values()))
 
 
@@ -225,9 +223,8 @@ def make_task(reference: str, args: Mapping[str, Any]) -> Task:
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
     for name, value in args.items():
         if name not in accepted and not takes_any:
-            raise ConfigError(
-                f"args.{name}", value, f"{reference} takes no such argument", _suggest_name(name, accepted)
-            )
+            problem = f"{reference} takes no such argument"
+            raise ConfigError(f"args.{name}", value, problem, _suggest_name(name, accepted))
     try:
         task = factory(**args)
     except TypeError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -38,7 +38,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="hello"):
     """actor → gateway, first on every connection. `incarnation` grows with every start of the same actor id.
     `inference`: "local", or "remote" for a session of `act` and `action`. `acknowledged`: how many segments gateways
-    of the run `run_id` have acknowledged to this incarnation."""
+    of the run `run_id` have acknowledged to this incarnation. `offers`: the spaces of the game, see `given_spaces`."""
 
     protocol: int
     token: str
@@ -48,6 +48,7 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", t
     inference: str = "local"
     run_id: str = ""
     acknowledged: int = 0
+    offers: dict[str, Any] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit_defaults=True):

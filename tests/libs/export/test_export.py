@@ -341,4 +341,4 @@ def test_a_model_of_raw_rows_is_refused_with_what_serves_it(tmp_path: Path) -> N
     table_model.register("basic")
     text = str(reject(tmp_path, "model", model="charges"))
     assert "takes rows of a table (age, ...)" in text
-    assert "`shoal serve deploy` serves it" in text
+    assert 'shoal.load("charges@1").predict(rows) answers in a program' in text

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tiny_models import save_model
 
 from shoal.cli import cli
+from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.libs.hf.finetune import make_spec, translate
 from shoal.libs.hf.tasks import CausalLM
@@ -113,6 +114,8 @@ def test_a_run_begins_with_adapters_scaled_as_they_were(tmp_path: Path) -> None:
         np.testing.assert_allclose(compute(network), expected, atol=1e-6)
     with pytest.raises(ConfigError, match="are both what the adapters begin with"):
         translate([f"model={tmp_path / 'theirs'}", "init=tuned@1"])
+    with pytest.raises(ConfigError, match="holds adapters without their base"):
+        CausalLM(model=str(tmp_path / "theirs")).model()
     run("pull", str(tmp_path / "theirs"), "--name", "tuned")
     spec = make_spec(translate([f"model={tmp_path / 'base'}", "init=tuned@1", "data=texts.jsonl"]))
     assert (spec.args["lora"]["alpha"], spec.args["lora"]["modules"]) == (2.0, ["q_proj"])
@@ -128,7 +131,9 @@ def test_a_run_begins_with_adapters_scaled_as_they_were(tmp_path: Path) -> None:
         load_initial_weights(CausalLM(model=str(tmp_path / "base")).model(), str(tmp_path / "theirs"))
 
 
-def test_what_would_compute_something_else_is_refused(tmp_path: Path) -> None:
+def test_what_would_compute_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_model(tmp_path / "base")
     folder = tmp_path / "theirs"
     folder.mkdir()
@@ -140,6 +145,11 @@ def test_what_would_compute_something_else_is_refused(tmp_path: Path) -> None:
         error = CliRunner().invoke(cli, asked).exception
         assert isinstance(error, ConfigError)
         assert (error.field, error.value) == (field, value)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    monkeypatch.setattr("sys.argv", ["finetune.py", f"model={folder}"])
+    with pytest.raises(SystemExit):
+        job_main(make_spec, lambda spec, job: None, "train", translate=translate)
+    assert "are adapters that name no base" in capsys.readouterr().err
     run("pull", str(tmp_path / "base"), "--name", "base")
     with pytest.raises(ConfigError, match="has no adapters"):
         push(Registry().get("base"), tmp_path / "out", adapter=True)

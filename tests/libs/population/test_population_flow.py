@@ -97,9 +97,15 @@ def read_rounds(run_id: str) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("folder", "drawn_report")
-def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the_ensemble() -> None:
+def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the_ensemble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = "shoal.libs.population.flow.rounds.find_load_error"
+    monkeypatch.setattr(check, lambda version: f"{version.name} lacks a module")
     result = run_population(make_spec())
     run = shoal.runs.load(result.run_id)
+    errors = [each["error"] for _, each in run.list_events("unservable")]
+    assert errors == ["quadrants lacks a module", "quadrants-ensemble lacks a module"]
     assert (run.kind, run.status) == (RunKind.POPULATION, Status.FINISHED)
     rounds = read_rounds(run.id)
     assert list(rounds) == [1, 2, 3, 4]

@@ -103,6 +103,7 @@ def test_a_full_run_is_told_in_full(home: Path) -> None:
     assert page.source.count("<svg") == 4  # the curve over steps and over seconds, the loss, the versions
     assert "differ" not in page.text
     assert "steps" in page.text
+    assert "<details open>" in page.source
 
 
 def test_the_staleness_of_updates_is_drawn() -> None:
@@ -148,7 +149,7 @@ def test_lost_failed_and_running_runs_say_so() -> None:
 
 def test_what_a_run_says_cannot_become_markup() -> None:
     evil = "<script>alert(1)</script>"
-    with runs.create(evil, evil, "one", command=evil) as run:
+    with runs.create(evil, evil * 200, "one", command=evil) as run:
         run.log(1, {f"return/{evil}": 1.0, evil: 2.0, f"drops/{evil}": 3.0})
         run.record_event(evil, **{evil: evil})
         run.record_endpoint(evil, evil, evil, evil)
@@ -156,7 +157,8 @@ def test_what_a_run_says_cannot_become_markup() -> None:
         run.finish("failed", evil)
     page = write(runs.load("one"))
     assert "<script" not in page.source
-    assert page.text.count("alert(1)") >= 10
+    assert "<details>" in page.source
+    assert page.text.count("alert(1)") >= 210
 
 
 def test_unknown_metrics_get_small_plots_up_to_a_dozen() -> None:

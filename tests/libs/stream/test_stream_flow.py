@@ -114,8 +114,7 @@ def test_what_could_not_work_is_rejected_before_anything_starts(tmp_path: Path) 
 
 def test_a_line_says_only_what_is_known() -> None:
     line = format_stream_line(10, {"stream/per_s": 5.0, "stream/duplicates": 2.0, "stream/missing": 0.0})
-    assert line.startswith("10 messages | 5/s in batches of - | lag - ms")
-    assert line.endswith("| duplicates 2")
+    assert line == "10 messages | 5/s | duplicates 2"
 
 
 def test_the_python_of_the_page_runs() -> None:

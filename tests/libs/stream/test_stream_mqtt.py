@@ -50,7 +50,9 @@ def spec(broker: PrivateBroker, request: pytest.FixtureRequest) -> SensorTopicSp
     return SensorTopicSpec(broker=broker.address, topic=f"{name}/+", answers=f"{name}-answers", client_id=name)
 
 
-def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]], qos: int = 1) -> None:
+def publish(
+    spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]], qos: int = 1, retain: bool = False
+) -> None:
     """Publish (sensor, payload, sequence), and wait until the broker has them."""
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
     client.connect(*parse_address(spec))
@@ -59,7 +61,8 @@ def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]],
         properties = Properties(PacketTypes.PUBLISH)
         if sequence is not None:
             properties.UserProperty = [("publisher", "p"), ("sequence", str(sequence))]
-        client.publish(spec.topic.replace("+", sensor), payload, qos, properties=properties).wait_for_publish(30)
+        topic = spec.topic.replace("+", sensor)
+        client.publish(topic, payload, qos, retain, properties=properties).wait_for_publish(30)
     client.disconnect()
     client.loop_stop()
 
@@ -247,10 +250,13 @@ def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.Monk
         other.close()
 
 
-def test_a_topic_without_messages_is_named(spec: SensorTopicSpec) -> None:
-    source = SensorSource(spec.model_copy(update={"connect_timeout_s": 0.3}), 1)
+def test_a_topic_without_readings_is_named(spec: SensorTopicSpec) -> None:
+    hasty = spec.model_copy(update={"connect_timeout_s": 0.3, "client_id": ""})
     with pytest.raises(DataError, match="no message came"):
-        source.example()
+        SensorSource(hasty, 1).example()
+    publish(spec, [("oven", b'{"heat": 21}', None)], retain=True)
+    with pytest.raises(DataError, match=r"none of 1 messages .*oven has no field value .*heat.*mqtt.value_field=FIELD"):
+        SensorSource(hasty, 1).example()
 
 
 def run_loop(

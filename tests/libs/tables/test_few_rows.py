@@ -20,13 +20,7 @@ from shoal.client import Client
 from shoal.errors import ConfigError, DataError
 from shoal.libs.tables.closed_form import LINEAR, PRIOR_ROWS, REGRESSORS, predict_closed_form
 from shoal.libs.tables.few_rows import load_network
-from shoal.libs.tables.network import (
-    NUM_BINS,
-    PriorFittedNetwork,
-    log_density,
-    predict,
-    summarise,
-)
+from shoal.libs.tables.network import NUM_BINS, PriorFittedNetwork, log_density, predict, summarise
 from shoal.libs.tables.prior import PriorSpec, TablePrior
 from shoal.libs.tables.tables import build_tables
 from shoal.libs.tables.tokens import prepare

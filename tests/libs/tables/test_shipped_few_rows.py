@@ -49,6 +49,7 @@ def test_the_shipped_network_learns_a_line_and_says_how_sure_it_is() -> None:
 def test_rows_have_words_dates_truths_and_gaps_in_any_form() -> None:
     expected = shoal.few_rows(ROWS, PRICES).predict(NEW)
     assert expected.mean.shape == (1,)
+    assert shoal.few_rows(ROWS, PRICES).predict([]).mean.shape == (0,)
     frame = pd.DataFrame(ROWS)
     frame["since"] = pd.to_datetime(frame["since"])
     frame["price"] = PRICES
@@ -59,6 +60,7 @@ def test_rows_have_words_dates_truths_and_gaps_in_any_form() -> None:
     for forms in (
         (pa.Table.from_pylist(ROWS), pa.Table.from_pylist(NEW)),
         ([list(each.values()) for each in ROWS], [list(each.values()) for each in NEW]),
+        ([{**each, "price": str(price)} for each, price in zip(ROWS, PRICES, strict=True)], {**NEW[0], "price": ""}),
         ([{**each, "price": price} for each, price in zip(ROWS, PRICES, strict=True)], {**NEW[0], "price": None}),
     ):
         rows, new = forms
@@ -110,11 +112,13 @@ def test_several_targets_and_many_queries(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: shoal.few_rows(ROWS, PRICES).predict([{**NEW[0], "city": 3}]), "new.city", "row 0 has a number"),
         (lambda: shoal.few_rows(ROWS, PRICES).predict([{**NEW[0], "since": "May"}]), "new.since", "row 0 has 'May'"),
         (lambda: shoal.few_rows(ROWS, PRICES).predict([{"area": 3}]), "new", "lacks 'city'"),
-        (lambda: shoal.few_rows(ROWS, PRICES).predict([[1, 2]]), "new", "not the columns of X"),
+        (lambda: shoal.few_rows(ROWS, PRICES).predict([[1, 2]]), "new", "without names.* not the columns"),
         (lambda: shoal.few_rows([[1.0], [2.0]], [1, 2]).predict([[1, 2]]), "new", "not the columns of X"),
         (lambda: shoal.few_rows([*ROWS, {"area": 3}], [*PRICES, 1]), "X.city", "row 5 lacks it"),
         (lambda: shoal.few_rows([["n/a"], [3]], [1, 2]), "X.0", "row 1 has a number, .* such as 'n/a'"),
         (lambda: shoal.few_rows([1, 2], [1, 2]), "X", "has 1 dimensions"),
+        (lambda: shoal.few_rows([], []), "X", "has no rows"),
+        (lambda: shoal.few_rows(ROWS, PRICES).predict({}), "new", "lacks 'area', 'city'"),
         (lambda: shoal.few_rows([[1], [2]], [1, 2, 3]), "y", "X has 2 rows"),
         (lambda: shoal.few_rows(ROWS, "price"), "y", "is no column of X"),
         (lambda: shoal.few_rows(np.zeros((4, 11)), range(4)), "columns", "at most 10"),
@@ -131,14 +135,10 @@ def test_what_cannot_be_read_is_named(ask: Callable[[], object], field: str, pro
 
 
 def register(network: nn.Module, factory: str, **kwargs: Any) -> None:
-    Registry().register(
-        "mine",
-        WeightSnapshot.from_payload(3, safetensors.torch.save(network.state_dict())),
-        model=ModelFactory(factory=factory, kwargs=kwargs),
-        signature=Signature(inputs=[], outputs=[]),
-        metrics={"log_loss": 1.5},
-        aliases=("champion",),
-    )
+    weights = WeightSnapshot.from_payload(3, safetensors.torch.save(network.state_dict()))
+    model, none = ModelFactory(factory=factory, kwargs=kwargs), Signature(inputs=[], outputs=[])
+    facts: dict[str, Any] = {"metrics": {"log_loss": 1.5}, "aliases": ("champion",)}
+    Registry().register("mine", weights, model=model, signature=none, **facts)
 
 
 def test_a_registered_network_is_used_and_written_as_the_shipped_one(tmp_path: Path) -> None:

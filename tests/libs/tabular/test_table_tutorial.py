@@ -18,14 +18,8 @@ from shoal.serve.spec.model_source import model_from_ref
 from shoal.train.__main__ import main
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tutorials" / "table.md").read_text()
-SHORT = [
-    "stop.epochs=5",
-    "optimizer.learning_rate=0.005",
-    "network.members=4",
-    "stop.convergence=null",
-    "threads=1",
-    "trees=false",
-]
+SHORT = ["stop.epochs=5", "optimizer.learning_rate=0.005", "network.members=4", "stop.convergence=null"]
+SHORT += ["threads=1", "trees=false"]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,9 @@ from pyarrow import parquet
 
 import shoal.data
 import shoal.runs
+from shoal.data import fingerprint
 from shoal.errors import ConfigError, DataError
+from shoal.extend.serve import decode_rows
 from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
 from shoal.libs.tabular.network import TableNetwork
@@ -44,11 +46,8 @@ def make_columns(num_rows: int = NUM_ROWS) -> dict[str, list[Any]]:
 
 
 def write_csv(path: Path, columns: dict[str, list[Any]], separator: str = ",") -> str:
-    rows = [separator.join(columns)]
-    rows += [
-        separator.join("" if each is None else str(each) for each in row) for row in zip(*columns.values(), strict=True)
-    ]
-    path.write_text("\n".join(rows) + "\n")
+    rows = [columns, *zip(*columns.values(), strict=True)]
+    path.write_text("".join(separator.join("" if each is None else str(each) for each in row) + "\n" for row in rows))
     return str(path)
 
 
@@ -58,7 +57,7 @@ def customers(tmp_path: Path) -> str:
 
 
 def kinds_of(found: Table) -> dict[str, str]:
-    return found.encoders.kinds
+    return {each.name: each.full_kind for each in found.encoders.columns}
 
 
 KINDS = {"age": "number", "plan": "word", "since": "date", "left": "date", "news": "truth"}
@@ -78,17 +77,14 @@ def test_kinds_are_inferred_and_ids_and_constants_are_excluded_with_a_note(custo
 def test_the_same_table_from_any_source_is_the_same(tmp_path: Path, customers: str) -> None:
     import pandas as pd
 
-    arrow = pa.table({name: [None if each == "" else each for each in of] for name, of in make_columns().items()})
-    arrow = arrow.set_column(
-        5, "news", pa.array([None if each == "" else each == "true" for each in make_columns()["news"]])
-    )
+    columns = make_columns()
+    arrow = pa.table(columns | {"news": [None if each == "" else each == "true" for each in columns["news"]]})
     parquet.write_table(arrow, tmp_path / "customers.parquet")
     packed = tmp_path / "customers.csv.gz"
     packed.write_bytes(gzip.compress(Path(customers).read_bytes()))
     sources = [
         *(customers, Path(customers), packed, f"file://{customers}", tmp_path / "customers.parquet", arrow),
-        write_csv(tmp_path / "customers.tsv", make_columns(), "\t"),
-        write_csv(tmp_path / "semicolons.csv", make_columns(), ";"),
+        *(write_csv(tmp_path / name, columns, sign) for name, sign in (("customers.tsv", "\t"), ("other.csv", ";"))),
         pd.read_csv(customers),
     ]
     want = table(customers, "churned").encoders
@@ -107,10 +103,16 @@ def test_encoders_are_fitted_to_the_training_rows_alone(tmp_path: Path, customer
     assert scale.knots[-1] == max(each or 0 for each in make_columns()["age"])
 
 
-def test_a_word_of_validation_rows_alone_counts_as_another_word(tmp_path: Path, customers: str) -> None:
+def test_a_validation_file_is_the_same_to_a_table_that_grows(tmp_path: Path, customers: str) -> None:
     other = make_columns(12)
     other["plan"][3] = "gold"
-    found = table(customers, "churned", validation=write_csv(tmp_path / "later.csv", other))
+    later = write_csv(tmp_path / "later.csv", other)
+    more = write_csv(tmp_path / "more.csv", make_columns(90))
+    found, grown = (table(each, "churned", validation=later) for each in (customers, more))
+    drawn, again = table(more, "churned"), table(more, "churned", leave_out=["age"], columns={"customer": "number"})
+    assert fingerprint(drawn.validation) == fingerprint(again.validation) != fingerprint(found.validation)
+    assert fingerprint(found.validation) == fingerprint(grown.validation)  # so the champion is the better one
+    assert fingerprint(found.train) != fingerprint(grown.train)
     assert found.num_training == NUM_ROWS
     categories = found.validation.batch(np.arange(12))[1]
     assert categories[:, 0].tolist().index(1) == 3
@@ -136,9 +138,8 @@ def test_numbers_become_normal_scores_and_gaps_flags() -> None:
     assert abs(scores[:-1].mean()) < 0.05
     assert abs(scores[:-1].std() - 1) < 0.05
     assert scores[-1] == 0.0
-    assert (
-        Scale.fit(values).apply(np.array([-1e9, 1e9, 1e300])) == [scores[:-1].min(), *[scores[:-1].max()] * 2]
-    ).all()
+    outside = Scale.fit(values).apply(np.array([-1e9, 1e9, 1e300]))
+    assert outside.tolist() == [scores[:-1].min(), *[scores[:-1].max()] * 2]
     assert Scale.fit(np.array([np.nan])).apply(np.array([3.0])) == [0.0]
     assert Scale.fit(np.array([0.0, 1.0] * 10)).apply(np.array([0.0])) == pytest.approx([-0.6745], abs=1e-3)
 
@@ -162,19 +163,32 @@ def test_dates_have_their_parts_and_differences(customers: str) -> None:
     [
         (["2026-01-31", "2026-02-01", None], "date"),
         (["2026-01-31 10:00:00", "2026-02-01 11:30:00", None], "date"),
-        (["01/31/2026", "02/01/2026", None], "date"),
-        (["31.1.2026", "1.2.2026", "5.2.2026"], "date"),
+        (["01/31/2026", "02/01/2026", None], "date:%m/%d/%Y"),
+        (["31.1.2026", "1.2.2026", "5.2.2026"], "date:%d.%m.%Y"),
+        (["Jan 31, 2026", "Feb 1, 2026", None], "date:%b %d, %Y"),
         (["1/2/2026", "2/3/2026", "3/4/2026"], "word"),  # of months or of days
         (["1-2", "3-4", "5-6"], "word"),
+        (["3,5", "1.024,75", "2"], "number:,"),
+        (["-1,500", "2.5", "2"], "number:."),
+        (["1,500", "2,250", "300"], "word"),  # of thousands or of halves
         (["2026-01-31", "soon", None], "word"),
     ],
 )
-def test_words_are_dates_where_all_are(texts: list[str | None], kind: str) -> None:
+def test_texts_are_dates_or_numbers_where_all_are_and_rows_may_have_such(texts: list[str | None], kind: str) -> None:
     columns = {"x": texts * 20, "y": ["a", "b", "c"] * 20}
-    assert kinds_of(table(columns, "y")) == {"x": kind}
-    if texts[0] == "1/2/2026":
-        found = table(columns, "y", columns={"x": "date:%d/%m/%Y"})
-        assert found.values["x"].min() == np.datetime64("2026-02-01", "s").astype(float)
+    found = table(columns, "y")
+    assert kinds_of(found) == {"x": kind}
+    said = {"1/2/2026": "date:%d/%m/%Y", "1,500": "number:,"}.get(str(texts[0]))
+    assert [said in note for note in found.notes] == [True] * bool(said)
+    if said:
+        found = table(columns, "y", columns={"x": said})
+        assert found.values["x"].min() in (np.datetime64("2026-02-01", "s").astype(float), 1.5)
+    inputs = found.encoders.signature().inputs
+    given = decode_rows(inputs, [{"x": each} for each in texts])["x"]
+    if given.dtype == float:
+        np.testing.assert_array_equal(np.unique(given), np.unique(found.values["x"]))
+        with pytest.raises(DataError, match=r"x = '1st': is no .*training had" if ":" in kind else "is no"):
+            decode_rows(inputs, [{"x": "1st"}])
 
 
 def test_a_large_vocabulary_has_other_words_and_a_small_one_has_none() -> None:
@@ -183,8 +197,8 @@ def test_a_large_vocabulary_has_other_words_and_a_small_one_has_none() -> None:
     assert 50 < len(found.vocabulary) <= 100
     assert found.has_other
     assert found.encode_categories(np.array(["never"], object), is_strict=True).tolist() == [1]
-    small = table({"x": ["u", "v"] * 20, "y": ["a", "a", "b", "b"] * 10}, "y", unknown="other").encoders.columns[0]
-    assert small.has_other
+    small = table({"x": ["u", "v"] * 20, "y": ["a", "a", "b", "b"] * 10}, "y", unknown="other")
+    assert small.encoders.columns[0].has_other
 
 
 def test_targets_are_classes_or_numbers() -> None:
@@ -209,16 +223,13 @@ def request(**changed: Any) -> dict[str, np.ndarray]:
 
 def test_a_request_has_a_row_as_it_is(customers: str) -> None:
     fitted = TableTask(data=customers, target="churned", network=SMALL)
-    args = json.loads(json.dumps(dict(fitted.fit_args())))
-    task = TableTask(**args, network=SMALL)  # as at an endpoint, without the file
+    task = TableTask(**json.loads(json.dumps(dict(fitted.fit_args()))), network=SMALL)  # as at an endpoint
     signature = task.signature()
     assert {each.name: (each.kind, each.datatype, each.shape) for each in signature.inputs} == {
         name: (kind, "BYTES" if kind == "word" else "FP64", [-1]) for name, kind in KINDS.items()
     }
-    assert [(each.name, each.datatype, each.columns) for each in signature.outputs] == [
-        ("churned", "BYTES", []),
-        ("probability", "FP32", ["no", "yes"]),
-    ]
+    outputs = [(each.name, each.datatype, each.columns) for each in signature.outputs]
+    assert outputs == [("churned", "BYTES", []), ("probability", "FP32", ["no", "yes"])]
     network = task.model().eval()
     gaps = request(age=np.nan, plan=b"", since=np.nan, news=np.nan)
     for each in (request(), gaps):
@@ -227,28 +238,22 @@ def test_a_request_has_a_row_as_it_is(customers: str) -> None:
         assert answer["churned"][0] in ("no", "yes")
         assert answer["probability"].dtype == np.float32
         assert answer["probability"].sum() == pytest.approx(1.0)
-    stored = fitted.data().encoders
-    want = stored.encode(fitted.data().select("train"))["numbers"]
+    training = fitted.data().select("train")
+    want = fitted.encoders.encode(training)["numbers"]
     assert (want == fitted.data().train.tensors[0].numpy()).all()  # type: ignore[union-attr]
+    assert task.preprocess.ranges["age"] == (np.nanmin(training["age"]), np.nanmax(training["age"]))
+    wrong: dict[str, Any] = {"plan": b"basik", "age": np.inf, "news": 3.0}
+    for field, value in wrong.items():
+        with pytest.raises(DataError, match=f"^{field} = ") as caught:
+            task.preprocess(request(**{field: value}))
+        assert caught.value.field == field
 
 
-@pytest.mark.parametrize("text", ["Größe;ja\n1;2\n", "x;ja\nß;2\n"])
-def test_a_file_in_another_encoding_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "old.csv").write_text(text, "latin-1")
-    with pytest.raises(DataError, match=r"cannot be read as a table: 'utf-8' .*give a CSV file in UTF-8"):
-        table(tmp_path / "old.csv", "ja")
-
-
-@pytest.mark.parametrize(
-    ("changed", "field"), [({"plan": b"basik"}, "plan"), ({"age": np.inf}, "age"), ({"news": 3.0}, "news")]
-)
-def test_a_wrong_value_of_a_request_names_its_field(customers: str, changed: dict[str, Any], field: str) -> None:
-    task = TableTask(data=customers, target="churned")
-    with pytest.raises(DataError, match=f"^{field} = ") as caught:
-        task.preprocess(request(**changed))
-    assert caught.value.field == field
-    ages = task.data().select("train")["age"]
-    assert task.preprocess.ranges["age"] == (np.nanmin(ages), np.nanmax(ages))
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    for text in ("Größe;ja\n1;2\n", "x;ja\nß;2\n"):
+        (tmp_path / "old.csv").write_text(text, "latin-1")
+        with pytest.raises(DataError, match=r"cannot be read as a table: 'utf-8' .*give a CSV file in UTF-8"):
+            table(tmp_path / "old.csv", "ja")
 
 
 def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: str) -> None:
@@ -261,6 +266,11 @@ def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: st
     assert together.item() == pytest.approx(np.log(2), abs=1e-4)
     assert apart.item() == pytest.approx((4 + 2 * np.log1p(np.exp(-4))) / 2, abs=1e-4)
     assert task.loss(scores[:, 0], batch).item() == pytest.approx(4 + np.log1p(np.exp(-4)), abs=1e-4)
+    ages = TableTask(data=customers, target="age")
+    batch = ages.data().validation.batch(np.arange(11))
+    with torch.no_grad():  # in no units: versions with other training rows are compared by it
+        measured = ages.loss(batch[0][:, None, :1], batch), ages.metrics(batch[0][:, :1], batch)["r2"]
+    assert measured[0].item() == pytest.approx(1 - measured[1].item())
 
 
 @pytest.mark.parametrize(
@@ -297,12 +307,8 @@ def test_a_transformer_of_scikit_learn_takes_the_encoders_place(customers: str) 
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-    transformer = ColumnTransformer(
-        [
-            ("numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age"]),
-            ("words", OneHotEncoder(handle_unknown="ignore"), ["plan"]),
-        ]
-    )
+    numbers = "numbers", make_pipeline(SimpleImputer(), StandardScaler()), ["age"]
+    transformer = ColumnTransformer([numbers, ("words", OneHotEncoder(handle_unknown="ignore"), ["plan"])])
     found = table(customers, "churned", transformer=transformer)
     encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
     assert (encoders.num_numbers, encoders.category_sizes) == (4, [])
@@ -323,16 +329,19 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
     customers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
-    words = ["task=table", f"data={customers}", "target=churned", "name=churn", "threads=1", "batch_size=32"]
+    words = ["task=table", f"data={customers}", "target=churned", "threads=1", "batch_size=32"]
     words += [f"network={json.dumps(SMALL)}", "stop.convergence=null", "trees=false"]
-    first = fit_locally(spec_from_overrides([*words, "stop.epochs=null", "stop.steps=2"]))
-    before = Registry().get("churn@1").manifest
+    said, said_again = list[str](), list[str]()
+    first = fit_locally(spec_from_overrides([*words, "stop.epochs=null", "stop.steps=2"]), say=said.append)
+    assert [each.partition(":")[0] for each in said][:2] == ["left out 'customer'", "left out 'country'"]
+    before = Registry().get("customers@1").manifest
     args = before.model.kwargs["args"]
     grown = make_columns(80)
     grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
     write_csv(Path(customers), grown)
-    fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=4"]))
-    after = Registry().get("churn@2").manifest
+    fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=4"]), say=said_again.append)
+    assert "left out" not in "".join(said_again)
+    after = Registry().get("customers@2").manifest
     assert after.model.kwargs["args"] == args
     assert args["encoders"]["num_rows"] == NUM_ROWS
     assert after.data == before.data

@@ -22,6 +22,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from certificates import Authority
 from rl_setting import TOKEN, Parts, serving
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
 
@@ -29,7 +30,7 @@ CLIENT = Path(__file__).parents[3] / "clients" / "godot"
 GODOT = shutil.which("godot3-server")
 pytestmark = pytest.mark.skipif(GODOT is None, reason="needs Godot 3: apt-get install godot3-server")
 NOWHERE = "ws://127.0.0.1:1"
-SPEC = RLSpec(env="catch", hidden=(16,)).override(
+SPEC = RLSpec(env="{observation: [4], action: 3}", hidden=(16,)).override(
     [
         "gateway.websocket=0",
         "learner.batch_steps=384",
@@ -120,7 +121,7 @@ def test_it_comes_back_to_a_gateway_that_was_restarted(tmp_path: Path) -> None:
             parts.take()
 
     with serving(tmp_path, websocket=0, queue_capacity=4) as parts:
-        address = parts.gateway.format_websocket_address()
+        address = format_websocket_address(parts.gateway.listener, parts.spec.host)
         with catch(address, "agents=2") as process:
             play_on(parts)
             parts.gateway.close()
@@ -139,7 +140,7 @@ def test_what_is_wrong_ends_the_game_with_its_name(tmp_path: Path) -> None:
     files = authority.sign()
     tls = {"certificate": str(files.certificate), "key": str(files.key)}
     with serving(websocket=0, tls=tls) as parts:
-        address = parts.gateway.format_websocket_address("localhost")  # Godot compares names, not numbers
+        address = format_websocket_address(parts.gateway.listener, "localhost")  # Godot compares names, not numbers
         with catch(address, f"certificate={authority.ca}", SHOAL_TOKEN="guess") as process:
             output, _ = process.communicate(timeout=600)
             assert process.returncode == 1

@@ -118,9 +118,11 @@ def test_a_payload_is_base64_in_text() -> None:
 
 
 def test_text_that_is_no_object_and_too_long_text_are_named() -> None:
-    for data in (b"[]", b"1", b"\xff", b"[" * 5000, b""):
+    for data in (b"[]", b"1", b"\xff", b"[" * 5000, b"", b'{"a":1e400}', b'{"kind":"\\ud800"}'):
         with pytest.raises(ProtocolViolation, match="the header is no JSON"):
             split_text(data, OBSERVATION)
+    with pytest.raises(ProtocolViolation, match="the header cannot be read"):
+        split_text(b'{"kind":"act","episode":123456789012345678901234567890}', OBSERVATION)
     with pytest.raises(ProtocolViolation, match="binary ones may be larger") as raised:
         split_text(b" " * (MAX_TEXT_BYTES + 1), OBSERVATION)
     assert raised.value.code == "too_large"

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
@@ -24,12 +24,17 @@ from rl_setting import TOKEN, Parts, segment, serving
 from shoal.errors import ConfigError
 from shoal.libs.websocket import connection, listener
 from shoal.libs.websocket.listener import WebSocketListener
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.weights import decode_tensors
 from shoal.wire import pack_segment
 from waiting import wait_for
 
 OBSERVATION = [0.25, -0.5, 0.125, 1.0]
 WAIT_S = 60.0
+
+
+def find_address(parts: Parts) -> str:
+    return format_websocket_address(parts.gateway.listener, parts.spec.host)
 
 
 class Game:
@@ -39,7 +44,7 @@ class Game:
 
     def __init__(self, parts: Parts, writer: Any = None, path: str = "", **options: Any) -> None:
         options = {"compression": None, "proxy": None, "open_timeout": WAIT_S, **options}
-        self._connecting = connect(parts.gateway.format_websocket_address() + path, **options)
+        self._connecting = connect(find_address(parts) + path, **options)
         self._writer = writer
 
     def __enter__(self) -> Game:
@@ -99,16 +104,20 @@ def write_json(message: dict[str, Any]) -> bytes:
 
 
 def open_socket(parts: Parts) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", parts.gateway._listener.port), WAIT_S)  # type: ignore[union-attr]
+    return socket.create_connection(("127.0.0.1", parts.gateway.listener.port), WAIT_S)  # type: ignore[union-attr]
+
+
+REQUEST = (
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
 
 
 @contextmanager
 def raw_session(parts: Parts) -> Iterator[socket.socket]:
     """A socket behind its handshake: it writes frames itself."""
     with open_socket(parts) as raw:
-        request = "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        raw.sendall(f"{request}Sec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}\r\n".encode())
-        raw.sendall(b"Sec-WebSocket-Version: 13\r\n\r\n")
+        raw.sendall(REQUEST)
         assert b" 101 " in raw.recv(4096)
         yield raw
 
@@ -216,11 +225,11 @@ def test_a_restarted_gateway_has_its_port_again_and_the_steps_of_an_open_episode
     tmp_path: Path,
 ) -> None:
     with serving(tmp_path, websocket=0) as parts, Game(parts) as game:
-        address = parts.gateway.format_websocket_address()
+        address = find_address(parts)
         game.enter()
         game.act(0, 0)
     with serving(tmp_path, websocket=0) as parts, Game(parts) as game:
-        assert parts.gateway.format_websocket_address() == address
+        assert find_address(parts) == address
         assert game.enter()["kind"] == "welcome"
         assert game.act(0, 1)["reason"] == "unknown_episode"
 
@@ -253,7 +262,7 @@ def test_wss_takes_new_content_of_its_files_and_is_not_held_up_by_a_silent_clien
     tls = {"certificate": files.certificate, "key": files.key}
     trusting = ssl.create_default_context(cafile=authority.ca)
     with serving(websocket=0, tls=tls, heartbeat_s=0.05, timeout_s=30.0) as parts, open_socket(parts):
-        assert parts.gateway.format_websocket_address("game.example").startswith("wss://game.example:")
+        assert find_address(parts).startswith("wss://")
         with open_socket(parts) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with Game(parts, ssl=trusting) as game:
@@ -280,6 +289,13 @@ def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.tls"):
         parts.gateway.start()
     parts.gateway.close()
+
+
+def test_a_client_that_never_begins_tls_is_closed_in_time(tmp_path: Path) -> None:
+    files = Authority(tmp_path).sign()
+    tls = {"certificate": files.certificate, "key": files.key}
+    with serving(websocket=0, tls=tls, heartbeat_s=0.05, timeout_s=0.1) as parts, open_socket(parts) as silent:
+        assert silent.recv(1) == b""
 
 
 # -- limits and hostility ---------------------------------------------------------------------------------------------
@@ -342,7 +358,7 @@ def test_connections_without_a_session_end_in_time_and_the_oldest_when_there_are
             game.enter()
             game.say("bye")
             assert game.wait_for_end() == (1008, "no session: say hello")  # though not at once
-        wait_for(lambda: parts.gateway._listener._connections == {}, what="the last one's end")  # type: ignore[union-attr]
+        wait_for(lambda: parts.gateway.listener._connections == {}, what="the last one's end")  # type: ignore[union-attr]
 
 
 def say_hello(raw: socket.socket, actor_id: str) -> None:
@@ -362,12 +378,31 @@ def test_a_session_that_floods_leaves_the_others_their_turns() -> None:
         assert counts["flooding"]["unknown_kind"] < 3000
 
 
+def test_clients_without_a_session_rest_while_games_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(websocket=0, heartbeat_s=0.05) as parts, Game(parts) as game:
+        game.enter()
+        assert isinstance(parts.gateway.listener, WebSocketListener)
+        monkeypatch.setattr(listener, "BUSY_S", 1e9)
+        parts.gateway.listener._rested_at = 1e18  # as after the longest of turns
+        game.act(0, 0)
+        with open_socket(parts) as stranger:
+            stranger.sendall(REQUEST)
+            for step in range(1, 20):
+                game.act(0, step)
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+            parts.gateway.listener._rested_at = 0.0
+            stranger.settimeout(WAIT_S)
+            assert b" 101 " in stranger.recv(4096)
+
+
 def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MAX_UNSENT_PARTS", 100)
     with serving(websocket=0) as parts, raw_session(parts) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         say_hello(raw, "mute")
-        for each in parts.gateway._listener._routes.values():  # type: ignore[union-attr]
+        for each in parts.gateway.listener._routes.values():  # type: ignore[union-attr]
             each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         ping = to_frame(Opcode.PING, b"x" * 125) * 1000
         with suppress(ConnectionResetError, BrokenPipeError):
@@ -397,7 +432,7 @@ def test_without_a_file_descriptor_the_oldest_stranger_leaves_and_without_one_th
 
     with serving(websocket=0, heartbeat_s=0.1) as parts, Game(parts) as game:
         game.enter()
-        its = parts.gateway._listener
+        its = parts.gateway.listener
         assert its is not None
         with open_socket(parts) as oldest:
             wait_for(lambda: len(its._waiting) == 1, what="a stranger")  # type: ignore[attr-defined]
@@ -417,7 +452,7 @@ def test_a_game_at_a_menu_keeps_its_session_for_the_pause_and_holds_no_credit() 
         raw_session(parts) as mute,
         Game(parts) as answering,  # its library answers pings by itself
     ):
-        its = parts.gateway._listener
+        its = parts.gateway.listener
         assert isinstance(its, WebSocketListener)
         its._ping_s = 0.01
         say_hello(mute, "mute")
@@ -432,3 +467,39 @@ def test_a_game_at_a_menu_keeps_its_session_for_the_pause_and_holds_no_credit() 
         lost = [each[2] for each in parts.gateway.take_events() if each[1] == "actor_lost"]
         assert [(each["actor_id"], each["reason"]) for each in lost] == [("mute", "timed out")]
         assert answering.ask("ping")["kind"] == "pong"
+
+
+# -- several policies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_one_address_reaches_every_policy_by_its_path(tmp_path: Path, is_tls: bool) -> None:
+    authority = Authority(tmp_path)
+    files = authority.sign(names=("game.example", "127.0.0.1"))
+    tls = {"tls": {"certificate": files.certificate, "key": files.key}} if is_tls else {}
+    ssl_options = {"ssl": ssl.create_default_context(cafile=authority.ca)} if is_tls else {}
+    fields = {"websocket": 0, **tls}
+    with (
+        serving(setting={"policy": "left"}, **fields) as left,
+        serving(setting={"policy": "right"}, **fields) as right,
+    ):
+        assert left.gateway.listener is not None
+        left.gateway.listener.relay({"right": find_address(right)})
+        with Game(left, path="/right", **ssl_options) as game, Game(left, path="/left", **ssl_options) as other:
+            game.enter("of right")
+            other.enter("of left")
+            for step in range(3):
+                assert game.act(0, step)["action"] in (0, 1)
+            game.socket.send("x" * 3_000_000)  # more than either side takes at once
+            assert game.hear()[0]["code"] == "malformed"
+            assert [each["actor_id"] for each in right.gateway.stats()["actors"]] == ["of right"]
+            assert [each["actor_id"] for each in left.gateway.stats()["actors"]] == ["of left"]
+            right.gateway.close(finished=True)
+            assert game.hear()[0]["finished"] is True
+            assert game.wait_for_end()[0] == 1001
+        for path, status in (("/", 404), ("/middle", 404)):
+            with pytest.raises(InvalidStatus) as rejected, Game(left, path=path, **ssl_options):
+                pass
+            assert rejected.value.response.status_code == status
+        with pytest.raises((InvalidMessage, EOFError)), Game(left, path="/right", **ssl_options):
+            pass  # its gateway is away

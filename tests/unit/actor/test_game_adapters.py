@@ -286,7 +286,9 @@ def test_a_job_finds_the_modules_of_the_folder_that_it_is_run_in(
     monkeypatch.chdir(tmp_path / "here")
     words = ["env=own_game:make", "--check"]
     checked: list[object] = []
-    job_main(ActorLearnerSpec(), lambda spec, job: None, "job", lambda spec: checked.append(check(spec)), words)
+    job_main(
+        ActorLearnerSpec(), lambda spec, job: None, "job", lambda spec: checked.append(check(spec)), lambda _: words
+    )
     assert checked
 
 

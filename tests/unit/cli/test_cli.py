@@ -15,13 +15,6 @@ from shoal.cluster.embedded_cluster import _cluster_environment
 from shoal.errors import ConnectionLost
 
 
-def test_a_job_finds_what_is_found_where_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/here")
-    assert job_environment("one", "shoal run x")["PYTHONPATH"] == "/here"
-    monkeypatch.delenv("PYTHONPATH")
-    assert "PYTHONPATH" not in job_environment("one", "shoal run x")
-
-
 def test_workers_whose_folder_is_another_find_what_is_found_where_it_is_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,6 +25,8 @@ def test_workers_whose_folder_is_another_find_what_is_found_where_it_is_typed(
     for environment in (job_environment("one", "shoal run x"), _cluster_environment(Path("/tmp/one"), "one", {}, {})):
         assert environment["PYTHONPATH"] == expected
         assert environment["SHOAL_HOME"] == str(tmp_path / "kept")
+    monkeypatch.delenv("PYTHONPATH")
+    assert "PYTHONPATH" not in job_environment("one", "shoal run x")
 
 
 def test_ctrl_c_while_a_verb_is_loaded_ends_as_any_program_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def record(run_id: str, status: str = "finished") -> None:
 def register(num_versions: int) -> None:
     signature = Signature(
         inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
-        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2])],
+        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2], columns=["left", "right"])],
     )
     for version in range(num_versions):
         weights = WeightSnapshot.of(40 + version, {"w": np.zeros((4, 2), np.float32)})
@@ -143,11 +143,26 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) 
         ("actor_learner", "resume: ''", "python jobs/actor_learner.py", "shoal run actor_learner resume=one"),
         ("sweep", "resume: ''", "shoal sweep lenet a=1 --address local", "shoal sweep --resume one --address local"),
         ("mine", "[: no yaml", "shoal run mine.py", "shoal run mine.py"),
+        *(
+            (
+                "train",
+                f"{{task: t, stop: {{{stop}}}}}",
+                f"shoal run train {word}=1",
+                f"shoal run train resume=one {word}={more}",
+            )
+            for stop, word, more in (
+                ("epochs: 3.0", "stop.epochs", "6"),
+                ("steps: 1000000", "stop.steps", "2000000"),
+                ("convergence: {metric: loss}", "stop.convergence.patience", "6"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, expected: str) -> None:
+    limit = spec.partition("stop: {")[2].partition(":")[0]  # which came before the target
     with runs.create(job, spec.replace("HOME", str(home())), "one", command=command) as run:
-        run.finish("stopped")
+        run.record_event("trained", reason=limit)
+        run.finish("not reached" if limit else "stopped")
     assert f"  shoal report one\n  {expected}\n" in typed(runs_command, "one")
 
 
@@ -259,11 +274,6 @@ def test_a_run_has_an_id_to_show_once_it_is_recorded(
     with runs.create("x", "task: t", session.run_id):
         session._read_record()
     assert f"run {session.run_id}: x args.rate=-1\n" in capsys.readouterr().out
-
-
-def test_to_resume_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names no run"):
-        a_session("resume=")
 
 
 def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,6 +396,7 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
         "preprocess by",
         "shoal.models:clean",
         "FP32 [any, 4]",
+        "logits: FP32 [any, 2] of left, right",
         "rollback to 2",
     ):
         assert told in shown, told

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shoal import runs
 from shoal.cli.commands import cluster
+from shoal.cli.commands import runs as runs_command
 from shoal.cli.display import rl_display, run_view
 from shoal.cli.display.panels import format_sparkline
 from shoal.cli.display.rl_display import LoopView, make_view
@@ -52,20 +53,6 @@ VIEW = LoopView(
 )
 
 
-def learning(
-    target: float, metrics: dict[str, float], history: tuple[float, ...], lowest: float = math.inf
-) -> LoopView:
-    return LoopView(
-        run_id="one",
-        phase="learning",
-        elapsed_s=1.0,
-        target_return=target,
-        metrics=metrics,
-        history=history,
-        lowest=lowest,
-    )
-
-
 def drawn(view: LoopView, width: int = 140) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     console.print(view.render())
@@ -84,9 +71,6 @@ def bars(view: LoopView, monkeypatch: pytest.MonkeyPatch) -> float:
     drawn(view)
     [full] = made
     return full
-
-
-# --- the picture ---
 
 
 def test_the_picture_tells_everything() -> None:
@@ -112,10 +96,8 @@ def test_the_indicators_of_the_learner_are_shown_and_bad_ones_stand_out() -> Non
     view = replace(VIEW, metrics=METRICS | indicators)
     assert "learner   policy lag 31  entropy 0.42  explained variance -0.25" in drawn(view)
     (line,) = [each for each in view.list_panels() if isinstance(each, Text) and each.plain.startswith("learner")]
-    assert {line.plain[each.start : each.end] for each in line.spans if each.style == "bold yellow"} == {
-        "31",
-        "-0.25",
-    }
+    bad = {line.plain[each.start : each.end] for each in line.spans if each.style == "bold yellow"}
+    assert bad == {"31", "-0.25"}
     assert "learner" not in drawn(VIEW)
 
 
@@ -174,6 +156,22 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
     assert (found["actors"], found["rejected"]) == (3, {"looper malformed": 1320, "one two non_finite": 2})
 
 
+def test_a_run_without_an_environment_says_what_it_waits_for_and_who_has_brought_its_spaces() -> None:
+    with runs.create("job", "env: ask", "one", kind=runs.RunKind.LOOP) as run:
+        run.record_event("spaces_asked", addresses=["tcp://h:1", "ws://h:2"])
+        run.flush()
+        waits = run_view.make_view(runs.load("one"), None)
+        assert "waiting for a game that brings its spaces, at tcp://h:1 or ws://h:2" in waits.format_plain_line()
+        run.record_event("spaces_taken", actor_id="catch-1", spaces="{}")
+        run.change_spec("env: '{\"action\": 3}'")
+        run.flush()
+        view = run_view.make_view(runs.load("one"), waits)
+    assert view.phase == "starting the endpoint"
+    assert 'spaces    {"action": 3}, brought by catch-1' in drawn(view)
+    shown = CliRunner().invoke(runs_command.runs, ["one"], catch_exceptions=False).output
+    assert 'spaces    {"action": 3}, brought by catch-1' in shown
+
+
 def test_a_run_that_measured_nothing_has_a_picture() -> None:
     text = drawn(LoopView(run_id="one", phase="starting the endpoint", elapsed_s=0.5))
     assert "starting the endpoint" in text
@@ -201,18 +199,13 @@ def test_the_bar_goes_from_the_lowest_return_to_the_target(
     target: float, history: tuple[float, ...], full: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = {"return/mean_100": history[-1]} if history else {}
-    view = learning(target, metrics, history)
+    view = replace(VIEW, target_return=target, metrics=metrics, history=history, lowest=math.inf)
     assert bars(view, monkeypatch) == pytest.approx(full)
 
 
-# --- the line ---
-
-
 def test_the_line_tells_everything() -> None:
-    assert VIEW.format_plain_line() == (
-        "[ 12.3 s] learning: return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9,"
-        " endpoint requests/s 21"
-    )
+    facts = "return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9, endpoint requests/s 21"
+    assert VIEW.format_plain_line() == f"[ 12.3 s] learning: {facts}"
 
 
 def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
@@ -222,9 +215,6 @@ def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
     ended = replace(VIEW, metrics={"steps/total": 5.0, "drops/shutdown": 6.0})
     assert "drops 0," in ended.format_plain_line()
     assert "drops     none" in drawn(ended)
-
-
-# --- the sparkline ---
 
 
 @pytest.mark.parametrize(
@@ -250,9 +240,6 @@ def test_a_long_sparkline_is_thinned_to_its_width() -> None:
     line = format_sparkline([float(k % 100 == 50) for k in range(1000)], 40)
     assert len(line) <= 40
     assert line.count("█") == 10  # no peak is lost
-
-
-# --- from the record ---
 
 
 def test_the_history_has_every_new_finite_mean_and_its_lowest() -> None:

@@ -89,16 +89,9 @@ def test_a_line_that_has_only_begun_is_said_when_it_is_whole(log: str, lines: li
         assert words.read_new_lines(is_over=True) == []
 
 
-def test_a_kind_of_run_is_checked_before_a_cluster_starts(tmp_path: Path) -> None:
+def test_a_kind_of_run_is_checked_before_a_cluster_starts_in_any_encoding(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
-    job.write_text("# RunFlow\nimport sys\nsys.exit('error: ' + sys.argv[2])\n")
-    with pytest.raises(RunError, match=r"^--check$"):
-        validate_overrides(job, ["a=1"])
-
-
-def test_a_job_may_be_in_any_encoding(tmp_path: Path) -> None:
-    job = tmp_path / "job.py"
-    job.write_bytes(b"# coding: latin-1\n# \xfcber job_main\nimport sys\nsys.exit('error: ' + sys.argv[2])\n")
+    job.write_bytes(b"# coding: latin-1\n# \xfcber RunFlow\nimport sys\nsys.exit('error: ' + sys.argv[2])\n")
     with pytest.raises(RunError, match=r"^--check$"):
         validate_overrides(job, ["a=1"])
     shown, secrets = split_secret_overrides(job, ["args.token=hush"])

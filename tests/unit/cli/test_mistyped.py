@@ -122,10 +122,10 @@ def test_the_help_of_a_job_has_a_line_for_each_field() -> None:
         def __init__(self, hidden: int = 4, *, names: list[str]) -> None: ...
 
     spec = TrainSpec(task="lenet", batch_size=7)
-    lines = format_field_help([*list_argument_help(Own, {}, Own.__doc__), *list_field_help(spec)]).splitlines()
+    lines = format_field_help([*list_argument_help(Own, {}), *list_field_help(spec)]).splitlines()
     split = {line.split()[0]: line.split()[1:] for line in lines}
     assert split["args.hidden"] == ["4", "integer", "units", "of", "the", "layer"]
-    assert split["args.names"] == ["needed", "list[text]"]
+    assert split["args.names"] == ["needed", "list", "of", "text"]
     assert split["batch_size"][:4] == ["7", "integer,", ">=", "1"]
     assert split["optimizer.name"][1:6] == ["adam", "|", "adamw", "|", "sgd"]
     assert split["stop.target"] == ["none", "{metric,", "direction,", "value}", "or", "none"]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shoal import runs
 from shoal.cli.commands.runs import runs as runs_command
-from shoal.cli.display.run_view import follow_run, make_view
+from shoal.cli.display.run_view import KINDS_WITHOUT_DISPLAY, follow_run, make_view
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.serving_spec import ServingSpec
@@ -95,12 +95,6 @@ VIEWS = {
     RunKind.POPULATION: "PopulationView",
     RunKind.SWEEP: "SweepView",
 }
-REFUSED = {
-    RunKind.SERVING: "look at it with shoal serve status",
-    RunKind.PREDICTION: "its command says how far it is",
-    RunKind.STREAM: "its command prints a line every two seconds",
-    RunKind.OTHER: "`shoal runs ID` shows what it has recorded",
-}
 
 
 @pytest.mark.parametrize("kind", RunKind)
@@ -109,10 +103,10 @@ def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind
         record = runs.load("one")
         assert record.kind is kind
         assert type(make_view(record, None)).__name__ == VIEWS.get(kind, "NoneType")
-        if kind in REFUSED:
+        if kind in KINDS_WITHOUT_DISPLAY:
             refused = CliRunner().invoke(runs_command, ["one", "--follow"]).exception
             assert isinstance(refused, ConfigError)
-            assert REFUSED[kind] in str(refused)
+            assert KINDS_WITHOUT_DISPLAY[kind] in str(refused)
 
 
 def test_the_kind_that_is_written_goes_before_the_fields_of_the_spec() -> None:

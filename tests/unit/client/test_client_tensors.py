@@ -14,13 +14,13 @@ from shoal.client.payload import ArrayLike, as_arrays
 from shoal.client.requests import Episode, build_episode_request
 from shoal.errors import ConfigError, DataError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.open_inference.messages import ModelMetadata, TensorMetadata
+from shoal.open_inference.messages import TensorMetadata
 
 
 def converted(datatype: str, values: ArrayLike) -> np.ndarray:
     """As the endpoint reads what is sent."""
-    signature = ModelMetadata("m", ["1"], "", [TensorMetadata("x", datatype, [-1])], [])
-    array = as_arrays(signature, {"x": values})["x"]
+    signature = [TensorMetadata("x", datatype, [-1])]
+    array = as_arrays("m", signature, {"x": values})["x"]
     return bf16_values(array) if datatype == "BF16" else array
 
 
@@ -99,11 +99,13 @@ def test_an_episode_takes_no_numbers_that_json_cannot_carry(
 @pytest.mark.parametrize("convert", [lambda frame: frame, pa.Table.from_pandas], ids=["pandas", "arrow"])
 def test_a_frame_has_the_columns_of_the_model_in_its_order(convert: Callable[[pd.DataFrame], Any]) -> None:
     frame = pd.DataFrame({"load": [1.0, None], "day": pd.to_datetime(["2026-03-01", "2026-03-02"])})
-    named = ModelMetadata("m", ["1"], "", [TensorMetadata("x", "FP64", [-1, 2], ["day", "load"])], [])
-    np.testing.assert_array_equal(as_arrays(named, convert(frame))["x"], [[1772323200.0, 1.0], [1772409600.0, np.nan]])
+    named = [TensorMetadata("x", "FP64", [-1, 2], ["day", "load"])]
+    np.testing.assert_array_equal(
+        as_arrays("m", named, convert(frame))["x"], [[1772323200.0, 1.0], [1772409600.0, np.nan]]
+    )
     with pytest.raises(DataError, match=r"x = 'load': the frame lacks 'load' and has the unexpected 'lode'"):
-        as_arrays(named, {"x": convert(frame.rename(columns={"load": "lode"}))})
-    whole = ModelMetadata("m", ["1"], "", [TensorMetadata("x", "INT64", [-1, 2], ["b", "a"])], [])
-    assert as_arrays(whole, convert(pd.DataFrame({"a": [1], "b": [2**62 + 1]})))["x"].tolist() == [[2**62 + 1, 1]]
-    text = ModelMetadata("m", ["1"], "", [TensorMetadata("x", "BYTES", [-1, 1])], [])
-    assert as_arrays(text, convert(pd.DataFrame({"a": ["p"]})))["x"].tolist() == [[b"p"]]
+        as_arrays("m", named, {"x": convert(frame.rename(columns={"load": "lode"}))})
+    whole = [TensorMetadata("x", "INT64", [-1, 2], ["b", "a"])]
+    assert as_arrays("m", whole, convert(pd.DataFrame({"a": [1], "b": [2**62 + 1]})))["x"].tolist() == [[2**62 + 1, 1]]
+    text = [TensorMetadata("x", "BYTES", [-1, 1])]
+    assert as_arrays("m", text, convert(pd.DataFrame({"a": ["p"]})))["x"].tolist() == [[b"p"]]

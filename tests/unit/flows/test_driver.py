@@ -44,7 +44,7 @@ def resumed(run_id: str, *words: str) -> ActorLearnerSpec:
         seen.append(spec)
 
     arguments = [f"resume={run_id}", *words, "--check"]
-    job_main(ActorLearnerSpec(), lambda spec, job: None, "actor_learner", look, arguments)
+    job_main(ActorLearnerSpec(), lambda spec, job: None, "actor_learner", look, lambda typed: arguments)
     return seen[0]
 
 
@@ -84,7 +84,7 @@ def test_help_says_what_was_typed(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr("sys.argv", ["serve_apps/mine.py", "--help"])
     for module, typed in (
         (None, "python serve_apps/mine.py"),
-        ("shoal.flows.serving", "python -m shoal.flows.serving"),
+        ("shoal.libs.stream.__main__", "python -m shoal.libs.stream"),
     ):
         main = SimpleNamespace(__spec__=module and SimpleNamespace(name=module))
         monkeypatch.setitem(sys.modules, "__main__", main)

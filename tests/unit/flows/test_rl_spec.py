@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import gymnasium
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import check
 from shoal.plugins.library import collect_extensions
 from shoal.rl.algorithm_config import GROUP
+from shoal.rl.gateway.listener import find_listener
 from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
 from shoal.train.spec import TrainSpec
 
@@ -25,6 +28,29 @@ def test_a_host_beyond_loopback_needs_encryption(host: str) -> None:
         GatewaySpec.parse({"advertise": "learn.example:5555"})
     assert GatewaySpec.parse({"host": host, "curve": True}).curve
     assert GatewaySpec.parse({"advertise": "127.0.0.1:5555"}).advertised == ("127.0.0.1", 5555)
+
+
+def test_websocket_beyond_loopback_needs_a_certificate() -> None:
+    tls = {"certificate": "/etc/game.pem", "key": "/etc/game.key"}
+    for fields in ({"host": "0.0.0.0"}, {"advertise": "learn.example"}):
+        with pytest.raises(ConfigError, match=r"give tls\.certificate and tls\.key"):
+            GatewaySpec.parse({"curve": True, "websocket": 0, **fields})
+        assert GatewaySpec.parse({"curve": True, "websocket": 0, "tls": tls, **fields}).tls is not None
+    with pytest.raises(ConfigError, match="give websocket=PORT"):
+        GatewaySpec.parse({"tls": tls})
+    with pytest.raises(ConfigError, match="give the full path"):
+        GatewaySpec.parse({"websocket": 0, "tls": {**tls, "key": "game.key"}})
+    with pytest.raises(ConfigError, match=r"no origin such as https://game\.example"):
+        GatewaySpec.parse({"websocket": 0, "origins": ["https://game.example/page"]})
+
+
+def test_without_its_library_a_websocket_port_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_listener(GatewaySpec()) is None
+    for name in [name for name in sys.modules if name.partition(".")[0] == "websockets" or ".libs.websocket." in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "websockets", None)
+    with pytest.raises(ConfigError, match=r"gateway\.websocket = 0: .*CHECKOUT\[games\]"):
+        find_listener(GatewaySpec(websocket=0))
 
 
 @pytest.mark.parametrize(

@@ -47,23 +47,14 @@ def make_sums(num_inputs: int) -> Callable[[Arrays], Arrays]:
 
 def register(name: str, num_inputs: int, preprocess: str = "", inputs: list[TensorSignature] | None = None) -> str:
     weight = np.arange(1, 1 + 2 * num_inputs, dtype=np.float32).reshape(2, num_inputs)
-    return (
-        Registry()
-        .register(
-            name,
-            WeightSnapshot.of(1, {"weight": weight, "bias": np.array([0, 1], np.float32)}),
-            model=ModelFactory(
-                factory=f"{__name__}:make_linear",
-                kwargs={"num_inputs": num_inputs},
-                preprocess=f"{__name__}:{preprocess}" if preprocess else "",
-            ),
-            signature=Signature(
-                inputs=inputs or [TensorSignature(name="input", datatype="FP32", shape=[-1, num_inputs])],
-                outputs=[TensorSignature(name="sum", datatype="FP32", shape=[-1, 2], columns=["a", "b"])],
-            ),
-        )
-        .ref
+    weights = WeightSnapshot.of(1, {"weight": weight, "bias": np.array([0, 1], np.float32)})
+    hook = f"{__name__}:{preprocess}" if preprocess else ""
+    factory = ModelFactory(factory=f"{__name__}:make_linear", kwargs={"num_inputs": num_inputs}, preprocess=hook)
+    signature = Signature(
+        inputs=inputs or [TensorSignature(name="input", datatype="FP32", shape=[-1, num_inputs])],
+        outputs=[TensorSignature(name="sum", datatype="FP32", shape=[-1, 2], columns=["a", "b"])],
     )
+    return Registry().register(name, weights, model=factory, signature=signature).ref
 
 
 def test_a_model_answers_as_its_network_does_and_becomes_onnx(tmp_path: Path) -> None:
@@ -102,18 +93,19 @@ def test_the_registered_preprocess_applies_and_its_refusal_is_raised(tmp_path: P
 
 
 def test_rows_as_they_are_become_columns_and_answers_become_rows() -> None:
-    columns = [
-        TensorSignature(name="number", datatype="FP64", shape=[-1], kind="number"),
-        TensorSignature(name="word", datatype="BYTES", shape=[-1], kind="word"),
-    ]
+    types = {"number": "FP64", "word": "BYTES"}
+    columns = [TensorSignature(name=kind, datatype=types[kind], shape=[-1], kind=kind) for kind in types]
     model = shoal.load(register("sums", 1, "make_sums", columns))
     assert model.predict({"number": np.float64(2), "word": "abc"}) == {"sum": {"a": 5.0, "b": 11.0}}
     rows = [{"number": None, "word": "x"}, {"number": float("nan"), "word": None}]
     assert [each["sum"]["a"] for each in model.predict(rows)] == [101.0, 100.0]
-    assert model.predict(pandas.DataFrame(rows)) == model.predict(rows)
-    with pytest.raises(DataError, match="word") as raised:
-        model.predict({"number": 1})
-    assert raised.value.field == "word"
+    assert model.predict(pandas.DataFrame(rows).assign(more=1)) == model.predict(rows)
+    assert model.predict([]) == model.predict(pandas.DataFrame(rows)[:0]) == []
+    frame = pandas.DataFrame({"number": [1]})
+    for odd, field in (({}, "number"), ({"number": 1}, "word"), (frame, "word"), ([{**rows[0], "more": 1}], "more")):
+        with pytest.raises(DataError) as raised:
+            model.predict(odd)
+        assert raised.value.field == field
     with pytest.raises(ConfigError, match="has 2 inputs"):
         model.predict(np.ones(2))
     np.testing.assert_array_equal(model.predict({"number": np.ones(2), "word": ["ab", "c"]})["sum"][:, 0], [3, 2])

@@ -26,17 +26,12 @@ from shoal.registry import Registry
 from shoal.weights import WeightSnapshot
 from shoal.wire.spaces import describe_space, flatten_rows
 
+PARTS = {"b": spaces.Tuple([spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(4)]), "a": spaces.Discrete(3)}
 SPACES = {
     "box": spaces.Box(-1, 1, (3,), np.float32),
     "frame": spaces.Box(0, 255, (12, 12, 1), np.uint8),
     "discrete": spaces.Discrete(5, start=2),
-    "nested": spaces.Dict(
-        {
-            "b": spaces.Tuple([spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(4)]),
-            "a": spaces.Discrete(3),
-            "c": spaces.Box(-1, 1, (2, 2), np.float32),
-        }
-    ),
+    "nested": spaces.Dict({**PARTS, "c": spaces.Box(-1, 1, (2, 2), np.float32)}),
     "masked": spaces.Dict(
         {"observation": spaces.Box(-1, 1, (2, 3), np.float32), "action_mask": spaces.Box(0, 1, (4,), np.int8)}
     ),
@@ -155,9 +150,8 @@ def test_sampled_actions_follow_the_distribution_and_its_mask() -> None:
     register("masked-four-v0", "algorithm=ppo", "model=" + str(Path(__file__).with_name("matrix_net.py")) + ":Net")
     policy = shoal.load("game", seed=0)
     observation = {"observation": np.ones((2, 3), np.float32), "action_mask": np.array([0, 1, 0, 1], np.int8)}
-    outputs = policy.predict(
-        {"observation": observation["observation"][None], "action_mask": observation["action_mask"][None] == 1}
-    )
+    arrays = {"observation": observation["observation"][None], "action_mask": observation["action_mask"][None] == 1}
+    outputs = policy.predict(arrays)
     difference = outputs["logits"][0, 3] - outputs["logits"][0, 1]
     drawn = np.array([policy.act(observation, deterministic=False) for _ in range(2000)])
     assert set(drawn) == {1, 3}

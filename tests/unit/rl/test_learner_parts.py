@@ -20,8 +20,8 @@ from shoal.rl.batch_checks import CHECK_INTERVAL_S, CHECKED_STEPS, BadBatchPolic
 from shoal.rl.batch_lease import BatchLease
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
 from shoal.rl.learner import LearnerCheckpoints, PausableLoop
+from shoal.rl.learner_spec import LearnerSpec
 from shoal.rl.published_versions import VERSIONS_RESERVED, PublishedVersions
-from shoal.rl.spec import LearnerSpec
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import DropReason
 from waiting import wait_for

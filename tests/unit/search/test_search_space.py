@@ -69,6 +69,7 @@ def test_positions_and_values_are_inverse(space: SearchSpace) -> None:
             path: pytest.approx(value) if type(value) is float else value for path, value in values.items()
         }
     assert space.to_unit(space.from_unit([0.0] * len(space))).max() <= 0.5
+    assert [space["optimizer.learning_rate"].from_unit(end) for end in (0.0, 1.0)] == [0.0001, 0.1]
 
 
 def test_perturbation_multiplies_and_clips() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal.errors import WeightsError
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, ModelPlan, TrafficShares
+from shoal.serve.model.column_drift import CountColumns
 from shoal.serve.replica.fallback_predictor import Answered, FallbackPredictor
 from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.model_statistics import ForwardTimes
@@ -27,8 +28,10 @@ class FakeLoaded:
         self.version, self.kind, self._clock, self.seconds = version, kind, clock, seconds
         self.num_asked = 0
 
-    def predict_batch(self, requests: Sequence[Any]) -> list[Any]:
+    def predict_batch(self, requests: Sequence[Any], count_columns: CountColumns | None = None) -> list[Any]:
         self.num_asked += 1
+        if count_columns is not None:
+            count_columns(self.version, {})
         if self._clock is not None:
             self._clock.now_s += self.seconds
         if self.kind == BROKEN or POISON in requests:

@@ -59,9 +59,11 @@ def test_a_change_that_was_not_made(path: Path, error: BaseException, expected: 
     assert "from" not in line
 
 
-def test_a_change_that_nobody_asked_for(path: Path) -> None:
+def test_a_change_that_nobody_asked_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = AuditLog(path, "digits")
     log.record_change(Event(0, 1.0, "rollback", "lenet", 2, 3, "guard", "too many errors"))
+    said = "action rollback, model lenet, version 2, previous 3, by guard, reason too many errors\n"
+    assert capsys.readouterr().out.endswith(said)
     log.record_change(Event(1, 2.0, "replica_lost", reason="gone"))
     first, second = written(path)
     assert first.pop("time") <= second.pop("time")

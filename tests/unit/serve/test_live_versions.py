@@ -223,11 +223,13 @@ def test_errors_that_say_whose_fault_they_are_are_not_put_to_another_version() -
     subject = Subject()
     for version in (1, 2):
         subject.publish(version)
-    now = subject.live._trial
+    now, counted = subject.live._trial, list[int]()
     assert now is not None
+    now.predict([{}], lambda version, found: counted.append(version))
+    assert counted == [2]
     for status in (422, 503):
 
-        def refuse(requests: object, status: int = status) -> list[Any]:
+        def refuse(requests: object, _: object, status: int = status) -> list[Any]:
             raise InferenceError(status, "no")
 
         now.now.loaded.predict_batch = refuse  # type: ignore[method-assign]
@@ -242,7 +244,7 @@ def test_a_forward_that_ends_when_its_version_is_gone_judges_nobody_else() -> No
         subject.publish(version)
     loaded = subject.live._trial.now.loaded  # type: ignore[union-attr]
 
-    def late(requests: Sequence[Any]) -> list[Any]:
+    def late(requests: Sequence[Any], _: object) -> list[Any]:
         subject.publish(3)
         raise RuntimeError("late")
 

@@ -76,10 +76,14 @@ def test_an_error_of_the_users_own_code_stays_as_it_is() -> None:
         Own()(torch.zeros(2, 3))
 
 
-def test_shapes_have_the_names_of_a_dict() -> None:
-    assert describe_shapes({"x": torch.zeros(2), "more": (torch.zeros(1, 3), "text")}) == (
-        "x float32 [2], more float32 [1, 3], str"
-    )
+def test_a_dict_is_told_with_its_names_and_the_one_that_it_lacks() -> None:
+    batch = {"x": torch.zeros(2), "more": (torch.zeros(1, 3), "text")}
+    assert describe_shapes(batch) == "x float32 [2], more float32 [1, 3], str"
+    lacks = r"'Pictures': reads 'label', which the batch does not have\. it is x float32 \[2\], more"
+    with pytest.raises(ConfigError, match=lacks), explain_shapes(Pictures(), nn.Identity(), batch):
+        batch["label"]
+    with pytest.raises(KeyError), explain_shapes(Pictures(), nn.Identity(), batch):
+        {}["x"]
 
 
 def test_a_missing_file_is_told_before_a_missing_field() -> None:

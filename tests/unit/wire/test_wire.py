@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.extra.numpy as arrays
 import msgpack
@@ -89,6 +90,7 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type = {int: integers, str: names, float: floats, bool: st.booleans(), ExperienceSpec: experience_specs}
     by_type[tuple[TensorHeader, ...]] = st.lists(headers, max_size=3).map(tuple)
     by_type[tuple[EpisodeSummary, ...] | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.lists(summaries).map(tuple)
+    by_type[dict[str, Any]] = st.dictionaries(names, integers | names, max_size=3)
     by_type[tuple[int, ...]] = st.lists(integers, max_size=3).map(tuple)
     by_type[float | None] = st.none() | floats
     by_type[bool | None] = st.none() | st.booleans()

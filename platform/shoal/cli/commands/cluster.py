@@ -65,9 +65,8 @@ def up(cpus: int | None, gpus: int | None, object_store_gib: float | None, shell
             click.echo(_format_exports(running))
             return
         if running is not None:
-            raise ClusterError(
-                f"a cluster is running at {running.dashboard_url}: `shoal status` shows it, `shoal down` ends it"
-            )
+            remedy = "`shoal status` shows it, `shoal down` ends it"
+            raise ClusterError(f"a cluster is running at {running.dashboard_url}: {remedy}")
         if (dead := load_saved_cluster()) is not None:
             _remove_cluster(dead)
         begun_s = time.monotonic()
@@ -145,7 +144,6 @@ def _remove_cluster(cluster: ClusterHandle) -> None:
     epilog="""\b
 examples:
   shoal status
-  shoal status --json
   shoal status --address http://head.example:8265"""
 )
 @click.option("--address", help="The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
@@ -232,13 +230,10 @@ def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: Cluste
         return
     gpus = f", {offer.num_gpus:g} GPUs" if offer.num_gpus else ""
     nodes = f"{offer.num_nodes} nodes, " if offer.num_nodes > 1 else ""
-    console.print(
-        f"cluster  up for {format_duration(time.time() - offer.started_at_s)}, dashboard {cluster.dashboard_url}"
-    )
-    console.print(
-        f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {format_size(offer.memory_bytes)} memory, "
-        f"{format_size(offer.object_store_bytes)} object store"
-    )
+    since, memory = format_duration(time.time() - offer.started_at_s), format_size(offer.memory_bytes)
+    console.print(f"cluster  up for {since}, dashboard {cluster.dashboard_url}")
+    objects = f"{format_size(offer.object_store_bytes)} object store"
+    console.print(f"         {nodes}{offer.num_cpus:g} CPUs{gpus}, {memory} memory, {objects}")
     setting = " ".join(line.removeprefix("export ") for line in _format_exports(cluster).splitlines())
     console.print(f"attach   {setting} ray job submit -- python ...", style="dim")
 

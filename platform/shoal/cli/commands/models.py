@@ -51,10 +51,7 @@ def models() -> None:
     Examples:
       shoal models list
       shoal models show cartpole@champion
-      shoal models add resnet.onnx
       shoal models promote cartpole@3
-      shoal models rollback cartpole
-      shoal models rm cartpole@1
     """
 
 
@@ -68,7 +65,6 @@ def list_models(name: str | None, as_json: bool) -> None:
     Examples:
       shoal models list
       shoal models list cartpole
-      shoal models list --json
     """
     versions = _open_registry().list(name)
     if as_json:
@@ -76,9 +72,8 @@ def list_models(name: str | None, as_json: bool) -> None:
         return
     console = Console()
     if not versions:
-        console.print(
-            "There are no models yet. A job registers what it trained:\n\n  shoal run --help", highlight=False
-        )
+        hint = "There are no models yet. A job registers what it trained:\n\n  shoal run --help"
+        console.print(hint, highlight=False)
         return
     columns = [
         *(Column(title, overflow="fold") for title in ("model", "aliases")),
@@ -116,7 +111,6 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
     \b
     Examples:
       shoal models show cartpole@3
-      shoal models show cartpole@champion --json
       shoal models show ranker@3 --code
     """
     registry = _open_registry()
@@ -152,7 +146,7 @@ def show(model: str, as_json: bool, shows_code: bool) -> None:
         *(("input", _format_tensor(each)) for each in manifest.signature.inputs),
         *(("output", _format_tensor(each)) for each in manifest.signature.outputs),
         *((key, format_number(value)) for key, value in manifest.metrics.items()),
-        *((key, _format_lineage(value)) for key, value in manifest.lineage.items()),
+        *((key, format_value(value)) for key, value in manifest.lineage.items()),
         *((f"{part} data", fingerprint) for part, fingerprint in manifest.data.items()),
         *_describe_code(manifest.model.code),
         ("weights" if is_module else "program", payload),
@@ -393,9 +387,8 @@ def _choose_format(file: Path, format_name: str | None) -> ModelFormat:
         return find_format(format_name)
     formats = find_formats_of_files()
     if not formats:
-        raise ConfigError(
-            "file", str(file), "is of no format that a library opens here", "install one, or give --format"
-        )
+        problem = "is of no format that a library opens here"
+        raise ConfigError("file", str(file), problem, "install one, or give --format")
     if file.suffix not in formats:
         remedy = (
             "a model is a .pt2 file of torch.export.save, an .onnx file, or a .pt file of torch.jit.save; a module is"
@@ -474,12 +467,7 @@ def _as_dict(found: ModelVersion) -> dict[str, object]:
     return {**described, "aliases": list(found.aliases), "location": found.location}
 
 
-def _format_lineage(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{path} {format_value(each)}" for path, each in value.items())
-    return str(value)
-
-
 def _format_tensor(tensor: TensorSignature) -> str:
     sizes = ", ".join("any" if size == -1 else str(size) for size in tensor.shape)
-    return f"{tensor.name}: {tensor.datatype} [{sizes}]"
+    columns = f" of {', '.join(tensor.columns)}" if tensor.columns else ""
+    return f"{tensor.name}: {tensor.datatype} [{sizes}]{columns}"

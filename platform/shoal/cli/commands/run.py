@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -25,7 +24,7 @@ class _RunCommand(click.Command):
             super().parse_args(ctx, rest)
         except click.UsageError:  # no NAME
             return super().parse_args(ctx, args)
-        sys.exit(show_fields(ctx.params["job"], ctx.params["overrides"]))
+        ctx.exit(show_fields(ctx.params["job"], ctx.params["overrides"]))
 
 
 @click.command(

@@ -138,7 +138,7 @@ class RunSession:
 
     def run(self, cluster: ClusterHandle | None, stack: ExitStack) -> None:
         """Start everything, show it, and report how it ended. Raises RunError when the job failed."""
-        environment = {ACTORS_INFERENCE: self._typed.inference} if self._typed.has_remote_inference else {}
+        environment = {ACTORS_INFERENCE: self._typed.inference} if self._num_actors else {}
         added = self._typed.environment
         env = job_environment(self.run_id, self._typed.to_command_line())
         added.require_combinable(env | environment, is_uploaded=False)
@@ -157,7 +157,7 @@ class RunSession:
         self._job = ray_jobs.JobHandle(cluster, ray_jobs.new_submission_id())
         self._job_log = JobLogReader(self._job)
         stack.callback(self._job.stop_quietly)  # before the submission: an interruption may come at any moment
-        stack.callback(self._end_actors)
+        stack.callback(lambda: self._actors.end() if self._actors is not None else None)
         entrypoint = ["python" if added.has_own_python else sys.executable, str(self._path), *shown]
         env |= secrets | environment
         ray_jobs.submit(cluster, entrypoint, env=env, submission_id=self._job.submission_id, runtime_env=added.fields)
@@ -196,7 +196,11 @@ class RunSession:
     def _follow(self) -> ray_jobs.JobStatus:
         if self._plain:
             while (outcome := self._poll()) is None:
-                self._print_plain()
+                if self._view is not None:
+                    for note in self._take_new_notes():
+                        self._console.print(note)
+                    if line := self._line_throttle.format_if_due(self._view):
+                        self._console.print(line)
             return outcome
         with Live(console=self._console, refresh_per_second=4, transient=True) as live:
             while (outcome := self._poll()) is None:
@@ -239,14 +243,6 @@ class RunSession:
         notes = self._notes + self._describe_dead_actors()
         self._view = run_view.make_view(record, self._view, notes)
 
-    def _print_plain(self) -> None:
-        if self._view is None:
-            return
-        for note in self._take_new_notes():
-            self._console.print(note)
-        if line := self._line_throttle.format_if_due(self._view):
-            self._console.print(line)
-
     def _take_new_notes(self) -> list[str]:
         """The problems not printed yet."""
         seen = self._view.notes if self._view is not None else ()
@@ -278,10 +274,6 @@ class RunSession:
 
     def _describe_dead_actors(self) -> list[str]:
         return self._actors.describe_dead() if self._actors is not None else []
-
-    def _end_actors(self) -> None:
-        if self._actors is not None:
-            self._actors.end()
 
     # -- the end --------------------------------------------------------------------------------------------------
 

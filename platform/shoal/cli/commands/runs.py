@@ -10,6 +10,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 
 import click
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from shoal.cli.display import run_view
+from shoal.cli.display.rl_display import describe_spaces
 from shoal.cli.support.console import (
     DefaultCommandGroup,
     confirm_removal,
@@ -72,8 +74,6 @@ def runs() -> None:
     \b
     Examples:
       shoal runs
-      shoal runs latest
-      shoal runs latest --follow
       shoal runs rm 20261120-0645
       shoal runs prune --keep 50 --older-than 30d
       shoal runs track latest --to mlflow
@@ -94,15 +94,12 @@ def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     Examples:
       shoal runs
       shoal runs latest
-      shoal runs 20261120-0645
-      shoal runs latest --follow
-      shoal runs latest --json
+      shoal runs 20261120-0645 --follow
     """
     console = Console()
     if follow and (run is None or as_json):
-        raise ConfigError(
-            "follow", run or "", "needs one run, and no --json", "for example: shoal runs latest --follow"
-        )
+        remedy = "for example: shoal runs latest --follow"
+        raise ConfigError("follow", run or "", "needs one run, and no --json", remedy)
     if run is not None:
         record = load(run)
         if follow:
@@ -143,7 +140,8 @@ def logs(run: str, follow: bool, process: str | None) -> None:
     """Show what the driver of a RUN, its workers and its actors printed: by default of the newest run.
 
     The driver's lines come as they are, all others with the name of their process before them. They are in the run's
-    folder, and stay when the run and its cluster have ended. Workers of other hosts print there.
+    folder, and stay when the run and its cluster have ended. Workers of other hosts print there. Of a training that a
+    program or a notebook holds (`shoal.fit`, `python -m shoal.train`) they have its progress, problems and end.
 
     \b
     Examples:
@@ -156,11 +154,10 @@ def logs(run: str, follow: bool, process: str | None) -> None:
     try:
         while True:
             is_over = not follow or record.status is not Status.RUNNING  # before it is read for the last time
-            found = [each for each in reader.read_new_lines(is_over=is_over) if process in (None, each[0])]
-            lines = [each for each in found if not RAY_LOG_LINE.search(each[1])]
-            for name, line in lines:
-                click.echo(line if name in (DRIVER, process) else f"{name} | {line}")
-            num_lines += len(lines)
+            for name, line in reader.read_new_lines(is_over=is_over):
+                if process in (None, name) and not RAY_LOG_LINE.search(line):
+                    click.echo(line if name in (DRIVER, process) else f"{name} | {line}")
+                    num_lines += 1
             if is_over:
                 break
             time.sleep(FOLLOW_S)
@@ -273,6 +270,7 @@ def _show(console: Console, run: Run) -> None:
         ("process", f"{run.pid} on {run.host}{'' if run.copied_from is None else ' (this is a copy from the store)'}"),
         ("git", f"{run.git_revision[:10]}{dirty}" if run.git_revision else "not in a repository"),
         ("command", run.command),
+        *([("spaces", spaces)] if (spaces := describe_spaces(run)) else []),
         ("files", str(run.folder)),
     ]
     print_facts(facts)
@@ -336,10 +334,10 @@ def format_resume_command(run: Run, command: str = "") -> str:
     names = ["--address"] if is_sweep else names
     is_value = dict(zip(typed[1:], (word in names for word in typed), strict=False))  # of an option, as A=B of --env
     words = [each for each in typed if _OVERRIDE.match(each) and not is_value.get(each)]
-    overrides = [
-        f"resume={run.id}",
-        *(each for each in words if not each.startswith("resume=") and not each.endswith("=***")),
-    ]
+    raised = _raise_limit(run)
+    replaced = ("resume=", *(f"{each.partition('=')[0]}=" for each in raised))
+    kept = [each for each in words if not each.startswith(replaced) and not each.endswith("=***")]
+    overrides = [f"resume={run.id}", *kept, *raised]
     if "shoal.train" in typed[:4]:  # python -m, without Ray
         return shlex.join(["python", "-m", "shoal.train", *overrides])
     if not (is_job or is_sweep) and f"task: {home() / 'tasks'}" in run.spec:  # may use objects of its program
@@ -355,6 +353,17 @@ def format_resume_command(run: Run, command: str = "") -> str:
     if is_sweep:  # whose record has the rest, which may not be said again
         return shlex.join(["shoal", "sweep", "--resume", run.id, *options])
     return shlex.join(["shoal", "run", job, *options, *overrides])
+
+
+def _raise_limit(run: Run) -> list[str]:
+    """The limit that ended a training before its target, doubled: with the same one it would end at once."""
+    if run.status is not Status.NOT_REACHED or run.kind is not RunKind.TRAINING:
+        return []
+    from shoal.train.spec import TrainSpec
+
+    reason = run.last_events()["trained"]["reason"]
+    path = "convergence.patience" if reason == "convergence" else reason
+    return [f"stop.{path}={2 * attrgetter(path)(TrainSpec.from_record(run.spec).stop):.15g}"]
 
 
 def is_resumable(run: Run) -> bool:

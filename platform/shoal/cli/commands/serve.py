@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from shoal.cli.commands.serve_deploy import delete, deploy
+from shoal.cli.commands.serve_deploy import delete, deploy, find_remote_endpoint, list_jobs_by_endpoint
 from shoal.cli.display import serve_display
 from shoal.cli.support.console import ExtensibleCommandGroup, make_literal_console, print_json
 from shoal.cli.support.endpoint_logs import EndpointLogs
@@ -49,10 +49,7 @@ def serve() -> None:
     Examples:
       shoal serve deploy fashion@champion
       shoal serve status
-      shoal serve logs --follow
       shoal serve canary fashion@4 --percent 10
-      shoal serve promote fashion
-      shoal serve set fashion deadline_s=0.1
       shoal serve delete
     """
 
@@ -117,28 +114,29 @@ def status(endpoint: str | None, follow: bool, once: bool, as_json: bool, interv
 
 @serve.command()
 @click.argument("endpoint", required=False, metavar="[NAME]")
+@click.option("--address", help="The cluster: a dashboard URL.  [default: the one that is up]")
 @click.option("--follow", is_flag=True, help="Go on as lines come, until Ctrl-C.")
-def logs(endpoint: str | None, follow: bool) -> None:
+def logs(endpoint: str | None, address: str | None, follow: bool) -> None:
     """Show what an endpoint's job, controller and replicas print, with the name of the process before each line.
 
-    A request on which a model failed is answered with a reference, which stands beside the reason here. Replicas that
-    have ended are shown, too; those on other hosts print there.
+    The controller prints each change: deploy, canary, promote, rollback, lost replicas, with version, caller and
+    reason. A request on which a model failed is answered with a reference, which stands beside the reason here.
+    Replicas of all hosts that are up are shown, also those that have ended.
 
     \b
     Examples:
       shoal serve logs
       shoal serve logs shop --follow
+      shoal serve logs shop --address http://head.example:8265
     """
-    cluster = find_cluster(None)
-    if cluster is None or cluster.temp_dir is None or not cluster.is_on_this_host:
-        problem = "no cluster is up here" if cluster is None else "the cluster's files are on its own hosts"
-        raise ClusterError(f"{problem}: `shoal serve logs` shows those of the host where it is called")
-    name = endpoint or find_endpoint(None).name
-    run_id = next((each.run_id for each in list_endpoints() if each.name == name), "")
-    reader, num_lines = EndpointLogs(cluster.temp_dir, name, run_id), 0
+    if (cluster := find_cluster(address)) is None:
+        raise ClusterError("no cluster is up here: --address names another one")
+    name = endpoint or (find_endpoint().name if cluster.is_local else find_remote_endpoint(cluster, None)[0])
+    job = list_jobs_by_endpoint(cluster).get(name)
+    reader, num_lines = EndpointLogs(cluster, name, job.submission_id if job else ""), 0
     try:
         while True:
-            for process, line in reader.read_new_lines():
+            for process, line in reader.read_new_lines(is_over=not follow):
                 click.echo(f"{process} | {line}")
                 num_lines += 1
             if not follow:
@@ -147,8 +145,8 @@ def logs(endpoint: str | None, follow: bool) -> None:
     except KeyboardInterrupt:
         return
     if not num_lines:
-        known = ", ".join(each.name for each in list_endpoints()) or "none is up"
-        raise RunError(f"endpoint {name} has printed nothing here; of the endpoints: {known}")
+        known = ", ".join({each.name for each in list_endpoints()} | list_jobs_by_endpoint(cluster).keys())
+        raise RunError(f"endpoint {name} has printed nothing; of the endpoints: {known or 'none is up'}")
 
 
 def _print_all(console: Console, endpoints: Sequence[FoundEndpoint], as_json: bool) -> None:

@@ -133,7 +133,7 @@ def _check_remote(cluster: ClusterHandle, spec: ServingSpec) -> None:
     """Raises ConfigError for what can be seen from here; the job checks the rest."""
     if not spec.models:
         raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    job = _list_jobs_by_endpoint(cluster).get(spec.name)
+    job = list_jobs_by_endpoint(cluster).get(spec.name)
     if job is not None and not job.status.is_over:  # a detached endpoint may be gone: the job checks that
         raise describe_taken_name(spec.name, "")
 
@@ -158,9 +158,8 @@ def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) ->
     click.echo(f"endpoint {spec.name} is ready at {ready.url}{grpc}")
     meant = read_serve_port(Path(spec.file)) if spec.file and not spec.endpoint.port else None
     if meant is not None:
-        click.echo(
-            f"(the http_options of {spec.file} are for Ray's own `serve deploy`; --port {meant} is the same here)"
-        )
+        theirs = f"the http_options of {spec.file} are for Ray's own `serve deploy`"
+        click.echo(f"({theirs}; --port {meant} is the same here)")
     for model in spec.models:
         version = Registry().get(model)
         click.echo(f"{version.name}: {describe_following(model, version.version)}")
@@ -177,9 +176,8 @@ def _print_next_steps_elsewhere(spec: ServingSpec, ready: _Addresses, cluster: C
     if is_loopback(spec.endpoint.host):
         ports = [urlsplit(each).port for each in (ready.url, f"//{ready.grpc}") if each != "//"]
         tunnels = " ".join(f"-L {port}:127.0.0.1:{port}" for port in ports)
-        click.echo(
-            f"endpoint {spec.name} is ready at {ready.url}, on the loopback of the head of {cluster.dashboard_url}"
-        )
+        head = f"the loopback of the head of {cluster.dashboard_url}"
+        click.echo(f"endpoint {spec.name} is ready at {ready.url}, on {head}")
         click.echo("what next:")
         click.echo(f"  ssh -N {tunnels} HEAD &")
     else:
@@ -219,7 +217,12 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
         raise ConfigError("address", address, "is a cluster's, and a model is taken from an endpoint", remedy)
     cluster = None if model else find_cluster(address)
     if cluster is not None and not cluster.is_local:
-        _delete_remote(cluster, endpoint, timeout_s)
+        name, info = find_remote_endpoint(cluster, endpoint)
+        if info.status.is_over:  # it has detached the endpoint
+            _end_detached(cluster, ["python", "-m", END_MODULE], name, {}, timeout_s)
+            return
+        JobHandle(cluster, info.submission_id).stop(timeout_s)
+        click.echo(f"endpoint {name} is gone")
         return
     target = find_endpoint(endpoint)
     if model:
@@ -243,9 +246,8 @@ def delete(endpoint: str | None, model: str | None, address: str | None, timeout
     except RunError:
         run = shoal.runs.load(target.run_id)
         remedy = f"end that with Ctrl-C, or `ray job stop`: process {run.pid} on {run.host}"
-        raise RunError(
-            f"endpoint {target.name} was not deployed by `shoal serve deploy` but by {run.job!r}: {remedy}"
-        ) from None
+        problem = f"endpoint {target.name} was not deployed by `shoal serve deploy` but by {run.job!r}"
+        raise RunError(f"{problem}: {remedy}") from None
     click.echo(f"endpoint {target.name} is gone")
 
 
@@ -383,22 +385,19 @@ def _read_job_log(job: JobHandle) -> tuple[_Addresses | None, str]:
     return None, last if "waiting for nodes" in last else ""
 
 
-def _delete_remote(cluster: ClusterHandle, endpoint: str | None, timeout_s: float) -> None:
-    """End the endpoint that `deploy` started on a remote cluster. Raises RunError with the endpoints that exist."""
-    there = _list_jobs_by_endpoint(cluster)
+def find_remote_endpoint(cluster: ClusterHandle, endpoint: str | None) -> tuple[str, JobInfo]:
+    """The endpoint that `deploy` started there, by its name or the only one, with its job. Raises RunError with those
+    that exist."""
+    there = list_jobs_by_endpoint(cluster)
     if endpoint is None and len(there) == 1:
         endpoint = next(iter(there))
-    if endpoint not in there:
+    if endpoint is None or endpoint not in there:
         known = f"there is {', '.join(there)}" if there else "`shoal serve deploy` has none there"
         raise RunError(f"there is no endpoint {endpoint or ''} on {cluster.dashboard_url}: {known}")
-    if there[endpoint].status.is_over:  # it has detached the endpoint
-        _end_detached(cluster, ["python", "-m", END_MODULE], endpoint, {}, timeout_s)
-        return
-    JobHandle(cluster, there[endpoint].submission_id).stop(timeout_s)
-    click.echo(f"endpoint {endpoint} is gone")
+    return endpoint, there[endpoint]
 
 
-def _list_jobs_by_endpoint(cluster: ClusterHandle) -> dict[str, JobInfo]:
+def list_jobs_by_endpoint(cluster: ClusterHandle) -> dict[str, JobInfo]:
     """The jobs of `deploy` that keep an endpoint up, or have detached one; of one name the newest that goes on."""
     jobs: dict[str, JobInfo] = {}
     for info in list_jobs(cluster):

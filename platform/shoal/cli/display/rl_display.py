@@ -26,6 +26,7 @@ from shoal.cli.display.panels import (
 )
 from shoal.runs import Run
 from shoal.runs.formatting import format_metric
+from shoal.runs.run_kind import RunKind
 from shoal.wire import DropReason
 
 RETURN = "return/mean_100"
@@ -56,12 +57,15 @@ class LoopView(RunView):
 
     history: the newest mean returns
     lowest:  the lowest mean return seen
+    spaces:  of a run without an environment, and who has brought them
     """
 
     target_return: float | None = None
     lowest: float = math.inf
     endpoint: str = ""
     gateway: str = ""
+    websocket: str = ""
+    spaces: str = ""
 
     @property
     def drops(self) -> dict[str, float]:
@@ -82,6 +86,8 @@ class LoopView(RunView):
 
     def list_panels(self) -> Iterator[RenderableType]:
         yield _render_return(self)
+        if self.spaces:
+            yield render_fact("spaces", self.spaces)
         if episodes := _describe_episodes(self):
             yield render_fact("episodes", ", ".join(episodes))
         yield render_cells((name, format_or_dash(self.value(metric))) for name, metric in NUMBERS)
@@ -98,6 +104,8 @@ class LoopView(RunView):
             yield render_fact("rejected", (rejected, "red"))
         if self.endpoint:
             yield render_fact("endpoint", self.endpoint, ("   gateway  ", "dim"), self.gateway or "-")
+        if self.websocket:
+            yield render_fact("games", self.websocket)
 
     def list_facts(self) -> list[str]:
         if math.isnan(self.value("steps/total")):
@@ -122,9 +130,11 @@ def make_view(run: Run, before: LoopView | None, notes: Sequence[str]) -> LoopVi
         seen,
         notes,
         phase=_infer_phase(run, seen, addresses),
-        target_return=_read_target_return(run.spec),
+        target_return=_read_spec(run.spec).get("target_return"),
+        spaces=describe_spaces(run),
         endpoint=addresses.get("inference", ""),
         gateway=addresses.get("gateway", ""),
+        websocket=addresses.get("websocket", ""),
     )
     history = extend_history(before, view.value(RETURN))
     return replace(view, history=history, lowest=min((before.lowest if before else math.inf, *history[-1:])))
@@ -140,14 +150,24 @@ def _infer_phase(run: Run, seen: Mapping[str, Mapping[str, Any]], addresses: Map
         return "learning"
     if "gateway" in addresses:
         return "waiting for actors"
+    if "spaces_asked" in seen and "spaces_taken" not in seen:
+        return f"waiting for a game that brings its spaces, at {' or '.join(seen['spaces_asked']['addresses'])}"
     return "starting the endpoint" if "inference" not in addresses else "starting the gateway"
 
 
 @lru_cache(maxsize=1)  # called four times a second
-def _read_target_return(spec: str) -> float | None:
-    """The mean return that ends a run of the loop, from its recorded spec."""
-    target: float | None = (yaml.safe_load(spec) or {}).get("target_return")
-    return target
+def _read_spec(spec: str) -> dict[str, Any]:
+    """A recorded spec."""
+    return yaml.safe_load(spec) or {}
+
+
+def describe_spaces(run: Run) -> str:
+    """The spaces of a run without an environment, and the game that has brought them, if one has; otherwise ""."""
+    env = str(_read_spec(run.spec).get("env", "")) if run.kind is RunKind.LOOP else ""
+    if not env.startswith("{"):
+        return ""
+    taken = run.last_events().get("spaces_taken")
+    return f"{env}, brought by {taken['actor_id']}" if taken else env
 
 
 def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -29,9 +29,8 @@ from shoal.store import store_variable
 
 CHECKED_RUN = "SHOAL_CHECKED_RUN"  # see shoal/train/launch/checked_run.py
 _PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 bytes
-_TAKES_CHECK = re.compile(
-    r"\b((job|stream|sweep|train)_main|RunFlow)\b"
-)  # in the file of a job that parses overrides by Shoal
+# In the file of a job that parses overrides by Shoal.
+_TAKES_CHECK = re.compile(r"\b((job|stream|sweep|train)_main|RunFlow)\b")
 
 _TAKES_SPEC_FROM_OVERRIDES = re.compile(r"^    (train|sweep)_main\(\)", re.MULTILINE)
 
@@ -56,9 +55,8 @@ def find_job(job: str) -> Path:
         remedy = suggest(job, others, f"give the path from {Path.cwd()}")
         raise ConfigError("job", job, "is not a file", remedy)
     if Path(job.partition(":")[0]).is_file():
-        raise ConfigError(
-            "job", job, "is a Task, and no program", f"train it: shoal run train task={job} stop.epochs=3"
-        )
+        remedy = f"train it: shoal run train task={job} stop.epochs=3"
+        raise ConfigError("job", job, "is a Task, and no program", remedy)
     known = dict.fromkeys([*sorted(path.stem for path in Path("jobs").glob("*.py")), *recipe_names()])
     remedy = suggest(job, known, f"jobs: {', '.join(known) or 'none here'}")
     raise ConfigError("job", job, "is neither a file nor in ./jobs", remedy)
@@ -164,9 +162,8 @@ def describe_failure(job: JobHandle, what: str, outcome: JobStatus) -> str:
     lines = [line for line in job.read_logs().splitlines() if line.strip() and not RAY_LOG_LINE.search(line)]
     begins = [index for index, line in enumerate(lines) if line.startswith(_ERROR_PREFIX)]
     if begins:
-        return "\n".join(lines[begins[-1] :]).removeprefix(
-            _ERROR_PREFIX
-        )  # a Task's own error has a traceback of many lines
+        error = "\n".join(lines[begins[-1] :])  # a Task's own has a traceback of many lines
+        return error.removeprefix(_ERROR_PREFIX)
     ended = "was stopped by another" if outcome is JobStatus.STOPPED else "failed"
     return "\n".join([f"{what} {ended}; its last words:", *lines[-_NUM_LAST_LINES:]])
 

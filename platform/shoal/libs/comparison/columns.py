@@ -232,9 +232,8 @@ def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
         color=[COLOURS[index % len(COLOURS)] for index in places],
     )
     unit, meaning = ROWS[name]
-    axes.bar_label(
-        drawn, [format_value(value, unit) if math.isfinite(value) else "-" for value in values], fontsize=7.5
-    )
+    labels = [format_value(value, unit) if math.isfinite(value) else "-" for value in values]
+    axes.bar_label(drawn, labels, fontsize=7.5)
     axes.set_title(textwrap.fill(meaning, MAX_BAR_CHARS))
     axes.set_xticks([])
     axes.set_yticks([])

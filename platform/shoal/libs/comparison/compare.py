@@ -258,7 +258,8 @@ def _build_settings(columns: Sequence[Column], settings: Mapping[str, Sequence[s
         ["status", *(_describe_status(column.run) for column in columns)],
         *([name, *values] for name, values in settings.items()),
     ]
-    return _make_run_table("settings that differ" if settings else "no setting differs", columns, rows)
+    heading = "settings that differ" if settings else "no setting differs"
+    return _make_run_table(heading, columns, (row for row in rows if len({*row[1:]}) > 1))
 
 
 def _describe_status(run: Run) -> str:
@@ -275,17 +276,12 @@ def _make_run_table(heading: str, columns: Sequence[Column], rows: Iterable[Sequ
 def _build_table(columns: list[Column], reached: list[TargetReached | None], target: str | None) -> Table:
     from shoal.libs.comparison.columns import ROWS, format_value
 
-    rows = [
-        ["plan", *(column.plan for column in columns)],
-        ["workers", *(str(column.workers or "-") for column in columns)],
-    ]
+    workers = (str(column.workers or "-") for column in columns)
+    rows = [["plan", *(column.plan for column in columns)], ["workers", *workers]]
     if target:
-        rows.append(
-            [f"time to {target}", *(format_duration(each.training_s) if each else "not reached" for each in reached)]
-        )
-        rows.append(
-            [f"cost to {target}", *(format_number(each.money) if each and each.money else "-" for each in reached)]
-        )
+        times = (format_duration(each.training_s) if each else "not reached" for each in reached)
+        costs = (format_number(each.money) if each and each.money else "-" for each in reached)
+        rows += [[f"time to {target}", *times], [f"cost to {target}", *costs]]
     for name, (unit, meaning) in ROWS.items():
         known = [(column, column.values.get(name, math.nan)) for column in columns]
         cells = [

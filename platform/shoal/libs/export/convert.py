@@ -18,22 +18,34 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def convert_to_onnx(version: ModelVersion, snapshot: WeightSnapshot, options: ModelOptions, example: Example) -> bytes:
-    """Convert the model, traced with this example. Raises ConfigError, with the reason."""
+def convert_to_onnx(
+    version: ModelVersion,
+    snapshot: WeightSnapshot,
+    options: ModelOptions,
+    example: Example,
+    opset: int | None,
+    has_doubles: bool,
+) -> bytes:
+    """Convert the model, traced with this example. Raises ConfigError, with the reason.
+
+    opset: None: torch's; has_doubles: float64 stays what it is, otherwise float32, as engines of games compute
+    """
     import torch
 
     from shoal.libs.export.formats.onnx import read_signature
 
     signature, parent = version.manifest.signature, version.manifest.lineage.get("parent")
     remedy = f"export {parent}, from which it was made" if parent else "use operations that ONNX has, or register ONNX"
+    module = _open_module(version, snapshot)
     payload = trace_to_onnx(
-        _open_module(version, snapshot),
+        module if has_doubles else module.float(),
         [torch.from_numpy(example.inputs[spec.name].copy()) for spec in signature.inputs],
         [spec.name for spec in signature.inputs],
         [spec.name for spec in signature.outputs],
         name_dynamic_axes((*signature.inputs, *signature.outputs), options),
         version.ref,
         remedy,
+        opset,
     )
     try:
         converted = read_signature(payload, version.ref)

@@ -1,4 +1,4 @@
-"""Exports a registered model into a folder that serves itself. Called by `shoal export`; nothing of it runs on Ray.
+"""Exports a registered model into a folder that serves itself, or for a game. Called by `shoal export`, without Ray.
 
 registry ─► convert (torch) ─► FolderModel, as the folder runs it ─► verify ─► examples.json
                                                                          └─► the folder takes its place
@@ -18,7 +18,7 @@ from pydantic import Field
 from shoal.atomic_file import draft_folder, replace_synced
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.extend.registry import PAYLOAD_FILES, ModelVersion, Registry, TensorSignature
+from shoal.extend.registry import PAYLOAD_FILES, ModelVersion, TensorSignature, find_version
 from shoal.extend.serve import BatchLayout, ModelOptions
 from shoal.libs.export import texts
 from shoal.libs.export.convert import convert_to_onnx
@@ -31,6 +31,7 @@ from shoal.libs.export.examples import (
     read_examples,
     select_answered,
 )
+from shoal.libs.export.export_game import ONNX_FILE, OPSET, write_game
 from shoal.libs.export.folder import (
     copy_runtime,
     format_requirements,
@@ -39,31 +40,35 @@ from shoal.libs.export.folder import (
     measure_packages,
     require_target,
 )
+from shoal.libs.export.game_policy import read_experience
 from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
 from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
 from shoal.open_inference.messages import TensorMetadata
 
 MAX_LAMBDA_BYTES = 250 * 1024 * 1024  # of a function and its layers, unzipped
 MAX_STORED_BYTES = 1 << 20  # of an example; one is stored at any size
+OLDEST_OPSET, NEWEST_OPSET = 7, 20  # that torch's exporter writes
 LAMBDA_CLIENT = "awslambdaric==4.2.2"  # of AWS, for the test of a folder
 
 
 class ExportSpec(Spec):
     """A model and the folder that it becomes.
 
-    model:       name@version, name@alias, or name for the newest version
-    to:          container: an HTTP server; lambda: a function of AWS Lambda
-    into:        the folder; empty: NAME-container or NAME-lambda, here
+    model:       name@version, name@alias, name for the newest version, or the id of a run that registered it
+    to:          container: an HTTP server; lambda: a function of AWS Lambda; game: a policy for engines of games
+    into:        the folder; empty: NAME-container, NAME-lambda or NAME-game, here
     replace:     replace a folder that is an export of the same model
     examples:    JSON files, each the body of an inference: compared and stored in addition to generated ones
     tolerance:   how far an output may be from the registered model's, relative to its largest value, or to 1
     max_batch_size, batch_dim, finite: as in an endpoint's options
-    action:      `best` exports a policy that samples, whose folder takes the best actions; None rejects it
+    action:      `best` exports a policy that samples, whose folder takes the best actions; None rejects it, except for
+                 a game, whose runtimes sample, too
+    opset:       of the ONNX file; None: 15 for a game, otherwise torch's
     preprocess, postprocess: `""` leaves a registered hook out, whose code no folder has; None rejects such a model
     """
 
     model: str = Field(min_length=1)
-    to: Literal["container", "lambda"]
+    to: Literal["container", "lambda", "game"]
     into: str = ""
     replace: bool = False
     examples: list[str] = Field(default_factory=list)
@@ -72,6 +77,7 @@ class ExportSpec(Spec):
     batch_dim: dict[str, Annotated[int, Field(ge=0)] | None] = Field(default_factory=dict)
     finite: bool = True
     action: Literal["best"] | None = None
+    opset: Annotated[int, Field(ge=OLDEST_OPSET, le=NEWEST_OPSET)] | None = None
     preprocess: Literal[""] | None = None
     postprocess: Literal[""] | None = None
 
@@ -95,6 +101,7 @@ class ExportReport:
 
     difference: the largest one of its answers from the registered model's, relative to their largest value, or to 1
     size_bytes: unzipped, with its packages
+    warning:    why a game's folder has no runtimes; "": it has
     """
 
     folder: Path
@@ -102,15 +109,24 @@ class ExportReport:
     num_examples: int
     difference: float
     size_bytes: int
+    warning: str = ""
 
 
 def export_model(spec: ExportSpec) -> ExportReport:
     """Write the folder. Raises ConfigError, RegistryError, WeightsError and OSError; then nothing has changed."""
-    version = Registry().get(spec.model)
+    version = find_version(spec.model)
     into = Path(spec.into or f"{version.name}-{spec.to}").absolute()
     _require_exportable(version, spec)
+    experience = read_experience(version) if spec.to == "game" else None
     require_target(into, version.name, replace=spec.replace)
     with draft_folder(into) as draft:
+        if experience is not None:
+            payload, difference = _make_onnx(version, spec.update({"opset": spec.opset or OPSET}))
+            (draft / ONNX_FILE).write_bytes(payload)
+            registered = load_registered(version, version.snapshot(), spec.make_options())
+            num_vectors, other, warning = write_game(draft, version, experience, registered, spec.tolerance)
+            size_bytes = measure_folder(draft)
+            return ExportReport(into, version.ref, num_vectors, max(difference, other), size_bytes, warning)
         model, examples, difference = _convert(version, spec, draft)
         num_examples = _write_examples(draft, model, examples)
         size_bytes = _write_rest(draft, model.description)
@@ -126,9 +142,15 @@ def write_onnx(version: ModelVersion, path: Path, **fields: object) -> None:
     """
     spec = ExportSpec.parse({"model": version.ref, "to": "container", "action": "best", **fields})
     _require_exportable(version, spec)
+    payload, _ = _make_onnx(version, spec)
+    replace_synced(path, payload)
+
+
+def _make_onnx(version: ModelVersion, spec: ExportSpec) -> tuple[bytes, float]:
+    """The model as one file, and the largest difference of its answers."""
     with tempfile.TemporaryDirectory() as folder:
-        _convert(version, spec, Path(folder))
-        replace_synced(path, (Path(folder) / MODEL_FILE).read_bytes())
+        _, _, difference = _convert(version, spec, Path(folder))
+        return (Path(folder) / MODEL_FILE).read_bytes(), difference
 
 
 def _convert(version: ModelVersion, spec: ExportSpec, folder: Path) -> tuple[FolderModel, Sequence[Example], float]:
@@ -144,7 +166,8 @@ def _convert(version: ModelVersion, spec: ExportSpec, folder: Path) -> tuple[Fol
     else:
         registered = load_registered(version, snapshot, options)
         examples = select_answered(examples, registered, version.ref)
-        payload = convert_to_onnx(version, snapshot, options, max(examples, key=lambda each: each.num_rows))
+        largest = max(examples, key=lambda each: each.num_rows)
+        payload = convert_to_onnx(version, snapshot, options, largest, spec.opset, has_doubles=spec.to != "game")
     (folder / MODEL_FILE).write_bytes(payload)
     (folder / DESCRIPTION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
     model = FolderModel(folder)
@@ -161,16 +184,19 @@ def _require_exportable(version: ModelVersion, spec: ExportSpec) -> None:
     if model.format not in PAYLOAD_FILES:
         problem = f"is of format {model.format}; of {', '.join(PAYLOAD_FILES)} a folder can be made"
         raise ConfigError("model", version.ref, problem, "register it as ONNX")
+    if model.format == "onnx" and spec.opset is not None:
+        problem = "is for what torch exports, and an ONNX version keeps its own"
+        raise ConfigError("opset", spec.opset, problem, "leave it out, or export the model from which it was made")
     if columns := [each.name for each in signature.inputs if each.kind]:
-        problem = f"takes rows of a table ({columns[0]}, ...), which code of its own encodes, and a folder has none"
-        remedy = "`shoal serve deploy` serves it, `shoal batch-predict` answers whole tables"
+        problem = f"takes rows of a table ({columns[0]}, ...), encoded by code that neither ONNX nor a folder has"
+        remedy = f'shoal.load("{version.ref}").predict(rows) answers in a program, `shoal serve deploy` at an endpoint'
         raise ConfigError("model", version.ref, problem, remedy)
     for hook in ("preprocess", "postprocess"):
         if getattr(model, hook) and getattr(spec, hook) is None:
             problem = f"has the {hook} {getattr(model, hook)}, whose code a folder does not have"
             remedy = f'{hook}="" exports the network without it; let clients do that step'
             raise ConfigError("model", version.ref, problem, remedy)
-    if model.action == "sampled" and spec.action is None:
+    if model.action == "sampled" and spec.action is None and spec.to != "game":
         remedy = "action=best exports it all the same; its clients may sample by the outputs of the distribution"
         raise ConfigError("model", version.ref, "samples its actions, and a folder takes the best ones", remedy)
     lacking = {"BF16"} if model.format == "onnx" else {"BF16", "BYTES"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -17,8 +18,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from shoal.errors import ConfigError
-from shoal.libs.export.runtime.model import DESCRIPTION_FILE, ModelDescription
+from shoal.libs.export.runtime.model import DESCRIPTION_FILE
 
+DESCRIPTION_FILES = (DESCRIPTION_FILE, "policy.json")  # of a folder that serves itself, or is for a game
 PACKAGE = "runtime"
 PACKAGES = ("msgspec", "numpy", "onnxruntime")  # which the runtime imports; the others are onnxruntime's own
 COPIED = (
@@ -49,6 +51,14 @@ HEADER = "# A part of Shoal, under the Apache License 2.0 (see LICENSE), copied 
 _IMPORT = re.compile(r"^(\s*)from (shoal\.[\w.]+) import ", re.MULTILINE)
 
 
+class _Description(msgspec.Struct):
+    """What every export says of itself."""
+
+    format: int
+    name: str
+    target: str
+
+
 def require_target(into: Path, model: str, *, replace: bool) -> None:
     """Require that the folder can be written. Raises ConfigError unless it is absent, empty, or to be replaced and an
     export of the same model."""
@@ -56,10 +66,10 @@ def require_target(into: Path, model: str, *, replace: bool) -> None:
         return
     if not into.is_dir():
         raise ConfigError("into", str(into), "is no folder", "name another")
-    try:
-        exported = msgspec.json.decode((into / DESCRIPTION_FILE).read_bytes(), type=ModelDescription).name
-    except (OSError, msgspec.DecodeError):
-        exported = None
+    exported = None
+    for file in DESCRIPTION_FILES:
+        with suppress(OSError, msgspec.DecodeError):
+            exported = msgspec.json.decode((into / file).read_bytes(), type=_Description).name
     if exported is None:
         raise ConfigError("into", str(into), "has files that are no export", "name another folder, or empty this one")
     if exported != model:
@@ -80,6 +90,11 @@ def copy_runtime(folder: Path, target: str) -> None:
         source = inspect.getsource(import_module(module))
         source = _IMPORT.sub(lambda found: f"{found[1]}from .{names[found[2]]} import ", source)  # of copied ones alone
         (package / f"{name}.py").write_text(HEADER + source)
+    copy_license(folder)
+
+
+def copy_license(folder: Path) -> None:
+    """Copy the license of what the folder has of ours."""
     text = distribution("shoal").read_text("licenses/LICENSE")
     assert text is not None, "the installed package has its license"
     (folder / "LICENSE").write_text(text)

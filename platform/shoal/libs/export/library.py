@@ -8,7 +8,7 @@ LIBRARY = Library(
     verbs={
         "export": (
             "shoal.libs.export.command:export",
-            "Write a registered model as a folder that serves itself: a container or a Lambda function.",
+            "Write a registered model as a folder: a container, a Lambda function, or a policy for a game.",
         ),
     },
     extensions={

@@ -77,6 +77,8 @@ def _take_adapters(overrides: list[str]) -> list[str]:
         spec, about = read_adapter_config(Path(folder))
         lora: Any = spec.model_dump()
         base = make_absolute(about.get("base_model_name_or_path") or "") if model in ("", folder) else model
+        if not base:
+            raise ConfigError("init", folder, "are adapters that name no base", f"give it: model=./BASE init={folder}")
         kept = [each for each in overrides if not each.startswith(("init=", "args.model="))]
         overrides = [*kept, f"args.model={base}", f"init={folder}"]
     elif init and not Path(init).exists():

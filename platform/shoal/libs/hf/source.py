@@ -81,6 +81,9 @@ def _find_snapshot(folder: Path) -> Path:
         snapshot = folder / "snapshots" / reference.read_text().strip()
         if (snapshot / CONFIG).is_file():
             return snapshot.resolve()
+    if (folder / "adapter_config.json").is_file():
+        remedy = f"`shoal run finetune model={folder}` takes them; else give their base, and lora as they say"
+        raise ConfigError("model", str(folder), "holds adapters without their base", remedy)
     problem = f"has no {CONFIG}"
     raise ConfigError("model", str(folder), problem, "give the folder that save_pretrained or the hub has written")
 

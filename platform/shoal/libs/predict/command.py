@@ -97,6 +97,8 @@ def predict(
       shoal predict fashion --image shoe.png --white 255
       shoal predict fashion@4 --npy images.npy --deadline-s 0.5
     """
+    for file in (*([] if json_file in (None, "-") else [json_file]), *([table] if table else []), *images, *arrays):
+        read.require_file(str(file))
     name, word = split_ref(model)
     version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
     kinds: dict[str, tuple[object, _Reader]] = {

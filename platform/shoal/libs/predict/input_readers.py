@@ -28,6 +28,12 @@ from shoal.open_inference.messages import TensorDescription, TensorMetadata, des
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
+def require_file(argument: str) -> None:
+    """Raise DataError for a FILE, or an X=FILE, that is not there: before an endpoint is called for its inputs."""
+    if not any(Path(each).exists() for each in (argument, argument.partition("=")[2] or argument)):
+        raise DataError("file", argument, "is not there", f"paths are looked up from {Path.cwd()}")
+
+
 def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
     """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; repeated words for one input add rows.
 
@@ -163,9 +169,8 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
             table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column
             chosen = choose_columns(inputs, table.column_names, named)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            "file", str(path), f"cannot be read: {_error_summary(error)}", "give a CSV or a Parquet file"
-        ) from None
+        problem = f"cannot be read: {_error_summary(error)}"
+        raise DataError("file", str(path), problem, "give a CSV or a Parquet file") from None
     if not len(table):
         raise DataError("file", str(path), "has no rows", "there is nothing to predict")
     parts, row = [], 0
@@ -179,8 +184,6 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
 
 def _error_summary(error: BaseException) -> str:
     """The error's message in one line; for a system error only its reason."""
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file"
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -260,9 +263,8 @@ def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
     first = len(sizes) == 3 and sizes[0] in (1, 3)
     last = len(sizes) == 3 and sizes[2] in (1, 3) and not first
     if not (len(sizes) == 2 or first or last) or spec.datatype in ("BYTES", "BOOL"):
-        raise DataError(
-            "image", str(path), f"the model takes {describe_tensor(spec)}, which is no picture", "use --npy"
-        )
+        problem = f"the model takes {describe_tensor(spec)}, which is no picture"
+        raise DataError("image", str(path), problem, "use --npy")
     height, width = sizes[1:] if first else sizes[:2]
     is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
     try:
@@ -276,9 +278,8 @@ def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
     except DataError:
         raise
     except (OSError, ValueError, EOFError, SyntaxError, Image.DecompressionBombError, *_DAMAGED) as error:
-        raise DataError(
-            "image", str(path), f"is no picture: {_error_summary(error)}", "give a PNG, JPEG or the like"
-        ) from None
+        problem = f"is no picture: {_error_summary(error)}"
+        raise DataError("image", str(path), problem, "give a PNG, JPEG or the like") from None
     wanted = (width if width > 0 else image.width, height if height > 0 else image.height)
     pixels = np.asarray(image if image.size == wanted else image.resize(wanted, Image.Resampling.BILINEAR))
     if is_grey and len(sizes) == 3:
@@ -322,9 +323,8 @@ def _parse_values(argument: str, text: str, spec: TensorDescription) -> list[Any
             return [{"true": True, "1": True, "false": False, "0": False}[part.lower()] for part in parts]
         return [int(part) if is_integer(spec) else float(part) for part in parts]
     except (ValueError, KeyError):
-        raise DataError(
-            "input", argument, f"is not a list of {spec.datatype}", f"for example {spec.name}=1,0,1"
-        ) from None
+        remedy = f"for example {spec.name}=1,0,1"
+        raise DataError("input", argument, f"is not a list of {spec.datatype}", remedy) from None
 
 
 def _reshape_rows(field: str, argument: str, rows: Any, spec: TensorDescription) -> ArrayLike:

@@ -41,12 +41,15 @@ MAX_SHOWN_SENSORS = 5
 
 def stream_main(recipe: StreamSpec) -> None:
     """The main function of jobs/stream.py: a job of the cluster of $RAY_ADDRESS, or a run of this process."""
-    words = sys.argv[1:]
-    if last_override(words, "resume") == AUTO:
-        resumed = find_resumable(last_override(words, "name") or recipe.name)
-        words = [each for each in words if not each.startswith("resume=")]
-        words += [f"resume={resumed}"] if resumed else []
-    job_main(recipe, run_stream, JOB, check_stream, words, needs_cluster=False)
+
+    def resume(overrides: list[str]) -> list[str]:
+        if last_override(overrides, "resume") != AUTO:
+            return overrides
+        resumed = find_resumable(last_override(overrides, "name") or recipe.name)
+        overrides = [each for each in overrides if not each.startswith("resume=")]
+        return [*overrides, f"resume={resumed}"] if resumed else overrides
+
+    job_main(recipe, run_stream, JOB, check_stream, resume, needs_cluster=False)
 
 
 def find_resumable(name: str) -> str:
@@ -123,7 +126,7 @@ def _run_fleet(spec: StreamSpec, broker: str, recorder: RunRecorder) -> Iterator
     command = [sys.executable, "-m", "shoal.libs.stream.fleet", "--broker", broker, "--topic", spec.mqtt.topic]
     command += ["--sensors", str(spec.sensors), "--rate-hz", str(spec.rate_hz)]
     with create_private(recorder.folder / "sensors.log").open("ab") as output:
-        fleet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+        fleet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
     assert fleet.stdin is not None
     try:
         yield
@@ -254,13 +257,14 @@ def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
     def show(name: str) -> str:
         return format_number(metrics[name]) if name in metrics else "-"
 
-    parts = [
-        f"{num_messages:,} messages",
-        f"{show('stream/per_s')}/s in batches of {show('stream/batch')}",
-        f"lag {show('stream/lag_p50_ms')} ms (p99 {show('stream/lag_p99_ms')})",
-        f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
-        f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
-    ]
+    parts = [f"{num_messages:,} messages", f"{show('stream/per_s')}/s"]
+    if "stream/batch" in metrics:
+        parts[1] += f" in batches of {show('stream/batch')}"
+        parts += [
+            f"lag {show('stream/lag_p50_ms')} ms (p99 {show('stream/lag_p99_ms')})",
+            f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
+            f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
+        ]
     counts = ("redelivered", "duplicates", "missing", "clock_jumps", "drifts", "malformed")
     parts += [
         f"{name.replace('_', ' ')} {metrics[key]:,.0f}" for name in counts if metrics.get(key := f"stream/{name}")

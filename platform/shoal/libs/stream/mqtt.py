@@ -85,7 +85,8 @@ class PrivateBroker:
         config.write_text(CONFIG.format(port=self.port, folder=folder, user=getpass.getuser()))
         ends_with_this = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
         command = [*ends_with_this, program, "-c", str(config)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        to = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdout=to, stderr=to, start_new_session=True)  # Ctrl-C is not for it
         deadline_s = time.monotonic() + START_S
         while time.monotonic() < deadline_s and self._process.poll() is None:
             try:

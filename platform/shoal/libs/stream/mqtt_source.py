@@ -57,53 +57,39 @@ class MqttSource:
     report: called with the kind and the details of an event, from any thread: `broker_lost`, `broker_back`, `not_held`
     """
 
+    is_exhausted = False
+
     def __init__(
         self,
         spec: MqttSpec,
         parser: Parser | Callable[[str, bytes], Any],
         report: Callable[..., None] = lambda kind, **details: None,
     ) -> None:
-        if callable(parser):  # a dataset: the broker holds by the session's name what is not acknowledged
-            for field in ("broker", "topic", "client_id"):
+        if callable(parser):  # a dataset
+            session = "name the session: the broker holds by it what is not acknowledged"
+            for field, remedy in (("broker", "give it"), ("topic", "give it"), ("client_id", session)):
                 if not getattr(spec, field):
-                    remedy = (
-                        "name the session: the broker holds by it what is not acknowledged"
-                        if field == "client_id"
-                        else "give it"
-                    )
                     raise ConfigError(f"mqtt.{field}", "", "is empty", remedy)
         self._spec, self._report = spec, report
         self._parser: Parser = SampleParser(parser) if callable(parser) else parser
         self._address = parse_address(spec)
         self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._unacknowledged: deque[tuple[int, int, int]] = deque()  # delivery, connection, packet id
-        self._num_delivered = 0
+        self.num_delivered = 0
         self._connection = 0
         self._connected, self._rejection = threading.Event(), ""
         self._has_unheld = False  # messages that the broker does not hold
         self._client: paho.Client | None = None
 
     @property
-    def num_delivered(self) -> int:
-        return self._num_delivered
-
-    @property
-    def is_exhausted(self) -> bool:
-        return False
-
-    @property
     def max_unacknowledged(self) -> int:
         """Messages that the broker sends before it waits for an acknowledgement."""
         return self._spec.receive_maximum
 
-    @property
-    def num_reconnects(self) -> int:
-        return max(self._connection - 1, 0)
-
     def example(self) -> Any:
         """The next message that comes, through a connection of its own: the session's messages stay in the broker. If
         none comes, the session's first. Raises ConfigError for a client that is rejected."""
-        malformed, rejected = "", list[str]()
+        malformed, rejected = list[MalformedPayload](), list[str]()
         found: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
         client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
         client.on_message = lambda client, data, packet: found.put(packet)
@@ -121,7 +107,7 @@ class MqttSource:
                 parsed = self._parse(found.get(timeout=left_s), time.time())
                 if parsed.messages:
                     return parsed.messages[0]
-                malformed = f"; the last one was malformed: {parsed.malformed[0].problem}"
+                malformed += parsed.malformed
         except queue.Empty:
             pass
         finally:
@@ -136,8 +122,12 @@ class MqttSource:
                     return waiting
             finally:
                 self.close()
-        problem = f"no message came in {self._spec.connect_timeout_s:g} s{malformed}"
-        remedy = "start the publishers, correct the topic, or wait longer: mqtt.connect_timeout_s=400"
+        problem, remedy = f"no message came in {self._spec.connect_timeout_s:g} s", "start the publishers"
+        if malformed:
+            last = malformed[-1]
+            problem = f"none of {len(malformed)} messages is a reading: {last.origin} {last.problem}: {last.text!r}"
+            remedy = "name the field: mqtt.value_field=FIELD"
+        remedy += ", correct the topic, or wait longer: mqtt.connect_timeout_s=400"
         raise DataError("mqtt.topic", self._spec.topic, problem, remedy)
 
     def open(self, state: StreamState) -> None:
@@ -227,9 +217,9 @@ class MqttSource:
                 break
             if arrival.packet.qos and arrival.connection != self._connection:
                 continue  # the broker sends it again over the present connection
-            self._num_delivered += 1
+            self.num_delivered += 1
             if arrival.packet.qos:
-                self._unacknowledged.append((self._num_delivered, arrival.connection, arrival.packet.mid))
+                self._unacknowledged.append((self.num_delivered, arrival.connection, arrival.packet.mid))
             elif not self._has_unheld:
                 self._has_unheld = True
                 self._report("not_held", topic=arrival.packet.topic)

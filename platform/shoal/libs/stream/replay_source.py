@@ -44,16 +44,7 @@ class ReplaySource:
                 raise DataError("files", str(path), "there is no such file")
         self._width = width
         self._rows: Iterator[Message | MalformedPayload] = iter(())
-        self._num_delivered = 0
-        self._is_exhausted = False
-
-    @property
-    def num_delivered(self) -> int:
-        return self._num_delivered
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self._is_exhausted
+        self.num_delivered, self.is_exhausted = 0, False
 
     def example(self) -> Message:
         """The first message of the files."""
@@ -66,12 +57,12 @@ class ReplaySource:
         """Begin after the rows that `state` has learnt."""
         learnt = state.sequences
         self._rows = (row.content for row in self._read_all() if row.sequence > learnt.get(row.publisher, -1))
-        self._is_exhausted = False
+        self.is_exhausted = False
 
     def poll(self, max_messages: int, timeout_s: float) -> Delivery:
         rows = list(islice(self._rows, max_messages))
-        self._is_exhausted = len(rows) < max_messages
-        self._num_delivered += len(rows)
+        self.is_exhausted = len(rows) < max_messages
+        self.num_delivered += len(rows)
         messages = [row for row in rows if isinstance(row, Message)]
         return Delivery(messages, [row for row in rows if isinstance(row, MalformedPayload)])
 

@@ -13,10 +13,10 @@ import numpy as np
 
 import shoal.runs
 from shoal.errors import RunError, needs_extra
-from shoal.extend.cluster import expected_run_id, job_main
+from shoal.extend.cluster import expected_run_id, job_main, print_too
 from shoal.extend.registry import Criterion
 from shoal.extend.runs import RunKind, RunRecorder, format_number
-from shoal.extend.train import fetch_weights, register_model, validate_run
+from shoal.extend.train import fetch_weights, find_load_error, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
 from shoal.libs.sweep.trial import PlannedTrial, TrialSetting, load_result
@@ -106,4 +106,6 @@ def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, bes
     result = load_result(best.run_id)
     fetch_weights(result, best.run_id)
     criterion = Criterion(checked.metric, checked.is_higher)
-    register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage, criterion)
+    version = register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage, criterion)
+    if error := find_load_error(version):
+        print_too(recorder.record_event)("unservable", model=version.ref, error=error)

@@ -59,9 +59,8 @@ class FittedColumn:
         if (is_number := ~np.isnan(cells.numbers)).any():
             row = int(is_number.argmax())
             problem = f"row {row} has a number, and the column has words, such as {self.levels[0]!r}"
-            raise DataError(
-                f"{field}.{self.name}", float(cells.numbers[row]), problem, "give words alone, or numbers alone"
-            )
+            remedy = "give words alone, or numbers alone"
+            raise DataError(f"{field}.{self.name}", float(cells.numbers[row]), problem, remedy)
         if self.is_ordered:
             places = {word: float(place) for place, word in enumerate(self.levels)}
             return np.array([[places.get(text or "", np.nan)] for text in cells.texts])
@@ -102,7 +101,7 @@ class TableEncoder:
             require_columns(field, names, self.names)
             given = [given[names.index(name)] for name in self.names]
         elif (self.names is None) != (names is None) or len(given) != len(self._columns):
-            shown = f"{len(given)} columns" if names is None else ", ".join(names)
+            shown = f"{len(given)} columns without names" if names is None else ", ".join(names)
             wanted = f"{len(self._columns)} without names" if self.names is None else ", ".join(self.names)
             raise DataError(field, shown, "are not the columns of X", f"those are {wanted}")
         parts = [column.encode(field, cells) for column, cells in zip(self._columns, given, strict=True)]
@@ -129,7 +128,7 @@ def read_columns(field: str, rows: Any) -> tuple[list[str] | None, list[Cells]]:
         return names, [_read_cells(field, name, rows.column(at).to_pylist()) for at, name in enumerate(names)]
     array = rows if isinstance(rows, np.ndarray) else np.array(rows, object)
     if array.ndim != 2:
-        problem = f"has {array.ndim} dimensions"
+        problem = f"has {array.ndim} dimensions" if array.size else "has no rows"
         raise DataError(field, type(rows).__name__, problem, "give rows x columns, a frame, or a list of dicts")
     return None, [_read_cells(field, str(at), array[:, at]) for at in range(array.shape[1])]
 
@@ -161,9 +160,8 @@ def _fit(cells: Cells) -> FittedColumn:
             return FittedColumn(cells.name, read)
         except ValueError:
             continue
-    column = FittedColumn(
-        cells.name, None, tuple(sorted(words, key=lambda each: (-words[each], each))), frozenset(words)
-    )
+    levels = tuple(sorted(words, key=lambda each: (-words[each], each)))
+    column = FittedColumn(cells.name, None, levels, frozenset(words))
     column.encode("X", cells)  # words alone
     return column
 

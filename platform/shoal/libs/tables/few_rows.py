@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,14 +61,12 @@ class FewRows:
         """
         if self._target and (names := read_columns("new", new)[0]) and self._target in names:
             new = _split(new, self._target)[0]
-        queries = self._encoder.encode("new", new)
+        queries = self._x[:0] if isinstance(new, list) and not new else self._encoder.encode("new", new)
         index = getattr(new, "index", None) if hasattr(new, "iloc") else None
         if self._classes:
             return self._predict_classes(queries, index)
-        parts = [
-            predict(self._network, self._x, self._y, queries[at : at + QUERIES])
-            for at in range(0, max(1, len(queries)), QUERIES)
-        ]
+        starts = range(0, max(1, len(queries)), QUERIES)
+        parts = [predict(self._network, self._x, self._y, queries[at : at + QUERIES]) for at in starts]
 
         def join(*values: np.ndarray) -> Any:
             return _wrap(np.concatenate(values), index, self._names)
@@ -96,7 +95,7 @@ def few_rows(X: Any, y: Any, *, model: str = "") -> FewRows:
     X:     rows of at most ten columns: a DataFrame, an Arrow table, a list of dicts, or an array. Numbers, truths,
            dates, words, and gaps (None, NaN)
     y:     the target of each row, or the name of its column in X. NaN: a row without one. [rows, targets] for several.
-           Words are classes: then the answer has label and probability
+           Words are classes, unless all are numbers: then the answer has label and probability
     model: NAME@VERSION of the registry, of `shoal run few_rows`; "": the network that comes with the package
 
     Raises DataError.
@@ -165,6 +164,9 @@ def _read_targets(y: Any) -> tuple[list[str], np.ndarray]:
     words = sorted({each for each in cells if isinstance(each, str)}) if np.ndim(y) == 1 else []
     if not words:
         return [], to_floats("y", y)
+    with suppress(ValueError):  # of a word
+        numbers = [float(each) if isinstance(each, str) else each for each in cells]
+        return [], to_floats("y", np.array(numbers, object))
     strays = [each for each in cells if not isinstance(each, str) and each is not None and each == each]
     if strays or len(words) == 1:
         problem = f"are words, and {strays[0]!r} is none" if strays else "are one class"

@@ -31,11 +31,8 @@ def build_tables(X: Any, y: Any, X_query: Any) -> dict[str, np.ndarray]:
         raise DataError("X_query", ", ".join(asked), "its columns have names, and those of X have none", remedy)
     require_equal_rows("y", y, "X", X)
     targets = to_floats("y", y)
-    arrays = {
-        "x": to_floats("X", X),
-        "y": targets[:, None] if targets.ndim == 1 else targets,
-        "x_query": to_floats("X_query", X_query, names),
-    }
+    targets = targets[:, None] if targets.ndim == 1 else targets
+    arrays = {"x": to_floats("X", X), "y": targets, "x_query": to_floats("X_query", X_query, names)}
     return {name: values[None] for name, values in arrays.items()}
 
 

@@ -16,24 +16,29 @@ from torch import Tensor
 from shoal.errors import ConfigError, DataError, needs_extra, suggest
 from shoal.extend.data import Data
 from shoal.libs.tabular.encoders import ColumnEncoder, Encoders, Target
-from shoal.libs.tabular.reading import Values, extract_values, find_unusable, infer_kind, read_table
+from shoal.libs.tabular.reading import Values, choose_kind, extract_values, find_unusable, read_table
 
 with needs_extra("data"):
     import pyarrow as pa
 
 MAX_INTEGER_CLASSES = 10
+NUM_IDENTIFYING = 1000
 MIN_EPOCH = 2048  # training rows; a smaller table is read several times in an epoch
 
 
 class EncodedRows:
     """Encoded rows: a sample is (numbers [N], categories [W] where there are any, target).
 
+    rows:    as they are, at most NUM_IDENTIFYING of them: to versions with other encoders or columns they are the same
     repeats: how often an epoch reads each row
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], repeats: int = 1) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray], rows: pa.Table, repeats: int = 1) -> None:
         self.tensors = tuple(torch.from_numpy(each) for each in arrays)
-        self.num_rows, self.repeats = len(arrays[-1]), repeats
+        self.num_rows, self.repeats, self._rows = len(arrays[-1]), repeats, rows
+
+    def fingerprint(self) -> str:
+        return repr((self.num_rows, self._rows.to_pylist()))
 
     def __len__(self) -> int:
         return self.num_rows * self.repeats
@@ -60,7 +65,6 @@ class Table(Data):
     encoders: Encoders
     values: Mapping[str, Values]
     num_training: int
-    notes: tuple[str, ...]
 
     def select(self, part: Literal["train", "validation"]) -> dict[str, Values]:
         """The rows of a part as they are, by column."""
@@ -85,7 +89,8 @@ def table(
 
     data:        a file (CSV, TSV, Parquet), a URL of the store, a DataFrame of pandas, an Arrow table, columns by name
     target:      the column to predict: a class (words, truths, at most ten integers) or a number
-    columns:     kinds that are not as inferred, by name: number, word, date, truth, or date:%d.%m.%Y
+    columns:     kinds that are not as inferred, by name: number, word, date, truth; or date:%d.%m.%Y, and number:, or
+                 number:. of texts with that decimal sign
     leave_out:   columns that are no inputs; constants, ids and texts are left out anyway, unless `columns` has them
     validation:  a share of the rows, each class in proportion, or another table
     split:       the seed by which validation rows are drawn
@@ -97,10 +102,8 @@ def table(
     Raises ConfigError and DataError, which name the column.
     """
     given = encoders if isinstance(encoders, Encoders) or encoders is None else Encoders.parse(encoders)
-    full = read_table(data)
     held_back = None if isinstance(validation, int | float) else read_table(validation, "validation")
-    if given is not None:
-        full = _take_known_rows(full, given)
+    full = read_table(data) if given is None else _take_known_rows(read_table(data), given)
     num_rows = len(full)
     if held_back is not None:
         full = _append(full, held_back)
@@ -111,15 +114,17 @@ def table(
     values = {name: extract_values(name, full.column(name), kind) for name, kind in kinds.items()}
     if given is None:
         notes += _drop_unusable(values, kinds, set(columns or {}), target, num_rows)
-    answers, is_class = _extract_target(full, target, (columns or {}).get(target), given)
+    answers, is_class = _extract_target(full, target, (columns or {}).get(target, ""), given)
     is_known = answers != np.array(None) if is_class else ~np.isnan(answers)
     if not is_known.all():
         notes.append(f"{(~is_known).sum():,} rows have no {target}")
     rows = np.flatnonzero(is_known)
-    if held_back is not None:
-        is_training = rows < num_rows
-    else:
-        order = _order_rows(full, order_by, rows) if order_by else None
+    is_training = rows < num_rows
+    if held_back is None:
+        order = None
+        if order_by:
+            kind = choose_kind(order_by, full.column(order_by), (columns or {}).get(order_by, ""))[0]
+            order = extract_values(order_by, full.column(order_by), kind or "number")[rows]
         is_training = ~_hold_back(answers[rows], is_class, validation, split, order)
     if not is_training.any() or is_training.all():
         shown = validation if isinstance(validation, str | float) else type(validation).__name__
@@ -128,21 +133,26 @@ def table(
     values = {name: each[rows] for name, each in values.items()} | {target: answers[rows]}
     num_training = int(is_training.sum())
     if given is None:
-        given = _fit(num_rows, target, is_class, kinds, values, num_training, unknown, transformer)
-        given = given.model_copy(update={"excluded": notes})
-    return _encode(given, values, num_training, tuple(notes))
+        goal = _fit_target(target, is_class, values[target], num_training)
+        training = {name: each[:num_training] for name, each in values.items()}
+        given = _fit(num_rows, goal, kinds, training, unknown, transformer).model_copy(update={"excluded": notes})
+    return _encode(given, values, num_training, full, rows, notes)
 
 
-def _encode(encoders: Encoders, values: Mapping[str, Values], num_training: int, notes: tuple[str, ...]) -> Table:
+def _encode(
+    encoders: Encoders, values: Mapping[str, Values], num_training: int, full: pa.Table, rows: np.ndarray, notes: Any
+) -> Table:
+    """rows: of the full table, in the order of `values`"""
     arrays = [*encoders.encode(values, is_strict=False).values(), encoders.target.encode(values[encoders.target.name])]
-    return Table(
-        EncodedRows([each[:num_training] for each in arrays], -(-MIN_EPOCH // num_training)),
-        EncodedRows([each[num_training:] for each in arrays]),
-        encoders=encoders,
-        values=values,
-        num_training=num_training,
-        notes=notes,
-    )
+
+    def select(part: slice, repeats: int = 1) -> EncodedRows:
+        there = rows[part]
+        few = there[np.linspace(0, len(there) - 1, min(len(there), NUM_IDENTIFYING)).astype(int)]
+        return EncodedRows([each[part] for each in arrays], full.take(few), repeats)
+
+    train, validation = select(slice(num_training), -(-MIN_EPOCH // num_training)), select(slice(num_training, None))
+    facts: dict[str, Any] = {"values": values, "num_training": num_training, "notes": tuple(notes)}
+    return Table(train, validation, encoders=encoders, **facts)
 
 
 def _take_known_rows(full: pa.Table, encoders: Encoders) -> pa.Table:
@@ -173,43 +183,37 @@ def _require_columns(full: pa.Table, names: Sequence[str]) -> None:
 def _choose_kinds(
     full: pa.Table, target: str, explicit: Mapping[str, str], leave_out: Sequence[str], given: Encoders | None
 ) -> tuple[dict[str, str], list[str]]:
-    """The kind of each input, and a note for each column whose type has none."""
+    """The kind of each input, and a note for each column whose kind is not clear."""
     if given is not None:
         names = [each.name for each in given.columns]
         _require_columns(full, names)
-        return {each.name: explicit.get(each.name, each.kind) for each in given.columns}, []
+        return {
+            each.name: choose_kind(each.name, full.column(each.name), each.full_kind)[0] for each in given.columns
+        }, []
     kinds, notes = dict[str, str](), list[str]()
     for name in full.column_names:
         if name == target or name in leave_out:
             continue
-        kind = explicit.get(name) or infer_kind(full.column(name))
-        if kind is None:
-            notes.append(f"left out {name!r}: {full.schema.field(name).type} is no number, word, date or truth")
-        else:
+        kind, note = choose_kind(name, full.column(name), explicit.get(name, ""))
+        notes += [note] if note else []
+        if kind:
             kinds[name] = kind
     return kinds, notes
 
 
-def _extract_target(full: pa.Table, target: str, explicit: str | None, given: Encoders | None) -> tuple[Values, bool]:
+def _extract_target(full: pa.Table, target: str, explicit: str, given: Encoders | None) -> tuple[Values, bool]:
     """The target's values, and whether they are classes: then each is a str, or None."""
     column = full.column(target)
-    kind = explicit or infer_kind(column)
+    kind, note = choose_kind(target, column, explicit)
     if given is not None:
-        kind = "word" if given.target.classes else "number"
-    elif kind in ("truth", "date", None):
-        if kind != "truth":
-            problem = "is a date" if kind else f"is of the type {column.type}"
-            raise DataError("target", target, problem, "predict a class, or a number")
+        kind = "word" if given.target.classes else kind
+    elif note or kind.startswith("date"):
+        raise DataError("target", target, note or "is a date", "predict a class, or a number")
+    elif kind == "truth":
         kind = "word"
     elif not explicit and kind == "number" and pa.types.is_integer(column.type):
         kind = "word" if len(column.unique().drop_null()) <= MAX_INTEGER_CLASSES else "number"
     return extract_values(target, column, kind), kind == "word"
-
-
-def _order_rows(full: pa.Table, order_by: str, rows: np.ndarray) -> np.ndarray:
-    kind = infer_kind(full.column(order_by)) or "number"
-    order: np.ndarray = extract_values(order_by, full.column(order_by), kind)[rows]
-    return order
 
 
 def _hold_back(answers: Values, is_class: bool, share: float, seed: int, order: Values | None) -> np.ndarray:
@@ -245,35 +249,29 @@ def _drop_unusable(
 
 def _fit(
     num_rows: int,
-    target: str,
-    is_class: bool,
+    goal: Target,
     kinds: Mapping[str, str],
-    values: Mapping[str, Values],
-    num_training: int,
+    training: Mapping[str, Values],
     unknown: str,
     transformer: Any,
 ) -> Encoders:
-    """values: of all rows, so that a class that validation rows alone have is known, too"""
-    training = {name: each[:num_training] for name, each in values.items()}
     if unknown not in ("error", "other"):
         raise ConfigError("unknown", unknown, "is neither error nor other", "say what an unknown word is")
     columns = [
-        ColumnEncoder.fit(name, kind.partition(":")[0], training[name], admits_unknown=unknown == "other")
-        for name, kind in kinds.items()
+        ColumnEncoder.fit(name, kind, training[name], admits_unknown=unknown == "other") for name, kind in kinds.items()
     ]
-    goal = _fit_target(target, is_class, values[target], num_training)
     encoders = Encoders.fit(num_rows, goal, columns, training)
     if transformer is None:
         return encoders
     from shoal.libs.tabular.transformer import fit_transformer
 
-    text, width, version = fit_transformer(transformer, encoders.kinds, training, goal.encode(training[target]))
-    return encoders.model_copy(
-        update={"pickle": text, "transformer_width": width, "sklearn": version, "differences": []}
-    )
+    text, width, version = fit_transformer(transformer, encoders.kinds, training, goal.encode(training[goal.name]))
+    fitted = {"pickle": text, "transformer_width": width, "sklearn": version, "differences": []}
+    return encoders.model_copy(update=fitted)
 
 
 def _fit_target(name: str, is_class: bool, answers: Values, num_training: int) -> Target:
+    """answers: of all rows, so that a class that validation rows alone have is known, too"""
     if is_class:
         classes = sorted(set(answers.tolist()))
         if len(classes) < 2:

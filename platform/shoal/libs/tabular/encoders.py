@@ -11,9 +11,9 @@ Called by `table` and by hooks at an endpoint, where only NumPy is needed. Legen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from itertools import combinations
+from itertools import combinations, compress
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -25,11 +25,7 @@ from shoal.extend import Spec
 from shoal.extend.registry import Signature, TensorSignature
 
 NUM_KNOTS = 65
-LARGE, MIN_COUNT, MAX_VOCABULARY = (
-    64,
-    3,
-    1000,
-)  # a column of more words is large: words of fewer rows, or beyond, are others
+LARGE, MIN_COUNT, MAX_VOCABULARY = 64, 3, 1000  # of more words, those of fewer rows, or beyond, are others
 DAY_S, YEAR_S = 86_400.0, 365.2425 * 86_400.0
 Period = Literal["hour", "weekday", "season"]
 PERIODS_S: dict[Period, float] = {"hour": DAY_S, "weekday": 7 * DAY_S, "season": YEAR_S}
@@ -62,6 +58,7 @@ class Scale(Spec):
 class ColumnEncoder(Spec):
     """A column, as it is encoded.
 
+    form:      of its texts, if it was read from such: `%m/%d/%Y` of dates, the decimal sign of numbers
     has_gaps:  whether training rows have gaps, which the network then sees as such
     vocabulary: words, the most frequent first
     has_other: whether words outside of it are admitted
@@ -70,6 +67,7 @@ class ColumnEncoder(Spec):
 
     name: str
     kind: Literal["number", "word", "date", "truth"]
+    form: str = ""
     has_gaps: bool = False
     scale: Scale | None = None
     vocabulary: list[str] = Field(default_factory=list)
@@ -78,19 +76,20 @@ class ColumnEncoder(Spec):
 
     @classmethod
     def fit(cls, name: str, kind: str, values: np.ndarray, *, admits_unknown: bool = False) -> ColumnEncoder:
-        """values: [rows of training]"""
-        if kind == "word":
+        """kind: as `full_kind`; values: [rows of training]"""
+        word, _, form = kind.partition(":")
+        if word == "word":
             vocabulary, has_rare = _choose_vocabulary(values)
-            gaps = bool((values == np.array(None)).any())
-            return cls(
-                name=name, kind="word", has_gaps=gaps, vocabulary=vocabulary, has_other=has_rare or admits_unknown
-            )
-        gaps = bool(np.isnan(values).any())
-        if kind == "truth":
-            return cls(name=name, kind="truth", has_gaps=gaps)
-        if kind == "number":
-            return cls(name=name, kind="number", has_gaps=gaps, scale=Scale.fit(values))
-        return cls(name=name, kind="date", has_gaps=gaps, scale=Scale.fit(values), periods=_find_periods(values))
+            gaps, has_other = bool((values == np.array(None)).any()), has_rare or admits_unknown
+            return cls(name=name, kind="word", has_gaps=gaps, vocabulary=vocabulary, has_other=has_other)
+        fitted: dict[str, Any] = {"kind": word, "form": form, "has_gaps": bool(np.isnan(values).any())}
+        scale, periods = None if word == "truth" else Scale.fit(values), _find_periods(values) if word == "date" else []
+        return cls(name=name, scale=scale, periods=periods, **fitted)
+
+    @property
+    def full_kind(self) -> str:
+        """With the form of its texts, as in `date:%m/%d/%Y`."""
+        return f"{self.kind}:{self.form}" if self.form else self.kind
 
     def count_numbers(self) -> int:
         return 0 if self.kind == "word" else 1 + self.has_gaps + 2 * len(self.periods)
@@ -220,12 +219,9 @@ class Encoders(Spec):
 
     def signature(self) -> Signature:
         """Each column is an input, as it is in the table."""
-        inputs = [
-            TensorSignature(
-                name=each.name, datatype="BYTES" if each.kind == "word" else "FP64", shape=[-1], kind=each.kind
-            )
-            for each in self.columns
-        ]
+        kinds = {each.name: each.full_kind for each in self.columns}
+        types = {name: "BYTES" if kind == "word" else "FP64" for name, kind in kinds.items()}
+        inputs = [TensorSignature(name=each, datatype=types[each], shape=[-1], kind=kinds[each]) for each in kinds]
         classes, name = self.target.classes, self.target.name
         if not classes:
             return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="FP64", shape=[-1])])
@@ -240,7 +236,9 @@ class Encoders(Spec):
                 row[each.name] = True if each.kind == "truth" else next(iter(each.vocabulary), None)
                 continue
             median = each.scale.knots[len(each.scale.knots) // 2]
-            date = datetime.fromtimestamp(median, UTC).strftime("%Y-%m-%d") if each.kind == "date" else None
+            date = (
+                datetime.fromtimestamp(median, UTC).strftime(each.form or "%Y-%m-%d") if each.kind == "date" else None
+            )
             row[each.name] = date or (int(median) if median.is_integer() else round(median, 6))
         return row
 
@@ -264,15 +262,13 @@ class RequestEncoder:
 
     def __init__(self, encoders: Encoders) -> None:
         self._encoders = encoders
-        self.ranges = {
-            each.name: (each.scale.knots[0], each.scale.knots[-1]) for each in encoders.columns if each.scale
-        }
+        knots = {each.name: each.scale.knots for each in encoders.columns if each.scale}
+        self.ranges = {name: (each[0], each[-1]) for name, each in knots.items()}
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Raises DataError, which names the column."""
-        return self._encoders.encode(
-            {each.name: _read_input(each, arrays[each.name]) for each in self._encoders.columns}
-        )
+        columns = self._encoders.columns
+        return self._encoders.encode({each.name: _read_input(each, arrays[each.name]) for each in columns})
 
 
 def _read_input(column: ColumnEncoder, array: np.ndarray) -> np.ndarray:
@@ -301,10 +297,7 @@ def _find_periods(values: np.ndarray) -> list[Period]:
     there = values[~np.isnan(values)]
     if not len(there):
         return []
-    span = float(np.ptp(there))
-    varies: dict[Period, Callable[[], bool]] = {
-        "hour": lambda: bool((np.abs(there % DAY_S - there[0] % DAY_S) > EPSILON_S).any()),
-        "weekday": lambda: span >= 2 * DAY_S and len(set((there // DAY_S % 7).tolist())) > 1,
-        "season": lambda: span >= 45 * DAY_S,
-    }
-    return [name for name, does in varies.items() if does()]
+    span, hours = float(np.ptp(there)), np.abs(there % DAY_S - there[0] % DAY_S)
+    weekdays = set((there // DAY_S % 7).tolist()) if span >= 2 * DAY_S else set()
+    varies = (hours > EPSILON_S).any(), len(weekdays) > 1, span >= 45 * DAY_S
+    return list(compress(PERIODS_S, varies))

@@ -1,11 +1,14 @@
 """Reads a table, and the values of its columns, each of a kind: number, word, date or truth.
 
-Called by `table`. Kinds are inferred from Arrow's types, and from words that are all dates. Fits nothing.
+Called by `table`. Kinds are inferred from Arrow's types, and from words that are all dates, or all numbers with commas.
+A kind may say how a text is read: `date:%d.%m.%Y`, `number:,` with the decimal sign. Fits nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +27,10 @@ Kind = Literal["number", "word", "date", "truth"]
 Values = np.ndarray  # [N]: float64 with NaN for gaps (dates in seconds since 1970), or str with None for gaps
 
 _FORMATS = ("%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%b %d %Y", "%b %d, %Y")  # besides those of ISO 8601
+_NUMBERS = {  # by the decimal sign
+    ",": r"^[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?$",
+    ".": r"^[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$",
+}
 _ID_NAMES = ("id", "index", "rownames", "rowid", "uuid", "key", "")
 
 
@@ -48,6 +55,9 @@ def read_table(data: Any, field: str = "data") -> pa.Table:
         raise ConfigError(field, type(data).__name__, "is no table", "give a file, a DataFrame, or an Arrow table")
     if not len(found):
         raise DataError(field, str(data) if isinstance(data, str | Path) else type(data).__name__, "has no rows")
+    for at, each in enumerate(found.schema):
+        if pa.types.is_dictionary(each.type):
+            found = found.set_column(at, each.name, found.column(at).cast(each.type.value_type))
     if twice := {name for name in found.column_names if found.column_names.count(name) > 1}:
         raise DataError(field, min(twice), "names two columns", "give each column a name of its own")
     return found
@@ -81,41 +91,72 @@ def _read_csv(path: str) -> pa.Table:
     )
 
 
-def infer_kind(column: pa.ChunkedArray) -> Kind | None:
-    """None for a column of another type, such as lists, or one of gaps alone."""
+def choose_kind(name: str, column: pa.ChunkedArray, explicit: str = "") -> tuple[str, str]:
+    """The kind of a column, "" for a type without one, and a note where it is not clear. An `explicit` one without a
+    format gets that of the texts."""
+    found = _list_kinds(column)
+    if explicit:
+        return found[0] if len(found) == 1 and found[0].startswith(f"{explicit}:") else explicit, ""
+    if len(found) > 1:
+        return "word", f"{name!r} is taken as words: it may be {' or '.join(found)}; say which, as columns.{name}=..."
+    return (found[0], "") if found else ("", f"left out {name!r}: {column.type} is no number, word, date or truth")
+
+
+def _list_kinds(column: pa.ChunkedArray) -> list[str]:
+    """The kinds of a column: several where all of its texts can be read in several ways."""
     kind, types = column.type, pa.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
     if types.is_boolean(kind):
-        return "truth"
+        return ["truth"]
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_duration(kind):
-        return "number"
+        return ["number"]
     if types.is_date(kind) or types.is_timestamp(kind):
-        return "date"
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-        return "word" if _find_format(column) is None else "date"
-    return None
+        return ["date"]
+    if not _is_text(column):
+        return []
+    texts, found = column.cast(pa.string()).drop_null(), list[str]()
+    has_marks = pc.match_substring_regex(texts.slice(0, 1000), r"\d.*[-/. ,].*\d")
+    if pc.any(has_marks).as_py() and pc.any(pc.match_substring(texts, ",")).as_py():
+        found = [
+            f"number:{at}" for at, form in _NUMBERS.items() if pc.all(pc.match_substring_regex(texts, form)).as_py()
+        ]
+    if not found and pc.all(has_marks).as_py():
+        fits = [not pc.strptime(texts, each, "us", error_is_null=True).null_count for each in _FORMATS]
+        found = [f"date:{each}" for each in compress(_FORMATS, fits)]
+        if not found:
+            with suppress(pa.ArrowInvalid):
+                texts.cast(pa.timestamp("us"))
+                found = ["date"]
+    return found or ["word"]
+
+
+def _is_text(column: pa.ChunkedArray) -> bool:
+    kind, types = column.type, pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
     """The values of a column as of a kind. Raises DataError naming the column and a value that is not of it."""
-    if kind.partition(":")[0] not in get_args(Kind):
-        remedy = f"one of {', '.join(get_args(Kind))}, or date:%d.%m.%Y"
+    word, _, form = kind.partition(":")
+    if word not in get_args(Kind) or (form and word != "date" and not (word == "number" and form in _NUMBERS)):
+        remedy = f"one of {', '.join(get_args(Kind))}, or date:%d.%m.%Y, number:, and number:. for decimal signs"
         raise ConfigError(f"columns.{name}", kind, "is no kind of column", remedy)
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
+    is_text = _is_text(column)
     try:
-        if kind == "word":
-            column = column if infer_kind(column) in ("word", "date") else _format_numbers(column)
+        if word == "word":
+            if pa.types.is_floating(column.type) and pc.all(pc.equal(column, pc.round(column))).as_py():
+                column = column.cast(pa.int64())  # whole numbers without a fraction
             words: np.ndarray = column.cast(pa.string()).to_numpy(zero_copy_only=False).astype(object)
             words[words == ""] = None
             return words
-        if kind.startswith("date"):
-            column = _parse_dates(column, kind.partition(":")[2])
+        if word == "date":
+            if is_text and form:
+                column = pc.strptime(column.cast(pa.string()), form, "us")
             return _to_floats(column.cast(pa.timestamp("us")).cast(pa.int64())) / 1e6
         if pa.types.is_duration(column.type):
             return _to_floats(column.cast(pa.duration("us")).cast(pa.int64())) / 1e6
-        values = _to_floats(column.cast(pa.bool_()) if kind == "truth" else column)
+        if is_text and form:
+            column = pc.replace_substring(pc.replace_substring(column, "." if form == "," else ",", ""), form, ".")
+        values = _to_floats(column.cast(pa.bool_()) if word == "truth" else column)
         values[~np.isfinite(values)] = np.nan
         return values
     except pa.ArrowException as error:
@@ -126,36 +167,6 @@ def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
 def _to_floats(column: pa.ChunkedArray) -> np.ndarray:
     values: np.ndarray = column.cast(pa.float64(), safe=False).to_numpy()
     return values.astype(np.float64)  # a copy, which may be written to
-
-
-def _format_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Numbers and truths as words: whole ones without a fraction."""
-    if pa.types.is_floating(column.type) and pc.all(pc.equal(column, pc.round(column))).as_py():
-        column = column.cast(pa.int64())
-    return column.cast(pa.string())
-
-
-def _parse_dates(column: pa.ChunkedArray, given: str) -> pa.ChunkedArray:
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        return column
-    form = given or _find_format(column)
-    return column.cast(pa.timestamp("us")) if not form else pc.strptime(column, form, "us")
-
-
-def _find_format(column: pa.ChunkedArray) -> str | None:
-    """The format by which all words are dates; "" for ISO 8601, None where there is none or more than one."""
-    sample = column.slice(0, 1000).drop_null()
-    if not len(sample) or not pc.all(pc.match_substring_regex(sample, r"\d.*[-/. ,].*\d")).as_py():
-        return None
-    words = column.drop_null()
-    fitting = [each for each in _FORMATS if not pc.strptime(words, each, "us", error_is_null=True).null_count]
-    if fitting:
-        return fitting[0] if len(fitting) == 1 else None
-    try:
-        words.cast(pa.timestamp("us"))
-    except pa.ArrowInvalid:
-        return None
-    return ""
 
 
 def find_unusable(name: str, values: Values, kind: str) -> str:

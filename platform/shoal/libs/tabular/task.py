@@ -7,7 +7,6 @@ Called by the recipe `jobs/table.py`, and subclassed by users. Legend: B rows, K
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,16 +23,21 @@ from shoal.libs.tabular.encoders import Encoders, RequestEncoder
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.trees import TreesPeer
 
-_log = logging.getLogger(__name__)
-
 
 class TableTask(Task):
     """Predicts a column of a table from the others. A request is a row as it is in the table.
 
-    data, target, columns, leave_out, validation, split, order_by, unknown: see `shoal.data.table`
-    network:  arguments of `TableNetwork`: width, depth, members, dropout, embedding
-    trees:    whether gradient-boosted trees of scikit-learn are fitted to the same rows, for comparison
-    encoders: as they were fitted when the run began; not to be given
+    data:       the file
+    target:     the column that is predicted
+    columns:    kinds that are not as inferred: number, word, truth, date, date:FORMAT
+    leave_out:  columns that are no inputs
+    validation: a share of the rows, or a file
+    split:      the seed of this share
+    order_by:   the column by which the last rows are this share
+    unknown:    a word that no training row had: error, or other
+    network:    arguments of `TableNetwork`: width, depth, members, dropout, embedding
+    trees:      whether gradient-boosted trees of scikit-learn are fitted to the same rows, for comparison
+    encoders:   as they were fitted when the run began; not to be given
 
     A subclass may write `table` for data of its own, and `model` for a network of its own, whose arguments are numbers
     [B, N] and categories [B, W], if there are any, and whose output is [B, C], or [B, K, C] of an ensemble.
@@ -81,8 +85,6 @@ class TableTask(Task):
     def fit_args(self) -> Mapping[str, Any]:
         if self._encoders is not None:
             return {}
-        for note in self._table.notes:
-            _log.warning("%s", note)
         return {"encoders": self.encoders.model_dump(mode="json", exclude_defaults=True)}
 
     def model(self) -> nn.Module:
@@ -90,16 +92,16 @@ class TableTask(Task):
         return TableNetwork(encoders.num_numbers, encoders.category_sizes, encoders.num_outputs, **self._network)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """The mean of the members' losses in training, and the loss of their mean in an evaluation."""
-        members = self._split_members(outputs)
-        answers = batch[-1]
+        """The mean of the members' losses in training, and the loss of their mean in an evaluation, where that of a
+        number is the share of the variance that is not explained: so versions with other training rows compare."""
+        members, answers, is_class = self._split_members(outputs), batch[-1], bool(self.encoders.target.classes)
         if torch.is_grad_enabled():
             answers = answers[:, None].expand(members.shape[:2])
-            if not self.encoders.target.classes:
-                return nn.functional.mse_loss(members[..., 0], answers)
-            return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
-        if not self.encoders.target.classes:
-            return nn.functional.mse_loss(members[..., 0].mean(1), answers)
+            if is_class:
+                return nn.functional.cross_entropy(members.flatten(0, 1), answers.flatten())
+            return nn.functional.mse_loss(members[..., 0], answers)
+        if not is_class:
+            return nn.functional.mse_loss(members[..., 0].mean(1), answers) / self._variance
         return nn.functional.nll_loss(self._log_probabilities(members), answers)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
@@ -112,8 +114,8 @@ class TableTask(Task):
 
     @cached_property
     def _variance(self) -> float:
-        """Of the validation rows' targets, in units of the training rows' deviation."""
-        return float(self._table.validation.tensors[-1].var(correction=0))  # type: ignore[union-attr]
+        """Of the validation rows' targets, in units of the training rows' deviation; 1 where they are all the same."""
+        return float(self._table.validation.tensors[-1].var(correction=0)) or 1.0  # type: ignore[union-attr]
 
     @staticmethod
     def _split_members(outputs: Tensor) -> Tensor:

@@ -38,10 +38,8 @@ def fit_transformer(
     try:
         width = _to_numbers(fitted.fit(frame, answers).transform(frame)).shape[1]
     except (ValueError, TypeError, KeyError) as error:
-        remedy = f"the columns are {', '.join(frame.columns)}"
-        raise DataError(
-            "transformer", type(transformer).__name__, f"does not fit the table: {error}", remedy
-        ) from error
+        problem, remedy = f"does not fit the table: {error}", f"the columns are {', '.join(frame.columns)}"
+        raise DataError("transformer", type(transformer).__name__, problem, remedy) from error
     return base64.b64encode(pickle.dumps(fitted)).decode(), width, sklearn.__version__
 
 

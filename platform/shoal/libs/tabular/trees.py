@@ -30,10 +30,10 @@ PANELS = ReportPanels(
 
 
 class TreesPeer(Callback):
-    """Fits scikit-learn's HistGradientBoosting, at its defaults; logs its score at the first evaluation and the end."""
+    """Fits scikit-learn's HistGradientBoosting, at its defaults; logs its score at each evaluation."""
 
     def __init__(self, get_table: Callable[[], Table]) -> None:
-        self._get_table, self._score, self._is_logged = get_table, dict[str, float](), False
+        self._get_table, self._score = get_table, dict[str, float]()
 
     def on_begin(self, state: TrainingState) -> None:
         if not state.is_first:
@@ -44,11 +44,6 @@ class TreesPeer(Callback):
             _log.warning("gradient-boosted trees are left out of the comparison: pip install scikit-learn")
 
     def on_evaluation(self, state: TrainingState) -> None:
-        if self._score and not self._is_logged:
-            state.log(self._score)
-            self._is_logged = True
-
-    def on_end(self, state: TrainingState) -> None:
         if self._score:
             state.log(self._score)
 
@@ -63,9 +58,8 @@ def score_trees(table: Table) -> dict[str, float]:
     answers = [encoders.target.encode(table.select(part)[encoders.target.name]) for part in ("train", "validation")]
     kind = HistGradientBoostingClassifier if encoders.target.classes else HistGradientBoostingRegressor
     trees = kind(random_state=0, categorical_features=is_word).fit(arrays[0], answers[0])
-    return {
-        f"validation/{'accuracy' if encoders.target.classes else 'r2'}_trees": float(trees.score(arrays[1], answers[1]))
-    }
+    metric = "accuracy" if encoders.target.classes else "r2"
+    return {f"validation/{metric}_trees": float(trees.score(arrays[1], answers[1]))}
 
 
 def _make_features(table: Table, part: str) -> np.ndarray:

@@ -20,8 +20,9 @@ from shoal.libs.websocket.framing import Dialect
 
 READ_BYTES = 64 * 1024  # at once; more than a record of TLS, of which nothing may stay in the socket
 PARSE_BYTES, PARSE_BYTES_BEFORE = 1024, 256  # at once, since small frames take long: in a session, and before
-MAX_TURN_FRAMES = 16  # in a session, of one connection before the others have their turn
 MAX_FRAMES_BEFORE = 16  # without a session
+MAX_TURN_FRAMES = MAX_FRAMES_BEFORE + 2  # of one connection before the others have their turn
+MAX_IDLE_ANSWERS = 64  # of a session in a heartbeat: what is answered with an error, a pong or a welcome is no play
 MAX_REQUEST_BYTES = 32 * 1024  # of HTTP, with the cookies that a browser has for this host
 MAX_HELLO_BYTES = 32 * 1024  # of a message without a session
 MAX_UNSENT_BYTES = 16 * 1024 * 1024  # of a client that does not read: beyond, it gets no further message
@@ -31,30 +32,34 @@ _WAITING = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _LOGGER = logging.getLogger("shoal.websocket")
 _LOGGER.setLevel(logging.CRITICAL)  # what clients send wrong is answered, and counted by the gateway
 
-Judge = Callable[[Request], tuple[HTTPStatus, str] | None]
+Judge = Callable[[Request], tuple[HTTPStatus, str] | str | None]
 
 
 class GameConnection:
     """A non-blocking socket, from its first byte to its end.
 
     route:     the gateway's name of it
-    judge:     says why a handshake is rejected, or None
+    judge:     says why a handshake is rejected, or the address of another gateway that it is for, or None
+    relayed:   that address, and the request
     awaited:   the events of the socket that the listener waits for
     received_at:  when its newest frame came
     alone_at:  since when it has had no session; None while it has one
     closes_at: of one that ends: until when the client may read why
+    poller:    that the listener waits with
     """
 
-    def __init__(self, sock: socket.socket, route: bytes, judge: Judge) -> None:
-        self.socket, self.route, self._judge = sock, route, judge
+    def __init__(self, sock: socket.socket, route: bytes, judge: Judge, poller: select.epoll) -> None:
+        self.socket, self.route, self._judge, self.poller = sock, route, judge, poller
         self.dialect = Dialect.TEXT
         self.received_at = self.pinged_at = time.monotonic()
         self.alone_at: float | None = self.received_at
         self.closes_at: float | None = None
+        self.relayed: tuple[str, bytes] | None = None
         self.is_closed = False
         self.awaited = select.EPOLLIN
         self._protocol = ServerProtocol(max_size=MAX_HELLO_BYTES, logger=_LOGGER)
         self._num_frames = self._request_bytes = 0  # without a session
+        self._num_idle = 0  # answers in this heartbeat
         self._unread = memoryview(b"")  # has arrived, and is not parsed
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
@@ -68,12 +73,26 @@ class GameConnection:
 
     def find_awaited(self) -> int:
         """The events that it needs now: it waits until the client reads, if it has something to send."""
-        return select.EPOLLIN | (select.EPOLLOUT if self._unsent or self._awaits_write else 0)
+        writes = select.EPOLLOUT if self._unsent or self._awaits_write else 0
+        return writes | (0 if self.is_slowed and not self.is_ending else select.EPOLLIN)
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether it has used its idle answers of this heartbeat: it is not read until the next one."""
+        return self._num_idle > MAX_IDLE_ANSWERS
+
+    def count_idle(self) -> None:
+        """Count an answer that plays nothing."""
+        self._num_idle += 1
+
+    def renew(self) -> None:
+        """A heartbeat has begun."""
+        self._num_idle = 0
 
     @property
     def has_unread(self) -> bool:
         """Whether it is to be read again though its socket may have nothing."""
-        return bool(self._unread) and not self.is_closed
+        return bool(self._unread) and not (self.is_closed or self.is_slowed)
 
     def begin_session(self, max_message_bytes: int) -> None:
         """Admit larger messages, and many."""
@@ -99,7 +118,7 @@ class GameConnection:
                 return
             self._unread = memoryview(data)
         num_left = MAX_TURN_FRAMES
-        while self._unread and num_left > 0 and not self.is_ending:
+        while self._unread and num_left > 0 and not (self.is_ending or self.is_slowed) and self.relayed is None:
             size = PARSE_BYTES if self.alone_at is None else PARSE_BYTES_BEFORE
             chunk, self._unread = self._unread[:size], self._unread[size:]
             if self._protocol.state is State.CONNECTING:
@@ -118,8 +137,11 @@ class GameConnection:
     def _take(self, event: object) -> Iterator[tuple[bool, bytes]]:
         self.received_at = time.monotonic()
         if isinstance(event, Request):
-            problem = self._judge(event)
-            answer = self._protocol.accept(event) if problem is None else self._protocol.reject(*problem)
+            verdict = self._judge(event)
+            if isinstance(verdict, str):
+                self.relayed = verdict, event.serialize()
+                return
+            answer = self._protocol.accept(event) if verdict is None else self._protocol.reject(*verdict)
             self._protocol.send_response(answer)
             return
         assert isinstance(event, Frame)
@@ -127,6 +149,8 @@ class GameConnection:
             self._num_frames += 1
             if self._num_frames > MAX_FRAMES_BEFORE:
                 return self.end(CloseCode.POLICY_VIOLATION, f"{MAX_FRAMES_BEFORE} frames without a session")
+        if event.opcode is Opcode.PING:
+            self.count_idle()
         if event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
             if event.opcode is not Opcode.CONT:
                 self._is_text = event.opcode is Opcode.TEXT

@@ -51,7 +51,7 @@ def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
         raise ProtocolViolation("malformed", "a message has at least one frame")
     if frames[0][:1] != b"{":
         return Dialect.BINARY, frames
-    frames[0] = msgspec.msgpack.encode(_read_json(frames[0]))
+    frames[0] = _write_msgpack(_read_json(frames[0]))
     return Dialect.BINARY_JSON, frames
 
 
@@ -77,7 +77,7 @@ def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
         for tensor in tensors:
             if isinstance(tensor, dict):
                 frames.append(_to_frame(str(tensor.get("name")), tensor.pop("data", []), str(tensor.get("dtype"))))
-    return [msgspec.msgpack.encode(header), *frames]
+    return [_write_msgpack(header), *frames]
 
 
 def join_text(frames: Sequence[bytes]) -> bytes:
@@ -93,6 +93,10 @@ def _read_json(data: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ProtocolViolation("malformed", "the header is no JSON object")
     return header
+
+
+def _write_msgpack(header: dict[str, Any]) -> bytes:
+    return _attempt(lambda: msgspec.msgpack.encode(header), "the header cannot be read")
 
 
 def _to_frame(name: str, values: Any, dtype: str) -> bytes:

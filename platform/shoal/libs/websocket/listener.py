@@ -20,7 +20,7 @@ import resource
 import select
 import socket
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -32,17 +32,21 @@ from shoal.extend.rl import GatewaySetting
 from shoal.libs.websocket.certificate import ServerCertificate
 from shoal.libs.websocket.connection import GameConnection
 from shoal.libs.websocket.framing import Dialect, join_binary, join_text, split_binary, split_text
-from shoal.libs.websocket.handshake import HandshakeRules
+from shoal.libs.websocket.handshake import HandshakeRules, find_policy
+from shoal.libs.websocket.relay import Relays
 
 ROUTE_PREFIX = b"\x00ws"  # no client of the ROUTER has such a name: those that begin with 0 are its own, of 5 bytes
 BACKLOG = 1024
-MAX_READY = 256  # of one round: the connections with sessions first
-MAX_STRANGERS, MAX_STRANGERS_ALONE = 4, 64  # without a session, that have a turn beside those with one, and alone
+MAX_READY = 256  # connections with a session that have a turn in one round
+MAX_STRANGERS = 16  # likewise, without one; while games play, one: their answers wait for it
 MAX_WAITING = 16_384  # without a session
+BUSY_S = 0.1  # since a session's newest message: then those without one have
+REST = 9  # times as long a rest as their turns have taken of the processor
 PING_S = 20.0  # of silence, after which a client's library is asked for a pong
 FAREWELL_S = 0.5  # for the clients to read the last messages of a gateway that stops
 _PORT_WAIT_S = 1.0  # for the previous gateway to release the port
 _HOSTS = {"localhost": "127.0.0.1", "*": "0.0.0.0"}
+_IDLE_ANSWERS = (b"\xa7welcome", b"\xa5error", b"\xa4pong")
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # As for the ROUTER: a peer that vanishes silently frees its descriptor after 60 + 4 * 15 s.
 _LOST_PEER = (
@@ -72,10 +76,15 @@ class WebSocketListener:
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self.scheme = "ws" if spec.tls is None else "wss"
+        self._waiting_epoll = select.epoll()  # the listening socket, and the connections without a session
+        self._waiting_epoll.register(self._socket, select.EPOLLIN)
+        self._busy_at = self._rested_at = 0.0
+        self._is_resting = False
         self._again = os.eventfd(0, os.EFD_NONBLOCK)  # readable while a connection has bytes that are not parsed
         self._epoll = select.epoll()
-        self._epoll.register(self._socket, select.EPOLLIN)
-        self._epoll.register(self._again, select.EPOLLIN)
+        self._relays = Relays(None if spec.tls is None else spec.tls.certificate)
+        for ready in (self._again, self._relays, self._waiting_epoll):
+            self._epoll.register(ready, select.EPOLLIN)
         self._is_accepting = True
         self._connections: dict[int, GameConnection] = {}  # by file descriptor
         self._routes: dict[bytes, GameConnection] = {}
@@ -89,29 +98,52 @@ class WebSocketListener:
     def __contains__(self, route: bytes) -> bool:
         return route.startswith(ROUTE_PREFIX)
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+    def relay(self, addresses: Mapping[str, str]) -> None:
+        """Pass connections to the paths of other policies on to the addresses of their gateways."""
+        self._relays.addresses = addresses
+
+    def receive(self, is_busy: bool) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
         """One turn of each connection that has something; of those without a session, only of a few."""
-        members: list[tuple[GameConnection, int]] = []
-        strangers: list[tuple[GameConnection, int]] = []
         ready = dict(self._epoll.poll(0, MAX_READY))
-        is_asked = ready.pop(self._socket.fileno(), 0)
+        if ready.pop(self._relays.fileno(), 0):
+            self._relays.transfer()
         if ready.pop(self._again, 0):
             for connection in self._unread:
                 ready.setdefault(connection.socket.fileno(), select.EPOLLIN)
+        strangers_wait = ready.pop(self._waiting_epoll.fileno(), 0)
         for descriptor, mask in ready.items():
-            connection = self._connections[descriptor]
-            (strangers if connection.alone_at is not None else members).append((connection, mask))
-        limit = MAX_STRANGERS if members else MAX_STRANGERS_ALONE
-        for connection, mask in (*members, *strangers[:limit]):
-            if mask & select.EPOLLOUT:
-                connection.flush()
-            if mask & ~select.EPOLLOUT:
-                yield from self._read(connection)
-            if connection.is_ending:
-                yield connection.route, None
-            self._follow(connection)
-        if is_asked:
-            self._accept(limit)
+            yield from self._handle(self._connections[descriptor], mask)
+        now = time.monotonic()
+        self._busy_at = now if ready or is_busy else self._busy_at
+        is_busy = now < self._busy_at + BUSY_S
+        if strangers_wait:
+            limit, begun = 1 if is_busy else MAX_STRANGERS, time.thread_time()
+            for descriptor, mask in self._waiting_epoll.poll(0, limit):
+                if descriptor == self._socket.fileno():
+                    self._accept(limit)
+                elif (stranger := self._connections.get(descriptor)) is not None:  # not dropped in this round
+                    yield from self._handle(stranger, mask)
+            self._rested_at = time.monotonic() + REST * (time.thread_time() - begun)
+        should_rest = is_busy and now < self._rested_at
+        if should_rest != self._is_resting:  # sessions wake the gateway meanwhile, or else it wakes within 0.1 s
+            self._is_resting = should_rest
+            self._epoll.modify(self._waiting_epoll, 0 if should_rest else select.EPOLLIN)
+
+    def _handle(
+        self, connection: GameConnection, mask: int
+    ) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+        if mask & select.EPOLLOUT:
+            connection.flush()
+        if mask & (select.EPOLLERR | select.EPOLLHUP) and connection.is_slowed:
+            connection.is_closed = True  # it is not read, and would be ready all the time
+        elif mask & ~select.EPOLLOUT:
+            yield from self._read(connection)
+        if connection.relayed is not None:
+            self._hand_over(connection, *connection.relayed)
+            return
+        if connection.is_ending:
+            yield connection.route, None
+        self._follow(connection)
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> str:
         """Send a message of the protocol in the client's dialect; returns why it was not sent, or ""."""
@@ -121,6 +153,9 @@ class WebSocketListener:
         if frames[0].find(b"\xa7welcome", 0, 16) >= 0:
             connection.begin_session(self._spec.max_message_bytes)
             self._waiting.pop(route, None)
+            self._move(connection, self._epoll)
+        if any(frames[0].find(kind, 0, 16) >= 0 for kind in _IDLE_ANSWERS):
+            connection.count_idle()
         is_text = connection.dialect is Dialect.TEXT
         message = join_text(frames) if is_text else join_binary(frames, connection.dialect)
         problem = connection.send(message, is_text)
@@ -131,6 +166,7 @@ class WebSocketListener:
         """End what has waited for too long: connections without a session, and sessions without a sign of life."""
         now = time.monotonic()
         for connection in list(self._routes.values()):
+            connection.renew()
             if connection.alone_at is not None:
                 if connection.closes_at is not None:
                     connection.is_closed = now > connection.closes_at
@@ -139,6 +175,7 @@ class WebSocketListener:
             elif connection.route not in sessions:
                 connection.end_session()
                 self._waiting[connection.route] = connection
+                self._move(connection, self._waiting_epoll)
             elif now > connection.received_at + self._spec.pause_s:
                 connection.end(CloseCode.POLICY_VIOLATION, f"silent for {self._spec.pause_s:g} s")
                 yield connection.route
@@ -147,16 +184,16 @@ class WebSocketListener:
             self._follow(connection)
         if not self._is_accepting:
             self._is_accepting = True
-            self._epoll.register(self._socket, select.EPOLLIN)
+            self._waiting_epoll.register(self._socket, select.EPOLLIN)
         if self._certificate is not None:
             self._certificate.refresh()
 
     def close(self) -> None:
         """End all connections; their clients may read what was sent for a moment."""
-        self._epoll.unregister(self._socket)
         self._socket.close()
         for connection in list(self._routes.values()):
             connection.end(CloseCode.GOING_AWAY, "the gateway stops")
+            self._move(connection, self._epoll)
             self._follow(connection)
         deadline = time.monotonic() + FAREWELL_S
         while self._connections and (left_s := deadline - time.monotonic()) > 0:
@@ -168,6 +205,8 @@ class WebSocketListener:
                     self._follow(client)
         for connection in self._connections.values():
             connection.socket.close()
+        self._relays.close()
+        self._waiting_epoll.close()
         self._epoll.close()
         os.close(self._again)
 
@@ -195,7 +234,7 @@ class WebSocketListener:
                 sock, _ = self._socket.accept()
             except OSError as error:
                 if error.errno in _NO_DESCRIPTOR and not self._drop_oldest():
-                    self._epoll.unregister(self._socket)  # it would be ready all the time
+                    self._waiting_epoll.unregister(self._socket)  # it would be ready all the time
                     self._is_accepting = False
                 if error.errno in _NO_DESCRIPTOR and self._is_accepting:
                     continue
@@ -210,9 +249,16 @@ class WebSocketListener:
 
     def _add(self, sock: socket.socket) -> None:
         route = ROUTE_PREFIX + next(self._numbers).to_bytes(8, "big")
-        connection = GameConnection(sock, route, self._judge)
+        connection = GameConnection(sock, route, self._judge, self._waiting_epoll)
         self._connections[sock.fileno()] = self._routes[route] = self._waiting[route] = connection
-        self._epoll.register(sock, connection.awaited)
+        connection.poller.register(sock, connection.awaited)
+
+    def _move(self, connection: GameConnection, poller: select.epoll) -> None:
+        """Let the connection wait among those with a session, or without one."""
+        if connection.poller is not poller and not connection.is_closed:
+            connection.poller.unregister(connection.socket)
+            connection.poller = poller
+            poller.register(connection.socket, connection.awaited)
 
     def _drop_oldest(self) -> bool:
         """Close the connection that has had no session for the longest time; False without any."""
@@ -251,8 +297,19 @@ class WebSocketListener:
             self._waiting.setdefault(connection.route, connection)
         if not connection.is_closed and connection.awaited != (awaited := connection.find_awaited()):
             connection.awaited = awaited
-            self._epoll.modify(connection.socket, awaited)
+            connection.poller.modify(connection.socket, awaited)
 
-    def _judge(self, request: Request) -> tuple[HTTPStatus, str] | None:
-        host, origin = request.headers.get_all("Host"), request.headers.get_all("Origin")
-        return self._rules.find_problem(request.path, "".join(host[:1]), origin[0] if origin else None, ())
+    def _hand_over(self, connection: GameConnection, address: str, request: bytes) -> None:
+        """What a client sends before it is answered is no part of WebSocket, and is dropped."""
+        connection.poller.unregister(connection.socket)
+        del self._connections[connection.socket.fileno()], self._routes[connection.route]
+        del self._waiting[connection.route]
+        self._unread.pop(connection, None)
+        self._relays.open(connection.socket, address, request)
+
+    def _judge(self, request: Request) -> tuple[HTTPStatus, str] | str | None:
+        hosts, origins = request.headers.get_all("Host"), request.headers.get_all("Origin")
+        others, policy = self._relays.addresses, find_policy(request.path)
+        if policy in others:
+            return others[policy]
+        return self._rules.find_problem(request.path, "".join(hosts[:1]), origins[0] if origins else None, others)

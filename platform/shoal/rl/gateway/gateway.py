@@ -55,6 +55,7 @@ class Gateway:
 
     opponents:    for self-play
     group_commit: of the queue, with `durable: store`
+    listener:     of a run with WebSocket, once it has started
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Gateway:
         self._threads: list[threading.Thread] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # a gateway that never started owns no socket
         self._socket: zmq.Socket[bytes]
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
         self.port = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -107,8 +108,8 @@ class Gateway:
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
         if (listener := find_listener(self.spec)) is not None:
             remembered_port = int(self.queue.ledger.get_fact("websocket_port") or 0)
-            self._listener = listener(self.setting, remembered_port)
-            self.queue.ledger.set_fact("websocket_port", str(self._listener.port))
+            self.listener = listener(self.setting, remembered_port)
+            self.queue.ledger.set_fact("websocket_port", str(self.listener.port))
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
         if (before := self.queue.ledger.get_fact("progress")) is not None:
@@ -122,12 +123,6 @@ class Gateway:
     @property
     def address(self) -> str:
         return format_address("tcp", self.spec.host, self.port)
-
-    def format_websocket_address(self, host: str = "") -> str:
-        """For games that speak WebSocket; empty without `spec.websocket`. host: the default is the spec's"""
-        if self._listener is None:
-            return ""
-        return format_address(self._listener.scheme, host or self.spec.host, self._listener.port)
 
     @property
     def is_alive(self) -> bool:
@@ -206,8 +201,8 @@ class Gateway:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        if self._listener is not None:
-            poller.register(self._listener.fileno(), zmq.POLLIN)
+        if self.listener is not None:
+            poller.register(self.listener.fileno(), zmq.POLLIN)
         sweep_at = time.monotonic() + self.spec.heartbeat_s
         interval_ms = int(1000 * min(self.spec.heartbeat_s, NEW_LAPSE_S))
         while not self._stopping.is_set():
@@ -215,10 +210,10 @@ class Gateway:
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             with self._lock:
-                if self._socket in ready:
+                if is_busy := self._socket in ready:
                     self._receive_round()
-                if self._listener is not None and self._listener.fileno() in ready:
-                    self._receive_from(self._listener)
+                if self.listener is not None:
+                    self._receive_from(self.listener, is_busy)
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
                     self._sweep()
@@ -235,8 +230,8 @@ class Gateway:
                 self._users.close()
         self._shared_payloads.close()
         self._socket.close(linger=500)
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close()
 
     def _sweep(self) -> None:
         """Look, once a heartbeat, for what time has changed: quarantines, silent actors, abandoned episodes."""
@@ -247,9 +242,9 @@ class Gateway:
         self._admission.record_unlearnable()
         progress.record_shortage(self._sessions.describe_shortage())
         silent = self._sessions.find_silent(self.spec.timeout_s)
-        if self._listener is not None:
-            of_listener = self._listener.sweep(self._sessions)
-            silent = [*(route for route in silent if route not in self._listener), *of_listener]
+        if self.listener is not None:
+            of_listener = self.listener.sweep(self._sessions)
+            silent = [*(route for route in silent if route not in self.listener), *of_listener]
         for route in silent:
             self._handshake.end_session(route, "timed out")
         before_s = time.monotonic() - self.spec.episode_timeout_s  # one for both: they end the same episodes
@@ -281,8 +276,8 @@ class Gateway:
                 return
             self._handle_message(route, frames)
 
-    def _receive_from(self, listener: Listener) -> None:
-        for route, frames in listener.receive():
+    def _receive_from(self, listener: Listener, is_busy: bool) -> None:
+        for route, frames in listener.receive(is_busy):
             if frames is None:
                 self._handshake.end_session(route, "disconnected")
             elif isinstance(frames, ProtocolViolation):
@@ -356,8 +351,8 @@ class Gateway:
 
     def _send_all(self, is_written: bool = True) -> None:
         for route, frames, *_ in self._send_queue.take(is_written):
-            if self._listener is not None and route in self._listener:
-                if reason := self._listener.send(route, frames):
+            if self.listener is not None and route in self.listener:
+                if reason := self.listener.send(route, frames):
                     self._handshake.end_session(route, reason)
                 continue
             try:

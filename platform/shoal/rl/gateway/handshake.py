@@ -11,10 +11,13 @@ from shoal.errors import ConfigError
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, find_hello_problem, to_printable
 from shoal.rl.gateway.state import GatewayState
+from shoal.wire.given_spaces import find_wrong_spaces
 from shoal.wire.messages import PROTOCOL_VERSION, ErrorMessage, Hello, Welcome, reject_version
 
 MAX_DETAIL = 200  # characters of an error in an event
-_FATAL = frozenset({"bad_token", "bad_version", "no_remote_inference", "stale_incarnation", "superseded"})
+_FATAL = frozenset(
+    {"bad_token", "bad_version", "no_remote_inference", "stale_incarnation", "superseded", "wrong_spaces"}
+)
 
 
 class Handshake:
@@ -45,6 +48,8 @@ class Handshake:
             return self._reject_hello(route, hello, "bad_token", "the token is not the one of this gateway")
         if (rejection := find_hello_problem(hello, self._ledger.newest_incarnation(hello.actor_id))) is not None:
             return self._reject_hello(route, hello, *rejection)
+        if hello.offers and (difference := find_wrong_spaces(hello.offers, self._experience)):
+            return self._reject_hello(route, hello, "wrong_spaces", difference)
         is_remote = hello.inference == REMOTE
         if is_remote:
             try:

@@ -6,12 +6,13 @@ ROUTER socket do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from shoal.errors import ConfigError, ProtocolViolation
 from shoal.plugins.find import find_extension
 from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.gateway.zmq_listener import format_address
 from shoal.rl.spec import GatewaySpec
 
 LISTENERS = "shoal.listeners"
@@ -24,16 +25,21 @@ class Listener(Protocol):
     scheme: str
 
     def fileno(self) -> int:
-        """Readable when `receive` has something to do."""
+        """Readable when `receive` has something to do; it is called in each round."""
 
     def __contains__(self, route: bytes) -> bool:
         """Whether a route is its own."""
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
-        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended."""
+    def receive(self, is_busy: bool) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended. is_busy: actors
+        of the ROUTER play, which must not wait for clients without a session."""
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> str:
         """Send a message without waiting; returns why it was not sent, or an empty string."""
+
+    def relay(self, addresses: Mapping[str, str]) -> None:
+        """Pass connections for other policies of the run on to their gateways' addresses, by policy. From any
+        thread."""
 
     def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
         """Once a heartbeat: end connections that have no session, and those that are silent, whose routes it returns.
@@ -41,6 +47,11 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """End all connections."""
+
+
+def format_websocket_address(listener: Listener | None, host: str) -> str:
+    """For games that reach the gateway at this host; empty without a listener."""
+    return format_address(listener.scheme, host, listener.port) if listener else ""
 
 
 def find_listener(spec: GatewaySpec) -> Callable[[GatewaySetting, int], Listener] | None:

@@ -41,9 +41,8 @@ def validate_metric_name(name: str) -> str:
 def validate_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Metrics as they are stored, by name. Raises ConfigError for an invalid name or a value that is not a number."""
     if not _RESERVED.isdisjoint(values):
-        raise ConfigError(
-            "values", sorted(map(str, values)), "'step' and 'time' cannot name a metric", "call it x/time"
-        )
+        problem = "'step' and 'time' cannot name a metric"
+        raise ConfigError("values", sorted(map(str, values)), problem, "call it x/time")
     return {validate_metric_name(name): _to_float(name, value) for name, value in values.items()}
 
 

@@ -12,6 +12,7 @@ Calls refused for their caller are logged too, many to a line (see `auth_failure
 Written by the endpoint's controller to $SHOAL_HOME/audit.jsonl, which only its owner may read; several controllers may
 append to one file. A full file becomes audit.jsonl.1, that one audit.jsonl.2 and so on; the oldest goes. A line that
 cannot be written goes to the program's log and stops nothing. Contains no key, and only the beginning of long values.
+The controller prints changes too, for `shoal serve logs`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -66,8 +68,9 @@ class AuditLog:
                 self._write({"entry": "asked", "action": action, **_parse_caller(by), "change": dict(change), **result})
 
     def record_change(self, event: Event) -> None:
-        details = {name: value for name, value in event.details().items() if name != "by"}
-        self._write({"entry": "changed", "action": event.kind, **_parse_caller(event.by), **details})
+        facts = {"action": event.kind} | event.details() | _parse_caller(event.by)
+        self._write({"entry": "changed", **facts})
+        sys.stdout.write(f"{time.strftime('%F %T')} {', '.join(f'{name} {each}' for name, each in facts.items())}\n")
 
     def record_auth_failures(self, reports: Sequence[ReplicaReport]) -> None:
         """Log the calls refused since the last entry. `reports`: the newest of every replica."""

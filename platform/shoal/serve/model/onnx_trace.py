@@ -28,8 +28,9 @@ def trace_to_onnx(
     dynamic_axes: Mapping[str, Mapping[int, str]],
     ref: str,
     remedy: str,
+    opset: int | None = None,
 ) -> bytes:
-    """Trace a module with these tensors. Raises ConfigError for the model `ref`, MissingExtra."""
+    """Trace a module with these tensors. Raises ConfigError for the model `ref`, MissingExtra. opset: None: torch's"""
     with needs_extra("export"):
         import onnx  # noqa: F401 - torch's exporter needs it
     import torch
@@ -43,6 +44,7 @@ def trace_to_onnx(
                 tuple(tensors),
                 file,  # type: ignore[arg-type]
                 dynamo=False,
+                opset_version=opset,
                 input_names=input_names,
                 output_names=output_names,
                 dynamic_axes=dynamic_axes,

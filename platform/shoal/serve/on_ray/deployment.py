@@ -117,9 +117,6 @@ class DeployedEndpoint:
             self._seen_event = events[-1].number
         return events
 
-    def controller_pid(self) -> int:
-        return int(self._call_controller("pid"))
-
     def close(self) -> None:
         """Remove the endpoint once it has answered its requests, and Serve with the last one. Idempotent."""
         if not self._closed:

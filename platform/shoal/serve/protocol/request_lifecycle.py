@@ -167,7 +167,7 @@ class EndpointApp:
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
     that its protocol answers, and an application.
 
-    required: of these; others that cannot be loaded are left out
+    required: of these; others that cannot be loaded, or raise when they are called, are left out
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class EndpointApp:
         tracer: TracerProtocol | None = None,
         required: Iterable[str] = (),
     ) -> None:
-        needed = {name: find_extension(name, PROTOCOLS, {}) for name in required}
-        protocols = (load_sound_extensions(PROTOCOLS) | needed).values()
-        self._rest = rest
-        self._others: list[tuple[str, Application]] = [make(manager, access, limits, tracer) for make in protocols]
+        others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
+        for name in {*required} - others.keys():  # raises
+            others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
+        self._rest, self._others = rest, list[tuple[str, Application]](others.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         application = self._rest

@@ -2,8 +2,7 @@
 
 If the newer version fails on a batch, the older one computes it. If that fails too, the request is at fault and nothing
 changes. Otherwise the older version's answers are returned, and the guard judges the newer version. If the newer
-version seems slow, both compute the next batches. Made by `live.versions`, called by forward threads. Does not act on a
-judgement: `reject` does.
+version seems slow, both compute the next batches. Made by `live.versions`, called by forward threads.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
 from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.model.column_drift import CountColumns
 from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.model_statistics import ForwardTimes
@@ -87,15 +87,15 @@ class FallbackPredictor:
         """Whether `now` has answered a request; without a version before it, it is the first one or has returned."""
         return self.before is None or self._requests > self._num_fallbacks
 
-    def predict(self, requests: Sequence[Arrays]) -> Answered:
-        """Compute a batch. Raises the error of `now` when `before` fails too."""
+    def predict(self, requests: Sequence[Arrays], count_columns: CountColumns | None = None) -> Answered:
+        """Compute a batch. Raises the error of `now` when `before` fails too. count_columns: see `LoadedModel`"""
         before = self.before
         if before is None:
-            return Answered(self.now.loaded.predict_batch(requests), self.version, True)
+            return Answered(self.now.loaded.predict_batch(requests, count_columns), self.version, True)
         if self.is_suspect:
-            return self._compare(before, requests)
+            return self._compare(before, requests, count_columns)
         try:
-            outputs = self.now.loaded.predict_batch(requests)
+            outputs = self.now.loaded.predict_batch(requests, count_columns)
         except Exception as error:  # noqa: BLE001 - on any error the version before may succeed
             return self._fall_back(before, requests, error)
         with self._lock:
@@ -123,13 +123,13 @@ class FallbackPredictor:
             self._reject(self, f"{reason} ({type(error).__name__}: {error})")
         return Answered(outputs, before.version, False)
 
-    def _compare(self, before: LoadedVersion, requests: Sequence[Arrays]) -> Answered:
+    def _compare(self, before: LoadedVersion, requests: Sequence[Arrays], count: CountColumns | None) -> Answered:
         """Compute a batch with both, under the same load of the machine."""
         is_first = self._num_compared % 2 == 0  # the second reads from a warm cache
         before_s = self._time(before, requests) if is_first else None
         started_s = self._clock()
         try:
-            outputs = self.now.loaded.predict_batch(requests)
+            outputs = self.now.loaded.predict_batch(requests, count)
         except Exception as error:  # noqa: BLE001 - as in `predict`
             return self._fall_back(before, requests, error)
         now_s = self._clock() - started_s

@@ -269,7 +269,7 @@ class ServedModel:
             for request in requests:
                 limits.check(request)
         if isinstance(loaded, FallbackPredictor):
-            outputs, batch.version, batch.is_alone = loaded.predict(requests)
+            outputs, batch.version, batch.is_alone = loaded.predict(requests, self.counts.count_columns)
             return _act(self.predictor.sampler, batch, outputs)
         try:
             return _act(loaded.sampler, batch, loaded.predict_batch(requests, self.counts.count_columns))

@@ -30,8 +30,8 @@ def make_model_name(spec: TrainSpec) -> str:
     """The model's name in the registry: the spec's, or derived from the task's."""
     place, _, name = spec.task.partition(":")
     file = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    chosen = spec.name or name or file
-    return re.sub(r"[^a-z0-9._-]", "-", chosen.lower()).strip("._-") or "model"
+    said = re.sub(r"{(\w+)}", lambda found: Path(str(spec.args.get(found[1]) or "")).name.split(".")[0], spec.name)
+    return re.sub(r"[^a-z0-9._-]", "-", (said or name or file).lower()).strip("._-") or "model"
 
 
 def make_factory(spec: TrainSpec) -> ModelFactory:

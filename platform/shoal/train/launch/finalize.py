@@ -72,13 +72,11 @@ def finalize_run(
     if target is not None:
         run = shoal.runs.load(recorder.id)
         rows = get_evaluations(run.metrics(), f"validation/{target.metric}")
-        reached = find_target_reached(
-            rows, target, find_attempts(run.events(), spec.workers), spec.price_per_device_hour
-        )
+        attempts = find_attempts(run.events(), spec.workers)
+        reached = find_target_reached(rows, target, attempts, spec.price_per_device_hour)
         if reached is not None:
-            recorder.record_event(
-                "target_reached", step=reached.step, training_s=reached.training_s, money=reached.money
-            )
+            facts = {"step": reached.step, "training_s": reached.training_s, "money": reached.money}
+            recorder.record_event("target_reached", **facts)
     missed, version = describe_missed_target(spec, outcome), None
     if registers:
         if missed:  # what follows champion keeps what it has

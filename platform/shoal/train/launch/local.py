@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -22,6 +22,8 @@ from shoal.parallel import World
 from shoal.parallel.layers.precision import check_precision
 from shoal.random_state import preserve_rng
 from shoal.runs import Run, RunRecorder
+from shoal.runs.formatting import format_metrics
+from shoal.runs.output_files import DRIVER, append_output
 from shoal.train.launch.training_run import TORCHRUN, TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
@@ -88,7 +90,7 @@ def fit_locally(
     renews:    reload a changed file of the Task that this process has loaded before; False when several runs
                are compared
     predicts:  record the predicted cost, which takes a second or two at the end
-    say:       receives lines about progress and problems
+    say:       receives lines about progress, problems and the end, which the run's folder has too
     """
     if spec.has_replicas and "WORLD_SIZE" in os.environ:
         raise ConfigError(*spec.applied_sync.chosen_by, "starts its workers itself", "leave out torchrun")
@@ -108,11 +110,21 @@ def fit_locally(
         run_id, recorder = _open_record(spec, job, world, closing)
         stop = closing.enter_context(shutdown_event())
         journal: EventLog = RecordLog(recorder) if recorder else NullLog()
-        if recorder and say:
-            journal = ConsoleLog(journal, say)
+
+        def tell(line: str) -> None:
+            with suppress(OSError):  # a full disk: the run goes on without
+                append_output(home() / "runs" / run_id, DRIVER, f"{line}\n".encode())
+            if say:
+                say(line)
+
+        if recorder:
+            journal = ConsoleLog(journal, tell)
         run = TrainingRun(spec, checked, run_id, home() / "runs" / run_id, journal, recorder, registers, predicts)
-        checked.log_batch_size(journal)
+        checked.log_data(journal)
         outcome = run.run(LocalBackend(world, stop.is_set))
+        if recorder:
+            metrics = f"; {format_metrics(outcome.metrics)}" if outcome.metrics else ""
+            tell(f"run {run_id}: {outcome.detail}, {outcome.seconds:.1f} s{metrics}\n{outcome.registration}".rstrip())
         world.barrier()
         return outcome
 

@@ -39,7 +39,7 @@ from shoal.train.reporting.event_log import EventLog
 from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.shape_errors import explain_shapes
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, build_model, load_data, make_task, require_source_file
+from shoal.train.task import Task, build_model, find_task, load_data, make_task, require_source_file
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class ValidatedRun:
     batch_size: int
     loader_batch_size: int | None
     fitted: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     def apply_to(self, spec: TrainSpec) -> TrainSpec:
         """The spec with what the data brings, arguments and a batch size: as the record has it, a resumed run keeps
@@ -72,8 +73,10 @@ class ValidatedRun:
         spec = spec if spec.batch_size == self.batch_size else spec.update({"batch_size": self.batch_size})
         return spec.update({"args": {**spec.args, **self.fitted}}) if self.fitted else spec
 
-    def log_batch_size(self, log: EventLog) -> None:
-        """Say that the run's batch size is used, and not another of its DataLoader."""
+    def log_data(self, log: EventLog) -> None:
+        """Say what is to be noted of the data, and that the run's batch size is used, not another of its DataLoader."""
+        for note in self.notes:
+            log.record_event("data_noted", note=note)
         if self.loader_batch_size not in (None, self.batch_size):
             log.record_event("batch_size_given", used=self.batch_size, loader=self.loader_batch_size)
 
@@ -97,12 +100,13 @@ def validate_spec(spec: TrainSpec) -> None:
     if not (spec.task or spec.resume):
         raise ConfigError("task", "", "is missing", "give task=my_task.py:MyTask, or the name of a recipe")
     require_source_file(spec.task)
+    _require_unfinished(spec)
     if "batch_size" in spec.model_fields_set:  # else the data may bring one
         spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     if spec.stop.is_empty:
+        find_task(spec.task)  # a class that is not there is said first
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
     Registry().require_distinct_name("name", make_model_name(spec))
-    _require_unfinished(spec)
     _require_backend(spec)
 
 
@@ -148,7 +152,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     evaluated, fitted = tuple(measured) if data.validation is not None else (), dict(task.fit_args())
     factory = make_factory(spec.update({"args": {**spec.args, **fitted}}) if fitted else spec)
     facts = (num_parameters, steps_per_epoch, evaluated, spec.batch_size, data.get_settings("train").batch_size)
-    return ValidatedRun(factory, signature, known, *facts, fitted)
+    return ValidatedRun(factory, signature, known, *facts, fitted, data.notes)
 
 
 def _check_model(spec: TrainSpec, task: Task, batch: Any, validated: Any) -> ModelFacts:
@@ -254,9 +258,8 @@ def _require_sync_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
         return
     if spec.optimizer.name in ("adam_8bit", "adamw_8bit"):
         problem = "has states in blocks of eight bits, which replicas and servers do not exchange"
-        raise ConfigError(
-            "optimizer.name", spec.optimizer.name, problem, "use adam or adamw, or a plan of fixed workers"
-        )
+        remedy = "use adam or adamw, or a plan of fixed workers"
+        raise ConfigError("optimizer.name", spec.optimizer.name, problem, remedy)
     # Other runs check their words without the second that these take to load.
     from shoal.sync.synchronizer import find_synchronizer
     from shoal.train.optim.optimizers import make_optimizer
@@ -353,9 +356,8 @@ def _require_picklable(task: Task, spec: TrainSpec) -> None:
         pickle.dumps(task)
     except Exception as error:  # a user's object may raise anything
         problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
-        raise ConfigError(
-            "task", spec.task, problem, "open files, locks and generators in data(), not in __init__"
-        ) from error
+        remedy = "open files, locks and generators in data(), not in __init__"
+        raise ConfigError("task", spec.task, problem, remedy) from error
 
 
 def choose_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:

@@ -18,7 +18,7 @@ MAX_BYTES = 2**30  # of weights, of which the check has a copy
 TIMEOUT_S = 120.0
 
 
-def find_problem(version: ModelVersion) -> str:
+def find_load_error(version: ModelVersion) -> str:
     """Why the version cannot be loaded elsewhere; "" where it can, or was not tried.
 
     Only a version with code of the user's is tried: all other code is installed wherever Shoal is. It takes as long as

@@ -96,9 +96,8 @@ def resolve_total_steps(spec: TrainSpec, steps_per_epoch: int | None) -> int | N
         total = min(ends)
         if schedule.warmup >= max(total, 1):
             problem = f"is as long as the run, of {total} steps: it would never learn at its full rate"
-            raise ConfigError(
-                "schedule.warmup", schedule.warmup, problem, "shorten it, or let the run go on for longer"
-            )
+            remedy = "shorten it, or let the run go on for longer"
+            raise ConfigError("schedule.warmup", schedule.warmup, problem, remedy)
         return total
     if not needs_total_steps(schedule):
         return None

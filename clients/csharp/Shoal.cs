@@ -1,0 +1,575 @@
+// A game in C# joins a run of Shoal: the run's policy acts in it, and learns from its rewards. One file for .NET Standard
+// 2.1, .NET Framework 4.7 and Mono, no package. docs/games/csharp.md is its page, docs/protocol.md its protocol.
+using System;
+using System.Collections.Generic;
+using System.Diagnostics;
+using System.Globalization;
+using System.IO;
+using System.Linq;
+using System.Net.WebSockets;
+using System.Text;
+using System.Text.RegularExpressions;
+using System.Threading;
+using System.Threading.Tasks;
+
+namespace Shoal {
+
+/// <summary>Code is one of docs/protocol.md (`bad_token`, `invalid`, ...), or of this client: `unreachable`, `rejected`
+/// (by HTTP), `malformed` (bytes that are no answer), `timeout`, `busy`.</summary>
+public sealed class ShoalException : Exception {
+  public readonly string Code;
+  public readonly int Agent;  // that it is about; -1: none
+  public ShoalException(string code, string problem, int agent = -1) : base(code + ": " + problem) { Code = code; Agent = agent; }
+}
+
+/// <summary>The answer to an observation. A Discrete action is an int.</summary>
+public sealed class AgentAction {
+  public double[] Values = { 0 };  // in C order
+  public long Version;             // of the weights that chose it
+  public static implicit operator int(AgentAction action) => (int)action.Values[0];
+}
+
+/// <summary>How an episode ended.</summary>
+public enum End { Terminated = 1, Truncated = 2 }
+
+public sealed class Options {
+  public double WaitSeconds = 300;    // the longest that Act and Wait take
+  public double GiveUpSeconds;        // without a gateway; 0: 60 before the first session, 300 after one
+  public string Behaviour = "";       // who acts, as "human"; empty: the run's policy
+  public string Offers = "";          // JSON: {"observation": {...}, "action": {...}}, the spaces of this game
+  public Action<Dictionary<string, object>> OnSettings;  // called by Poll and Act, with the welcome and on change
+}
+
+/// <summary>A game's part in a run. Its agents have numbers of the game's choice. Connects within Poll, Wait and Act, and
+/// connects again whenever that is needed: then what is unanswered is sent again. One thread at a time uses it.</summary>
+public sealed class Run : IDisposable {
+  enum Phase { Away, Joining, Joined, Over }
+  const int MaxRows = 1024;  // of a message
+  static readonly string[] Lost = { "unknown_episode", "ended_episode", "failed" };
+
+  sealed class Agent {
+    public int Number;
+    public long Episode = -1, Step;  // -1: none is open
+    public double Total;             // the return, with Reward
+    public float Reward;
+    public int Flags;                // 1 terminated, 2 truncated, 4 success is known, 8 success
+    public bool Waits, IsSent;
+    public Array Observation, Mask, Taken;
+    public AgentAction Action = new AgentAction();
+  }
+
+  readonly string[] addresses;
+  readonly string token, actorId;
+  readonly Options options;
+  readonly long incarnation = (DateTime.UtcNow - new DateTime(1970, 1, 1)).Ticks / TimeSpan.TicksPerMillisecond;
+  readonly Stopwatch clock = Stopwatch.StartNew();
+  readonly SortedDictionary<int, Agent> agents = new SortedDictionary<int, Agent>();
+  readonly Dictionary<long, Agent> episodes = new Dictionary<long, Agent>();
+  readonly Queue<ShoalException> errors = new Queue<ShoalException>();
+  ShoalException fatal;
+  Connection connection;
+  Phase phase = Phase.Away;
+  TensorForm observationForm = new TensorForm(), actionForm = new TensorForm();
+  string runId = "", why = "";
+  int address, attempts, numWaiting, numChoices;
+  bool hasGreeted, hasRows = true;
+  long nextEpisode, settingsVersion;
+  double steppedAt = -1, since, tryAt, deadline, heardAt, askedAt, pingedAt, heartbeatSeconds = 1, timeoutSeconds = 6;
+
+  /// <summary>The newest settings of the run, and the gateway's welcome, as JSON is read.</summary>
+  public Dictionary<string, object> Settings { get; private set; } = new Dictionary<string, object>();
+  public Dictionary<string, object> Welcome { get; private set; } = new Dictionary<string, object>();
+  /// <summary>Whether the run has ended, this game has left it, or an error was fatal.</summary>
+  public bool IsOver => phase == Phase.Over;
+  public bool IsConnected => phase == Phase.Joined;
+
+  public Run(string address, string token, string actorId, Options options = null) : this(new[] { address }, token, actorId, options) { }
+
+  public Run(string[] addresses, string token, string actorId, Options options = null) {
+    this.addresses = addresses; this.token = token; this.actorId = actorId; this.options = options ?? new Options();
+  }
+
+  /// <summary>The next action of an agent; its first observation begins an episode. `reward` is that of the action before.
+  /// Waits for the answer, at most WaitSeconds. When the run ends meanwhile, IsOver says so, and the action is 0.</summary>
+  public AgentAction Act(int agent, Array observation, float reward = 0, Array mask = null) {
+    WaitUntil(() => !IsWaiting(agent));  // for the answer to its last episode's end
+    Ask(agent, observation, reward, mask);
+    WaitUntil(() => !IsWaiting(agent));
+    return ActionOf(agent);
+  }
+
+  /// <summary>The same without waiting: Poll sends it, with those of other agents. Afterwards the agent waits.</summary>
+  public void Ask(int agent, Array observation, float reward = 0, Array mask = null) => Put(agent, observation, reward, 0, mask);
+
+  /// <summary>End an agent's episode with its last observation. Never waits; the agent waits until it has arrived.</summary>
+  public void End(int agent, Array observation, float reward = 0, End how = Shoal.End.Terminated, bool? success = null, Array mask = null) {
+    Put(agent, observation, reward, (int)how | (success == null ? 0 : success.Value ? 12 : 4), mask);
+  }
+
+  /// <summary>The action that a person took in place of the newest answer, before the next Ask or End.</summary>
+  public void TakeOver(int agent, Array taken) => Find(agent).Taken = taken;
+
+  /// <summary>Send what was asked, receive, reconnect; never waits. True when no agent waits.</summary>
+  public bool Poll() { Step(); Check(); return numWaiting == 0; }
+
+  /// <summary>Wait until no agent does, at most WaitSeconds.</summary>
+  public void Wait() => WaitUntil(() => numWaiting == 0);
+
+  public bool IsWaiting(int agent) => Find(agent).Waits;
+  /// <summary>The newest answer.</summary>
+  public AgentAction ActionOf(int agent) => Find(agent).Action;
+
+  /// <summary>Send the ends of episodes, within a second, and say goodbye. Open episodes are not counted.</summary>
+  public void Dispose() {
+    double last = Now + 1;
+    for (Step(); IsConnected && agents.Values.Any(each => each.Waits && IsEnd(each)) && Now < last; Step()) connection.Wait(20);
+    if (IsConnected) Send("{\"kind\":\"bye\"}");
+    connection?.Close();
+    Finish();
+  }
+
+  double Now => clock.Elapsed.TotalSeconds;
+  static bool IsEnd(Agent agent) => (agent.Flags & 3) != 0;
+
+  Agent Find(int number) {
+    if (!agents.TryGetValue(number, out Agent agent)) agents[number] = agent = new Agent { Number = number };
+    return agent;
+  }
+
+  void Put(int number, Array observation, float reward, int flags, Array mask) {
+    Agent agent = Find(number);
+    if (IsOver) { Check(); return; }
+    if (agent.Waits) throw new ShoalException("busy", "the agent waits for an answer", number);
+    if (float.IsNaN(reward) || float.IsInfinity(reward)) throw new ShoalException("invalid", "reward: not finite", number);
+    if (agent.Episode < 0 && flags != 0) throw new ShoalException("invalid", "the agent has no episode to end", number);
+    agent.Observation = (Array)observation.Clone(); agent.Mask = (Array)mask?.Clone(); agent.Flags = flags; agent.Waits = true;
+    numWaiting++;
+    if (agent.Episode < 0) { agent.Total = 0; Renew(agent); return; }
+    agent.Step++; agent.Reward = reward; agent.Total += reward; agent.IsSent = false;
+  }
+
+  /// Begin an episode, or go on with one that the gateway has not, under another number.
+  void Renew(Agent agent) {
+    episodes.Remove(agent.Episode);
+    agent.Episode = nextEpisode++; agent.Step = 0; agent.Reward = (float)agent.Total; agent.IsSent = false; agent.Taken = null;
+    episodes[agent.Episode] = agent;
+  }
+
+  void Release(Agent agent, bool isOpen) {
+    if (agent.Waits) numWaiting--;
+    agent.Waits = false; agent.Taken = null;
+    if (!isOpen) { episodes.Remove(agent.Episode); agent.Episode = -1; }
+  }
+
+  void Refuse(Agent agent, string reason, string detail) {
+    bool isLost = Lost.Contains(reason);
+    if (isLost && !IsEnd(agent)) { Renew(agent); return; }
+    if (!isLost) errors.Enqueue(new ShoalException(reason, detail, agent.Number));
+    bool isOpen = reason == "invalid" && agent.Step > 0;
+    if (isOpen) { agent.Step--; agent.Total -= agent.Reward; }  // it may be asked once more
+    Release(agent, isOpen);
+  }
+
+  void WaitUntil(Func<bool> isDone) {
+    double last = Now + options.WaitSeconds;
+    for (Step(); !IsOver && errors.Count == 0 && !isDone(); Step()) {
+      if (Now >= last) errors.Enqueue(new ShoalException("timeout", "no answer for " + options.WaitSeconds + " s"));
+      else if (connection == null) Thread.Sleep(5);
+      else connection.Wait((int)(1000 * Math.Min(last - Now, 0.02)) + 1);
+    }
+    Check();
+  }
+
+  void Check() {
+    if (errors.Count > 0) throw errors.Dequeue();
+    if (fatal != null) throw fatal;
+  }
+
+  void Finish(ShoalException error = null) {
+    fatal = fatal ?? error; phase = Phase.Over; numWaiting = 0; connection?.Abort();
+    foreach (Agent agent in agents.Values) { agent.Waits = false; agent.Action = new AgentAction { Values = new double[actionForm.Count] }; }
+  }
+
+  void Step() {
+    if (IsOver) return;
+    double time = Now, pause = Math.Max(0, time - steppedAt - 1);  // the game did not poll for so long
+    if (steppedAt < 0) { pause = 0; since = time; }
+    steppedAt = time; since += pause; heardAt += pause;
+    if (phase == Phase.Away) {
+      double limit = options.GiveUpSeconds > 0 ? options.GiveUpSeconds : runId == "" ? 60 : 300;
+      if (time - since > limit) { Finish(new ShoalException("unreachable", "no gateway for " + limit + " s: " + why)); return; }
+      if (time < tryAt) return;
+      phase = Phase.Joining; hasGreeted = false; deadline = time + 2;
+      connection = new Connection(addresses[address]);
+    }
+    for (byte[] message; (message = connection.Receive()) != null;) {
+      heardAt = time; Take(message);
+      if (phase == Phase.Away || IsOver) return;
+    }
+    if (connection.Lost != null) { Lose(connection.Lost); return; }
+    if (phase == Phase.Joining && connection.IsOpen && !hasGreeted) { Greet(); deadline = time + 2; }
+    if (phase == Phase.Joining && time > deadline) { Lose(new ShoalException("", "no welcome within 2 s")); return; }
+    if (phase != Phase.Joined) return;
+    Flush(time);
+    double silence = numWaiting > 0 ? time - Math.Max(heardAt, askedAt) : 0;
+    if (silence > timeoutSeconds) Lose(new ShoalException("", "silent for " + timeoutSeconds + " s"));
+    else if (silence > heartbeatSeconds && time - pingedAt > heartbeatSeconds) { pingedAt = time; Send("{\"kind\":\"ping\"}"); }
+  }
+
+  /// Connect again: to the same address after a session, then to the next ones.
+  void Lose(ShoalException error) {
+    if (error.Code != "" && addresses.Length == 1) { Finish(error); return; }
+    connection.Abort();
+    why = addresses[address] + error.Message;
+    if (phase == Phase.Joined) since = Now; else address = (address + 1) % addresses.Length;
+    tryAt = Now + (attempts == 0 ? 0 : Math.Min(1, 0.05 * Math.Pow(2, attempts - 1)));
+    attempts = Math.Min(attempts + 1, 9); phase = Phase.Away;
+  }
+
+  void Greet() {
+    hasGreeted = true;
+    Send("{\"kind\":\"hello\",\"protocol\":1,\"inference\":\"remote\",\"client\":\"c#\",\"token\":" + Json.Quote(token) + ",\"actor_id\":" + Json.Quote(actorId) +
+         ",\"incarnation\":" + incarnation + (runId == "" ? "" : ",\"run_id\":" + Json.Quote(runId)) +
+         (options.Offers == "" ? "" : ",\"offers\":" + options.Offers) + (options.Behaviour == "" ? "" : ",\"behaviour\":" + Json.Quote(options.Behaviour)) + "}");
+  }
+
+  void Send(string header, params byte[][] frames) {
+    var message = new MemoryStream();
+    foreach (byte[] frame in new[] { Encoding.UTF8.GetBytes(header) }.Concat(frames)) {
+      message.Write(BitConverter.GetBytes(frame.Length), 0, 4);
+      message.Write(frame, 0, frame.Length);
+    }
+    connection.Send(message.ToArray());
+  }
+
+  /// Send what is unsent: one agent's as `act`, those of several as rows of `acts`.
+  void Flush(double time) {
+    var unsent = agents.Values.Where(each => each.Waits && !each.IsSent).ToList();
+    if (unsent.Count == 0) return;
+    askedAt = time;
+    var rows = new List<Agent>();
+    var frames = new[] { new MemoryStream(), new MemoryStream(), new MemoryStream(), new MemoryStream() };
+    foreach (Agent agent in unsent) {
+      string problem = Pack(agent, out byte[] observation, out byte[] mask);
+      if (problem != null) { Refuse(agent, "invalid", problem); continue; }
+      agent.IsSent = true;
+      if (!hasRows || unsent.Count == 1 || agent.Taken != null) {
+        if (mask == null) Send(Describe(agent), observation); else Send(Describe(agent), observation, mask);
+        continue;
+      }
+      rows.Add(agent);
+      frames[0].Write(observation, 0, observation.Length);
+      frames[1].Write(BitConverter.GetBytes(agent.Reward), 0, 4);
+      frames[2].WriteByte((byte)agent.Flags);
+      if (mask != null) frames[3].Write(mask, 0, mask.Length);
+      if (rows.Count == MaxRows) SendRows(rows, frames);
+    }
+    if (rows.Count > 0) SendRows(rows, frames);
+  }
+
+  void SendRows(List<Agent> rows, MemoryStream[] frames) {
+    Send("{\"kind\":\"acts\",\"episodes\":[" + string.Join(",", rows.Select(each => each.Episode)) + "],\"steps\":[" + string.Join(",", rows.Select(each => each.Step)) + "]}",
+         frames.Take(numChoices > 0 ? 4 : 3).Select(each => each.ToArray()).ToArray());
+    rows.Clear();
+    foreach (MemoryStream each in frames) each.SetLength(0);
+  }
+
+  /// The frames of an observation and its mask. Returns what is wrong with them, or null.
+  string Pack(Agent agent, out byte[] observation, out byte[] mask) {
+    mask = null;
+    observation = observationForm.Pack(agent.Observation);
+    if (observation == null) return "observation: " + agent.Observation.Length + " numbers, expected " + observationForm;
+    if (numChoices == 0) return null;
+    if (agent.Mask == null && (agent.Flags & 1) != 0) mask = Enumerable.Repeat((byte)1, numChoices).ToArray();
+    else if (agent.Mask != null) mask = new TensorForm { Count = numChoices, Dtype = "bool" }.Pack(agent.Mask);
+    return mask == null ? "mask: " + (agent.Mask?.Length ?? 0) + " numbers, expected " + numChoices + " of 0 and 1" : null;
+  }
+
+  string Describe(Agent agent) {
+    var header = new StringBuilder("{\"kind\":\"act\",\"episode\":" + agent.Episode + ",\"step\":" + agent.Step + ",\"reward\":" + Json.Format(agent.Reward));
+    if (IsEnd(agent)) header.Append((agent.Flags & 1) != 0 ? ",\"terminated\":true" : ",\"truncated\":true");
+    if ((agent.Flags & 4) != 0) header.Append((agent.Flags & 8) != 0 ? ",\"success\":true" : ",\"success\":false");
+    if (agent.Step == 0 && settingsVersion > 0) header.Append(",\"settings\":" + settingsVersion);
+    if (agent.Taken != null) {
+      string taken = string.Join(",", agent.Taken.Cast<object>().Select(each => Json.Format(Convert.ToDouble(each))));
+      header.Append(",\"taken\":" + (actionForm.IsScalar ? taken : "[" + taken + "]"));
+    }
+    return header.Append('}').ToString();
+  }
+
+  void Take(byte[] message) {
+    var frames = new List<ArraySegment<byte>>();
+    Dictionary<string, object> header = null;
+    for (int at = 0, size; at < message.Length; at += size) {
+      size = at + 4 > message.Length ? -1 : BitConverter.ToInt32(message, at);
+      at += 4;
+      if (size < 0 || size > message.Length - at) { Reject("a frame that ends beyond its message"); return; }
+      frames.Add(new ArraySegment<byte>(message, at, size));
+    }
+    if (frames.Count > 0) header = Json.Parse(Encoding.UTF8.GetString(message, frames[0].Offset, frames[0].Count)) as Dictionary<string, object>;
+    if (header == null) { Reject("a header that is no JSON"); return; }
+    string kind = header.Text("kind"), code = header.Text("code"), text = header.Text("message");
+    if (kind == "welcome") Join(header);
+    else if (kind == "bye" && header.Number("finished") != 0) Finish();
+    else if (kind == "bye") Lose(new ShoalException("", header.Text("reason")));
+    else if (kind == "error" && code == "hello_required") Lose(new ShoalException("", text));
+    else if (kind == "error" && code == "unknown_kind" && IsConnected) { hasRows = false; Resend(); }
+    else if (kind == "error" && (header.Number("fatal") != 0 || !IsConnected || code == "malformed" || code == "too_large")) Finish(new ShoalException(code, text));
+    else if (!IsConnected) return;
+    else if (kind == "action") TakeAction(header);
+    else if (kind == "actions") TakeActions(header, frames);
+    else if (kind == "settings") Apply(header.Integer("version"), header.Map("values"));
+    else if (kind == "ping") Send("{\"kind\":\"pong\",\"nonce\":" + Json.Format(header.Number("nonce")) + "}");
+  }
+
+  void Reject(string what) => Finish(new ShoalException("malformed", "the gateway sent " + what));
+
+  void Resend() { foreach (Agent agent in agents.Values) agent.IsSent = false; }
+
+  void Join(Dictionary<string, object> header) {
+    Welcome = header;
+    var spec = header.Map("spec");
+    if (header.Text("inference") != "remote") { Finish(new ShoalException("no_remote_inference", "this gateway cannot infer")); return; }
+    if (!observationForm.Read(spec.Map("observation"))) { Reject("a spec of observations: " + observationForm); return; }
+    if (!actionForm.Read(spec.Map("action"))) { Reject("a spec of actions: " + actionForm); return; }
+    numChoices = 0;
+    foreach (var extra in spec.List("extras").OfType<Dictionary<string, object>>()) {
+      var mask = new TensorForm();
+      if (extra.Text("name") == "masks" && mask.Read(extra.Map("tensor"))) numChoices = mask.Count;
+    }
+    if (runId != "" && runId != header.Text("run_id"))  // another run: it knows none of the episodes
+      foreach (Agent agent in agents.Values) { agent.Total = 0; if (agent.Waits) Refuse(agent, Lost[0], ""); }
+    runId = header.Text("run_id"); heartbeatSeconds = Math.Max(0.1, header.Number("heartbeat_s"));
+    timeoutSeconds = Math.Max(heartbeatSeconds, header.Number("timeout_s"));
+    phase = Phase.Joined; hasRows = true; Resend();
+    if (header.Number("settings_version") > 0) Apply(header.Integer("settings_version"), header.Map("settings"));
+  }
+
+  void Apply(long version, Dictionary<string, object> values) {
+    if (version == settingsVersion) return;
+    settingsVersion = version; Settings = values;
+    options.OnSettings?.Invoke(values);
+  }
+
+  /// The agent that waits for the answer to this step, or null: it came twice.
+  Agent FindWaiting(object episode, object step) {
+    episodes.TryGetValue(Json.ToInteger(episode), out Agent agent);
+    return agent != null && agent.Waits && agent.Step == Json.ToInteger(step) ? agent : null;
+  }
+
+  void TakeAction(Dictionary<string, object> header) {
+    Agent agent = FindWaiting(header.Get("episode"), header.Get("step"));
+    attempts = 0;
+    if (agent == null) return;
+    if (header.Text("reason") != "") { Refuse(agent, header.Text("reason"), header.Text("detail")); return; }
+    if (IsEnd(agent)) { Release(agent, false); return; }
+    var values = header.Get("action") is double ? new[] { header.Number("action") } : header.List("action").Select(Json.ToNumber).ToArray();
+    if (values.Length != actionForm.Count) { Reject("an action of " + values.Length + " numbers"); return; }
+    agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
+    Release(agent, true);
+  }
+
+  void TakeActions(Dictionary<string, object> header, List<ArraySegment<byte>> frames) {
+    List<object> numbers = header.List("episodes"), steps = header.List("steps");
+    attempts = 0;
+    if (numbers.Count != steps.Count || frames.Count < 2 || frames[1].Count != numbers.Count * actionForm.Size) { Reject("actions of other sizes"); return; }
+    for (int row = 0; row < numbers.Count; row++) {
+      Agent agent = FindWaiting(numbers[row], steps[row]);
+      if (agent == null) continue;
+      agent.Action = new AgentAction { Values = actionForm.Unpack(frames[1].Array, frames[1].Offset + row * actionForm.Size), Version = header.Integer("version") };
+      Release(agent, true);
+    }
+    foreach (var row in header.List("refused").OfType<Dictionary<string, object>>()) {
+      Agent agent = FindWaiting(row.Get("episode"), row.Get("step"));
+      if (agent != null) Refuse(agent, row.Text("reason"), row.Text("detail"));
+    }
+    foreach (object number in header.List("ended"))
+      if (episodes.TryGetValue(Json.ToInteger(number), out Agent agent)) Release(agent, false);
+  }
+}
+
+/// One WebSocket connection, of the platform's client. Nothing waits but Wait.
+sealed class Connection {
+  const int MaxReceivedBytes = 64 << 20;  // of one message
+  readonly ClientWebSocket socket = new ClientWebSocket();
+  readonly byte[] buffer = new byte[1 << 16];
+  readonly MemoryStream message = new MemoryStream();
+  readonly Queue<byte[]> unsent = new Queue<byte[]>();
+  readonly Task connecting;
+  Task sending;
+  Task<WebSocketReceiveResult> receiving;
+  /// Why it is lost; with a code, if another attempt is useless.
+  public ShoalException Lost { get; private set; }
+  public bool IsOpen => connecting.Status == TaskStatus.RanToCompletion && Lost == null;
+
+  public Connection(string address) {
+    try { connecting = socket.ConnectAsync(new Uri(address), CancellationToken.None); }
+    catch (Exception error) when (error is UriFormatException || error is ArgumentException) {
+      Lost = new ShoalException("rejected", address + ": " + error.Message);
+      connecting = Task.FromResult(0);
+    }
+  }
+
+  public void Send(byte[] bytes) { unsent.Enqueue(bytes); SendNext(); }
+
+  void SendNext() {
+    while (IsOpen && unsent.Count > 0 && (sending == null || sending.IsCompleted))
+      Attempt(() => sending = socket.SendAsync(new ArraySegment<byte>(unsent.Dequeue()), WebSocketMessageType.Binary, true, CancellationToken.None));
+  }
+
+  /// A message that has come, or null.
+  public byte[] Receive() {
+    if (connecting.IsFaulted || connecting.IsCanceled) Lose(connecting.Exception);
+    if (sending != null && sending.IsFaulted) Lose(sending.Exception);
+    SendNext();
+    while (IsOpen) {
+      if (receiving == null) Attempt(() => receiving = socket.ReceiveAsync(new ArraySegment<byte>(buffer), CancellationToken.None));
+      if (receiving == null || !receiving.IsCompleted) return null;
+      if (receiving.Status != TaskStatus.RanToCompletion) { Lose(receiving.Exception); return null; }
+      WebSocketReceiveResult part = receiving.Result;
+      receiving = null;
+      message.Write(buffer, 0, part.Count);
+      if (part.MessageType == WebSocketMessageType.Close)
+        Lost = new ShoalException((int)part.CloseStatus.GetValueOrDefault() == 1009 ? "too_large" : "", "closed: " + part.CloseStatus + " " + part.CloseStatusDescription);
+      else if (message.Length > MaxReceivedBytes) Lost = new ShoalException("malformed", "a message beyond " + MaxReceivedBytes + " bytes");
+      else if (part.EndOfMessage) {
+        byte[] whole = message.ToArray();
+        message.SetLength(0);
+        return whole;
+      }
+    }
+    return null;
+  }
+
+  public void Wait(int milliseconds) {
+    Task awaited = !connecting.IsCompleted ? connecting : receiving;
+    if (awaited == null || Lost != null) Thread.Sleep(1);
+    else Task.WaitAny(new[] { awaited }, milliseconds);
+  }
+
+  public void Close() {
+    if (IsOpen && sending != null) Task.WaitAny(new[] { sending }, 200);
+    if (IsOpen) Attempt(() => Task.WaitAny(new[] { socket.CloseOutputAsync(WebSocketCloseStatus.NormalClosure, "", CancellationToken.None) }, 200));
+  }
+
+  public void Abort() => socket.Dispose();
+
+  void Attempt(System.Action call) {
+    try { call(); }
+    catch (Exception error) when (error is WebSocketException || error is InvalidOperationException || error is IOException) { Lose(error); }
+  }
+
+  void Lose(Exception error) {
+    string text = error == null ? "canceled" : error.GetBaseException().Message;
+    bool isRejected = Regex.IsMatch(text, @"\b4\d\d\b");  // the platform tells the status of HTTP in words alone
+    Lost = Lost ?? new ShoalException(isRejected ? "rejected" : "", text);
+  }
+}
+
+/// The dtype and the size of a tensor. This client has no float16.
+sealed class TensorForm {
+  static readonly Dictionary<string, Type> Types = new Dictionary<string, Type> {
+    { "float32", typeof(float) }, { "float64", typeof(double) }, { "bool", typeof(bool) }, { "int8", typeof(sbyte) }, { "int16", typeof(short) }, { "int32", typeof(int) },
+    { "int64", typeof(long) }, { "uint8", typeof(byte) }, { "uint16", typeof(ushort) }, { "uint32", typeof(uint) }, { "uint64", typeof(ulong) } };
+  public int Count = 1;
+  public string Dtype = "float32";
+  public bool IsScalar = true;
+  public int Size => Count * Buffer.ByteLength(Array.CreateInstance(Types[Dtype], 1));
+  public override string ToString() => Count + " of " + Dtype;
+
+  public bool Read(Dictionary<string, object> tensor) {
+    Dtype = tensor.Text("dtype");
+    IsScalar = tensor.List("shape").Count == 0;
+    double count = tensor.List("shape").Aggregate(1.0, (product, each) => product * Json.ToNumber(each));
+    Count = count >= 1 && count <= 1 << 26 ? (int)count : 0;
+    return Types.ContainsKey(Dtype) && Count > 0;
+  }
+
+  /// Null for values of another number, or beyond the dtype.
+  public byte[] Pack(Array values) {
+    if (values.Length != Count) return null;
+    Array converted = values;
+    if (values.GetType().GetElementType() != Types[Dtype]) {
+      converted = Array.CreateInstance(Types[Dtype], Count);
+      int at = 0;
+      foreach (object each in values) {
+        double number = Convert.ToDouble(each);
+        if (!Dtype.StartsWith("float") && number != Math.Floor(number)) return null;
+        try { converted.SetValue(Convert.ChangeType(number, Types[Dtype]), at++); } catch (OverflowException) { return null; }
+      }
+    }
+    var bytes = new byte[Size];
+    Buffer.BlockCopy(converted, 0, bytes, 0, Size);
+    return bytes;
+  }
+
+  public double[] Unpack(byte[] bytes, int offset) {
+    Array values = Array.CreateInstance(Types[Dtype], Count);
+    Buffer.BlockCopy(bytes, offset, values, 0, Size);
+    return values.Cast<object>().Select(each => Convert.ToDouble(each)).ToArray();
+  }
+}
+
+/// JSON as dictionaries, lists, strings, doubles, bools and null; what is not there, or of another type, is empty or 0.
+static class Json {
+  public static object Get(this Dictionary<string, object> from, string name) => from.TryGetValue(name, out object value) ? value : null;
+  public static string Text(this Dictionary<string, object> from, string name) => from.Get(name) as string ?? "";
+  public static double Number(this Dictionary<string, object> from, string name) => ToNumber(from.Get(name));
+  public static long Integer(this Dictionary<string, object> from, string name) => ToInteger(from.Get(name) ?? 0.0);
+  public static List<object> List(this Dictionary<string, object> from, string name) => from.Get(name) as List<object> ?? new List<object>();
+  public static Dictionary<string, object> Map(this Dictionary<string, object> from, string name) => from.Get(name) as Dictionary<string, object> ?? new Dictionary<string, object>();
+  public static double ToNumber(object value) => value is double ? (double)value : value is bool && (bool)value ? 1 : 0;
+  public static long ToInteger(object value) => value is double && Math.Abs((double)value) < 9e15 ? (long)(double)value : -1;
+  public static string Format(double value) => value.ToString(Math.Abs(value) < 9e15 && value == Math.Floor(value) ? "F0" : "R", CultureInfo.InvariantCulture);
+  public static string Quote(string text) => "\"" + Regex.Replace(text, "[\\x00-\\x1f\"\\\\]", each => "\\u" + ((int)each.Value[0]).ToString("x4")) + "\"";
+
+  static readonly Regex Token = new Regex("\\G\\s*(\"[^\"\\\\]*(?:\\\\.[^\"\\\\]*)*\"|-?\\d+(?:\\.\\d+)?(?:[eE][+-]?\\d+)?|true|false|null|[{}\\[\\],:])");
+
+  /// Null for what is no JSON.
+  public static object Parse(string text) {
+    int at = 0;
+    return Read(text, ref at, 0, out object value) && text.Substring(at).Trim() == "" ? value : null;
+  }
+
+  static bool Read(string text, ref int at, int depth, out object value) {
+    string word = Next(text, ref at);
+    value = word == "true" ? true : word == "false" ? false : (object)null;
+    if (depth > 64 || word == "") return false;
+    if (value != null || word == "null") return true;
+    if (word[0] == '"') {
+      value = Regex.Replace(word.Substring(1, word.Length - 2), @"\\(u[0-9a-fA-F]{4}|.)", each => Unescape(each.Groups[1].Value));
+      return true;
+    }
+    bool isNumber = double.TryParse(word, NumberStyles.Float, CultureInfo.InvariantCulture, out double number), isMap = word == "{";
+    if (isNumber || !isMap && word != "[") { value = number; return isNumber; }
+    var map = new Dictionary<string, object>();
+    var list = new List<object>();
+    value = isMap ? (object)map : list;
+    for (string closing = isMap ? "}" : "]"; ;) {
+      int first = at;
+      string next = Next(text, ref at);
+      if (next == closing && map.Count + list.Count == 0) return true;
+      at = first;
+      if (isMap && (!Read(text, ref at, depth + 1, out value) || !(value is string) || Next(text, ref at) != ":")) return false;
+      string name = value as string;
+      if (!Read(text, ref at, depth + 1, out object item)) return false;
+      if (isMap) map[name] = item; else list.Add(item);
+      value = isMap ? (object)map : list;
+      next = Next(text, ref at);
+      if (next != ",") return next == closing;
+    }
+  }
+
+  static string Next(string text, ref int at) {
+    Match token = Token.Match(text, at);
+    at += token.Length;
+    return token.Groups[1].Value;
+  }
+
+  static string Unescape(string escape) {
+    if (escape[0] == 'u' && escape.Length == 5) return ((char)Convert.ToInt32(escape.Substring(1), 16)).ToString();
+    int at = "bfnrt".IndexOf(escape[0]);
+    return at < 0 ? escape : "\b\f\n\r\t"[at].ToString();
+  }
+}
+}

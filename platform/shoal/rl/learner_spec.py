@@ -1,0 +1,58 @@
+"""The spec of a run's learner and of its self-play."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shoal.config import Spec
+
+
+class LearnerSpec(Spec):
+    """How the learner takes experience, and how often it publishes and saves."""
+
+    batch_steps: int | None = Field(
+        default=None, ge=1, description="environment steps in a batch, at least; default: the algorithm's"
+    )
+    max_batch_steps: int | None = Field(
+        default=None, ge=1, description="at most, when the learner has fallen behind; default: twice the algorithm's"
+    )
+    take_timeout_s: float | None = Field(
+        default=None, gt=0, description="after which a smaller batch is taken; default: 0.5, or 5 if actors pause"
+    )
+    publish_interval_s: float = Field(default=0.05, ge=0, description="between two weight versions, at least")
+    checkpoint_every_s: float = Field(default=5.0, gt=0)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
+    replicas: int = Field(default=1, ge=1, description="learners that share each batch, or each sample of a replay")
+    torch_threads: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.5, ge=0, description="what each reserves of the cluster")
+    num_gpus: float = Field(default=1.0, gt=0, description="likewise, on cuda")
+    max_restarts: int = Field(default=3, ge=0, description="of the gateway and of the learner, after a crash")
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)  # torch's range
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> LearnerSpec:
+        if self.max_batch_steps and self.batch_steps and self.max_batch_steps < self.batch_steps:
+            raise ValueError(f"max_batch_steps = {self.max_batch_steps} is below batch_steps = {self.batch_steps}")
+        return self
+
+
+class SelfPlaySpec(Spec):
+    """Of an environment with several agents, one has the newest weights and the others a past version, which is drawn
+    for each episode from a pool."""
+
+    snapshot_every: int = Field(
+        default=0, ge=0, description="environment steps between two of its versions that enter the pool; 0: none does"
+    )
+    opponents: tuple[str, ...] = Field(
+        default=(), description="registered versions that are in the pool, as poker@3 or poker@champion"
+    )
+    max_versions: int = Field(
+        default=64, ge=2, description="of its own; of more, those between the oldest and the newest thin out evenly"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return self.snapshot_every > 0 or bool(self.opponents)

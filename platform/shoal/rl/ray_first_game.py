@@ -1,0 +1,73 @@
+"""A FirstGame as a Ray worker, on the host where the gateway of the run will be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from shoal.cluster.capacity import get_head_address, get_node_address, make_host_options
+from shoal.errors import ClusterError, RecordUnwritable, error_summary
+from shoal.home import home
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting
+from shoal.rl.gateway.zmq_listener import load_curve_keys, require_reachable_gateway, resolve_reachable_host
+from shoal.rl.spec import RLSpec
+from shoal.runs import RunRecorder
+
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+@ray.remote
+class FirstGameWorker:
+    """Forwards to its FirstGame."""
+
+    def __init__(self, spec: RLSpec, folder: Path, token: str, keys: tuple[bytes, bytes] | None) -> None:
+        self._game = FirstGame(spec, folder, token, keys)
+
+    def addresses(self) -> list[str]:
+        host = resolve_reachable_host(self._game.spec.gateway.host, ray.util.get_node_ip_address())
+        return self._game.format_addresses(host)
+
+    def wait(self, timeout_s: float) -> tuple[str, str]:
+        """The spaces and the game that has brought them; empty until then."""
+        self._game.wait(timeout_s)
+        return self._game.env, self._game.brought_by
+
+    def close(self) -> None:
+        self._game.close()
+
+
+def wait_for_first_game(spec: RLSpec, recorder: RunRecorder, token: str, say: Callable[[str], None]) -> str:
+    """The `env` with the spaces of the first game that joins the run. Records that it waits, and what has come.
+
+    say: gets, every half a minute, what is waited for
+
+    Raises ClusterError when the worker cannot start, or is gone.
+    """
+    keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
+    placement = make_host_options()
+    require_reachable_gateway(spec, get_node_address(placement["scheduling_strategy"].node_id), get_head_address())
+    worker: Any = FirstGameWorker.options(**placement).remote(spec, recorder.folder, token, keys)  # type: ignore[attr-defined]
+    try:
+        addresses = ray.get(worker.addresses.remote(), timeout=START_TIMEOUT_S)
+        with suppress(RecordUnwritable):
+            recorder.record_event("spaces_asked", addresses=addresses)
+        while True:
+            say(describe_waiting(addresses, keys[0].decode() if keys else "", str(home() / "token")))
+            env, brought_by = ray.get(worker.wait.remote(WAITING_PRINT_S))
+            if env:
+                break
+        ray.get(worker.close.remote(), timeout=CLOSE_TIMEOUT_S)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        reason = error_summary(str(error)) or str(error).strip().splitlines()[-1]
+        raise ClusterError(f"the run cannot wait for its first game: {reason}") from error
+    finally:
+        ray.kill(worker, no_restart=True)
+    with suppress(RecordUnwritable):
+        recorder.record_event("spaces_taken", actor_id=brought_by, spaces=env)
+    say(f"{brought_by} brings the spaces {env}")
+    return str(env)

@@ -1,0 +1,45 @@
+// Catch, or with the address `-` first a game that does what lines of stdin say: one Run after the other.
+using System;
+using System.Globalization;
+using System.Linq;
+using Shoal;
+
+static class NativeGame {
+  static double[] ReadNumbers(string[] words, int at) {
+    return words.Length <= at ? null : words[at].Split(',').Select(each => double.Parse(each, CultureInfo.InvariantCulture)).ToArray();
+  }
+
+  static void Obey(Run run, string[] words) {
+    int agent = words.Length > 1 ? int.Parse(words[1]) : 0;
+    float reward = words.Length > 3 ? float.Parse(words[2], CultureInfo.InvariantCulture) : 0;
+    if (words[0] == "wait") run.Wait();
+    else if (words[0] == "leave") run.Dispose();
+    else if (words[0] == "take") run.TakeOver(agent, ReadNumbers(words, 2));
+    else if (words[0] == "ask") run.Ask(agent, ReadNumbers(words, 3), reward, ReadNumbers(words, 4));
+    else if (words[0] == "end") {
+      int how = int.Parse(words[3]);
+      run.End(agent, ReadNumbers(words, 4), reward, (End)(how & 3), how < 4 ? (bool?)null : how >= 12, ReadNumbers(words, 5));
+    } else {
+      var values = run.ActionOf(agent).Values.Select(each => each.ToString(CultureInfo.InvariantCulture));
+      Console.WriteLine("action " + string.Join(" ", values) + " of " + run.ActionOf(agent).Version + (run.IsOver ? ", over" : ""));
+    }
+  }
+
+  static int Main(string[] arguments) {
+    if (arguments[0] != "-") return Catch.Main(arguments);
+    Run run = null;
+    for (string line; (line = Console.ReadLine()) != null;) {
+      string[] words = line.Split(' ');
+      try {
+        if (words[0] != "join") { Obey(run, words); continue; }
+        run?.Dispose();
+        run = new Run(words[1], "a \"token\"", "game", new Options {
+          GiveUpSeconds = words.Length > 2 ? double.Parse(words[2], CultureInfo.InvariantCulture) : 0, Behaviour = "human", Offers = "{\"action\":{\"dtype\":\"int64\"}}",
+          OnSettings = values => Console.WriteLine("gravity " + string.Join(" ", values.Values.Select(each => Convert.ToString(each, CultureInfo.InvariantCulture)))) });
+      } catch (ShoalException error) {
+        Console.WriteLine("error " + error.Code + " " + error.Agent + " " + error.Message);
+      }
+    }
+    return 0;
+  }
+}

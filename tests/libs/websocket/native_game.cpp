@@ -1,0 +1,53 @@
+// Catch, or with the address `-` first a game that does what lines of stdin say: one Run after the other.
+#define main play_catch
+#include "catch.cpp"
+#undef main
+
+shoal::Tensor read_numbers(std::istream& line) {
+  std::string list, each;
+  shoal::Tensor numbers;
+  line >> list;
+  for (std::istringstream listed(list); std::getline(listed, each, ',');) numbers.push_back(std::stod(each));
+  return numbers;
+}
+
+void obey(shoal::Run& run, std::istringstream& line, const std::string& verb) {
+  int agent = 0, how = 0;
+  float reward = 0;
+  line >> agent;
+  if (verb == "wait") return run.wait();
+  if (verb == "leave") return run.leave();
+  if (verb == "take") return run.take_over(agent, read_numbers(line));
+  if (verb == "show") {
+    std::cout << "action";
+    for (double each : run.action(agent).values) std::cout << " " << each;
+    std::cout << " of " << run.action(agent).version << (run.is_over() ? ", over" : "") << std::endl;
+    return;
+  }
+  line >> reward;
+  if (verb == "end") line >> how;
+  shoal::Tensor observation = read_numbers(line), mask = read_numbers(line);
+  if (verb == "end") run.end(agent, observation, reward, how, mask);
+  else run.ask(agent, observation, reward, mask);
+}
+
+int main(int argc, char** argv) {
+  if (std::string(argv[1]) != "-") return play_catch(argc, argv);
+  std::unique_ptr<shoal::Run> run;
+  for (std::string text, verb, address; std::getline(std::cin, text);) {
+    std::istringstream line(text);
+    line >> verb;
+    try {
+      if (verb == "join") {
+        line >> address;
+        shoal::Options options;
+        line >> options.give_up_s, options.behaviour = "human", options.offers = "{\"action\":{\"dtype\":\"int64\"}}";
+        options.on_settings = [](const shoal::Json& values) { std::cout << "gravity " << values["gravity"].number << std::endl; };
+        run.reset();
+        run = std::make_unique<shoal::Run>(std::vector<std::string>{address}, "a \"token\"", "game", std::move(options));
+      } else obey(*run, line, verb);
+    } catch (const shoal::Error& error) {
+      std::cout << "error " << error.code << " " << error.agent << " " << error.what() << std::endl;
+    }
+  }
+}

@@ -1,0 +1,61 @@
+"""A run on a cluster that takes its spaces from the first game that joins."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+
+import shoal.runs
+from rl_setting import TOKEN
+from shoal.errors import ClusterError
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.wire import MessageLimits, decode, encode
+from shoal.wire.messages import Bye, Hello
+from waiting import wait_for
+
+if TYPE_CHECKING:
+    from shoal.cluster.embedded_cluster import EmbeddedCluster
+
+OFFERS = {"name": "catch", "observation": [4], "action": 3}
+
+
+def test_the_first_game_brings_the_spaces_which_the_record_keeps(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.flows.rl_policy import keep_spaces
+    from shoal.rl.ray_first_game import wait_for_first_game
+
+    answers: list[Any] = []
+    said: list[str] = []
+
+    def join() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as game:
+            game.connect(said[0].split()[9])
+            game.send(encode(Hello(1, TOKEN, "catch-1", 1, offers=OFFERS)))
+            answers.append(decode(game.recv_multipart(), MessageLimits()))
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "waiting for a game" in text:
+            threading.Thread(target=join, daemon=True).start()
+
+    spec = ActorLearnerSpec(env="ask")
+    with shoal.runs.create("actor_learner", spec.to_record(), "asks") as recorder:
+        taken = spec.update({"env": wait_for_first_game(spec, recorder, TOKEN, say)})
+        recorder.change_spec(taken.to_record())
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            busy = spec.update({"gateway": {"port": other.getsockname()[1]}})
+            with pytest.raises(ClusterError, match=r"wait for its first game: gateway.port = \d+: cannot be bound"):
+                wait_for_first_game(busy, recorder, TOKEN, pytest.fail)
+    assert (taken.given, taken.model_name) == (OFFERS, "catch")
+    assert isinstance(wait_for(lambda: answers)[0], Bye)
+    events = shoal.runs.load("asks").last_events()
+    assert events["spaces_asked"]["addresses"][0] in said[0]
+    assert events["spaces_taken"] == {"actor_id": "catch-1", "spaces": json.dumps(OFFERS)}
+    assert said[1:] == [f"catch-1 brings the spaces {taken.env}"]
+    assert keep_spaces(ActorLearnerSpec(env="ask", resume="asks")).given == OFFERS
