@@ -21,10 +21,11 @@ from gymnasium.spaces import Box, Discrete
 from websockets.sync.server import ServerConnection, serve
 
 from certificates import Authority
-from rl_setting import TOKEN, Parts, serving
+from rl_setting import POLICY, TOKEN, Parts, serving
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
+from shoal.wire import ExperienceSpec
 
 CLIENT = Path(__file__).parents[3] / "clients" / "godot"
 GODOT = shutil.which("godot3-server")
@@ -40,6 +41,7 @@ SPEC = RLSpec(env="{observation: [4], action: 3}", hidden=(16,)).override(
         "algorithm.discount=0.8",
     ]
 )
+EXPERIENCE = experience_spec(Box(-1, 1, (4,), np.float32), Discrete(3), SPEC)
 # Two agents: at its third action "a" was played by a person, "b" reaches its goal and begins again.
 GAME = """
 extends Node
@@ -101,9 +103,8 @@ def write_project(folder: Path) -> None:
 
 
 def test_sixteen_agents_of_one_game_solve_it_and_the_game_ends_with_the_run(tmp_path: Path) -> None:
-    experience = experience_spec(Box(-1, 1, (4,), np.float32), Discrete(3), SPEC)
     with (
-        LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=4.5) as loop,
+        LocalLoop(SPEC, EXPERIENCE, tmp_path / "run", TOKEN, target_return=4.5) as loop,
         catch(f"{NOWHERE},{loop.websocket_address}", "agents=16") as process,
     ):
         loop.wait_until_solved(600)
@@ -120,12 +121,13 @@ def test_it_comes_back_to_a_gateway_that_was_restarted(tmp_path: Path) -> None:
         while parts.ledger.get_totals().received < seen + 3:
             parts.take()
 
-    with serving(tmp_path, websocket=0, queue_capacity=4) as parts:
+    experience = ExperienceSpec(EXPERIENCE.observation, EXPERIENCE.action, 16, POLICY)
+    with serving(tmp_path, experience=experience, websocket=0, queue_capacity=4) as parts:
         address = format_websocket_address(parts.gateway.listener, parts.spec.host)
         with catch(address, "agents=2") as process:
             play_on(parts)
             parts.gateway.close()
-            with serving(tmp_path, websocket=0, queue_capacity=4) as again:
+            with serving(tmp_path, experience=experience, websocket=0, queue_capacity=4) as again:
                 play_on(again)
                 (actor,) = again.gateway.stats()["actors"]
                 assert actor["actor_id"] == "godot"
