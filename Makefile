@@ -5,13 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CLIENTS := .venv-clients
 COMPAT := .venv-compat
-NODE    := clients/node/node_modules
+NODE    := clients/javascript/node_modules
 SMOLLM2 := .venv-smollm2
 PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs)
 PROTOCOL := platform/shoal/libs/grpc
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recommender test soak rehearse compat gpu check format proto bench bench-check clean
+.PHONY: help setup demo game recommender test soak rehearse compat gpu check format proto bench bench-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## Run the main job: four external actors teach a policy that an endpoint already serves
 	@$(BIN)/shoal run actor_learner --actors 4
+
+game: $(READY)  ## Play a game in the browser while eight copies of it learn beside you
+	@$(BIN)/shoal run game
 
 recommender: $(READY)  ## A film site that learns as you rate: data=FOLDER endpoint=URL port=8080
 	@$(if $(endpoint),RECOMMENDER_ENDPOINT='$(endpoint)') $(BIN)/python serve_apps/recommender/manage.py start $(if $(data),--data '$(data)') $(if $(port),--port $(port))
@@ -83,9 +86,9 @@ $(CLIENTS)/.ready: tests/clients.txt
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients.txt
 	@touch $@
 
-$(NODE)/.package-lock.json: clients/node/package-lock.json
-	@echo "installing the packages of the Node client into $(NODE) ..."
-	@! command -v npm >/dev/null || npm ci --silent --no-audit --no-fund --prefix clients/node
+$(NODE)/.package-lock.json: clients/javascript/package-lock.json
+	@echo "installing the packages of the JavaScript client, for ZeroMQ, into $(NODE) ..."
+	@! command -v npm >/dev/null || npm ci --silent --no-audit --no-fund --prefix clients/javascript
 
 proto: $(READY)  ## Compile the protocol's messages from inference.proto
 	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOCOL) --descriptor_set_out=$(PROTOCOL)/inference.binpb --pyi_out=$(PROTOCOL) inference.proto

@@ -1,4 +1,5 @@
-"""What `pyproject.toml` cannot say: a wheel carries the recipes, `jobs/` and `serve_apps/`, in `shoal/recipes/`."""
+"""What `pyproject.toml` cannot say: a wheel carries the recipes, `jobs/` and `serve_apps/`, in `shoal/recipes/`, and the
+page of one of them."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-RECIPES = ("jobs", "serve_apps")
+RECIPES = ("jobs", "serve_apps", "clients/javascript")
 
 
 class BuildWithRecipes(build_py):
@@ -21,7 +22,9 @@ class BuildWithRecipes(build_py):
         shutil.rmtree(package, ignore_errors=True)  # of an earlier build, files that have moved since
         super().run()
         for name in RECIPES:
-            shutil.copytree(ROOT / name, package / "recipes" / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, package / "recipes" / name, ignore=shutil.ignore_patterns("__pycache__", "node_modules")
+            )
 
 
 setup(cmdclass={"build_py": BuildWithRecipes})

@@ -100,7 +100,7 @@ def check_shoal(verb: str, words: list[str]) -> None:
 
 def find_file(job: str) -> Path:
     """The file of a job, of this repository or of the page's own."""
-    near = [place / job for place in (Path(), ROOT, ROOT / "clients" / "node" / "games") if (place / job).is_file()]
+    near = [place / job for place in (Path(), ROOT) if (place / job).is_file()]
     return near[0] if near else find_job(job)
 
 

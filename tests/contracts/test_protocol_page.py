@@ -52,7 +52,7 @@ from shoal.wire import (
     unpack_segment,
 )
 from shoal.wire.experience_spec import DTYPES, ConvolutionSpec, SpaceSpec
-from shoal.wire.messages import Message
+from shoal.wire.messages import Message, RefusedRow
 
 EXCHANGE = json.loads((Path(__file__).parents[2] / "docs" / "protocol-example.json").read_text())
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -60,6 +60,7 @@ KINDS = {kind.__struct_config__.tag: kind for kind in Message.__args__}
 NESTED = {
     "episode summary": EpisodeSummary,
     "tensor header": TensorHeader,
+    "refused row": RefusedRow,
     "experience spec": ExperienceSpec,
     "extra spec": ExtraSpec,
     "tensor spec": TensorSpec,
@@ -85,6 +86,7 @@ TYPES = {
     tuple[str, ...]: "array of str",
     tuple[TensorHeader, ...]: "array of tensor header",
     dict[str, Any]: "map",
+    tuple[RefusedRow, ...]: "array of refused row",
     tuple[EpisodeSummary, ...] | msgspec.UnsetType: "array of episode summary",
     tuple[tuple[str, str], ...]: "array of [str, str]",
     ExperienceSpec: "experience spec",

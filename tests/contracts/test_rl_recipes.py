@@ -27,7 +27,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
         ("pursuit", None),
         ("lunar_lander", (Box(-1, 1, (8,)), Discrete(4))),
         ("pong", (Box(0, 255, (4, 42, 42), np.uint8), Discrete(6))),
-        ("node_game", (Box(-1, 1, (4,)), Discrete(3))),
+        ("game", (Box(-1, 1, (4,)), Discrete(3))),
     ],
 )
 def test_a_recipe_can_learn_its_environment(name: str, environment: tuple[Box, Discrete] | None) -> None:

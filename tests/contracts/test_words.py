@@ -60,6 +60,7 @@ FIXED = {
     ("cost/cost_table.py", "held_as"): "a key of `shoal inspect --json`",
     ("runs/record/opening.py", "begun"): "shoal.runs.recording is public: jobs name this parameter",
     ("serve/spec/model_options.py", "held_versions"): "a field of specs",
+    ("wire/messages.py", "ended"): "a field of the protocol",
 }
 
 

@@ -19,7 +19,7 @@ from rl_setting import TOKEN, Parts, segment, serving
 from shoal.actor import ActorClient
 from shoal.rl.experience.queue import BatchRequest
 from shoal.wire import Bye, Credit, Hello, Ping, Pull, encode
-from shoal.wire.messages import ActionMessage, ActMessage
+from shoal.wire.messages import ActionMessage, ActMessage, ActsMessage
 from waiting import wait_for
 from wire_cases import damaged_messages, frames_of
 
@@ -129,14 +129,18 @@ def test_remote_inference_answers_noise_and_its_own_book_stays_balanced() -> Non
             first = 4 * burst
             valid = [[encode(ActMessage(first + offset, 0, 1.0)), frame] for offset in range(4)]
             valid += [[encode(ActMessage(first + offset, 1, 1.0, offset == 1)), frame] for offset in range(3)]
+            rows = first + 2, first + 3
+            valid += [[encode(ActsMessage(rows, (at, at))), 2 * frame, bytes(8), bytes([at, 0])] for at in (0, 1)]
             valid += [[encode(Pull(1))], [encode(ActionMessage(1, 1, [1.5]))]]
             for frames in damaged_messages(valid, 50, seed=burst):
                 noisy.send(frames or [b""])
             answers = noisy.until_pong(10**9 + burst)
             reasons.update(str(answer["reason"]) for answer in answers if answer["kind"] == "action")
+            refused = [each for answer in answers if answer["kind"] == "actions" for each in answer["refused"]]
+            reasons.update(f"row {each['reason']}" for each in refused)
         account = parts.ledger.get_account(("noisy", 1))
-        assert {"invalid", "unknown_episode", "ended_episode"} <= reasons.keys()
-        assert "failed" not in reasons
+        assert {"invalid", "unknown_episode", "ended_episode", "row invalid", "row ended_episode"} <= reasons.keys()
+        assert not {"failed", "row failed"} & reasons.keys()
         assert not account.dropped
 
 

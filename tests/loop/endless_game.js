@@ -2,7 +2,7 @@
 // Four numbers, two actions, no end: what fits the setting of the tests.
 
 module.exports = class {
-  numActions = 2;
+  spaces = { observation: [4], action: 2 };
 
   reset() { return [0, 0, 0, 0]; }
 

@@ -2,7 +2,7 @@
 'use strict';
 
 module.exports = class {
-  numActions = 3;
+  spaces = { observation: [4], action: 3, masks: true };
 
   reset() {
     this.steps = 0;

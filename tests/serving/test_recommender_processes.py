@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from serving.chromium import Chromium
+from chromium import Chromium
 from serving.film_site import SITE, Session, count_rows, find_url, run_manage
 from shoal.errors import ConfigError
 from waiting import wait_for

@@ -47,6 +47,7 @@ from shoal.wire.messages import (
     Ping,
     Pong,
     PullOpponent,
+    SettingsMessage,
     WeightsMessage,
     Welcome,
 )
@@ -114,6 +115,8 @@ class ActorClient:
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
         self.drops: dict[str, int] = {}  # dropped segments by reason, or by the error that named them
         self.last_drop = ""  # reason and detail of the newest drop
+        self.settings: Mapping[str, bool | int | float | str] = {}  # what the run tells its games
+        self.settings_version = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -327,6 +330,8 @@ class ActorClient:
             self._on_error(message)
         elif isinstance(message, ActionMessage):
             self._on_action(message)
+        elif isinstance(message, SettingsMessage):
+            self.settings, self.settings_version = message.values, message.version
 
     def _on_action(self, action: ActionMessage) -> None:
         """No gateway sends one to a session of segments."""
@@ -413,6 +418,7 @@ class ActorClient:
             self.reconnects += 1
         self._last_received_at = self._last_used_at = time.monotonic()
         self._pinged_beats, self._is_session_lost, self._welcome = 0, False, welcome
+        self.settings, self.settings_version = welcome.settings or {}, welcome.settings_version
         changed = before is not None and before.run_id != welcome.run_id
         if changed:
             self._outbox.clear()

@@ -277,6 +277,12 @@ def get_action_bounds(space: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
     return tuple(low.ravel().tolist()), tuple(high.ravel().tolist())
 
 
+def apply_settings(environments: Sequence[Any], settings: Mapping[str, Any]) -> None:
+    """Give what the run tells its games to those environments that have a method `apply_settings`."""
+    for each in environments:
+        getattr(getattr(each, "unwrapped", each), "apply_settings", lambda _: None)(settings)
+
+
 @contextmanager
 def translate_environment_errors(name: str) -> Iterator[None]:
     """Turn any exception of the environment into a ConfigError that names its place."""

@@ -25,6 +25,7 @@ from shoal.actor.agent_streams import (
     is_parallel,
 )
 from shoal.actor.client import ActorClient
+from shoal.actor.environment import apply_settings
 from shoal.actor.other_games import adapt_aec
 from shoal.actor.parallel_game import Opponent, OpponentDraw, ParallelGame, assign_agents, require_one_run
 from shoal.actor.policy import Policy, make_policy
@@ -162,6 +163,7 @@ class _Player:
     ) -> None:
         self._seed, self._on_weights, self._environments = seed, on_weights, environments
         self._pull_at, self._pull_interval_s = 0.0, pull_interval_s
+        self._settings_version = 0
         # Of two policies with one seed, both would explore by the same random numbers.
         seeds = [seed if not number or seed is None else seed + (number << 32) for number in range(len(clients))]
         self._policies = [
@@ -182,11 +184,13 @@ class _Player:
     def start(self) -> None:
         for each in self._policies:
             each.start()
+        self._apply_settings()
         seeds = spread_seeds(self._seed, len(self._environments))
         for index, game in enumerate(self._games):
             game.reset(seeds[index : index + 1] if self._stream_games else seeds)
 
     def _pull_weights(self) -> None:
+        self._apply_settings()
         for each in self._policies:
             newer = each.client.newer_weights(each.policy.version)
             if newer is not None:
@@ -196,6 +200,11 @@ class _Player:
                         game.discard_steps(each.policy)  # of older weights: the batch that they were for is complete
                 if self._on_weights is not None:
                     self._on_weights(each.policy.version)
+
+    def _apply_settings(self) -> None:
+        if self._client.settings_version != self._settings_version:
+            self._settings_version = self._client.settings_version
+            apply_settings(self._environments, self._client.settings)
 
     def step(self) -> int:
         if time.monotonic() >= self._pull_at:

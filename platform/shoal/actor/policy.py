@@ -97,7 +97,7 @@ class MlpPolicy:
         self,
         observations: Sequence[np.ndarray] | np.ndarray,
         streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | None = None,
+        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]:
         """Sample an action for each of the observations [B, *obs]; returns them with their log-probabilities.
 
@@ -137,7 +137,7 @@ class MlpPolicy:
         self,
         outputs: np.ndarray,
         streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | None = None,
+        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]:
         """Sample from outputs [B, n]. A handful of plain floats is faster than a dozen operations on small arrays."""
         if len(outputs) >= MIN_ARRAY_ROWS and type(self) is MlpPolicy and masks is None:
@@ -148,7 +148,9 @@ class MlpPolicy:
             log_pi = shifted[np.arange(len(outputs)), chosen] - np.log(sums[:, -1])
             return chosen.tolist(), log_pi.tolist()
         actions, log_probabilities = [], []
-        for row, stream, mask in zip(outputs.tolist(), streams, masks or [None] * len(outputs), strict=True):
+        for row, stream, mask in zip(
+            outputs.tolist(), streams, [None] * len(outputs) if masks is None else masks, strict=True
+        ):
             action, log_probability = (
                 self._sample(row, stream) if mask is None else self._sample_allowed(row, mask, stream)
             )
@@ -275,7 +277,7 @@ class SquashedGaussianPolicy(MlpPolicy):
         self,
         outputs: np.ndarray,
         streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | None = None,
+        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]:
         num_numbers, outputs = self._low.size, outputs.astype(np.float64)
         means = outputs[:, :num_numbers]

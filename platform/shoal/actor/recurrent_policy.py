@@ -36,7 +36,7 @@ class PolicyHead(Protocol):
         self,
         observations: Sequence[np.ndarray] | np.ndarray,
         streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | None = None,
+        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]: ...
 
     def compute_outputs(
@@ -94,7 +94,7 @@ class RecurrentPolicy:
         self,
         observations: Sequence[np.ndarray] | np.ndarray,
         streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | None = None,
+        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]:
         """Sample an action for each of the observations [B, *obs]; returns them with their log-probabilities."""
         return self._head.act_batch(self._step(np.asarray(observations), streams), streams, masks)

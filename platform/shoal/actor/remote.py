@@ -17,6 +17,7 @@ import numpy as np
 
 from shoal.actor.agent_streams import AgentsEpisode, Environment, ParallelEnvironment, find_mask
 from shoal.actor.client import ActorClient
+from shoal.actor.environment import apply_settings
 from shoal.actor.environment_loop import follow_runs
 from shoal.actor.game import EpisodeActor, OpenEpisode
 from shoal.actor.other_games import adapt_aec
@@ -260,6 +261,7 @@ class _RemoteGame:
         self._environment, self._seed = adapt_aec(environment), seed
         self._actors, self._actor_of = actors, dict[Any, RemoteActor]()
         self._run_ids: list[str] = []
+        self._settings_version = 0
         self._episode: AgentsEpisode | None = None
         self._open: set[Any] = set()  # the agents that have acted and not ended
 
@@ -275,6 +277,10 @@ class _RemoteGame:
         if self._run_ids != [each.client.run_id for each in self._actors]:
             raise RunChanged("another run has taken the address")
         if self._episode is None or not self._episode.observations:
+            client = self._actors[0].client
+            if client.settings_version != self._settings_version:
+                self._settings_version = client.settings_version
+                apply_settings([self._environment], client.settings)
             self._episode, self._open = AgentsEpisode(self._environment, self._seed), set()
             self._seed = None
         episode = self._episode

@@ -24,6 +24,7 @@ COMMANDS = {
     "logs": ("runs", "Show what the processes of a run printed."),
     "models": ("models", "List, show, add, promote, roll back and remove registered models."),
     "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
+    "set": ("runs:set_settings", "Change the settings of a run's games."),
     "release": ("runs", "Release an actor of a run from quarantine."),
 }
 
@@ -33,7 +34,8 @@ def find_commands() -> dict[str, tuple[str, str]]:
 
     Raises ConfigError where two have one verb.
     """
-    commands = {verb: (f"shoal.cli.commands.{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
+    own = {verb: (place if ":" in place else f"{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
+    commands = {verb: (f"shoal.cli.commands.{place}", text) for verb, (place, text) in own.items()}
     owners = dict.fromkeys(commands, "shoal")
     for library in find_libraries():
         verbs = {verb: each for verb, each in library.verbs.items() if " " not in verb}

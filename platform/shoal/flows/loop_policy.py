@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
+from shoal.rl.game_settings import advance_settings, begin_settings
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -39,6 +40,7 @@ ADDRESS_NAME, WEBSOCKET_NAME = "gateway.address", "websocket.address"  # in the 
 ACTORS_BACK_S = 60.0  # after a gateway has restarted, until it is recorded that no actor has come back
 KEEP_S = 5.0  # between two versions that are kept
 MIN_EPISODES = 100  # of the actors' mean return
+MIN_SETTINGS_EPISODES = 20  # likewise, for a rule of the game's settings
 
 
 class LoopPolicy:
@@ -71,7 +73,7 @@ class LoopPolicy:
         self._pids: dict[str, int] = {}
         self._replica_pids: set[int] = set()  # of the other learners
         self._metrics = ActorLearnerMetrics()
-        self._folder_name = ""  # of its files, below that of all runs
+        self._folder, self._folder_name = Path(), ""  # of its files, and its name below that of all runs
 
     def start(self, run_id: str, folder: Path, token: str, keys: tuple[bytes, bytes] | None) -> EndpointModel:
         """Start the workers, with files in the run's folder or one of its own there; returns the model to serve."""
@@ -82,7 +84,8 @@ class LoopPolicy:
         has_learnt = bool(self.spec.resume) and shoal.runs.load(self.spec.resume).num_versions() > 0
         name = self.name or self.spec.model_name
         setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt, name)
-        self._folder_name = setting.folder_name
+        self._folder, self._folder_name = folder, setting.folder_name
+        begin_settings(folder, shoal.runs.load(self.spec.resume).folder / self.name if self.spec.resume else None)
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
         factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile
@@ -169,6 +172,8 @@ class LoopPolicy:
             happened.append(("checkpoint_failed", {"step": self.learner["steps"], "error": failure}))
         self._checkpoint_failure = failure
         happened += self._watch_gateway(known_address)
+        if gateway is not None:
+            self._follow_settings(gateway)
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
 
     def wait_for_gateway(self) -> None:
@@ -183,6 +188,13 @@ class LoopPolicy:
         self._relayed = addresses
         if addresses:
             self.workers.relay_websockets(addresses)
+
+    def _follow_settings(self, gateway: Mapping[str, Any]) -> None:
+        """Let the gateway tell the games what holds now."""
+        mean_return = gateway["mean_return"] if gateway["episodes_in_window"] >= MIN_SETTINGS_EPISODES else -math.inf
+        values = advance_settings(self._folder, self.spec.settings, self.spec.rules, mean_return)
+        if values != gateway["settings"]:
+            self.workers.set_settings(values)
 
     def store_address(self) -> str:
         """Write the gateway's addresses into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.

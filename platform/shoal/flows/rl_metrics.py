@@ -87,6 +87,8 @@ class ActorLearnerMetrics:
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
         metrics |= {f"episode/{name}": value for name, value in gateway.get("episode_spread", {}).items()}
         metrics |= _summarize_opponents(gateway)
+        if version := gateway.get("settings_version"):
+            metrics["settings/version"] = version
         return {name: float(value) for name, value in metrics.items()}
 
 

@@ -87,7 +87,7 @@ class FirstGame:
                 route, *frames = self._socket.recv_multipart()
                 self._take(route, frames)
             if self._listener is not None and self._listener.fileno() in ready:
-                for route, received in self._listener.receive():
+                for route, received in self._listener.receive(is_busy=False):
                     if received is not None:
                         self._take(route, received)
                     else:

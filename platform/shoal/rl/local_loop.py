@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +68,7 @@ class LocalLoop:
             )
             opponents = OpponentPool.of_run(spec.self_play, folder)
             self.gateway = Gateway(setting, self.queue, self.store, opponents)
+            self._settings = spec.settings
             self.learner = Learner(spec, experience, self.queue, self.store, folder / "checkpoints")
             self._closing = closing.pop_all()
         self._thread = threading.Thread(target=self._learn, name="learner", daemon=True)
@@ -98,6 +99,7 @@ class LocalLoop:
 
     def start(self) -> None:
         self.gateway.start()
+        self.change_settings(self._settings)
         self._thread.start()
 
     @property
@@ -108,6 +110,10 @@ class LocalLoop:
     def websocket_address(self) -> str:
         """For games that speak WebSocket; empty without `gateway.websocket`."""
         return format_websocket_address(self.gateway.listener, self.gateway.spec.host)
+
+    def change_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Tell the games these settings, and forget others."""
+        self.gateway.set_settings(values)
 
     def wait_until_solved(self, timeout_s: float) -> float:
         """Wait for the target return; returns the seconds from the first segment. Raises RunError."""

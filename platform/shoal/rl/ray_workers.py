@@ -159,6 +159,9 @@ class GatewayWorker:
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
 
+    def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+        self._gateway.set_settings(values)
+
     def load_pool(self) -> list[WeightSnapshot]:
         """Past versions of the run, in the pool of opponents."""
         return [] if self._pool is None else self._pool.load_own()
@@ -370,6 +373,10 @@ class ActorLearnerWorkers:
 
     def take_published(self) -> list[PublishedVersion]:
         return self._call_or_none(self._learner, "take_published") or []
+
+    def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Tell the games these settings; the gateway's next counts say whether it has done so."""
+        self._gateway.set_settings.remote(values)
 
     def load_pool(self) -> list[WeightSnapshot]:
         """Past versions of the run, in the pool of opponents. Raises ClusterError."""

@@ -81,6 +81,12 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
             slots = f"of the queue's {details['capacity']} slots {details['queued']} hold segments"
             credit = "".join(f", {name} has {number}" for name, number in details["credit"].items())
             return f"{waiting}: {slots}{credit}"
+        case "settings_changed" if "episodes_before" in details:
+            values = ", ".join(f"{name}={value}" for name, value in details["settings"].items())
+            before = (
+                f"{details['episodes_before']:,} episodes before had the mean return {details['return_before']:.4g}"
+            )
+            return f"the games are told {values}: {before}"
         case "actor_quarantined":
             release = f"shoal release RUN {shlex.quote(details['actor_id'])}"
             return f"{details['actor_id']} is in quarantine, it {details['reason']}: mend it, then {release}"

@@ -38,12 +38,16 @@ def read_mask(mask: Any, choices: tuple[int, ...]) -> np.ndarray:
         raise InvalidSegment("invalid_dtype", MASKS, f"{given.dtype}, expected bool or integers")
     if given.shape != (sum(choices),):
         raise InvalidSegment("invalid_shape", MASKS, f"{given.shape}, expected ({sum(choices)},)")
-    if given.dtype.kind != "b" and ((given != 0) & (given != 1)).any():
+    check_choices(given, choices)
+    return given.astype(np.bool_)
+
+
+def check_choices(masks: np.ndarray, choices: tuple[int, ...]) -> None:
+    """Raise InvalidSegment for masks [..., K] with other numbers than 0 and 1, or where no choice is allowed."""
+    if masks.dtype.kind != "b" and ((masks != 0) & (masks != 1)).any():
         raise InvalidSegment("invalid_range", MASKS, "numbers other than 0 and 1")
-    allowed = given.astype(np.bool_)
-    if not _has_choice(allowed, choices).all():
+    if not _has_choice(masks != 0, choices).all():
         raise InvalidSegment("invalid_range", MASKS, "no action is allowed")
-    return allowed
 
 
 def check_masks(actions: np.ndarray, masks: np.ndarray, terminated: bool, spec: ExperienceSpec) -> None:
@@ -66,6 +70,6 @@ def _find_sizes(action: TensorSpec, action_sizes: tuple[int, ...]) -> tuple[int,
     return action_sizes or (int(action.high or 0) + 1,) * math.prod(action.shape)
 
 
-def _has_choice(mask: np.ndarray, choices: tuple[int, ...]) -> np.ndarray:
-    """Find, for each number of an action, whether a mask [K] allows any choice."""
-    return np.logical_or.reduceat(mask, np.cumsum((0, *choices[:-1])))
+def _has_choice(masks: np.ndarray, choices: tuple[int, ...]) -> np.ndarray:
+    """Find, for each number of an action, whether masks [..., K] allow any choice."""
+    return np.logical_or.reduceat(masks, np.cumsum((0, *choices[:-1])), axis=-1)

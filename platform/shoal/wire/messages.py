@@ -6,7 +6,7 @@ map of known types or as bytes, and anything else is a ProtocolViolation with an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -16,6 +16,8 @@ from shoal.errors import ProtocolViolation
 from shoal.wire.experience_spec import ExperienceSpec
 
 PROTOCOL_VERSION = 1
+MAX_ROWS = 4096  # of an `acts`
+ROW_TERMINATED, ROW_TRUNCATED, ROW_TELLS_SUCCESS, ROW_SUCCESS = 1, 2, 4, 8  # bits of its flags
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", t
 class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit_defaults=True):
     """gateway → actor. `next_seq` is the first sequence number that the gateway still needs; segments with
     `seq < send_limit` may be sent. `synchronous`: the actor pauses without credit, and sends no step of older weights.
+    `settings`: what the run tells the game, as of `settings_version`.
     """
 
     protocol: int
@@ -67,6 +70,15 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit
     max_message_bytes: int
     synchronous: bool = False
     inference: str = "local"
+    settings: Mapping[str, bool | int | float | str] | msgspec.UnsetType = msgspec.UNSET
+    settings_version: int = 0
+
+
+class SettingsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="settings"):
+    """gateway → actor, when the settings have changed: all of them, and their version."""
+
+    version: int
+    values: Mapping[str, bool | int | float | str]
 
 
 class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,7 +94,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment"):
     """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow. `opponent`: with
     self-play, the version that the other agents had. `unrecorded`: episodes that ended before, without credit.
-    `success`: whether the episode that ended here reached its goal, where the environment says so."""
+    `success`: whether the episode that ended here reached its goal, where the environment says so. `settings`: the
+    version of the settings that the episode is played with; else the newest that the actor was sent."""
 
     seq: int
     tensors: tuple[TensorHeader, ...]
@@ -93,6 +106,7 @@ class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment
     opponent: int | msgspec.UnsetType = msgspec.UNSET
     unrecorded: tuple[EpisodeSummary, ...] | msgspec.UnsetType = msgspec.UNSET
     success: bool | msgspec.UnsetType = msgspec.UNSET
+    settings: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
@@ -179,7 +193,7 @@ class ErrorMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
 class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
     """actor → gateway; one frame follows: the observation before step `step` of `episode`. `reward` is that of the step
     before; at step 0, the return until then. `terminated` or `truncated`: the episode ended after the step before, and
-    the observation is its last; `success` as of a segment."""
+    the observation is its last; `success` and, at step 0, `settings` as of a segment."""
 
     episode: int
     step: int
@@ -187,6 +201,7 @@ class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
     terminated: bool = False
     truncated: bool = False
     success: bool | msgspec.UnsetType = msgspec.UNSET
+    settings: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action"):
@@ -199,6 +214,35 @@ class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action")
     version: int = 0
     reason: str = ""
     detail: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ActsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="acts"):
+    """actor → gateway: an `act` for each of N episodes, in rows. Frames follow: observations [N, *obs], rewards float32
+    [N], flags uint8 [N] (`ROW_TERMINATED`, ...), and in a run with masks: masks uint8 [N, K]."""
+
+    episodes: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+class RefusedRow(msgspec.Struct, frozen=True):
+    """A row of `acts` that was not taken. `reason` and `detail` as of `action`."""
+
+    row: int
+    episode: int
+    step: int
+    reason: str
+    detail: str = ""
+
+
+class ActionsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="actions"):
+    """gateway → actor, once for every `acts`. A frame follows: the actions [N, *act] of these episodes and steps.
+    `version`: the newest one that chose any. `ended`: the episodes that end with rows of the `acts`."""
+
+    episodes: tuple[int, ...]
+    steps: tuple[int, ...]
+    version: int = 0
+    refused: tuple[RefusedRow, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 Message = (
@@ -217,6 +261,9 @@ Message = (
     | ErrorMessage
     | ActMessage
     | ActionMessage
+    | SettingsMessage
+    | ActsMessage
+    | ActionsMessage
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -68,6 +68,7 @@ class Segment:
     opponent: with self-play, the version that the other agents had; 0 without
     unrecorded: episodes of the same policy's agents that ended before, and of whose end there is no segment
     success: whether the episode reached its goal; None: it did not end here, or its environment does not say
+    settings: the version of the game's settings in this episode; 0: the newest that its actor was sent
     extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
     """
 
@@ -84,6 +85,7 @@ class Segment:
     opponent: int = 0
     unrecorded: tuple[EpisodeSummary, ...] = ()
     success: bool | None = None
+    settings: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -144,6 +146,7 @@ class PackedSegment(NamedTuple):
             segment.opponent or msgspec.UNSET,
             segment.unrecorded or msgspec.UNSET,
             msgspec.UNSET if segment.success is None else bool(segment.success),
+            segment.settings or msgspec.UNSET,
         )
         return cls(header, tensors)
 
@@ -199,6 +202,7 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         message.opponent or 0,
         unrecorded,
         None if message.success is msgspec.UNSET else message.success,
+        message.settings or 0,
     )
 
 

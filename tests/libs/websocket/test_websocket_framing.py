@@ -18,13 +18,14 @@ from rl_setting import segment
 from shoal.errors import ProtocolViolation
 from shoal.libs.websocket.framing import MAX_TEXT_BYTES, Dialect, join_binary, join_text, split_binary, split_text
 from shoal.wire import pack_segment
-from shoal.wire.experience_spec import DTYPES
+from shoal.wire.experience_spec import DTYPES, TensorSpec
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 HEADERS = st.dictionaries(
     st.text(max_size=5), NUMBERS | st.lists(st.none() | st.text(max_size=5), max_size=3), max_size=4
 )
 OBSERVATION = {"observation": "float32", "mask": "bool"}
+ACTION = TensorSpec("int64")
 
 
 def to_bytes(*frames: bytes) -> bytes:
@@ -112,8 +113,21 @@ def test_a_segment_in_text_is_the_segment_in_frames() -> None:
     assert read_problem(header) == "observations: no dtype 'float128'"
 
 
+def test_the_columns_of_rows_are_frames_and_their_actions_a_list() -> None:
+    dtypes = {"observations": "float32", "rewards": "float32", "flags": "uint8", "masks": "bool"}
+    header = {"kind": "acts", "episodes": [7, 8], "steps": [0, 3], "observations": [[1, 2], [3, 4.5]], "flags": [0, 13]}
+    _, *frames = split_text(json.dumps({**header, "masks": [[1, 0], [True, True]]}).encode(), dtypes)
+    assert frames == [np.array([1, 2, 3, 4.5], np.float32).tobytes(), b"", b"\x00\x0d", b"\x01\x00\x01\x01"]
+    assert "flags: no uint8 numbers" in read_problem({**header, "flags": [-1, 0]}, dtypes)
+    answer = [
+        msgpack.packb({"kind": "actions", "episodes": [7, 8]}),
+        np.array([[0.5, 1], [2, 3]], np.float32).tobytes(),
+    ]
+    assert json.loads(join_text(answer, TensorSpec("float32", (2,))))["actions"] == [[0.5, 1.0], [2.0, 3.0]]
+
+
 def test_a_payload_is_base64_in_text() -> None:
-    message = json.loads(join_text([msgpack.packb({"kind": "weights", "version": 3}), b"\x00\xff"]))
+    message = json.loads(join_text([msgpack.packb({"kind": "weights", "version": 3}), b"\x00\xff"], ACTION))
     assert message == {"kind": "weights", "version": 3, "data": base64.b64encode(b"\x00\xff").decode()}
 
 

@@ -146,6 +146,16 @@ def test_a_game_plays_in_its_dialect_and_its_steps_are_in_the_ledger(writer: Any
         batch = parts.take()
         assert (batch.rewards.tolist(), batch.actions.tolist()) == ([1.0], [answer["action"]])
         np.testing.assert_array_equal(batch.observations, np.array([OBSERVATION] * 2, np.float32))
+        rows: dict[str, Any] = {"episodes": [1, 2], "steps": [0, 0]}
+        if writer is None:  # without rewards and flags
+            message = game.ask("acts", **rows, observations=[OBSERVATION] * 2)
+            actions = message["actions"]
+        else:
+            game.say("acts", np.array([OBSERVATION] * 2, np.float32).tobytes(), bytes(8), bytes(2), **rows)
+            message, (frame,) = game.hear()
+            actions = np.frombuffer(frame, np.int64).tolist()
+        assert (message["kind"], message["episodes"], message["version"]) == ("actions", [1, 2], 1)
+        assert (message["refused"], message["ended"], len(actions)) == ([], [], 2)
         game.say("bye")
         wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"], what="the end of the session")
 

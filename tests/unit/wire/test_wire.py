@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from shoal.wire import (
     unpack_segment,
 )
 from shoal.wire.experience_spec import DTYPES
-from shoal.wire.messages import Message
+from shoal.wire.messages import Message, RefusedRow
 from shoal.wire.segment import LARGEST_FLOAT32, LARGEST_REWARD
 from wire_cases import POLICY, SPEC, damaged_messages, frames_of, valid_segment
 
@@ -68,6 +69,7 @@ def with_header(name: str, **changes: object) -> list[bytes]:
 integers = st.integers(-(2**63), 2**64 - 1)
 floats = st.floats(allow_nan=False)
 names = st.text(max_size=20)
+Settings = Mapping[str, bool | int | float | str]
 tensor_specs = st.builds(
     TensorSpec,
     st.sampled_from(sorted(DTYPES)),
@@ -83,6 +85,7 @@ experience_specs = st.builds(
     st.builds(PolicySpec, names, names, st.lists(st.tuples(names, names), max_size=3).map(tuple)),
 )
 headers = st.builds(TensorHeader, names, names, st.lists(integers, max_size=4).map(tuple))
+refusals = st.builds(RefusedRow, integers, integers, integers, names, names)
 summaries = st.builds(EpisodeSummary, floats, integers, integers, st.none() | st.booleans())
 
 
@@ -91,6 +94,7 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type[tuple[TensorHeader, ...]] = st.lists(headers, max_size=3).map(tuple)
     by_type[tuple[EpisodeSummary, ...] | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.lists(summaries).map(tuple)
     by_type[dict[str, Any]] = st.dictionaries(names, integers | names, max_size=3)
+    by_type[tuple[RefusedRow, ...]] = st.lists(refusals, max_size=3).map(tuple)
     by_type[tuple[int, ...]] = st.lists(integers, max_size=3).map(tuple)
     by_type[float | None] = st.none() | floats
     by_type[bool | None] = st.none() | st.booleans()
@@ -99,6 +103,9 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type[bool | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.booleans()
     by_type[int | msgspec.UnsetType] = st.just(msgspec.UNSET) | integers
     by_type[str | msgspec.UnsetType] = st.just(msgspec.UNSET) | names
+    values = st.dictionaries(names, st.booleans() | integers | floats | names, max_size=3)
+    by_type[Settings] = values
+    by_type[Settings | msgspec.UnsetType] = st.just(msgspec.UNSET) | values
     return by_type[field.type]
 
 

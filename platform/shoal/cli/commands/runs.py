@@ -33,6 +33,7 @@ from shoal.cli.support.jobs import RAY_LOG_LINE
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
+from shoal.rl.game_settings import change_settings, parse_settings
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
 from shoal.runs.formatting import (
@@ -242,6 +243,26 @@ def release(run: str, actor: str) -> None:
         names = ", ".join(sorted(read_run_quarantine(record.folder))) or "none"
         raise ConfigError("actor", actor, f"is not in quarantine in run {record.id}", f"these are: {names}")
     click.echo(f"{actor} is released: run {record.id} takes its segments again")
+
+
+@click.command("set")
+@click.argument("run")
+@click.argument("settings", nargs=-1, required=True, metavar="NAME=VALUE...")
+def set_settings(run: str, settings: tuple[str, ...]) -> None:
+    """Change the SETTINGS of a RUN's games: they are told within a second, and later games when they join.
+
+    \b
+    Examples:
+      shoal set latest gravity=9 speed=2
+    """
+    record = load(run)
+    try:
+        changed = parse_settings(settings)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if not change_settings(record.folder, changed):
+        raise ConfigError("run", record.id, "has no games", "name a run of actors")
+    click.echo(f"run {record.id}: {', '.join(f'{name}={value}' for name, value in changed.items())}")
 
 
 def _make_cells(run: Run) -> list[str | Text]:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shoal.errors import ProtocolViolation
-from shoal.wire.experience_spec import DTYPES
+from shoal.wire.experience_spec import DTYPES, TensorSpec
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 4 * 1024 * 1024  # numbers read from JSON take up to 30 times the memory of its text
@@ -71,7 +71,12 @@ def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
         problem = f"a text message of {len(data)} bytes, at most {MAX_TEXT_BYTES}: binary ones may be larger"
         raise ProtocolViolation("too_large", problem)
     header = _read_json(data)
-    frames = [_to_frame(name, header.pop(name), dtype) for name, dtype in dtypes.items() if name in header]
+    optional = ("rewards", "flags") if header.get("kind") == "acts" else ()  # zeros: empty frames
+    frames = [
+        _to_frame(name, header.pop(name, []), dtype)
+        for name, dtype in dtypes.items()
+        if name in header or name in optional
+    ]
     tensors = header.get("tensors")
     if header.get("kind") == "segment" and isinstance(tensors, list):
         for tensor in tensors:
@@ -80,10 +85,13 @@ def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
     return [_write_msgpack(header), *frames]
 
 
-def join_text(frames: Sequence[bytes]) -> bytes:
-    """A text message of these frames; a payload, which is bytes, as base64 in `data`."""
+def join_text(frames: Sequence[bytes], action: TensorSpec) -> bytes:
+    """A text message of these frames; a payload, which is bytes, as base64 in `data`. action: of the actions' frame"""
     header = msgspec.msgpack.decode(frames[0])
-    if len(frames) > 1:
+    if header["kind"] == "actions":
+        actions = np.frombuffer(frames[1], action.numpy_dtype())
+        header["actions"] = actions.reshape(len(header["episodes"]), *action.shape).tolist()
+    elif len(frames) > 1:
         header["data"] = base64.b64encode(frames[1]).decode()
     return msgspec.json.encode(header)
 

@@ -67,7 +67,9 @@ class WebSocketListener:
 
     def __init__(self, setting: GatewaySetting, remembered_port: int = 0) -> None:
         self._spec = spec = setting.spec
-        self._dtypes = {"observation": setting.experience.observation.dtype, "mask": "bool"}
+        observed, self._action = setting.experience.observation.dtype, setting.experience.action
+        self._dtypes = {"observation": observed, "mask": "bool", "observations": observed, "rewards": "float32"}
+        self._dtypes |= {"flags": "uint8", "masks": "bool"}
         self._certificate = None if spec.tls is None else ServerCertificate(spec.tls.certificate, spec.tls.key)
         self._rules = HandshakeRules(setting.policy, spec.origins, spec.tls is not None)
         self._ping_s = min(PING_S, spec.pause_s / 4)
@@ -157,7 +159,7 @@ class WebSocketListener:
         if any(frames[0].find(kind, 0, 16) >= 0 for kind in _IDLE_ANSWERS):
             connection.count_idle()
         is_text = connection.dialect is Dialect.TEXT
-        message = join_text(frames) if is_text else join_binary(frames, connection.dialect)
+        message = join_text(frames, self._action) if is_text else join_binary(frames, connection.dialect)
         problem = connection.send(message, is_text)
         self._follow(connection)
         return problem

@@ -40,6 +40,7 @@ class ActorProgress:
     invalid: dict[str, int] = field(default_factory=dict)
     weights_version: int = 0
     is_awaited: bool = False  # with a segment that found no slot in the queue
+    settings: int = 0  # the version of the game's settings that it was sent
 
     def to_dict(self, newest: WeightSnapshot | None) -> dict[str, Any]:
         """Its fields and its lag in versions, which is 0 for a disconnected actor."""
@@ -109,6 +110,8 @@ class RunProgress:
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))
     successes: deque[bool] = field(default_factory=lambda: deque(maxlen=EPISODE_WINDOW))  # of episodes that say so
     by_opponent: dict[int, deque[float]] = field(default_factory=dict)  # with self-play: the returns against a version
+    settings: int = 0  # the newest version of the game's settings
+    by_settings: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each: episodes, and their returns' sum
     opponent_names: Mapping[int, str] = field(default_factory=dict)  # of registered ones
     protocol_errors: Counter[str] = field(default_factory=Counter)
     events: deque[tuple[float, str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=1000))
@@ -154,14 +157,30 @@ class RunProgress:
         actor.segments += 1
         actor.weights_version = int(segment.versions[-1])
         self.steps += segment.num_steps
+        version = segment.settings or actor.settings or self.settings
         for each in segment.unrecorded:
-            self._record_episode(each.episode_return, each.episode_length, each.opponent, each.success)
+            self._record_episode(each.episode_return, each.episode_length, each.opponent, each.success, version)
         if segment.episode_return is not None:
             length = segment.episode_length or segment.num_steps
-            self._record_episode(segment.episode_return, length, segment.opponent, segment.success)
+            self._record_episode(segment.episode_return, length, segment.opponent, segment.success, version)
 
-    def _record_episode(self, episode_return: float, length: int, opponent: int, success: bool | None) -> None:
+    def change_settings(self, values: Mapping[str, Any]) -> None:
+        """The mean return is of episodes with these settings of the game."""
+        episodes, total = self.by_settings.get(self.settings, (0, 0.0))
+        before = {"episodes_before": episodes, "return_before": total / episodes} if episodes else {}
+        self.settings += 1
+        self.record_event("settings_changed", version=self.settings, settings=dict(values), **before)
+        for window in (self.returns, self.lengths, self.successes):
+            window.clear()
+
+    def _record_episode(
+        self, episode_return: float, length: int, opponent: int, success: bool | None, settings: int
+    ) -> None:
         self.episodes += 1
+        count, total = self.by_settings.get(settings, (0, 0.0))
+        self.by_settings[settings] = count + 1, total + episode_return
+        if settings != self.settings:
+            return
         self.returns.append(episode_return)
         self.lengths.append(length)
         if success is not None:
@@ -197,6 +216,11 @@ class RunProgress:
             "solved_s": self.solved_s,
             "solved_steps": self.solved_steps,
             "protocol_errors": dict(self.protocol_errors),
+            "settings_version": self.settings,
+            "by_settings": {
+                version: {"episodes": count, "mean_return": total / count}
+                for version, (count, total) in self.by_settings.items()
+            },
             "opponents": {
                 version: {
                     "episodes": len(returns),
@@ -211,13 +235,14 @@ class RunProgress:
     def dump_state(self) -> str:
         """The state for the next incarnation."""
         windows = list(self.returns), list(self.lengths), list(self.successes)
-        return json.dumps([self.steps, self.episodes, self.elapsed_s, *windows])
+        return json.dumps([self.steps, self.episodes, self.elapsed_s, *windows, list(self.by_settings.items())])
 
     def restore(self, text: str) -> None:
         """Continue from `dump_state` of an earlier incarnation."""
         self.steps, self.episodes, self.elapsed_before_s, *windows = json.loads(text)
         for own, values in zip((self.returns, self.lengths, self.successes), windows, strict=False):
             own.extend(values)  # type: ignore[attr-defined]  # an older gateway has stored no successes
+        self.by_settings = {version: (count, total) for version, (count, total) in (windows[3:] or [[]])[0]}
 
     def _measure_spread(self) -> dict[str, float]:
         """Of the episodes in the window: the metrics `episode/...`."""

@@ -8,16 +8,17 @@ queue grants no credit, and without credit the actors stop; memory is bounded th
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
 
-from shoal.errors import ConfigError, InvalidSegment, LedgerUnwritable, ProtocolViolation
+from shoal.errors import ConfigError, LedgerUnwritable, ProtocolViolation
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
@@ -36,6 +37,7 @@ from shoal.wire import MessageLimits, decode, encode
 from shoal.wire.messages import (
     ActionMessage,
     ActMessage,
+    ActsMessage,
     Bye,
     Hello,
     OpponentMessage,
@@ -44,6 +46,7 @@ from shoal.wire.messages import (
     Pull,
     PullOpponent,
     SegmentMessage,
+    SettingsMessage,
     WeightsMessage,
 )
 
@@ -114,6 +117,7 @@ class Gateway:
             self.queue.ledger.commit()
         if (before := self.queue.ledger.get_fact("progress")) is not None:
             self._progress.restore(before)
+        self._progress.settings, self._state.settings = json.loads(self.queue.ledger.get_fact("settings") or "[0, {}]")
         self.queue.on_space_freed = self._wake
         for target in (self._serve, self._follow_weights):
             thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
@@ -164,6 +168,7 @@ class Gateway:
                 "pid": os.getpid(),
                 "weights_version": self._state.version,
                 **self._progress.to_dict(),
+                "settings": dict(self._state.settings),
                 "queue_depth": len(self.queue),
                 "queue_capacity": self.queue.capacity,
                 "actors": [actor.to_dict(self._state.weights) for actor in self._state.actors],
@@ -182,6 +187,20 @@ class Gateway:
         reply = self._users.put(request)
         self._wake()
         return reply.result(timeout_s)
+
+    def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Tell all games these settings, unless they are the present ones. From any thread."""
+        with self._lock:
+            if values == self._state.settings:
+                return
+            self._state.settings = dict(values)
+            self._progress.change_settings(values)
+            self.queue.ledger.set_fact("settings", json.dumps([self._progress.settings, self._state.settings]))
+            for route, session in self._sessions.items():
+                if session.is_welcomed:
+                    session.progress.settings = self._progress.settings
+                    self._send_queue.add(route, SettingsMessage(self._progress.settings, self._state.settings))
+        self._wake()
 
     def reset_returns(self) -> None:
         """The mean return is of episodes that end from now on."""
@@ -328,10 +347,11 @@ class Gateway:
         if self._users is not None:
             self._users.run_round()
         for key, answer in self._inference.run_round():
-            if self._users is not None and key == self._users.key:
+            if self._users is not None and key == self._users.key and isinstance(answer, ActionMessage):
                 self._users.deliver(answer)
             elif (route := self._sessions.find_route(key[0])) is not None and self._sessions[route].key == key:
-                self._send_queue.add(route, answer)  # otherwise another incarnation has taken the actor's place
+                # Otherwise another incarnation has taken the actor's place.
+                self._send_queue.add_frames(route, [encode(answer)] if isinstance(answer, ActionMessage) else answer)
 
     def _try_commit(self) -> bool:
         """Write the ledger; False when that fails now. Records events when it, or the log in the store, begins and ends
@@ -381,13 +401,16 @@ class Gateway:
             self._handshake.reject(route, "hello_required", "say hello first", seq)
         elif seq is not None and seq < 0:
             self._handshake.reject(route, "malformed", "segments are counted from 0", seq)
-        elif isinstance(message, SegmentMessage if session.is_remote else ActMessage):
+        elif isinstance(message, SegmentMessage if session.is_remote else ActMessage | ActsMessage):
             inference = REMOTE if session.is_remote else LOCAL
             self._handshake.reject(route, "malformed", f"this session's inference is {inference}", seq)
         elif isinstance(message, SegmentMessage):
             self._on_segment(route, session, message, frames[1:])
-        elif isinstance(message, ActMessage):
-            self._on_act(route, session, message, frames[1:])
+        elif isinstance(message, ActMessage | ActsMessage):
+            try:
+                self._inference.take_message(session.key, message, frames[1:])
+            except ProtocolViolation as violation:
+                self._handshake.reject(route, violation.code, violation.message)
         elif isinstance(message, Pull):
             session.pull_newer_than, session.shares_memory = message.newer_than, message.memory
         elif isinstance(message, PullOpponent):
@@ -415,14 +438,3 @@ class Gateway:
             ledger.record_received(key, seq, reason)
         session.send_limit = max(session.send_limit, seq + 1)
         session.add_ack(seq, "dropped" if reason else "accepted", reason or "", detail)
-
-    def _on_act(self, route: bytes, session: Session, message: ActMessage, frames: Sequence[bytes]) -> None:
-        try:
-            answer = self._inference.take_act(session.key, message, frames)
-        except InvalidSegment as error:
-            detail = f"{error.field}: {error.problem}"
-            self._progress.record_rejection(session.progress, error.reason, detail)
-            reason = "too_many_episodes" if error.field == "episode" else "invalid"
-            answer = ActionMessage(message.episode, message.step, reason=reason, detail=detail)
-        if answer is not None:
-            self._send_queue.add(route, answer)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hmac
 
+from msgspec import UNSET
+
 from shoal.errors import ConfigError
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, find_hello_problem, to_printable
@@ -91,6 +93,7 @@ class Handshake:
         else:
             next_seq = self._ledger.get_account(session.key).next_seq
         setting = self._state.setting
+        session.progress.settings = self._progress.settings
         return Welcome(
             PROTOCOL_VERSION,
             self.run_id,
@@ -103,6 +106,8 @@ class Handshake:
             setting.spec.max_message_bytes,
             setting.is_synchronous,
             REMOTE if session.is_remote else LOCAL,
+            self._state.settings or UNSET,
+            session.progress.settings,
         )
 
     def end_lapsed(self, route: bytes, seq: int) -> None:

@@ -58,6 +58,7 @@ class RemoteEpisode:
     choice:  the answer to it; None: not computed yet
     used_at: of the newest message, by the caller's clock
     is_full: its open segment is complete, and waits for room in the queue
+    settings: the version of the game's settings
     """
 
     number: int
@@ -68,6 +69,7 @@ class RemoteEpisode:
     step: int = 0
     choice: Choice | None = None
     is_full: bool = False
+    settings: int = 0
 
 
 @dataclass(eq=False)
@@ -98,6 +100,7 @@ class OpenEpisodes:
                 raise InvalidSegment(DropReason.INVALID_RANGE, "episode", problem)
             self.last_number = number
             episode = self.episodes[number] = RemoteEpisode(number, [observation], message.reward, now_s)
+            episode.settings = message.settings or self.progress.settings
             return episode
         episode.used_at = now_s
         if step == episode.step:
@@ -179,6 +182,7 @@ def take_segment(episode: RemoteEpisode, message: ActMessage, experience: Experi
             for each in experience.extras
         },
         success=message.success if ended and message.success is not msgspec.UNSET else None,
+        settings=episode.settings,
     )
     episode.observations, episode.steps, episode.is_full = episode.observations[-1:], [], False
     return segment

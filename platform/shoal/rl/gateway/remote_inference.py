@@ -14,17 +14,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from shoal.actor.policy import Policy, make_policy
 from shoal.batching.batcher import Batcher, BatchQueue, PendingBatch, Prediction
-from shoal.errors import Closed, ConfigError
+from shoal.errors import Closed, ConfigError, InvalidSegment
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import (
+    WRONG_STEP,
     Choice,
     Observed,
     OpenEpisodes,
@@ -34,15 +36,15 @@ from shoal.rl.gateway.remote_episodes import (
     take_segment,
     take_step,
 )
+from shoal.rl.gateway.row_episodes import INVALID, PendingActions, Refusal, RowEpisodes, read_rows
 from shoal.rl.gateway.sessions import REMOTE
 from shoal.rl.gateway.state import GatewayState
 from shoal.weights import decode_tensors
 from shoal.wire import DropReason, ExperienceSpec, Segment
 from shoal.wire.action_masks import MASKS, find_choices
-from shoal.wire.messages import ActionMessage, ActMessage
+from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 
-MAX_OPEN_EPISODES = 256  # of one actor
-MAX_BATCH_ROWS = 256
+MAX_OPEN_EPISODES = 256  # of one actor, begun by single messages: see RowEpisodes for others
 MAX_QUEUE_ROWS = 2**20  # never reached: each actor's open episodes are limited
 FAILED = "failed"
 logger = logging.getLogger(__name__)
@@ -74,12 +76,25 @@ class CallbackQueue:
             callback(*arguments)
 
 
-class _Observation(NamedTuple):
-    """A row of a batch. `stream` is the policy's key of the episode."""
+Answers = list[tuple[ActorKey, ActionMessage | list[bytes]]]  # each with its client; as frames those of `acts`
 
-    observed: Observed
-    stream: Hashable
-    is_first: bool
+
+class _Observations(NamedTuple):
+    """Rows of a batch, of one client. streams: the policy's key of each episode; starting: of those at step 0"""
+
+    frames: bytes
+    masks: bytes
+    streams: Sequence[Hashable]
+    starting: Sequence[Hashable]
+
+
+class _Choices(NamedTuple):
+    """The policy's answers to rows. extras: see `Choice`, of each; empty without"""
+
+    actions: Sequence[Any]
+    log_probabilities: Sequence[float]
+    version: int
+    extras: Sequence[Mapping[str, Any]]
 
 
 class _Answering:
@@ -87,22 +102,54 @@ class _Answering:
 
     __slots__ = ("_answers", "_client", "_episode")
 
-    def __init__(self, answers: list[tuple[ActorKey, ActionMessage]], client: OpenEpisodes, episode: RemoteEpisode):
+    def __init__(self, answers: Answers, client: OpenEpisodes, episode: RemoteEpisode):
         self._answers, self._client, self._episode = answers, client, episode
 
     def done(self) -> bool:
         return False
 
-    def set_result(self, result: Prediction[Choice], /) -> None:
-        episode = self._episode
-        episode.choice = result.outputs
-        self._answers.append((self._client.key, result.outputs.to_message(episode.number, episode.step)))
+    def set_result(self, result: Prediction[_Choices], /) -> None:
+        episode, (actions, log_probabilities, version, extras) = self._episode, result.outputs
+        episode.choice = Choice(actions[0], log_probabilities[0], version, *extras)
+        self._answers.append((self._client.key, episode.choice.to_message(episode.number, episode.step)))
 
     def set_exception(self, error: Exception, /) -> None:
         """The policy has failed: the episode ends without its open segment."""
         logger.error("remote inference failed: %r", error)
         episode = self._client.episodes.pop(self._episode.number, self._episode)
         self._answers.append((self._client.key, ActionMessage(episode.number, episode.step, reason=FAILED)))
+
+
+class _AnsweringRows:
+    """Rows of an `acts` that wait for their actions: the batcher's future of them."""
+
+    __slots__ = ("_answers", "_at", "_client", "_episodes", "_pending", "_slots")
+
+    def __init__(self, answers: Answers, client: OpenEpisodes, episodes: RowEpisodes, pending: PendingActions, at: Any):
+        self._answers, self._client, self._episodes, self._pending, self._at = answers, client, episodes, pending, at
+        self._slots = episodes.find_slots(pending.rows.episodes)[at]
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: Prediction[_Choices], /) -> None:
+        actions, version = np.asarray(result.outputs.actions), result.outputs.version
+        self._episodes.set_choices(self._slots, actions, *result.outputs[1:])
+        self._pending.answer(self._at, actions, version)
+        self._deliver()
+
+    def set_exception(self, error: Exception, /) -> None:
+        """The policy has failed: the episodes end without their open segments."""
+        logger.error("remote inference failed: %r", error)
+        for row in self._at.tolist():
+            self._episodes.close(self._pending.rows.episodes[row])
+            self._pending.refuse(row, FAILED)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        self._pending.num_waiting -= len(self._at)
+        if not self._pending.num_waiting:
+            self._answers.append((self._client.key, self._pending.to_frames()))
 
 
 def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -> None:
@@ -126,7 +173,7 @@ class RemoteInference:
     """
 
     _policy: Policy
-    _queue: BatchQueue[None, _Observation, Choice]
+    _queue: BatchQueue[None, _Observations, _Choices]
 
     def __init__(
         self,
@@ -139,10 +186,14 @@ class RemoteInference:
         self._store, self._seed = store, seed
         self._choices = find_choices(self._experience)
         self._clients: dict[ActorKey, OpenEpisodes] = {}
-        self._completing: dict[tuple[ActorKey, int], tuple[ActMessage, Observed]] = {}  # waiting for a slot, in order
-        self._answers: list[tuple[ActorKey, ActionMessage]] = []
+        self._has_state = any(each.per == "segment" for each in self._experience.extras)
+        self._rows: dict[ActorKey, RowEpisodes] = {}  # of clients that have sent `acts`
+        # Completed segments, waiting for a slot, in order.
+        self._completing: dict[tuple[ActorKey, int], Callable[[], ActionMessage | None]] = {}
+        self._asking: dict[PendingActions, tuple[ActorKey, list[int]]] = {}  # rows that completed segments, in a round
+        self._answers: Answers = []
         self._callbacks = CallbackQueue(wake)
-        self._batcher: Batcher[None, _Observation, Choice] | None = None  # from `start` on
+        self._batcher: Batcher[None, _Observations, _Choices] | None = None  # from `start` on
 
     def start(self) -> Self:
         """Begin, if it has not. Raises ConfigError for a policy that cannot be computed here."""
@@ -151,7 +202,7 @@ class RemoteInference:
             self._policy = make_policy(self._experience.policy, self._seed, action_shape=self._experience.action.shape)
             self._batcher = Batcher(loop=self._callbacks)
             self._queue = self._batcher.add_queue(
-                "observations", self._forward, max_batch_rows=MAX_BATCH_ROWS, max_queue_rows=MAX_QUEUE_ROWS
+                "observations", self._forward, max_batch_rows=MAX_ROWS, max_queue_rows=MAX_QUEUE_ROWS
             )
         return self
 
@@ -170,14 +221,37 @@ class RemoteInference:
         if self._batcher is None:
             return None
         counts = self._batcher.counts()
-        open_episodes = sum(len(client.episodes) for client in self._clients.values())
-        return {"open_episodes": open_episodes, "actions": counts.answered, "batches": counts.batches}
+        open_episodes = sum(len(client.episodes) for client in self._clients.values()) + sum(
+            map(len, self._rows.values())
+        )
+        return {"open_episodes": open_episodes, "actions": counts.rows, "batches": counts.batches}
 
     def add_client(self, key: ActorKey, progress: ActorProgress, max_episodes: int = MAX_OPEN_EPISODES) -> OpenEpisodes:
         """Add a new or returning client; the episodes of a returning one go on."""
         client = self._clients.setdefault(key, OpenEpisodes(key, progress, max_episodes))
         client.progress = progress
         return client
+
+    def take_message(self, key: ActorKey, message: ActMessage | ActsMessage, frames: Sequence[bytes]) -> None:
+        """Take observations of an actor: `run_round` will have the answer. Raises ProtocolViolation for columns that do
+        not fit together."""
+        if isinstance(message, ActsMessage):
+            return self._take_acts(key, message, frames)
+        try:
+            answer = self.take_act(key, message, frames)
+        except InvalidSegment as error:
+            reason = "too_many_episodes" if error.field == "episode" else INVALID
+            answer = ActionMessage(
+                message.episode, message.step, reason=reason, detail=self._record_invalid(key, error)
+            )
+        if answer is not None:
+            self._answers.append((key, answer))
+
+    def _record_invalid(self, key: ActorKey, error: InvalidSegment) -> str:
+        """Count it, and return it for people."""
+        detail = f"{error.field}: {error.problem}"
+        self._state.progress.record_rejection(self._clients[key].progress, error.reason, detail)
+        return detail
 
     def take_act(self, key: ActorKey, message: ActMessage, frames: Sequence[bytes]) -> ActionMessage | None:
         """Take an observation; returns an answer that needs no policy, or None: `run_round` will have it.
@@ -186,6 +260,11 @@ class RemoteInference:
         """
         observation = read_observation(message, frames, self._experience, self._choices)
         client = self._clients[key]
+        if (rows := self._rows.get(key)) is not None:
+            if rows.is_waiting(message.episode, message.step):
+                return None
+            if (released := rows.release(message.episode)) is not None:
+                client.episodes[message.episode] = released
         known = len(client.episodes)
         episode = client.find_episode(message, observation, time.monotonic())
         if isinstance(episode, ActionMessage):
@@ -199,20 +278,50 @@ class RemoteInference:
             self._enqueue(client, episode)
         elif self._completing or not self._state.sessions.has_space():
             episode.is_full = True
-            self._completing[key, message.episode] = message, observation
+            self._completing[key, message.episode] = partial(self._complete, client, episode, message, observation)
         else:
             return self._complete(client, episode, message, observation)
         return None
 
-    def run_round(self) -> list[tuple[ActorKey, ActionMessage]]:
+    def _take_acts(self, key: ActorKey, message: ActsMessage, frames: Sequence[bytes]) -> None:
+        rows, invalid = read_rows(message, frames, self._experience, self._choices)
+        client = self._clients[key]
+        if (episodes := self._rows.get(key)) is None:
+            episodes = self._rows[key] = RowEpisodes(client, self._experience, sum(self._choices))
+        refused: dict[int, Refusal | None] = {
+            row: (INVALID, self._record_invalid(key, error)) for row, error in invalid.items()
+        }
+        for row, number in enumerate(rows.episodes) if client.episodes else ():  # of single messages
+            if (episode := client.episodes.get(number)) is None:
+                continue
+            if episode.choice is not None and not episode.is_full:
+                episodes.adopt(client.episodes.pop(number))
+            else:
+                is_waiting = rows.steps[row] == episode.step + episode.is_full
+                refused[row] = None if is_waiting else (WRONG_STEP, "")
+        pending = PendingActions(rows, self._experience.action)
+        taken = episodes.take(pending, refused, time.monotonic())
+        pending.num_waiting = len(taken.asking) + len(taken.completing)
+        if not pending.num_waiting and (answer := pending.to_frames()):
+            self._answers.append((key, answer))
+        if len(taken.asking):
+            self._enqueue_rows(key, pending, taken.asking)
+        for row in taken.completing:
+            number, complete = rows.episodes[row], partial(self._complete_row, key, pending, row)
+            if self._completing or not self._state.sessions.has_space():
+                episodes.hold(number)
+                self._completing[key, number] = complete
+            else:
+                complete()
+        self._flush_rows()
+
+    def run_round(self) -> Answers:
         """Store the segments for which there are slots now; returns the new answers, each with its client."""
         while self._completing and self._state.sessions.has_space():
-            (key, number), (message, observation) = next(iter(self._completing.items()))
-            del self._completing[key, number]
-            client = self._clients[key]
-            answer = self._complete(client, client.episodes[number], message, observation)
-            if answer is not None:
+            key, number = next(iter(self._completing))
+            if (answer := self._completing.pop((key, number))()) is not None:
                 self._answers.append((key, answer))
+        self._flush_rows()
         self._callbacks.run()
         answers = self._answers[:]
         self._answers.clear()
@@ -221,19 +330,23 @@ class RemoteInference:
     def forget(self, key: ActorKey) -> None:
         """Drop a client that has said goodbye. The steps since its last segments were never counted."""
         if (client := self._clients.pop(key, None)) is not None:
-            for episode in client.episodes.values():
-                self._policy.reset(_make_stream(client, episode))
+            rows = self._rows.pop(key, None)
+            for number in (*client.episodes, *(rows.get_numbers() if rows is not None else ())):
+                self._policy.reset(_make_stream(key, number))
         self._completing = {waiting: each for waiting, each in self._completing.items() if waiting[0] != key}
 
     def expire(self, before_s: float) -> None:
         """End the episodes that no client has continued since `before_s`, and count each as a dropped segment."""
         ledger = self._state.queue.ledger
         for key, client in list(self._clients.items()):
-            for episode in client.take_idle(before_s):
-                self._policy.reset(_make_stream(client, episode))
+            rows = self._rows.get(key)
+            idle = [episode.number for episode in client.take_idle(before_s)]
+            for number in (*idle, *(rows.take_idle(before_s) if rows is not None else ())):
+                self._policy.reset(_make_stream(key, number))
                 ledger.record_received(key, ledger.get_account(key).next_seq, DropReason.EXPIRED)
-            if not client.episodes and not client.progress.connected:
+            if not client.episodes and not rows and not client.progress.connected:
                 del self._clients[key]
+                self._rows.pop(key, None)
 
     def _complete(
         self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed
@@ -242,36 +355,74 @@ class RemoteInference:
         self._store(client.key, client.progress, take_segment(episode, message, self._experience))
         if message.terminated or message.truncated:
             del client.episodes[episode.number]
-            self._policy.reset(_make_stream(client, episode))
+            self._policy.reset(_make_stream(client.key, episode.number))
             return ActionMessage(message.episode, message.step)
         self._enqueue(client, episode)
         return None
 
+    def _complete_row(self, key: ActorKey, pending: PendingActions, row: int) -> None:
+        """Store the segment that a row completes: its episode ends, or asks for an action in this round."""
+        episodes, client, number = self._rows[key], self._clients[key], pending.rows.episodes[row]
+        is_last, segment = episodes.complete(pending.rows, row)
+        self._store(key, client.progress, segment)
+        if not is_last:
+            self._asking.setdefault(pending, (key, []))[1].append(row)
+            return
+        self._policy.reset(_make_stream(key, number))
+        pending.end(row)
+        pending.num_waiting -= 1
+        if not pending.num_waiting:
+            self._answers.append((key, pending.to_frames()))
+
+    def _flush_rows(self) -> None:
+        """Ask for the actions of rows that have completed segments."""
+        for pending, (key, at) in self._asking.items():
+            self._enqueue_rows(key, pending, np.array(at))
+        self._asking.clear()
+
+    def _enqueue_rows(self, key: ActorKey, pending: PendingActions, at: np.ndarray) -> None:
+        rows = pending.rows
+        streams: list[Hashable] = [_make_stream(key, -1)] * len(at)
+        starting: list[Hashable] = []
+        if self._has_state:
+            streams = [_make_stream(key, rows.episodes[row]) for row in at]
+            starting = [stream for stream, row in zip(streams, at, strict=True) if rows.steps[row] == 0]
+        asked = _Observations(rows.observations[at].tobytes(), rows.masks[at].tobytes(), streams, starting)
+        reply = _AnsweringRows(self._answers, self._clients[key], self._rows[key], pending, at)
+        self._queue.enqueue(asked, reply, len(at), group=None, tenant=key[0])
+
     def _enqueue(self, client: OpenEpisodes, episode: RemoteEpisode) -> None:
-        row = _Observation(episode.observations[-1], _make_stream(client, episode), episode.step == 0)
-        self._queue.enqueue(row, _Answering(self._answers, client, episode), group=None, tenant=client.key[0])
+        observed, streams = episode.observations[-1], [_make_stream(client.key, episode.number)]
+        asked = _Observations(observed.frame, observed.mask, streams, () if episode.step else streams)
+        self._queue.enqueue(asked, _Answering(self._answers, client, episode), group=None, tenant=client.key[0])
 
     # What follows runs in the batcher's thread.
 
-    def _forward(self, batch: PendingBatch[None, _Observation, Choice]) -> list[Choice]:
-        rows = [entry.request for entry in batch.requests]
+    def _forward(self, batch: PendingBatch[None, _Observations, _Choices]) -> list[_Choices]:
+        asked = [entry.request for entry in batch.requests]
         snapshot, policy, spec = self._state.weights, self._policy, self._experience.observation
         if snapshot is None:
             raise Closed("there are no weights")
         if snapshot.version != policy.version:
             policy.load(snapshot.version, decode_tensors(snapshot.payload))
-        frames = np.frombuffer(b"".join([row.observed.frame for row in rows]), spec.numpy_dtype())
-        masks = [np.frombuffer(row.observed.mask, np.bool_) for row in rows] if self._choices else None
-        streams = [row.stream for row in rows]
-        for row in rows:
-            if row.is_first:
-                policy.reset(row.stream)
-        extras = [policy.get_extras(stream) for stream in streams]  # before the observations: a recurrent state
-        actions, log_probabilities = policy.act_batch(frames.reshape(len(rows), *spec.shape), streams, masks)
-        choices = zip(actions, log_probabilities, extras, strict=True)
-        return [Choice(action, log_probability, policy.version, extra) for action, log_probability, extra in choices]
+        streams = [stream for each in asked for stream in each.streams]
+        frames = np.frombuffer(b"".join([each.frames for each in asked]), spec.numpy_dtype())
+        masks = None
+        if self._choices:
+            masks = np.frombuffer(b"".join([each.masks for each in asked]), np.bool_).reshape(len(streams), -1)
+        extras: list[Mapping[str, Any]] = []
+        if self._has_state:
+            for stream in [stream for each in asked for stream in each.starting]:
+                policy.reset(stream)
+            extras = [policy.get_extras(stream) for stream in streams]  # before the observations
+        actions, log_probabilities = policy.act_batch(frames.reshape(len(streams), *spec.shape), streams, masks)
+        version, end, choices = policy.version, 0, []
+        for each in asked:
+            begin, end = end, end + len(each.streams)
+            choices.append(_Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
+        return choices
 
 
-def _make_stream(client: OpenEpisodes, episode: RemoteEpisode) -> Hashable:
+def _make_stream(key: ActorKey, episode: int) -> Hashable:
     """The actor's id decides how it explores, the rest tells its episodes apart."""
-    return client.key[0], (client.key[1], episode.number)
+    return key[0], (key[1], episode)

@@ -65,6 +65,7 @@ class GatewayState:
         self.sessions = Sessions(queue, setting.experience.segment_length if setting.is_synchronous else 0)
         self.send_queue = SendQueue(group_commit)
         self.weights: WeightSnapshot | None = None
+        self.settings: dict[str, bool | int | float | str] = {}  # of the game; `progress.settings` is their version
 
     @property
     def version(self) -> int:

@@ -1,4 +1,4 @@
-"""The Node client against real gateways: it learns in one run together with a Python actor, and outlives faults."""
+"""The JavaScript client in Node against real gateways: it learns beside a Python actor, and outlives faults."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 import zmq
 from gymnasium.spaces import Box, Discrete
 
-from rl_setting import TOKEN, serving
+from rl_setting import TOKEN, Parts, serving
 from shoal.actor import ActorClient, play
 from shoal.actor.environment import make_environment
 from shoal.rl.local_loop import LocalLoop
@@ -28,11 +29,13 @@ from shoal.weights import WeightSnapshot
 from shoal.wire import PolicySpec
 from waiting import wait_for
 
-CLIENT = Path(__file__).parents[2] / "clients" / "node"
-GAME = Path(__file__).parent / "endless_game.js"
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="needs Node.js 18 or newer: apt-get install nodejs npm")
-SPEC = RLSpec(env="catch:Catch-v0", hidden=(16,), segment_length=64).override(
+CLIENT = Path(__file__).parents[2] / "clients" / "javascript"
+ENDLESS = ("--game", str(Path(__file__).parent / "endless_game.js"))
+NODE = ["node", "--experimental-websocket"]  # Node.js 22 has it without
+pytestmark = pytest.mark.skipif(
+    shutil.which("node") is None, reason="needs Node.js 20.11 or newer: apt-get install nodejs npm"
+)
+SPEC = RLSpec(env="catch_game:Catch-v0", hidden=(16,), segment_length=64).override(
     [
         "learner.batch_steps=256",
         "learner.max_batch_steps=512",
@@ -40,15 +43,23 @@ SPEC = RLSpec(env="catch:Catch-v0", hidden=(16,), segment_length=64).override(
         "learner.publish_interval_s=0.02",
         "algorithm.learning_rate=0.01",
         "algorithm.discount=0.9",
+        "gateway.websocket=0",
     ]
 )
+
+
+def playing(folder: Path | None = None, **fields: Any) -> AbstractContextManager[Parts]:
+    return serving(folder, websocket=0, **fields)
+
+
+def find_address(parts: Parts) -> str:
+    return parts.gateway.format_websocket_address()
 
 
 @contextmanager
 def node_actor(address: str, *options: str, token: str = TOKEN) -> Iterator[subprocess.Popen[str]]:
     """The ready actor of the Node client, playing its game for the run at `address`."""
-    assert (CLIENT / "node_modules" / "zeromq").is_dir(), "its packages are missing: npm ci --prefix clients/node"
-    command = ["node", str(CLIENT / "actor.js"), "--connect", address, *options]
+    command = [*NODE, str(CLIENT / "actor.js"), "--connect", address, *options]
     environment = {**os.environ, "SHOAL_TOKEN": token}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -59,8 +70,7 @@ def node_actor(address: str, *options: str, token: str = TOKEN) -> Iterator[subp
             process.kill()
 
 
-def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(CLIENT / "games"))
+def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path) -> None:
     catch = make_environment(SPEC.env)
 
     def play_in_python(address: str) -> None:
@@ -71,7 +81,7 @@ def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path, monke
 
     with (
         LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=4.0) as loop,
-        node_actor(f"tcp://127.0.0.1:1|{loop.address}", "--actor-id", "node") as process,
+        node_actor(f"ws://127.0.0.1:1|{loop.websocket_address}", "--actor-id", "node") as process,
     ):
 
         def count_steps(actor_id: str) -> int:
@@ -91,15 +101,12 @@ def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path, monke
         python.join()
 
 
-def test_it_plays_with_the_policy_at_the_gateway_and_goes_on_at_one_that_has_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(CLIENT / "games"))
+def test_it_plays_with_the_policy_at_the_gateway_and_goes_on_at_one_that_has_restarted(tmp_path: Path) -> None:
     catch = make_environment(SPEC.env)
     experience = experience_spec(catch.observation_space, catch.action_space, SPEC)
     folder = tmp_path / "run"
     with LocalLoop(SPEC, experience, folder, TOKEN) as first:
-        address = first.address
+        address = first.websocket_address
         with node_actor(address, "--actor-id", "node", "--inference", "remote") as process:
             wait_for(lambda: first.gateway.stats()["episodes"] > 20)
             first.gateway.close()
@@ -107,7 +114,7 @@ def test_it_plays_with_the_policy_at_the_gateway_and_goes_on_at_one_that_has_res
             first._thread.join(30)
             first.ledger.close()
             with LocalLoop(SPEC, experience, folder, TOKEN) as second:
-                assert second.address == address
+                assert second.websocket_address == address
                 wait_for(lambda: any(actor["steps"] > 100 for actor in second.gateway.stats()["actors"]))
                 assert second.gateway.stats()["remote_inference"]["actions"] > 100
                 second.close()
@@ -123,7 +130,9 @@ def test_it_takes_allowed_actions_alone(tmp_path: Path, inference: str) -> None:
     experience = experience_spec(*spaces, SPEC, has_masks=True)
     game = str(Path(__file__).parent / "masked_game.js")
     with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN) as loop:
-        with node_actor(loop.address, "--game", game, "--inference", inference, "--actor-id", "node") as process:
+        with node_actor(
+            loop.websocket_address, "--game", game, "--inference", inference, "--actor-id", "node"
+        ) as process:
             wait_for(lambda: loop.gateway.stats()["episodes"] > 50)
             (actor,) = loop.gateway.stats()["actors"]
             assert actor["invalid"] == {}
@@ -145,8 +154,9 @@ def test_its_policy_computes_what_the_platform_s_own_does() -> None:
             arrays[bias] = rng.normal(size=outputs).astype(np.float32)
         observations = rng.normal(size=(50, 4)).astype(np.float32)
         program = """
-            const { MlpPolicy, parseSafetensors } = require(process.argv[1]);
-            const { spec, weights, observations } = JSON.parse(require('fs').readFileSync(0));
+            import { readFileSync } from 'node:fs';
+            const { MlpPolicy, parseSafetensors } = await import(process.argv[1]);
+            const { spec, weights, observations } = JSON.parse(readFileSync(0));
             const policy = new MlpPolicy(spec);
             policy.load(1, parseSafetensors(Buffer.from(weights, 'base64')));
             console.log(JSON.stringify(observations.map((each) => policy.logProbabilities(each))));
@@ -156,7 +166,7 @@ def test_its_policy_computes_what_the_platform_s_own_does() -> None:
             "weights": base64.b64encode(WeightSnapshot.of(1, arrays).payload).decode(),
             "observations": observations.tolist(),
         }
-        command = ["node", "-e", program, str(CLIENT / "lib")]
+        command = ["node", "--input-type=module", "-e", program, str(CLIENT / "index.js")]
         answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True).stdout
         hidden = observations.astype(np.float64)
         for index, (weight, bias) in enumerate(spec.layers):
@@ -168,11 +178,12 @@ def test_its_policy_computes_what_the_platform_s_own_does() -> None:
 
 
 def test_it_comes_back_to_a_gateway_that_was_restarted_and_counts_each_segment_once(tmp_path: Path) -> None:
-    with serving(tmp_path, queue_capacity=4) as parts, node_actor(parts.address, "--game", str(GAME)) as process:
+    with playing(tmp_path, queue_capacity=4) as parts, node_actor(find_address(parts), *ENDLESS) as process:
         wait_for(lambda: parts.ledger.get_totals().received == 4, what="segments up to the limit")
-        port = parts.gateway.port
+        address = find_address(parts)
         parts.gateway.close()
-        with serving(tmp_path, queue_capacity=4, port=port) as again:
+        with playing(tmp_path, queue_capacity=4) as again:
+            assert find_address(again) == address
             wait_for(lambda: again.ledger.get_totals().received == 8, what="the segments that wait for credit")
             totals = again.ledger.get_totals()
             assert (totals.duplicates, totals.dropped) == (0, {"shutdown": 4})
@@ -183,27 +194,23 @@ def test_it_comes_back_to_a_gateway_that_was_restarted_and_counts_each_segment_o
 
 def test_a_segment_that_an_error_names_is_discarded_and_the_others_arrive() -> None:
     program = """
-        const { ActorClient, SegmentBuilder } = require(process.argv[1]);
-        const [address, token] = process.argv.slice(2);
-        (async () => {
-          const client = new ActorClient({ address, token, actorId: 'node' });
-          const builder = new SegmentBuilder(await client.connect());
-          const play = () => {
-            builder.begin([0, 0, 0, 0]);
-            const choice = { action: 0, logProbability: -0.7 };
-            return builder.step(choice, 1, { observation: [0, 0, 0, 1], reward: 1, terminated: true });
-          };
-          const bad = play();
-          bad.header.terminated = 1;
-          for (const each of [play(), bad, play(), play()]) await client.send(each);
-          const isDrained = await client.drain(20000);
-          await client.close();
-          const { acknowledged, drops, reconnects } = client;
-          console.log(JSON.stringify({ isDrained, acknowledged, drops, reconnects }));
-        })();
+        const { SegmentBuilder, connect } = await import(process.argv[1]);
+        const run = await connect(process.argv[2], process.argv[3], { actorId: 'node' });
+        const builder = new SegmentBuilder(run.spec);
+        const play = () => {
+          builder.begin([0, 0, 0, 0]);
+          builder.step({ action: 0, logProbability: -0.7, version: 1 }, 1, [0, 0, 0, 1]);
+          return builder.pack({ terminated: true }, 1, 1);
+        };
+        const bad = play();
+        bad.header.terminated = 1;
+        for (const each of [play(), bad, play(), play()]) run.player.send(each);
+        await run.leave('done', 20000);
+        const { player, reconnects } = run;
+        console.log(JSON.stringify({ isDrained: !player.isWaiting, drops: player.drops, reconnects }));
     """
-    with serving() as parts:
-        command = ["node", "-e", program, str(CLIENT / "lib"), parts.address, TOKEN]
+    with playing() as parts:
+        command = [*NODE, "--input-type=module", "-e", program, str(CLIENT / "index.js"), find_address(parts), TOKEN]
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         said = json.loads(answer.stdout)
         assert (said["isDrained"], said["drops"], said["reconnects"]) == (True, {"malformed": 1}, 1)
@@ -214,28 +221,28 @@ def test_a_segment_that_an_error_names_is_discarded_and_the_others_arrive() -> N
         assert left[-1]["reason"] == "bye"
 
 
-def test_another_game_than_the_run_learns_is_refused_by_its_number_of_actions(tmp_path: Path) -> None:
+def test_another_game_than_the_run_learns_is_refused_by_its_spaces(tmp_path: Path) -> None:
     (tmp_path / "none.js").write_text("module.exports = class { reset() { return [0, 0, 0, 0]; } };")
-    with serving() as parts:
+    with playing() as parts:
         for game, inference, said in (
-            (CLIENT / "games" / "catch.js", "local", "the game has numActions = 3, and this run 2 actions"),
-            (tmp_path / "none.js", "remote", "the game declares no numActions: this run has 2 actions"),
+            (CLIENT / "catch" / "catch.js", "local", "3 choices"),
+            (tmp_path / "none.js", "remote", "the game has no `spaces`"),
         ):
-            with node_actor(parts.address, "--game", str(game), "--inference", inference) as process:
+            with node_actor(find_address(parts), "--game", str(game), "--inference", inference) as process:
                 output, _ = process.communicate(timeout=600)
                 assert process.returncode == 1
                 assert said in output
 
 
 def test_a_machine_whose_clock_went_back_gives_a_larger_incarnation() -> None:
-    with serving() as parts:
-        future = 2**62
+    with playing() as parts:
+        future = 2**52
         key = ("robot", future)
         parts.ledger.open_account(key)
-        with node_actor(parts.address, "--game", str(GAME), "--actor-id", "robot") as process:
+        with node_actor(find_address(parts), *ENDLESS, "--actor-id", "robot") as process:
             output, _ = process.communicate(timeout=600)
             assert f"stale_incarnation: incarnation {future} has been seen: use a larger one" in output
-        with node_actor(parts.address, "--game", str(GAME), "--actor-id", "robot", "--incarnation", str(future + 1)):
+        with node_actor(find_address(parts), *ENDLESS, "--actor-id", "robot", "--incarnation", str(future + 1)):
             wait_for(lambda: parts.ledger.get_account(("robot", future + 1)).received > 0, 60, "its segments")
 
 
@@ -252,18 +259,19 @@ def test_its_help_names_every_option() -> None:
 
 
 def test_a_wrong_token_ends_it_with_the_reason() -> None:
-    with serving() as parts, node_actor(parts.address, token="guess") as process:
+    with playing() as parts, node_actor(find_address(parts), token="guess") as process:
         output, _ = process.communicate(timeout=600)
         assert process.returncode == 1
         assert "bad_token" in output
 
 
 def test_curve_with_the_right_key_plays_and_with_a_wrong_one_names_the_key() -> None:
+    assert (CLIENT / "node_modules" / "zeromq").is_dir(), "missing packages: npm ci --prefix clients/javascript"
     public, secret = zmq.curve_keypair()
     key = f"--server-key={public.decode()}"
     wrong = f"--server-key={zmq.curve_keypair()[0].decode()}"
     with serving(queue_capacity=2, curve=True, setting={"curve_keys": (public, secret)}) as parts:
-        with node_actor(parts.address, "--game", str(GAME), key):
+        with node_actor(parts.address, *ENDLESS, key):
             wait_for(lambda: parts.ledger.get_totals().received == 2, what="segments over an encrypted connection")
         with node_actor(parts.address, "--give-up-after", "0.5", wrong) as process:
             output, _ = process.communicate(timeout=600)

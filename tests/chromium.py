@@ -32,8 +32,22 @@ class Chromium:
         os.close(write)
         self._answers, self._number, self._session = os.fdopen(self._read, "rb"), 0, ""
         targets = self.call("Target.getTargets")["targetInfos"]
-        target = next(each["targetId"] for each in targets if each["type"] == "page")
+        self._attach(next(each["targetId"] for each in targets if each["type"] == "page"))
+
+    def _attach(self, target: str) -> None:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def show(self, address: str, is_hidden: bool = False) -> None:
+        """Open an address in a tab in place of the page. is_hidden: another tab is in front of it"""
+        self._session, shown = "", self.call("Target.getTargets")["targetInfos"]
+        self._attach(self.call("Target.createTarget", url=address)["targetId"])
+        for each in shown:
+            if each["type"] == "page":
+                self.call("Target.closeTarget", targetId=each["targetId"])
+        if is_hidden:
+            session, self._session = self._session, ""
+            self.call("Target.createTarget", url="about:blank")
+            self._session = session
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
         self._number += 1

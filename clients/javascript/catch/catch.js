@@ -1,4 +1,3 @@
-'use strict';
 // Catch, as a web page might have it: apples fall down a field of five columns and six rows, and a basket at the bottom
 // moves left, stays, or moves right. An episode is five apples; each that is caught gives 1, each that is missed -1.
 
@@ -6,10 +5,10 @@ const COLUMNS = 5;
 const ROWS = 6;
 const APPLES = 5;
 
-class Catch {
+export class Catch {
   constructor(random = Math.random) {
     this.random = random;
-    this.numActions = 3; // left, stay, right
+    this.spaces = { observation: [4], action: 3 }; // left, stay, right
   }
 
   reset() {
@@ -42,15 +41,18 @@ class Catch {
     return [scale(this.basket, COLUMNS), scale(this.column, COLUMNS), scale(this.row, ROWS), (this.column - this.basket) / (COLUMNS - 1)];
   }
 
-  /** The field as text: what a page would draw. */
-  draw() {
-    const cell = (row, column) => {
-      if (row === this.row && column === this.column) return 'o';
-      return row === ROWS - 1 && column === this.basket ? 'U' : '.';
-    };
-    const rows = Array.from({ length: ROWS }, (_, row) => Array.from({ length: COLUMNS }, (_, column) => cell(row, column)).join(''));
-    return rows.join('\n');
+  /** Draw the field into a canvas. */
+  draw(canvas) {
+    const context = canvas.getContext('2d');
+    const [width, height] = [canvas.width / COLUMNS, canvas.height / ROWS];
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    context.fillStyle = '#d33';
+    context.beginPath();
+    context.arc((this.column + 0.5) * width, (this.row + 0.5) * height, Math.min(width, height) / 3, 0, 7);
+    context.fill();
+    context.fillStyle = '#864';
+    context.fillRect((this.basket + 0.1) * width, (ROWS - 0.6) * height, 0.8 * width, 0.5 * height);
   }
 }
 
-module.exports = Catch;
+export default Catch;

@@ -1,4 +1,3 @@
-'use strict';
 // Weights and acting: safetensors, and the policy `mlp_categorical` of docs/protocol.md, on Float32Array.
 
 const READERS = {
@@ -8,7 +7,7 @@ const READERS = {
 const SIZES = { F32: 4, F64: 8 };
 
 /** Map of name to {shape, data: Float32Array}. Throws on a file that is cut short, or of another dtype. */
-function parseSafetensors(payload) {
+export function parseSafetensors(payload) {
   const view = new DataView(payload.buffer, payload.byteOffset, payload.byteLength);
   const headerBytes = Number(view.getBigUint64(0, true));
   const index = JSON.parse(new TextDecoder().decode(payload.subarray(8, 8 + headerBytes)));
@@ -25,7 +24,7 @@ function parseSafetensors(payload) {
 }
 
 /** The policy of a run: `load` weights, then `act`. */
-class MlpPolicy {
+export class MlpPolicy {
   /** spec: the policy spec of `welcome`; random: a function that returns a number in [0, 1) */
   constructor(spec, random = Math.random) {
     if (spec.kind !== 'mlp_categorical') throw new Error(`this client cannot act by a policy of kind ${spec.kind}`);
@@ -36,52 +35,66 @@ class MlpPolicy {
     this.layers = [];
   }
 
-  /** Apply a version completely, or not at all. */
+  /** Apply a version completely, or not at all; `weights` has it then. */
   load(version, tensors) {
     const layers = this.spec.layers.map(([weightName, biasName]) => {
       const weight = tensors.get(weightName);
       const bias = tensors.get(biasName);
       if (!weight || !bias) throw new Error(`version ${version} has no ${weight ? biasName : weightName}`);
       const [numOutputs, numInputs] = weight.shape;
-      return { weight: weight.data, bias: bias.data, numOutputs, numInputs };
+      return { weight: weight.data, bias: bias.data, numInputs, outputs: new Float32Array(numOutputs) };
     });
     this.layers = layers;
+    this.weights = tensors;
     this.version = version;
   }
 
-  /** Natural logarithms of the probabilities of all actions, as numbers; -Infinity where `mask` has a 0. */
-  logProbabilities(observation, mask = null) {
-    let hidden = Float32Array.from(observation);
-    this.layers.forEach(({ weight, bias, numOutputs, numInputs }, layer) => {
-      if (hidden.length !== numInputs) throw new Error(`the policy takes ${numInputs} numbers, not ${hidden.length}`);
-      const next = new Float32Array(numOutputs);
-      for (let row = 0; row < numOutputs; row++) {
+  /** The last layer's outputs for flat numbers; the next call overwrites them. */
+  computeLogits(observation) {
+    const activate = this.spec.activation === 'tanh' ? Math.tanh : (sum) => (sum > 0 ? sum : 0);
+    let inputs = observation;
+    for (let layer = 0; layer < this.layers.length; layer++) {
+      const { weight, bias, numInputs, outputs } = this.layers[layer];
+      const isLast = layer === this.layers.length - 1;
+      if (inputs.length !== numInputs) throw new Error(`the policy takes ${numInputs} numbers, not ${inputs.length}`);
+      for (let row = 0, at = 0; row < outputs.length; row++) {
         let sum = bias[row];
-        for (let column = 0; column < numInputs; column++) sum += weight[row * numInputs + column] * hidden[column];
-        next[row] = layer === this.layers.length - 1 ? sum : this.activate(sum);
+        for (let column = 0; column < numInputs; column++, at++) sum += weight[at] * inputs[column];
+        outputs[row] = isLast ? sum : activate(sum);
       }
-      hidden = next;
-    });
-    const logits = Array.from(hidden, (logit, i) => (mask && !mask[i] ? -Infinity : logit));
-    const highest = Math.max(...logits);
-    const total = Math.log(logits.reduce((sum, logit) => sum + Math.exp(logit - highest), 0));
-    return logits.map((logit) => logit - highest - total);
+      inputs = outputs;
+    }
+    return inputs;
   }
 
-  activate(sum) {
-    return this.spec.activation === 'tanh' ? Math.tanh(sum) : Math.max(0, sum);
+  /** Natural logarithms of the probabilities of all actions; -Infinity where `mask` has a 0. */
+  logProbabilities(observation, mask = null) {
+    const logs = Array.from(this.computeLogits(observation), (logit, action) => (mask && !mask[action] ? -Infinity : logit));
+    const highest = Math.max(...logs);
+    if (highest === -Infinity) throw new Error('the mask allows no action');
+    let total = 0;
+    for (const logit of logs) total += Math.exp(logit - highest);
+    const shift = highest + Math.log(total);
+    for (let action = 0; action < logs.length; action++) logs[action] -= shift;
+    return logs;
   }
 
   /** A sampled action with its log-probability. mask: in a run with action masks, 1 for each allowed action, else 0 */
   act(observation, mask = null) {
     const logs = this.logProbabilities(observation, mask);
-    const allowed = logs.map((_, action) => action).filter((action) => logs[action] > -Infinity);
-    if (!allowed.length) throw new Error('the mask allows no action');
     let rest = this.random();
-    let place = 0;
-    while (place < allowed.length - 1 && (rest -= Math.exp(logs[allowed[place]])) >= 0) place++;
-    return { action: allowed[place], logProbability: Math.min(0, logs[allowed[place]]) };
+    let chosen = -1;
+    for (let action = 0; action < logs.length && rest >= 0; action++) {
+      if (logs[action] === -Infinity) continue;
+      chosen = action; // the last one where rounding leaves a rest
+      rest -= Math.exp(logs[action]);
+    }
+    return { action: chosen, logProbability: Math.min(0, logs[chosen]) };
+  }
+
+  /** The most probable action. */
+  choose(observation, mask = null) {
+    const logs = this.logProbabilities(observation, mask);
+    return logs.indexOf(Math.max(...logs));
   }
 }
-
-module.exports = { MlpPolicy, parseSafetensors };

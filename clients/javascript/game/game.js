@@ -1,0 +1,131 @@
+// The page: you play Catch by keyboard, eight copies learn beside you, and at the end the champion plays.
+
+import { MlpPolicy, connect } from '../index.js';
+import { Catch } from '../catch/catch.js';
+
+const STEP_MS = 220; // of the game that is shown large
+const find = (id) => document.getElementById(id);
+const query = new URLSearchParams(location.search);
+const addresses = [`ws://${location.hostname}:${query.get('port') ?? 8765}`];
+const token = decodeURIComponent(location.hash.slice(1)) || prompt('The token of the run, from ~/.shoal/token:') || '';
+history.replaceState(null, '', location.pathname + location.search); // out of sight
+
+// -- you, or the champion -------------------------------------------------------------------------------------
+
+const mine = new Catch();
+let pressed = 1; // the action: left, stay, right
+let isPlayed = false; // this episode, by you: what falls while you are away is no lesson
+let champion = null;
+let isChampionPlaying = false;
+let lesson = null; // a session in which you show how
+let outcome = { observation: mine.reset(), reward: 0 };
+let total = 0;
+const totals = [];
+
+addEventListener('keydown', ({ key }) => {
+  const action = { ArrowLeft: 0, ArrowRight: 2 }[key];
+  if (action === undefined) return;
+  pressed = action;
+  isPlayed = true;
+});
+
+setInterval(() => {
+  const action = isChampionPlaying ? champion.choose(outcome.observation) : pressed;
+  pressed = 1;
+  outcome = mine.step(action);
+  total += outcome.reward;
+  if (lesson && !lesson.isOver && !isChampionPlaying) teach(action);
+  if (outcome.terminated) {
+    totals.push(total);
+    const mean = totals.reduce((sum, each) => sum + each, 0) / totals.length;
+    find('score').textContent = `${totals.length} episodes, the last ${total}, mean ${mean.toFixed(1)} of 5`;
+    [total, outcome] = [0, { observation: mine.reset(), reward: 0 }];
+    beginLesson();
+  }
+  mine.draw(find('you'));
+}, STEP_MS);
+
+/** An episode begins; the one before is forgotten if it has not ended in `teach`. */
+function beginLesson() {
+  isPlayed = false;
+  if (!lesson || lesson.isOver) return;
+  lesson.begin('you');
+  lesson.act('you', outcome.observation);
+}
+
+/** What you did is a demonstration: it does not count as the policy's. */
+function teach(taken) {
+  if (!outcome.terminated) lesson.act('you', outcome.observation, outcome.reward, { taken });
+  else if (isPlayed) lesson.end('you', outcome.observation, outcome.reward, { taken });
+}
+
+find('champion').onclick = () => {
+  isChampionPlaying = !isChampionPlaying;
+  totals.length = 0;
+  find('champion').textContent = isChampionPlaying ? 'Play yourself' : 'Watch the champion';
+  find('player').firstChild.textContent = isChampionPlaying ? `Version ${champion.version} plays. ` : 'You: ';
+};
+
+// -- the copies -----------------------------------------------------------------------------------------------
+
+const canvases = Array.from({ length: 8 }, () => Object.assign(document.createElement('canvas'), { width: 120, height: 144 }));
+find('copies').append(...canvases);
+const copies = new Worker(new URL('copies.js', import.meta.url), { type: 'module' });
+const curve = []; // [steps, mean return]
+const painter = new Catch();
+let rated = { steps: 0, at: performance.now() };
+
+copies.onmessage = ({ data }) => {
+  if (data.error) return (find('news').textContent = `The copies stopped: ${data.error}`);
+  if (data.champion) return crown(data.champion);
+  data.fields.forEach((field, copy) => Object.assign(painter, field).draw(canvases[copy]));
+  find('version').textContent = data.version;
+  find('return').textContent = data.mean === null ? '–' : data.mean.toFixed(2);
+  find('episodes').textContent = data.episodes.toLocaleString();
+  find('steps').textContent = data.steps.toLocaleString();
+  find('news').textContent = 'The copies learn. Can you keep ahead of them?';
+  const now = performance.now();
+  if (now - rated.at > 1000) {
+    find('rate').textContent = `${Math.round((1000 * (data.steps - rated.steps)) / (now - rated.at)).toLocaleString()} steps a second`;
+    rated = { steps: data.steps, at: now };
+  }
+  if (data.mean !== null && (!curve.length || data.steps > curve.at(-1)[0])) drawCurve(data);
+};
+
+function drawCurve({ steps, mean }) {
+  curve.push([steps, mean]);
+  const canvas = find('curve');
+  const context = canvas.getContext('2d');
+  const place = ([x, y]) => [10 + ((canvas.width - 20) * x) / steps, canvas.height - 12 - ((canvas.height - 24) * (y + 5)) / 10];
+  context.clearRect(0, 0, canvas.width, canvas.height);
+  context.strokeStyle = '#ddd';
+  context.beginPath();
+  for (const y of [-5, 0, 5]) {
+    context.moveTo(10, place([0, y])[1]);
+    context.lineTo(canvas.width - 10, place([0, y])[1]);
+  }
+  context.stroke();
+  context.strokeStyle = '#2563a8';
+  context.lineWidth = 2;
+  context.beginPath();
+  curve.forEach((point) => context.lineTo(...place(point)));
+  context.stroke();
+}
+
+function crown({ version, spec, weights }) {
+  champion = new MlpPolicy(spec);
+  champion.load(version, weights);
+  find('champion').disabled = false;
+  find('champion').click();
+  find('news').textContent = `The run is over: version ${version} is the champion.`;
+}
+
+find('speed').oninput = ({ target }) => {
+  const value = Number(target.value);
+  copies.postMessage({ stepsPerSecond: value === Number(target.max) ? Infinity : 10 ** value });
+};
+
+copies.postMessage({ addresses, token });
+lesson = await connect(addresses, token, { behaviour: 'human', actorId: 'you', offers: mine.spaces }).catch(() => null); // the copies say why
+[total, outcome] = [0, { observation: mine.reset(), reward: 0 }];
+beginLesson();

@@ -1,0 +1,62 @@
+// A game joins a run: in a browser or in Node, from one source, without packages. See docs/games/browser.md.
+
+import { LocalPlayer } from './lib/local.js';
+import { RemotePlayer } from './lib/remote.js';
+import { Session } from './lib/session.js';
+
+export { LocalPlayer } from './lib/local.js';
+export { MlpPolicy, parseSafetensors } from './lib/policy.js';
+export { SegmentBuilder } from './lib/segments.js';
+export { ActorError } from './lib/session.js';
+
+/**
+ * Join a run; resolves when its policy can act. Rejects with ActorError.
+ *
+ * addresses: `ws://host:port`, `wss://…`, or a list of all that the gateway may have; in Node also `tcp://…`, of ZeroMQ
+ * token: the gateway's access token
+ * options:
+ *   actorId        unique in the run; the same after a restart
+ *   inference      'local': the policy runs here; 'remote': at the gateway
+ *   behaviour      who acts, where it is not the run's policy: 'human', for instance; then `act` gets what was `taken`
+ *   offers         the game's spaces, as {observation: [4], action: 3}: the gateway compares them with the run's
+ *   onSettings     called with (values, version): at the welcome, and when they change
+ *   onWeights      called with the version that acts from now on; with 'local' alone
+ *   incarnation    grows with every start of the same actorId; by default the time in milliseconds
+ *   giveUpAfterMs  how long no gateway may answer; five times as long once it has answered
+ *   serverKey      the gateway's CURVE key, for `tcp://`
+ *   log            called with a line of text
+ */
+export async function connect(addresses, token, options = {}) {
+  const run = new Run(addresses, token, options);
+  await run.connect(run.player);
+  return run;
+}
+
+export class Run extends Session {
+  constructor(addresses, token, { inference = 'local', giveUpAfterMs = 60000, log = console.error, onWeights, ...options } = {}) {
+    super({ addresses, token, inference, giveUpAfterMs, log, ...options });
+    this.player = inference === 'remote' ? new RemotePlayer(this) : new LocalPlayer(this, onWeights);
+  }
+
+  /** The version of the weights that act now. */
+  get version() { return this.player.version; }
+
+  /** An agent's episode begins. agent: a name or number, of any kind */
+  begin(agent) {
+    this.player.begin(agent);
+  }
+
+  /**
+   * The action for an observation (flat numbers in C order), or a promise of it: `await` it. reward: of the step before.
+   * Null when the run has ended. options: `mask`, 1 for each allowed action, in a run with action masks; `taken`, the
+   * action of the step before, where another than the answer was taken.
+   */
+  act(agent, observation, reward = 0, options = {}) {
+    return this.player.act(agent, observation, reward, options);
+  }
+
+  /** The episode has ended with this observation. options: `truncated`, where it was cut off; `success`, `taken` */
+  async end(agent, observation, reward = 0, { truncated = false, ...options } = {}) {
+    await this.player.act(agent, observation, reward, { ...options, truncated, terminated: !truncated });
+  }
+}

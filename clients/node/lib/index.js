@@ -1,8 +1,0 @@
-'use strict';
-
-module.exports = {
-  ...require('./client'),
-  ...require('./play'),
-  ...require('./policy'),
-  ...require('./segment_builder'),
-};

@@ -1,0 +1,82 @@
+"""What a run tells its games, such as gravity or speed: by hand, or when the return is high enough.
+
+The driver of the run reads its file once a second, which `shoal set` writes, and gives the gateway what holds; the
+gateway sends it to the games, and counts the returns by its version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from shoal.atomic_file import replace_synced
+from shoal.config import Spec
+
+FILE = "settings.json"  # in the folder of the run, or of its policy
+Value = bool | int | float | str
+
+
+class SettingsRule(Spec):
+    """`set` holds from when the mean return of the last 100 episodes, or of at least 20, reaches `above`."""
+
+    above: float
+    set: dict[str, Value] = Field(min_length=1)
+
+
+def begin_settings(folder: Path, resumed: Path | None = None) -> None:
+    """Write the file of a run, which `shoal set` finds; resumed: the folder of the run that goes on."""
+    if not (folder / FILE).exists():
+        write_settings(folder, *(read_settings(resumed) if resumed else ({}, 0)))
+
+
+def change_settings(run_folder: Path, changed: Mapping[str, Value]) -> bool:
+    """Change the settings of a run, of all its policies; False when it has no games."""
+    paths = [*run_folder.glob(FILE), *run_folder.glob(f"*/{FILE}")]
+    for folder in (path.parent for path in paths):
+        values, num_rules = read_settings(folder)
+        write_settings(folder, values | dict(changed), num_rules)
+    return bool(paths)
+
+
+def advance_settings(
+    folder: Path, initial: Mapping[str, Value], rules: Sequence[SettingsRule], mean_return: float
+) -> dict[str, Value]:
+    """The settings that hold now; the next rule has come into force if the mean return is high enough."""
+    values, num_rules = read_settings(folder)
+    if num_rules < len(rules) and mean_return >= rules[num_rules].above:
+        values, num_rules = {**values, **rules[num_rules].set}, num_rules + 1
+        write_settings(folder, values, num_rules)
+    return {**initial, **values}
+
+
+def read_settings(folder: Path) -> tuple[dict[str, Value], int]:
+    """The values that were set, by hand or by rules, and how many rules have come into force."""
+    path = folder / FILE
+    if not path.exists():
+        return {}, 0
+    content = json.loads(path.read_text())
+    return content["values"], content["num_rules"]
+
+
+def write_settings(folder: Path, values: Mapping[str, Value], num_rules: int) -> None:
+    replace_synced(folder / FILE, json.dumps({"values": dict(values), "num_rules": num_rules}).encode())
+
+
+def parse_settings(words: tuple[str, ...]) -> dict[str, Value]:
+    """`gravity=9` and the like. Raises ValueError for a word without a value."""
+    found: dict[str, Value] = {}
+    for word in words:
+        name, is_given, text = word.partition("=")
+        if not name or not is_given:
+            raise ValueError(f"{word!r} is no NAME=VALUE")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        if not isinstance(value, bool | int | float | str):
+            raise ValueError(f"{name} is a number, a truth or a text, not {text!r}")
+        found[name] = value
+    return found

@@ -1,0 +1,131 @@
+"""What a run tells its games: at welcome and on change, by hand and by rules, and how returns are counted by it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import shoal
+from loop.test_local_loop import EXPERIENCE, SPEC, SignGame
+from rl_setting import TOKEN, segment
+from shoal.actor import ActorClient, play
+from shoal.actor.remote import RemoteClient, run_remote_actor
+from shoal.cli.commands.runs import set_settings
+from shoal.rl.game_settings import SettingsRule, advance_settings, begin_settings, parse_settings, read_settings
+from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.spec import RLSpec
+from shoal.runs.event_messages import format_warning
+from shoal.wire import MessageLimits, Segment, decode, pack_segment, unpack_segment
+from shoal.wire.messages import SegmentMessage
+from waiting import wait_for
+
+
+class ToldGame(SignGame):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, Any]] = []
+
+    def apply_settings(self, settings: dict[str, Any]) -> None:
+        self.told.append(dict(settings))
+
+
+@pytest.mark.parametrize("inference", ["local", "remote"])
+def test_a_game_is_told_at_welcome_and_on_change_and_returns_are_counted_by_version(
+    inference: str, tmp_path: Path
+) -> None:
+    game = ToldGame()
+
+    def run(address: str) -> None:
+        with (RemoteClient if inference == "remote" else ActorClient)(address, TOKEN, "one") as client:
+            run_remote_actor(game, client) if isinstance(client, RemoteClient) else play(game, client)
+
+    spec = SPEC.override(["settings.gravity=9.8"])
+    with LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN) as loop:
+        stats = loop.gateway.stats
+        thread = threading.Thread(target=run, args=(loop.address,), daemon=True)
+        thread.start()
+        wait_for(lambda: stats()["by_settings"].get(1, {}).get("episodes", 0) >= 3)
+        loop.change_settings({"gravity": 9.8})  # as before: nobody is told again
+        loop.change_settings({"gravity": 1, "mode": "moon"})
+        wait_for(lambda: stats()["by_settings"].get(2, {}).get("episodes", 0) >= 3)
+        assert (
+            stats()["episodes_in_window"] <= stats()["by_settings"][2]["episodes"]
+        )  # those before are not in the mean
+        events = [details for _, kind, details in loop.gateway.take_events() if kind == "settings_changed"]
+    thread.join(60)
+    assert game.told == [{"gravity": 9.8}, {"gravity": 1, "mode": "moon"}]
+    assert [each["version"] for each in events] == [1, 2]
+    assert events[1]["episodes_before"] >= 3
+    assert "mode=moon" in format_warning("settings_changed", events[1])
+    with LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN) as again:  # a gateway that has restarted
+        assert again.gateway.stats()["settings_version"] == 3
+        assert again.gateway.stats()["by_settings"][2]["episodes"] >= 3
+
+
+@pytest.mark.parametrize("said", [1, None])
+def test_an_episode_is_counted_with_the_settings_that_its_game_names(said: int | None) -> None:
+    progress, actor = RunProgress(), ActorProgress("one", 1)
+    progress.change_settings({"gravity": 9})
+    progress.change_settings({"gravity": 1})
+    actor.settings = 2
+    episode = segment(2, terminated=True, episode_return=1.0, episode_length=2, settings=said or 0)
+    progress.record_segment(actor, unpack(episode))
+    assert progress.by_settings == {said or 2: (1, 1.0)}
+    assert len(progress.returns) == (0 if said else 1)
+
+
+def unpack(sent: Segment) -> Segment:
+    """As it arrives."""
+    header, *frames = pack_segment(sent, 0)
+    message = decode([header, *frames], MessageLimits())
+    assert isinstance(message, SegmentMessage)
+    return unpack_segment(message, frames, EXPERIENCE)
+
+
+def test_rules_come_into_force_one_after_the_other_and_stay(tmp_path: Path) -> None:
+    rules = [SettingsRule(above=10, set={"gravity": 12}), SettingsRule(above=20, set={"gravity": 15, "wind": True})]
+    begin_settings(tmp_path)
+    found = [advance_settings(tmp_path, {"gravity": 9.8}, rules, each)["gravity"] for each in (-math.inf, 9, 10, 0, 30)]
+    assert found == [9.8, 9.8, 12, 12, 15]
+    again = tmp_path / "again"
+    again.mkdir()
+    begin_settings(again, tmp_path)
+    assert read_settings(again) == ({"gravity": 15, "wind": True}, 2)
+
+
+def test_settings_are_typed() -> None:
+    assert parse_settings(("a=1", "b=1.5", "c=true", "d=moon", 'e="1"')) == {
+        "a": 1,
+        "b": 1.5,
+        "c": True,
+        "d": "moon",
+        "e": "1",
+    }
+    for wrong in ("gravity", "=1", "a=[1]", "a=null"):
+        with pytest.raises(ValueError, match=r"NAME=VALUE|a number"):
+            parse_settings((wrong,))
+    spec = RLSpec().override(["settings.gravity=9.8", "rules=[{above: 100, set: {gravity: 12}}]"])
+    assert spec.settings == {"gravity": 9.8}
+    assert spec.rules[0].set == {"gravity": 12}
+
+
+def test_settings_are_changed_from_the_command_line() -> None:
+    with shoal.runs.create("loop", "", "one") as run:
+        begin_settings(run.folder)
+        assert CliRunner().invoke(set_settings, ["one", "gravity=9", "mode=moon"]).exit_code == 0
+        assert CliRunner().invoke(set_settings, ["one", "gravity=8"]).exit_code == 0
+        assert read_settings(run.folder)[0] == {"gravity": 8, "mode": "moon"}
+        wrong = CliRunner().invoke(set_settings, ["one", "gravity"])
+        assert wrong.exit_code == 2
+        assert "NAME=VALUE" in wrong.output
+    with shoal.runs.create("train", "", "two"):
+        refused = CliRunner().invoke(set_settings, ["two", "gravity=9"])
+        assert "has no games" in str(refused.exception)

@@ -1,0 +1,81 @@
+"""A page in headless Chromium plays Catch until it is solved: shown or hidden, with its own policy or the gateway's."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from catch_game import Catch
+
+from chromium import Chromium
+from rl_setting import TOKEN
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.spec import RLSpec, experience_spec
+from waiting import wait_for
+
+CLIENT = Path(__file__).parents[2] / "clients" / "javascript"
+SPEC = RLSpec(env="catch_game:Catch-v0", hidden=(16,), segment_length=64).override(
+    [
+        "learner.batch_steps=256",
+        "learner.max_batch_steps=512",
+        "learner.take_timeout_s=0.1",
+        "learner.publish_interval_s=0.02",
+        "algorithm.learning_rate=0.01",
+        "algorithm.discount=0.9",
+        "gateway.websocket=0",
+    ]
+)
+pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """The address of the client's folder: a page there has another port than the gateway, on the same machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_QuietHandler, directory=str(CLIENT))) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    found = Chromium(tmp_path_factory.mktemp("chromium"))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("inference", "agents", "is_hidden", "target"),
+    [("local", 1, False, 4.5), ("local", 1, True, 4.5), ("remote", 64, True, 2.0)],
+)
+def test_a_page_plays_until_the_game_is_solved(
+    tmp_path: Path, site: str, browser: Chromium, inference: str, agents: int, is_hidden: bool, target: float
+) -> None:
+    experience = experience_spec(Catch.observation_space, Catch.action_space, SPEC)
+    with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=target) as loop:
+        address = f"address=ws://127.0.0.1:1&address={loop.websocket_address}"  # the first does not answer
+        page = f"{site}/catch/index.html?{address}&inference={inference}&agents={agents}&actor=page#{TOKEN}"
+        browser.show(page, is_hidden)
+        assert loop.wait_until_solved(timeout_s=600) > 0
+        assert browser.run("document.hidden") is is_hidden
+        (actor,) = loop.gateway.stats()["actors"]
+        assert (actor["actor_id"], actor["invalid"].keys() - {"unknown_kind"}) == ("page", set())
+    wait_for(lambda: browser.run("document.title") == "the run is over", what="the end of the run in the page")
+    assert loop.ledger.get_totals().is_balanced
+
+
+def test_a_page_names_what_the_gateway_rejects(site: str, browser: Chromium, tmp_path: Path) -> None:
+    experience = experience_spec(Catch.observation_space, Catch.action_space, SPEC)
+    with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN) as loop:
+        browser.show(f"{site}/catch/index.html?address={loop.websocket_address}#guess")
+        wait_for(lambda: "bad_token" in (browser.run("document.title") or ""), what="the reason in the page")
