@@ -27,7 +27,7 @@ from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.game_settings import advance_settings, begin_settings
+from shoal.rl.gateway.game_settings import advance_settings, begin_settings
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder

@@ -1,4 +1,4 @@
-"""The spec of a run's learner, of its self-play, and of what it learns from demonstrations."""
+"""The specs of a run's learner, its self-play, its games, and what it learns from demonstrations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
+
+Setting = bool | int | float | str  # what a game is told
+
+
+class SettingsRule(Spec):
+    """`set` holds from when the mean return of the last 100 episodes, or of at least 20, reaches `above`."""
+
+    above: float
+    set: dict[str, Setting] = Field(min_length=1)
 
 
 class LearnerSpec(Spec):

@@ -225,10 +225,12 @@ class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action")
 
 class ActsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="acts"):
     """actor → gateway: an `act` for each of N episodes, in rows. Frames follow: observations [N, *obs], rewards float32
-    [N], flags uint8 [N] (`ROW_TERMINATED`, ...), and in a run with masks: masks uint8 [N, K]."""
+    [N], flags uint8 [N] (`ROW_TERMINATED`, ...), and in a run with masks: masks uint8 [N, K]. `settings`: as of `act`;
+    0: the newest that were sent."""
 
     episodes: tuple[int, ...]
     steps: tuple[int, ...]
+    settings: tuple[int, ...] = ()
 
 
 class RefusedRow(msgspec.Struct, frozen=True):

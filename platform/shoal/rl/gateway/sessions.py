@@ -121,9 +121,13 @@ class Sessions(dict[bytes, Session]):
             route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
         }
 
+    def count_free(self) -> int:
+        """How many slots of the queue no session may fill; below 0: fewer than those that they may."""
+        return self._queue.capacity - len(self._queue) - sum(self.compute_open_credit().values())
+
     def has_space(self) -> bool:
         """Whether the queue has a slot that no session may fill."""
-        return len(self._queue) + sum(self.compute_open_credit().values()) < self._queue.capacity
+        return self.count_free() > 0
 
     def claim_slot(self, route: bytes, seq: int) -> bool:
         """Note that a session sends segment `seq`. False: its credit has lapsed, and others have its slot."""
@@ -198,7 +202,7 @@ class Sessions(dict[bytes, Session]):
     def describe_shortage(self) -> dict[str, Any] | None:
         """Who has been without credit for CREDIT_WAIT_S, and who holds the queue's slots; None while some are free."""
         queue, open_credit = self._queue, self.compute_open_credit()
-        if queue.capacity - len(queue) - sum(open_credit.values()) > queue.capacity // 8:
+        if self.count_free() > queue.capacity // 8:
             return None
         deadline, get_account = time.monotonic() - CREDIT_WAIT_S, queue.ledger.get_account
         silent = [each for each in self._playing.values() if each.credit_at < deadline]
