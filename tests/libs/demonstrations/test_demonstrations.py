@@ -23,7 +23,7 @@ from shoal.libs.demonstrations.recorder import Recorder, copy_source
 from shoal.libs.demonstrations.shown import Shown, fade
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.learner_spec import DemonstrationsSpec
+from shoal.rl.part_specs import DemonstrationsSpec
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec, Segment
 

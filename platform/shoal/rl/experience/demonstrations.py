@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.plugins.find import find_extension
-from shoal.rl.learner_spec import DemonstrationsSpec
+from shoal.rl.part_specs import DemonstrationsSpec
 from shoal.wire import ExperienceSpec, Segment
 
 if TYPE_CHECKING:
