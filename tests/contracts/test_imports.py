@@ -114,7 +114,7 @@ ORDER: dict[str, list[set[str]]] = {
     "rl": [
         {"local_loop", "ray_workers", "ray_first_game"},
         {"first_game"},
-        {"learner", "learner_replica", "ray_episode_service"},
+        {"learner", "learner_replica", "ray_gateway_handle"},
         {"batch_checks", "batch_lease", "published_versions"},
         {"gateway", "algorithms"},
         {"learner_group"},

@@ -97,8 +97,8 @@ class ActorClient:
         self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
-        self._token, self._server_key, self.behaviour = token, server_key, behaviour
-        self.offers = dict(offers or {})
+        self._token, self._server_key = token, server_key
+        self.behaviour, self.offers = behaviour, dict(offers or {})
         self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -108,17 +108,15 @@ class ActorClient:
         self._limits = MessageLimits(_MAX_HEADER_BYTES, max_weights_bytes)
         self._welcome: Welcome | None = None
         self._outbox = Outbox()
-        self._is_session_lost = False  # the session is over: send hello again
         self._weights = ReceivedWeights(max_weights_bytes)
         self._last_received_at = self._last_used_at = time.monotonic()
         self._pinged_beats = self.published_version = 0  # the newest version that the gateway has reported
-        self.finished = False  # the gateway has reported the end of the run
-        self.reconnects = 0  # sessions after the first one
+        self.finished = self._is_session_lost = False  # the run is over; the session is over: send hello again
+        self.reconnects = self.settings_version = 0  # reconnects: sessions after the first one
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
         self.drops: dict[str, int] = {}  # dropped segments by reason, or by the error that named them
         self.last_drop = ""  # reason and detail of the newest drop
         self.settings: Mapping[str, bool | int | float | str] = {}  # what the run tells its games
-        self.settings_version = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -397,8 +395,8 @@ class ActorClient:
         self._weights.set_machine(is_on_this_host(address))
         self._socket = connect_socket(self._context, address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
-        count = self._outbox.num_acknowledged
-        self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, count, self.offers, self.behaviour))
+        what = (self._outbox.num_acknowledged, self.offers, self.behaviour)
+        self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, *what))
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
@@ -406,18 +404,15 @@ class ActorClient:
                 message = decode(self._socket.recv_multipart(), self._limits)
             except ProtocolViolation as violation:
                 raise ConnectionLost(f"what answers at {address} is no gateway: {violation}") from None
-            if isinstance(message, Welcome):
-                return message
-            if isinstance(message, Bye):  # the run begins now
-                return None
+            if isinstance(message, Welcome | Bye):  # Bye: the run begins now
+                return message if isinstance(message, Welcome) else None
             if isinstance(message, ErrorMessage) and message.code not in _RETRYABLE_CODES:
                 raise Refused(message.code, message.message)
         return None
 
     def _begin_session(self, welcome: Welcome) -> None:
         before = self._welcome
-        if before is not None:
-            self.reconnects += 1
+        self.reconnects += before is not None
         self._last_received_at = self._last_used_at = time.monotonic()
         self._pinged_beats, self._is_session_lost, self._welcome = 0, False, welcome
         self.settings, self.settings_version = welcome.settings or {}, welcome.settings_version

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.actor import ActorHandle
 
 from shoal.atomic_file import make_folder
 from shoal.cluster.capacity import (
@@ -31,7 +30,6 @@ from shoal.errors import (
     Closed,
     ClusterError,
     ConfigError,
-    ConnectionLost,
     LedgerUnwritable,
 )
 from shoal.gc_freeze import freeze_loaded_objects
@@ -39,7 +37,7 @@ from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
 from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.group_commit import GroupCommit
-from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
+from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.gateway import Gateway
@@ -48,7 +46,7 @@ from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
 from shoal.rl.gateway.zmq_listener import format_address, require_reachable_gateway, resolve_reachable_host
-from shoal.rl.ray_episode_service import RayEpisodeService
+from shoal.rl.ray_gateway_handle import ACKNOWLEDGE_TIMEOUT_S, RayEpisodeService, RayExperienceSource
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import (
@@ -64,7 +62,6 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 300.0  # the learner may wait for a CPU of a busy cluster, and the gateway for the first weights
 USER_TIMEOUT_S = 10.0  # for the answer to a user of the endpoint
-ACKNOWLEDGE_TIMEOUT_S = 60.0  # how long a learner retries its acknowledgement while the gateway restarts
 
 
 @dataclass(frozen=True)
@@ -172,26 +169,6 @@ class GatewayWorker:
         """The last stats, after the queue was dropped as SHUTDOWN."""
         self._gateway.close(finished)
         return self._gateway.stats()
-
-
-class RayExperienceSource:
-    """An ExperienceSource on a gateway's handle. While the gateway restarts, `take` is empty and `acknowledge`
-    waits."""
-
-    def __init__(self, gateway: ActorHandle) -> None:
-        self._gateway = gateway
-
-    def take(self, consumer: str, request: BatchRequest) -> ExperienceBatch | None:
-        limit_s = request.timeout_s + CALL_TIMEOUT_S
-        payload = call_or_none(self._gateway.take, consumer, request, timeout_s=limit_s, away=AWAY, pause_s=RETRY_S)
-        return None if payload is None else ExperienceBatch.from_bytes(payload)
-
-    def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float] = ()) -> bool:
-        try:
-            method = self._gateway.acknowledge
-            return bool(call_until_answered(method, lease_id, outcomes, evidence, patience_s=ACKNOWLEDGE_TIMEOUT_S))
-        except AWAY as error:
-            raise ConnectionLost(f"the gateway has been away for {ACKNOWLEDGE_TIMEOUT_S} s") from error
 
 
 @ray.remote(max_concurrency=4)

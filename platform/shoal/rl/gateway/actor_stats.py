@@ -170,6 +170,10 @@ class RunProgress:
         before = {"episodes_before": episodes, "return_before": total / episodes} if episodes else {}
         self.settings += 1
         self.record_event("settings_changed", version=self.settings, settings=dict(values), **before)
+        self.forget_window()
+
+    def forget_window(self) -> None:
+        """The mean return is of episodes that end from now on."""
         for window in (self.returns, self.lengths, self.successes):
             window.clear()
 

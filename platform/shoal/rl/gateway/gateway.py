@@ -8,7 +8,6 @@ queue grants no credit, and without credit the actors stop; memory is bounded th
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -46,7 +45,6 @@ from shoal.wire.messages import (
     Pull,
     PullOpponent,
     SegmentMessage,
-    SettingsMessage,
     WeightsMessage,
 )
 
@@ -115,9 +113,7 @@ class Gateway:
             self.queue.ledger.set_fact("websocket_port", str(self.listener.port))
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
-        if (before := self.queue.ledger.get_fact("progress")) is not None:
-            self._progress.restore(before)
-        self._progress.settings, self._state.settings = json.loads(self.queue.ledger.get_fact("settings") or "[0, {}]")
+        self._state.restore()
         self.queue.on_space_freed = self._wake
         for target in (self._serve, self._follow_weights):
             thread = threading.Thread(target=target, name=f"gateway{target.__name__}", daemon=True)
@@ -194,23 +190,13 @@ class Gateway:
     def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Tell all games these settings, unless they are the present ones. From any thread."""
         with self._lock:
-            if values == self._state.settings:
-                return
-            self._state.settings = dict(values)
-            self._progress.change_settings(values)
-            self.queue.ledger.set_fact("settings", json.dumps([self._progress.settings, self._state.settings]))
-            for route, session in self._sessions.items():
-                if session.is_welcomed:
-                    session.progress.settings = self._progress.settings
-                    self._send_queue.add(route, SettingsMessage(self._progress.settings, self._state.settings))
+            self._state.change_settings(values)
         self._wake()
 
     def reset_returns(self) -> None:
         """The mean return is of episodes that end from now on."""
         with self._lock:
-            self._progress.returns.clear()
-            self._progress.lengths.clear()
-            self._progress.successes.clear()
+            self._progress.forget_window()
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         """(time, kind, details) of the events since the last call: joins, losses, rejections."""

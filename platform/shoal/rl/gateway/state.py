@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
@@ -16,6 +18,7 @@ from shoal.rl.part_specs import GatewaySpec
 from shoal.rl.spec import require_segment_fits
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
+from shoal.wire.messages import SettingsMessage
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,25 @@ class GatewayState:
         self.send_queue = SendQueue(group_commit)
         self.weights: WeightSnapshot | None = None
         self.settings: dict[str, bool | int | float | str] = {}  # of the game; `progress.settings` is their version
+
+    def restore(self) -> None:
+        """Continue from what an earlier gateway has left in the ledger."""
+        ledger = self.queue.ledger
+        if (before := ledger.get_fact("progress")) is not None:
+            self.progress.restore(before)
+        self.progress.settings, self.settings = json.loads(ledger.get_fact("settings") or "[0, {}]")
+
+    def change_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Tell all games these settings, unless they are the present ones."""
+        if values == self.settings:
+            return
+        self.settings = dict(values)
+        self.progress.change_settings(values)
+        self.queue.ledger.set_fact("settings", json.dumps([self.progress.settings, self.settings]))
+        for route, session in self.sessions.items():
+            if session.is_welcomed:
+                session.progress.settings = self.progress.settings
+                self.send_queue.add(route, SettingsMessage(self.progress.settings, self.settings))
 
     @property
     def version(self) -> int:
