@@ -95,8 +95,7 @@ class ActorClient:
         self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
-        self._token, self._server_key = token, server_key
-        self.offers = dict(offers or {})
+        self._token, self._server_key, self.offers = token, server_key, dict(offers or {})
         self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -395,8 +394,7 @@ class ActorClient:
         self._weights.set_machine(is_on_this_host(address))
         self._socket = connect_socket(self._context, address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
-        hello = Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged, self.offers)
-        self._send_message(hello)
+        self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged, self.offers))
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue
