@@ -94,7 +94,7 @@ def test_the_page_of_the_recipe_learns_beside_its_player_and_shows_the_champion(
         assert opened == [link.as_uri()]
         assert link.stat().st_mode & 0o77 == 0
         browser.show(link.as_uri())
-        with LocalLoop(spec, experience, tmp_path / "run", "a-token", target_return=3.0) as loop:
+        with LocalLoop(spec, experience, tmp_path / "run", "a-token", target_return=0.0) as loop:
             addresses.append(loop.websocket_address)
             wait_for(lambda: bool(browser.run("document.getElementById('episodes')?.textContent > 0")), what="episodes")
             speed = "document.getElementById('speed')"
