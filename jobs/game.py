@@ -1,10 +1,9 @@
 """A game in the browser that you play while eight copies of it learn in the same page: catch what falls.
 
     make game                                                         # or: shoal run game
-    shoal run game env=ask target_return=20                           # the same for a game of your own, which joins
 
-Opens the page, which has the address and the token; where there is no browser, prints where it is. Further games of any
-engine may join: docs/games/. `python jobs/game.py --help` lists the fields.
+Opens the page, which finds the address and the token; where there is no browser, prints where it is. Catch in other
+engines may join too: docs/games/. `python jobs/game.py --help` lists the fields.
 """
 
 import json
