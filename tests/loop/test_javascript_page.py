@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from catch_game import Catch
 
 from chromium import Chromium
 from rl_setting import TOKEN
+from shoal.rl.first_game import describe_given
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
 from waiting import wait_for
@@ -76,3 +78,30 @@ def test_a_page_names_what_the_gateway_rejects(site: str, browser: Chromium, tmp
     with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN) as loop:
         browser.show(f"{site}/catch/index.html?address={loop.websocket_address}#guess")
         wait_for(lambda: "bad_token" in (browser.run("document.title") or ""), what="the reason in the page")
+
+
+def test_the_page_of_the_recipe_learns_beside_its_player_and_shows_the_champion(
+    browser: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setenv("SHOAL_TOKEN", "a-token")
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    job = runpy.run_path(str(CLIENT.parents[1] / "jobs" / "game.py"))
+    spec = job["spec"]().override(["learner.publish_interval_s=0.02"])
+    experience, _ = describe_given(spec)
+    addresses = [""]
+    with job["open_page"](lambda: addresses[-1]) as link:
+        assert opened == [link.as_uri()]
+        assert link.stat().st_mode & 0o77 == 0
+        browser.show(link.as_uri())
+        with LocalLoop(spec, experience, tmp_path / "run", "a-token", target_return=0.0) as loop:
+            addresses.append(loop.websocket_address)
+            wait_for(lambda: bool(browser.run("document.getElementById('episodes')?.textContent > 0")), what="episodes")
+            speed = "document.getElementById('speed')"
+            browser.run(f"{speed}.value = 4; {speed}.dispatchEvent(new Event('input'))")
+            loop.wait_until_solved(timeout_s=600)
+        wait_for(
+            lambda: "is the champion" in browser.run("document.getElementById('news').textContent"), what="the end"
+        )
+        assert "The champion plays" in browser.run("document.getElementById('player').textContent")
+    assert not link.exists()

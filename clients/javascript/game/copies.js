@@ -14,7 +14,7 @@ let steps = 0, episodes = 0, run = null;
 onmessage = async ({ data }) => {
   if (data.stepsPerSecond) return (stepsPerSecond = data.stepsPerSecond);
   try {
-    run = await connect(data.addresses, data.token, { offers: games[0].spaces, onWeights: () => run && show() });
+    run = await connect(data.address, data.token, { offers: games[0].spaces, onWeights: () => run && show() });
     const shown = setInterval(show, SHOW_MS);
     await Promise.all(games.map(play));
     clearInterval(shown);

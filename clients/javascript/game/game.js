@@ -5,10 +5,8 @@ import { Catch } from '../catch/catch.js';
 
 const STEP_MS = 220; // of the game that is shown large
 const find = (id) => document.getElementById(id);
-const query = new URLSearchParams(location.search);
-const addresses = [`ws://${location.hostname}:${query.get('port') ?? 8765}`];
 const token = decodeURIComponent(location.hash.slice(1)) || prompt('The token of the run, from ~/.shoal/token:') || '';
-history.replaceState(null, '', location.pathname + location.search); // out of sight
+history.replaceState(null, '', location.pathname); // out of sight
 
 // -- you, or the champion -------------------------------------------------------------------------------------
 
@@ -128,7 +126,12 @@ find('speed').oninput = ({ target }) => {
   copies.postMessage({ stepsPerSecond: value === Number(target.max) ? Infinity : 10 ** value });
 };
 
-copies.postMessage({ addresses, token });
-lesson = await connect(addresses, token, { behaviour: 'human', actorId: 'you', offers: mine.spaces }).catch(() => null); // the copies say why
+let address = '';
+while (!address) { // the run starts
+  address = await fetch('/address').then((answer) => answer.text());
+  if (!address) await new Promise((resolve) => setTimeout(resolve, 300));
+}
+copies.postMessage({ address, token });
+lesson = await connect(address, token, { behaviour: 'human', actorId: 'you', offers: mine.spaces }).catch(() => null); // the copies say why
 [total, outcome] = [0, { observation: mine.reset(), reward: 0 }];
 beginLesson();

@@ -27,7 +27,7 @@ export function parseSafetensors(payload) {
 export class MlpPolicy {
   /** spec: the policy spec of `welcome`; random: a function that returns a number in [0, 1) */
   constructor(spec, random = Math.random) {
-    if (spec.kind !== 'mlp_categorical') throw new Error(`this client cannot act by a policy of kind ${spec.kind}`);
+    if (spec.kind !== 'mlp_categorical') throw new Error(`no policy of kind ${spec.kind} runs here: connect with inference: 'remote'`);
     if (!['tanh', 'relu'].includes(spec.activation)) throw new Error(`this client has no activation ${spec.activation}`);
     this.spec = spec;
     this.random = random;
