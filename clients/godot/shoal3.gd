@@ -11,7 +11,8 @@ const WELCOME_MS := 2000
 const UNKNOWN_MS := 60000 # how long a gateway may be away that has never answered
 const AWAY_MS := 300000 # and one that has
 const BLOCK_MS := 100 # of one tick; a longer wait pauses the tree, so that the window still answers
-const NAP_US := 10 # between two looks for the answer: the other processes of this machine need the processor
+const SPIN_MS := 1 # of them without naps: most answers come as soon, and a nap makes each 0.1 ms later
+const NAP_US := 10 # then the other processes of the machine have the processor
 const TERMINATED := 1
 const TRUNCATED := 2
 const SUCCESS_KNOWN := 4
@@ -169,10 +170,13 @@ func _turn() -> void:
 		if _state == PLAYING:
 			_send_steps(episodes)
 	_poll()
-	var until := _ticks_ms() + BLOCK_MS
-	while wait and _pending and _ticks_ms() < until:
-		OS.delay_usec(NAP_US)
+	var since := _ticks_ms()
+	var now := since
+	while wait and _pending and now - since < BLOCK_MS:
+		if now - since > SPIN_MS:
+			OS.delay_usec(NAP_US)
 		_poll()
+		now = _ticks_ms()
 	_hold(wait and _pending.size() > 0)
 
 
