@@ -172,7 +172,7 @@ func _turn() -> void:
 	_poll()
 	var since := _ticks_ms()
 	var now := since
-	while wait and _pending and now - since < BLOCK_MS:
+	while wait and _pending and not _is_holding and now - since < BLOCK_MS:
 		if now - since > SPIN_MS:
 			OS.delay_usec(NAP_US)
 		_poll()
