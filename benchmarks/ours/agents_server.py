@@ -93,7 +93,13 @@ def main(seconds: float, game: list[str], profile_path: str = "") -> None:
         assert gateway.listener is not None
         port = str(gateway.listener.port)
         began_s = time.process_time()
-        done = subprocess.run([*game, port, TOKEN], stdout=subprocess.PIPE, text=True, timeout=seconds + 60, check=True)
+        done = subprocess.run(
+            [*game, port, TOKEN],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=seconds + 60,
+            check=True,
+        )
         process_s, steps, consumed = (
             time.process_time() - began_s,
             gateway.stats()["steps"],
