@@ -66,7 +66,8 @@ class Episode:
 	var reward := 0.0
 	var flags := 0
 	var mask
-	var taken
+	var taken # in place of the answer before this step
+	var played # and of the answer to it
 	var is_waiting := false
 
 
@@ -106,7 +107,7 @@ func end(agent, observation, reward := 0.0, terminated := true, success = null) 
 
 # A person had the controls and played this in place of the newest action. Call it before the next `act` or `end`.
 func took(agent, played) -> void:
-	_episodes[agent].taken = played
+	_episodes[agent].played = played
 
 
 # Whether the agent's action has not come yet. With `wait` off, call `act` once this is false.
@@ -144,6 +145,8 @@ func _add_step(agent, observation, reward, flags: int, mask) -> void:
 	episode.observation = observation
 	episode.flags = flags
 	episode.mask = mask
+	episode.taken = episode.played
+	episode.played = null
 	episode.is_waiting = true
 	_outbox.append(episode)
 
@@ -379,7 +382,6 @@ func _answer(episode: Episode, action) -> void:
 	_attempts = 0
 	_pending.erase(episode.number)
 	episode.is_waiting = false
-	episode.taken = null
 	if action != null and _episodes.get(episode.agent) == episode:
 		emit_signal("action", episode.agent, action)
 
@@ -431,14 +433,18 @@ func _send_act(episode: Episode) -> void:
 func _send_rows(episodes: Array) -> void:
 	var numbers := []
 	var steps := []
+	var versions := []
 	var rewards := StreamPeerBuffer.new()
 	var flags := StreamPeerBuffer.new()
 	for episode in episodes:
 		numbers.append(episode.number)
 		steps.append(episode.step)
+		versions.append(0 if episode.step else _settings_version)
 		rewards.put_float(episode.reward)
 		flags.put_u8(episode.flags)
 	var header := {"kind": "acts", "episodes": numbers, "steps": steps}
+	if _settings_version:
+		header["settings"] = versions
 	var frames := _pack_observations(episodes)
 	frames.insert(1, rewards.data_array)
 	frames.insert(2, flags.data_array)

@@ -207,10 +207,10 @@ class WebSocketListener:
         self._epoll.close()
         os.close(self._again)
 
-    def _read_farewells(self, num_left: int) -> None:
+    def _read_farewells(self, num_remaining: int) -> None:
         """Until no more connections than these are left, or for half of the time."""
         deadline = time.monotonic() + FAREWELL_S / 2
-        while len(self._connections) > num_left and (left_s := deadline - time.monotonic()) > 0:
+        while len(self._connections) > num_remaining and (left_s := deadline - time.monotonic()) > 0:
             for descriptor, mask in self._epoll.poll(left_s, MAX_READY):
                 if (client := self._connections.get(descriptor)) is not None:
                     client.flush()
