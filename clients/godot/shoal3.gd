@@ -11,7 +11,8 @@ const WELCOME_MS := 2000
 const UNKNOWN_MS := 60000 # how long a gateway may be away that has never answered
 const AWAY_MS := 300000 # and one that has
 const BLOCK_MS := 100 # of one tick; a longer wait pauses the tree, so that the window still answers
-const NAP_US := 10 # between two looks for the answer: the other processes of this machine need the processor
+const SPIN_MS := 1 # of them without naps: most answers come as soon, and a nap makes each 0.1 ms later
+const NAP_US := 10 # then the other processes of the machine have the processor
 const TERMINATED := 1
 const TRUNCATED := 2
 const SUCCESS_KNOWN := 4
@@ -65,7 +66,8 @@ class Episode:
 	var reward := 0.0
 	var flags := 0
 	var mask
-	var taken
+	var taken # in place of the answer before this step
+	var played # and of the answer to it
 	var is_waiting := false
 
 
@@ -105,7 +107,7 @@ func end(agent, observation, reward := 0.0, terminated := true, success = null) 
 
 # A person had the controls and played this in place of the newest action. Call it before the next `act` or `end`.
 func took(agent, played) -> void:
-	_episodes[agent].taken = played
+	_episodes[agent].played = played
 
 
 # Whether the agent's action has not come yet. With `wait` off, call `act` once this is false.
@@ -143,6 +145,8 @@ func _add_step(agent, observation, reward, flags: int, mask) -> void:
 	episode.observation = observation
 	episode.flags = flags
 	episode.mask = mask
+	episode.taken = episode.played
+	episode.played = null
 	episode.is_waiting = true
 	_outbox.append(episode)
 
@@ -169,10 +173,13 @@ func _turn() -> void:
 		if _state == PLAYING:
 			_send_steps(episodes)
 	_poll()
-	var until := _ticks_ms() + BLOCK_MS
-	while wait and _pending and _ticks_ms() < until:
-		OS.delay_usec(NAP_US)
+	var since := _ticks_ms()
+	var now := since
+	while wait and _pending and not _is_holding and now - since < BLOCK_MS:
+		if now - since > SPIN_MS:
+			OS.delay_usec(NAP_US)
 		_poll()
+		now = _ticks_ms()
 	_hold(wait and _pending.size() > 0)
 
 
@@ -375,7 +382,6 @@ func _answer(episode: Episode, action) -> void:
 	_attempts = 0
 	_pending.erase(episode.number)
 	episode.is_waiting = false
-	episode.taken = null
 	if action != null and _episodes.get(episode.agent) == episode:
 		emit_signal("action", episode.agent, action)
 
@@ -427,14 +433,18 @@ func _send_act(episode: Episode) -> void:
 func _send_rows(episodes: Array) -> void:
 	var numbers := []
 	var steps := []
+	var versions := []
 	var rewards := StreamPeerBuffer.new()
 	var flags := StreamPeerBuffer.new()
 	for episode in episodes:
 		numbers.append(episode.number)
 		steps.append(episode.step)
+		versions.append(0 if episode.step else _settings_version)
 		rewards.put_float(episode.reward)
 		flags.put_u8(episode.flags)
 	var header := {"kind": "acts", "episodes": numbers, "steps": steps}
+	if _settings_version:
+		header["settings"] = versions
 	var frames := _pack_observations(episodes)
 	frames.insert(1, rewards.data_array)
 	frames.insert(2, flags.data_array)

@@ -1,4 +1,4 @@
-# What the plugin of godot-rl does in a game, after its protocol, for Godot 3, where it has none: JSON behind its length,
+# What the plugin of godot-rl does in a game, after its protocol, for Godot 3, where it has none: JSON behind its size,
 # one message for all agents, and naps of 10 us while it waits for the answer, with the tree paused, as the plugin's.
 extends Node
 

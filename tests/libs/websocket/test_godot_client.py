@@ -222,7 +222,7 @@ def test_it_sends_what_the_protocol_describes(tmp_path: Path) -> None:
         gateway.welcome(settings={"gravity": 9}, settings_version=2)
         # Two rows in one message, an answer in columns, and the steps after it.
         header, frames = gateway.receive()
-        assert (header["kind"], header["episodes"], header["steps"]) == ("acts", [0, 1], [0, 0])
+        assert header == {"kind": "acts", "episodes": [0, 1], "steps": [0, 0], "settings": [2, 2]}
         assert frames == [bytes([1, 2, 3, 4]), bytes(8), bytes(2), bytes([1, 0, 1, 1, 1, 1])]
         gateway.send("actions", np.array([[7, 8], [-1, 2]]).tobytes(), episodes=[0, 1], steps=[0, 0], version=1)
         header, frames = gateway.receive()

@@ -7,6 +7,7 @@ import json
 import socket
 import ssl
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -242,6 +243,18 @@ def test_a_restarted_gateway_has_its_port_again_and_the_steps_of_an_open_episode
         assert find_address(parts) == address
         assert game.enter()["kind"] == "welcome"
         assert game.act(0, 1)["reason"] == "unknown_episode"
+
+
+def test_a_client_that_has_read_the_bye_closes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "FAREWELL_S", 2 * WAIT_S)
+    with serving(websocket=0) as parts, Game(parts) as game:
+        game.enter()
+        closing = threading.Thread(target=parts.gateway.close)
+        closing.start()
+        assert game.hear()[0]["kind"] == "bye"
+        game.socket.close()
+        closing.join(WAIT_S)
+        assert (game.socket.close_code, closing.is_alive()) == (1000, False)
 
 
 def test_pages_of_other_sites_tokens_in_addresses_and_unknown_paths_get_no_connection() -> None:

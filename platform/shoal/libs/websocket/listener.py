@@ -191,26 +191,32 @@ class WebSocketListener:
             self._certificate.refresh()
 
     def close(self) -> None:
-        """End all connections; their clients may read what was sent for a moment."""
+        """End all connections; their clients may read what was sent for a moment, and those that have got a `bye` close
+        by themselves: some libraries, as Godot 4's, lose a message that is followed at once by the end."""
         self._socket.close()
+        self._read_farewells(len(self._waiting))
         for connection in list(self._routes.values()):
             connection.end(CloseCode.GOING_AWAY, "the gateway stops")
             self._move(connection, self._epoll)
             self._follow(connection)
-        deadline = time.monotonic() + FAREWELL_S
-        while self._connections and (left_s := deadline - time.monotonic()) > 0:
-            for descriptor, mask in self._epoll.poll(left_s, MAX_READY):
-                if (client := self._connections.get(descriptor)) is not None:
-                    client.flush()
-                    if mask & ~select.EPOLLOUT:
-                        list(client.receive())
-                    self._follow(client)
+        self._read_farewells(0)
         for connection in self._connections.values():
             connection.socket.close()
         self._relays.close()
         self._waiting_epoll.close()
         self._epoll.close()
         os.close(self._again)
+
+    def _read_farewells(self, num_remaining: int) -> None:
+        """Until no more connections than these are left, or for half of the time."""
+        deadline = time.monotonic() + FAREWELL_S / 2
+        while len(self._connections) > num_remaining and (left_s := deadline - time.monotonic()) > 0:
+            for descriptor, mask in self._epoll.poll(left_s, MAX_READY):
+                if (client := self._connections.get(descriptor)) is not None:
+                    client.flush()
+                    if mask & ~select.EPOLLOUT:
+                        list(client.receive())
+                    self._follow(client)
 
     def _listen(self, remembered_port: int) -> socket.socket:
         spec, deadline = self._spec, time.monotonic() + _PORT_WAIT_S
