@@ -330,6 +330,27 @@ def test_what_a_gateway_does_without_is_sent_otherwise(player: Player) -> None:
         assert player.ask("leave", "show 0") == "action 0 0 of 0, over"
 
 
+def test_a_gateway_that_is_silent_is_asked_and_left(player: Player) -> None:
+    connections: list[Gateway] = []
+
+    def play(gateway: Gateway) -> None:
+        connections.append(gateway)
+        gateway.hear()
+        gateway.say({**WELCOME, "spec": describe_spec([]), "settings_version": 0, "heartbeat_s": 0.1, "timeout_s": 0.2})
+        if len(connections) == 1:
+            assert gateway.hear()[0]["kind"] == "act"
+            assert gateway.hear()[0]["kind"] == "ping"
+            while True:  # until it has left
+                gateway.hear()
+        gateway.act(2, version=1)
+        assert gateway.hear()[0] == {"kind": "bye"}
+
+    with scripted(play) as address:
+        assert player.ask(f"join {address}", "ask 0 0 1,2,3,4", "wait", "show 0") == "action 2 of 1"
+        player.ask("leave", "show 0")
+    assert len(connections) >= 2
+
+
 def frame_of(header: dict[str, Any]) -> bytes:
     text = json.dumps(header).encode()
     return Frame(Opcode.BINARY, struct.pack("<I", len(text)) + text).serialize(mask=False)
