@@ -26,7 +26,7 @@ from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
 
 sys.path.append(str(ROOT / "tests"))
-from chromium import Chromium  # noqa: E402 - the browser of the tests
+from chromium import Chromium
 
 TOKEN = "benchmark"
 SPEC = RLSpec(env="catch", segment_length=64).override(

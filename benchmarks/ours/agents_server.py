@@ -90,9 +90,16 @@ def main(seconds: float, game: list[str], profile_path: str = "") -> None:
         learner.start()
         gateway = MeasuredGateway(GatewaySetting(SPEC.applied_gateway, EXPERIENCE, TOKEN), queue, store)
         gateway.start()
-        port = gateway.format_websocket_address().rpartition(":")[2].strip("/")
+        assert gateway.listener is not None
+        port = str(gateway.listener.port)
         began_s = time.process_time()
-        done = subprocess.run([*game, port, TOKEN], stdout=subprocess.PIPE, text=True, timeout=seconds + 60, check=True)
+        done = subprocess.run(
+            [*game, port, TOKEN],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=seconds + 60,
+            check=True,
+        )
         process_s, steps, consumed = (
             time.process_time() - began_s,
             gateway.stats()["steps"],

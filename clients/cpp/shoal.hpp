@@ -395,6 +395,8 @@ class Run {
   }
   ~Run() { leave(); }
 
+  /// Wait for the run's welcome, at most `wait_s`: for a game whose first episode needs the settings.
+  void connect() { wait_until([&] { return is_connected(); }); }
   /// The next action of an agent; its first observation begins an episode. `reward` is that of the action before.
   /// Waits for the answer, at most `wait_s`. When the run ends meanwhile, `is_over` says so, and the action is 0.
   Action act(int agent, const Tensor& observation, float reward = 0, const Tensor& mask = {}) {
@@ -456,6 +458,7 @@ class Run {
   };
   struct Agent {
     int64_t episode = -1, step = 0;  // -1: none is open
+    int64_t settings = 0;            // the version that its episode began with
     double total = 0;                // the return, with `reward`
     float reward = 0;
     int flags = 0;
@@ -475,7 +478,10 @@ class Run {
     if (each.episode < 0 && flags) return raise(Error("invalid", "the agent has no episode to end", agent));
     each.observation = observation, each.mask = mask, each.flags = flags, each.waits = true;
     waiting_++;
-    if (each.episode < 0) return each.total = 0, each.is_assisted = false, renew(agent, each);
+    if (each.episode < 0) {
+      each.total = 0, each.is_assisted = false, each.settings = settings_version_;
+      return renew(agent, each);
+    }
     each.is_assisted |= !each.taken.empty();
     each.step++, each.reward = reward, each.total += reward, each.is_sent = false;
   }
@@ -589,11 +595,12 @@ class Run {
     std::sort(unsent.begin(), unsent.end(), [&](int a, int b) { return agents_[a].episode < agents_[b].episode; });
     asked_at_ = time;
     std::vector<std::string> frames(num_choices_ ? 2 : 1), rows;
-    std::string episodes, steps;
+    std::string episodes, steps, settings_of;
     size_t count = 0;
     auto send_rows = [&] {
-      if (count) send("{\"kind\":\"acts\",\"episodes\":[" + episodes + "],\"steps\":[" + steps + "]}", rows);
-      episodes.clear(), steps.clear(), rows.assign(num_choices_ ? 4 : 3, ""), count = 0;
+      std::string header = "{\"kind\":\"acts\",\"episodes\":[" + episodes + "],\"steps\":[" + steps + "]";
+      if (count) send(header + (settings_version_ ? ",\"settings\":[" + settings_of + "]}" : "}"), rows);
+      episodes.clear(), steps.clear(), settings_of.clear(), rows.assign(num_choices_ ? 4 : 3, ""), count = 0;
     };
     send_rows();
     for (int agent : unsent) {
@@ -610,6 +617,7 @@ class Run {
       }
       episodes += (count ? "," : "") + std::to_string(each.episode);
       steps += (count ? "," : "") + std::to_string(each.step);
+      settings_of += (count ? "," : "") + std::to_string(each.step ? 0 : each.settings);
       rows[0] += frames[0], rows[1].append(reinterpret_cast<const char*>(&each.reward), 4), rows[2] += char(each.flags);
       if (num_choices_) rows[3] += frames[1];
       if (++count == max_rows) send_rows();
@@ -632,7 +640,7 @@ class Run {
                          ",\"step\":" + std::to_string(each.step) + ",\"reward\":" + Json::format(each.reward), taken;
     if (each.flags & 3) header += each.flags & Terminated ? ",\"terminated\":true" : ",\"truncated\":true";
     if (each.flags & Failed) header += each.flags & 8 ? ",\"success\":true" : ",\"success\":false";
-    if (!each.step && settings_version_) header += ",\"settings\":" + std::to_string(settings_version_);
+    if (!each.step && each.settings) header += ",\"settings\":" + std::to_string(each.settings);
     for (double value : each.taken) taken += (taken.empty() ? "" : ",") + Json::format(value);
     if (!taken.empty()) header += ",\"taken\":" + (action_.is_scalar ? taken : "[" + taken + "]");
     return header + "}";

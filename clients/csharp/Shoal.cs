@@ -54,6 +54,7 @@ public sealed class Run : IDisposable {
   sealed class Agent {
     public int Number;
     public long Episode = -1, Step;  // -1: none is open
+    public long Settings;            // the version that its episode began with
     public double Total;             // the return, with Reward
     public float Reward;
     public int Flags;                // 1 terminated, 2 truncated, 4 success is known, 8 success
@@ -93,6 +94,9 @@ public sealed class Run : IDisposable {
   public Run(string[] addresses, string token, string actorId, Options options = null) {
     this.addresses = addresses; this.token = token; this.actorId = actorId; this.options = options ?? new Options();
   }
+
+  /// <summary>Wait for the welcome, at most WaitSeconds: where the first episode needs the settings.</summary>
+  public void Connect() => WaitUntil(() => IsConnected);
 
   /// <summary>The next action of an agent; its first observation begins an episode. `reward` is that of the action
   /// before. Waits for the answer, at most WaitSeconds. When the run ends meanwhile, IsOver is true.</summary>
@@ -153,7 +157,11 @@ public sealed class Run : IDisposable {
     if (agent.Episode < 0 && flags != 0) throw new ShoalException("invalid", "the agent has no episode to end", number);
     agent.Observation = (Array)observation.Clone(); agent.Mask = (Array)mask?.Clone();
     agent.Flags = flags; agent.Waits = true; numWaiting++;
-    if (agent.Episode < 0) { agent.Total = 0; agent.IsAssisted = false; Renew(agent); return; }
+    if (agent.Episode < 0) {
+      agent.Total = 0; agent.IsAssisted = false; agent.Settings = settingsVersion;
+      Renew(agent);
+      return;
+    }
     agent.IsAssisted |= agent.Taken != null;
     agent.Step++; agent.Reward = reward; agent.Total += reward; agent.IsSent = false;
   }
@@ -291,6 +299,8 @@ public sealed class Run : IDisposable {
   void SendRows(List<Agent> rows, MemoryStream[] frames) {
     string numbers = string.Join(",", rows.Select(each => each.Episode));
     string steps = string.Join(",", rows.Select(each => each.Step));
+    string settings = string.Join(",", rows.Select(each => each.Step == 0 ? each.Settings : 0));
+    if (settingsVersion > 0) steps += "],\"settings\":[" + settings;
     Send("{\"kind\":\"acts\",\"episodes\":[" + numbers + "],\"steps\":[" + steps + "]}",
          frames.Take(numChoices > 0 ? 4 : 3).Select(each => each.ToArray()).ToArray());
     rows.Clear();
@@ -315,7 +325,7 @@ public sealed class Run : IDisposable {
     header.Append(",\"reward\":" + Json.Format(agent.Reward));
     if (IsEnd(agent)) header.Append((agent.Flags & 1) != 0 ? ",\"terminated\":true" : ",\"truncated\":true");
     if ((agent.Flags & 4) != 0) header.Append((agent.Flags & 8) != 0 ? ",\"success\":true" : ",\"success\":false");
-    if (agent.Step == 0 && settingsVersion > 0) header.Append(",\"settings\":" + settingsVersion);
+    if (agent.Step == 0 && agent.Settings > 0) header.Append(",\"settings\":" + agent.Settings);
     if (agent.Taken != null) {
       string taken = string.Join(",", agent.Taken.Cast<object>().Select(each => Json.Format(Convert.ToDouble(each))));
       header.Append(",\"taken\":" + (actionForm.IsScalar ? taken : "[" + taken + "]"));

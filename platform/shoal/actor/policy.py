@@ -140,10 +140,17 @@ class MlpPolicy:
         masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
     ) -> tuple[Sequence[Any], Sequence[float]]:
         """Sample from outputs [B, n]. A handful of plain floats is faster than a dozen operations on small arrays."""
-        if len(outputs) >= MIN_ARRAY_ROWS and type(self) is MlpPolicy and masks is None:
+        if (
+            len(outputs) >= MIN_ARRAY_ROWS
+            and type(self) is MlpPolicy
+            and (masks is None or isinstance(masks, np.ndarray))
+        ):
+            if masks is not None:
+                outputs = np.where(masks, outputs, -np.inf)
             shifted = outputs - outputs.max(axis=1, keepdims=True)
             sums = np.exp(shifted).cumsum(axis=1)
-            thresholds = self._random.random(len(outputs)) * sums[:, -1]
+            # Above 0 and up to the sum, so that none is chosen of probability 0.
+            thresholds = (1.0 - self._random.random(len(outputs))) * sums[:, -1]
             chosen = (sums[:, :-1] < thresholds[:, None]).sum(axis=1)
             log_pi = shifted[np.arange(len(outputs)), chosen] - np.log(sums[:, -1])
             return chosen.tolist(), log_pi.tolist()
@@ -206,6 +213,20 @@ class EpsilonGreedyPolicy(MlpPolicy):
         actor_id, number = stream if isinstance(stream, tuple) else (self._actor_id, stream)
         position = find_ladder_position(actor_id, number if isinstance(number, int) else 0)
         return float(self._base ** (1.0 + self._spec.epsilon_exponent * position))
+
+    def _sample_batch(
+        self,
+        outputs: np.ndarray,
+        streams: Sequence[Hashable],
+        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
+    ) -> tuple[Sequence[Any], Sequence[float]]:
+        if len(outputs) < MIN_ARRAY_ROWS or masks is not None:
+            return super()._sample_batch(outputs, streams, masks)
+        num_actions, best, drawn = outputs.shape[1], outputs.argmax(axis=1), self._random.random(len(outputs))
+        epsilons = np.array([self.get_epsilon(stream) for stream in streams])
+        explored = (drawn / np.maximum(epsilons, np.finfo(np.float64).tiny) * num_actions).clip(0, num_actions - 1)
+        actions = np.where(drawn < epsilons, explored.astype(np.int64), best)
+        return actions.tolist(), np.log(epsilons / num_actions + (1.0 - epsilons) * (actions == best)).tolist()
 
     def _sample(self, logits: list[float], stream: Hashable) -> tuple[int, float]:
         if not self._uniforms:

@@ -64,12 +64,14 @@ def count(drawn: list[tuple[Any, float]]) -> dict[tuple[int, ...], tuple[int, fl
     return counts
 
 
-@pytest.mark.parametrize("kind", ["mlp_categorical", "mlp_multi_categorical", "mlp_epsilon_greedy"])
-def test_choices_have_the_probabilities_of_acting_alone(kind: str) -> None:
+@pytest.mark.parametrize(  # as arrays from 8 rows on
+    ("kind", "num_rows"), [("mlp_categorical", 12), ("mlp_multi_categorical", 3), ("mlp_epsilon_greedy", 12)]
+)
+def test_choices_have_the_probabilities_of_acting_alone(kind: str, num_rows: int) -> None:
     """Frequencies: within five standard deviations of the probability. Log-probabilities:
     float32 sums in another order."""
-    policy, observations = make(kind), RANDOM.normal(0, 0.3, (3, 4)).astype(np.float32)
-    alone, together = count(draw_alone(policy, observations[2])), count(draw_last(policy, observations))
+    policy, observations = make(kind), RANDOM.normal(0, 0.3, (num_rows, 4)).astype(np.float32)
+    alone, together = count(draw_alone(policy, observations[-1])), count(draw_last(policy, observations))
     for action in alone.keys() & together.keys():
         assert together[action][1] == pytest.approx(alone[action][1], abs=1e-5)
     for counts in (alone, together):
@@ -77,6 +79,25 @@ def test_choices_have_the_probabilities_of_acting_alone(kind: str) -> None:
             probability = math.exp(log_probability)
             assert abs(number / NUM_DRAWS - probability) < 5 * math.sqrt(probability * (1 - probability) / NUM_DRAWS)
         assert sum(math.exp(each) for _, each in counts.values()) > 0.99
+
+
+def test_masked_rows_have_the_probabilities_of_the_allowed_actions() -> None:
+    """Log-probabilities of a row alone, to float32's rounding; an action that is not allowed never comes."""
+    policy, observations = make("mlp_categorical"), RANDOM.normal(0, 0.3, (12, 4)).astype(np.float32)
+    masks = RANDOM.random((12, 3)) < 0.5
+    masks[np.arange(12), np.arange(12) % 3] = True
+    seen: list[dict[int, float]] = [{} for _ in masks]
+    for _ in range(200):
+        for row, (action, log_probability) in enumerate(
+            zip(*policy.act_batch(observations, range(12), masks), strict=True)
+        ):
+            seen[row][action] = math.exp(log_probability)
+    for row, mask in enumerate(masks):
+        assert all(mask[action] for action in seen[row])
+        if len(seen[row]) == mask.sum():
+            assert sum(seen[row].values()) == pytest.approx(1.0, abs=1e-5)
+        action, log_probability = policy.act(observations[row], mask=mask)
+        assert seen[row].get(action, math.exp(log_probability)) == pytest.approx(math.exp(log_probability), abs=1e-5)
 
 
 def test_a_squashed_gaussian_has_the_density_of_acting_alone() -> None:

@@ -96,13 +96,13 @@ class Side:
         self.segments: list[Segment] = []
         setting = GatewaySetting(GatewaySpec(), self._experience, TOKEN, "run")
         self._state = GatewayState(setting, ExperienceQueue(8, Ledger()))
-        self._state.sessions.has_space = lambda: self._has_space  # type: ignore[method-assign]
+        self._state.sessions.count_free = lambda: 2**20 * self._has_space  # type: ignore[method-assign]
         self._woken = threading.Event()
         self.inference = RemoteInference(
             self._state, lambda key, progress, segment: self.segments.append(segment), self._woken.set
         ).start()
         self.inference._policy = FakePolicy(name == "box")  # type: ignore[assignment]
-        self.inference.add_client(KEY, ActorProgress(*KEY))
+        self.inference.add_client(KEY, ActorProgress(*KEY, settings=7))
 
     def run(self, version: int, event: str, rows: Sequence[Row], are_together: bool) -> Answers:
         """What is answered to rows after an event. When the queue is full, they are sent twice before it has room."""
@@ -135,10 +135,14 @@ class Side:
         masks = [b"".join(bytes([int(value * 8) % 2, 1]) for value in values)] if self._has_masks else []
         if are_together:
             columns = [observations, np.array(rewards, np.float32).tobytes(), bytes(flags), *masks]
-            return self.inference.take_message(KEY, ActsMessage(episodes, steps), columns)
+            return self.inference.take_message(
+                KEY, ActsMessage(episodes, steps, tuple(number % 3 for number in episodes)), columns
+            )
         bits: dict[str, bool] = {"terminated": bool(flags[0] & 1), "truncated": bool(flags[0] & 2)}
         bits |= {"success": bool(flags[0] & 8)} if flags[0] & 4 else {}
-        self.inference.take_message(KEY, ActMessage(episodes[0], steps[0], rewards[0], **bits), [observations, *masks])
+        self.inference.take_message(
+            KEY, ActMessage(episodes[0], steps[0], rewards[0], settings=episodes[0] % 3, **bits), [observations, *masks]
+        )
 
     def count_open(self) -> tuple[int, Counter[str]]:
         """Open episodes, and the segments that were dropped."""

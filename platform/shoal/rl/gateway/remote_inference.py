@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import groupby, islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -31,9 +32,9 @@ from shoal.rl.gateway.remote_episodes import (
     Observed,
     OpenEpisodes,
     RemoteEpisode,
-    completes_segment,
+    Step,
     read_observation,
-    take_segment,
+    read_step,
     take_step,
 )
 from shoal.rl.gateway.row_episodes import INVALID, PendingActions, Refusal, RowEpisodes, read_rows
@@ -47,6 +48,7 @@ from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 MAX_OPEN_EPISODES = 256  # of one actor, begun by single messages: see RowEpisodes for others
 MAX_QUEUE_ROWS = 2**20  # never reached: each actor's open episodes are limited
 FAILED = "failed"
+_BY_ACT = "send it as `act`"  # of a row that cannot be taken
 logger = logging.getLogger(__name__)
 
 
@@ -77,6 +79,9 @@ class CallbackQueue:
 
 
 Answers = list[tuple[ActorKey, ActionMessage | list[bytes]]]  # each with its client; as frames those of `acts`
+
+
+_Completing = tuple[Callable[[], ActionMessage | None] | PendingActions, int]  # and its row
 
 
 class _Observations(NamedTuple):
@@ -189,8 +194,7 @@ class RemoteInference:
         self._has_state = any(each.per == "segment" for each in self._experience.extras)
         self._rows: dict[ActorKey, RowEpisodes] = {}  # of clients that have sent `acts`
         # Completed segments, waiting for a slot, in order.
-        self._completing: dict[tuple[ActorKey, int], Callable[[], ActionMessage | None]] = {}
-        self._asking: dict[PendingActions, tuple[ActorKey, list[int]]] = {}  # rows that completed segments, in a round
+        self._completing: dict[tuple[ActorKey, int], _Completing] = {}
         self._answers: Answers = []
         self._callbacks = CallbackQueue(wake)
         self._batcher: Batcher[None, _Observations, _Choices] | None = None  # from `start` on
@@ -273,14 +277,15 @@ class RemoteInference:
             self._enqueue(client, episode)
         elif message.step == episode.step or episode.is_full:
             return None  # it is waiting already
-        elif not completes_segment(episode, message, self._experience):
-            take_step(episode, message, observation)
-            self._enqueue(client, episode)
-        elif self._completing or not self._state.sessions.has_space():
-            episode.is_full = True
-            self._completing[key, message.episode] = partial(self._complete, client, episode, message, observation)
         else:
-            return self._complete(client, episode, message, observation)
+            step = read_step(episode, client.behaviour, message, self._experience)
+            if not step.fills_slot(episode, message, self._experience) or (
+                not self._completing and self._state.sessions.has_space()
+            ):
+                return self._take(client, episode, message, observation, step)
+            episode.is_full = True
+            complete = partial(self._take, client, episode, message, observation, step)
+            self._completing[key, message.episode] = complete, 0
         return None
 
     def _take_acts(self, key: ActorKey, message: ActsMessage, frames: Sequence[bytes]) -> None:
@@ -291,10 +296,14 @@ class RemoteInference:
         refused: dict[int, Refusal | None] = {
             row: (INVALID, self._record_invalid(key, error)) for row, error in invalid.items()
         }
+        if client.behaviour:
+            refused = dict.fromkeys(range(len(rows.episodes)), (INVALID, f"taken: {client.behaviour} acts: {_BY_ACT}"))
         for row, number in enumerate(rows.episodes) if client.episodes else ():  # of single messages
             if (episode := client.episodes.get(number)) is None:
                 continue
-            if episode.choice is not None and not episode.is_full:
+            if episode.is_assisted:
+                refused[row] = (INVALID, f"taken: others than the policy have acted in the episode: {_BY_ACT}")
+            elif episode.choice is not None and not episode.is_full:
                 episodes.adopt(client.episodes.pop(number))
             else:
                 is_waiting = rows.steps[row] == episode.step + episode.is_full
@@ -304,24 +313,24 @@ class RemoteInference:
         pending.num_waiting = len(taken.asking) + len(taken.completing)
         if not pending.num_waiting and (answer := pending.to_frames()):
             self._answers.append((key, answer))
-        if len(taken.asking):
-            self._enqueue_rows(key, pending, taken.asking)
-        for row in taken.completing:
-            number, complete = rows.episodes[row], partial(self._complete_row, key, pending, row)
-            if self._completing or not self._state.sessions.has_space():
-                episodes.hold(number)
-                self._completing[key, number] = complete
-            else:
-                complete()
-        self._flush_rows()
+        self._enqueue_rows(key, pending, taken.asking)
+        room = 0 if self._completing else max(0, self._state.sessions.count_free())
+        self._complete_rows(key, pending, taken.completing[:room])
+        waiting = taken.completing[room:].tolist()
+        episodes.hold([rows.episodes[row] for row in waiting])
+        self._completing |= {(key, rows.episodes[row]): (pending, row) for row in waiting}
 
     def run_round(self) -> Answers:
         """Store the segments for which there are slots now; returns the new answers, each with its client."""
-        while self._completing and self._state.sessions.has_space():
-            key, number = next(iter(self._completing))
-            if (answer := self._completing.pop((key, number))()) is not None:
-                self._answers.append((key, answer))
-        self._flush_rows()
+        room = max(0, self._state.sessions.count_free()) if self._completing else 0
+        for owner, group in groupby(list(islice(self._completing.items(), room)), lambda each: each[1][0]):
+            places, rows = zip(*[(place, row) for place, (_, row) in group], strict=True)
+            for place in places:
+                del self._completing[place]
+            if isinstance(owner, PendingActions):
+                self._complete_rows(places[0][0], owner, np.array(rows))
+            elif (answer := owner()) is not None:
+                self._answers.append((places[0][0], answer))
         self._callbacks.run()
         answers = self._answers[:]
         self._answers.clear()
@@ -348,11 +357,12 @@ class RemoteInference:
                 del self._clients[key]
                 self._rows.pop(key, None)
 
-    def _complete(
-        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed
+    def _take(
+        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step
     ) -> ActionMessage | None:
-        take_step(episode, message, observation)
-        self._store(client.key, client.progress, take_segment(episode, message, self._experience))
+        """Take a step, and store the segments that it completes."""
+        for segment in take_step(episode, message, observation, step, self._experience):
+            self._store(client.key, client.progress, segment)
         if message.terminated or message.truncated:
             del client.episodes[episode.number]
             self._policy.reset(_make_stream(client.key, episode.number))
@@ -360,27 +370,24 @@ class RemoteInference:
         self._enqueue(client, episode)
         return None
 
-    def _complete_row(self, key: ActorKey, pending: PendingActions, row: int) -> None:
-        """Store the segment that a row completes: its episode ends, or asks for an action in this round."""
-        episodes, client, number = self._rows[key], self._clients[key], pending.rows.episodes[row]
-        is_last, segment = episodes.complete(pending.rows, row)
-        self._store(key, client.progress, segment)
-        if not is_last:
-            self._asking.setdefault(pending, (key, []))[1].append(row)
+    def _complete_rows(self, key: ActorKey, pending: PendingActions, at: np.ndarray) -> None:
+        """Store the segments that rows complete: their episodes end, or ask for an action."""
+        if not len(at):
             return
-        self._policy.reset(_make_stream(key, number))
-        pending.end(row)
-        pending.num_waiting -= 1
+        for segment in self._rows[key].complete(pending.rows, at):
+            self._store(key, self._clients[key].progress, segment)
+        are_last = pending.rows.are_last[at]
+        for row in at[are_last].tolist():
+            self._policy.reset(_make_stream(key, pending.rows.episodes[row]))
+            pending.end(row)
+            pending.num_waiting -= 1
         if not pending.num_waiting:
             self._answers.append((key, pending.to_frames()))
-
-    def _flush_rows(self) -> None:
-        """Ask for the actions of rows that have completed segments."""
-        for pending, (key, at) in self._asking.items():
-            self._enqueue_rows(key, pending, np.array(at))
-        self._asking.clear()
+        self._enqueue_rows(key, pending, at[~are_last])
 
     def _enqueue_rows(self, key: ActorKey, pending: PendingActions, at: np.ndarray) -> None:
+        if not len(at):
+            return
         rows = pending.rows
         streams: list[Hashable] = [_make_stream(key, -1)] * len(at)
         starting: list[Hashable] = []

@@ -52,10 +52,13 @@ Refusal = tuple[str, str]  # reason, detail
 
 
 class ActRows(NamedTuple):
-    """The content of an `acts`: observations [N, *obs], rewards float32 [N], flags uint8 [N], masks bool [N, K]."""
+    """The content of an `acts`: observations [N, *obs], rewards float32 [N], flags uint8 [N], masks bool [N, K].
+    settings: int64 [N]; 0: the newest that were sent"""
 
     episodes: Sequence[int]
+    numbers: np.ndarray  # the same, int64 [N]
     steps: np.ndarray
+    settings: np.ndarray
     observations: np.ndarray
     rewards: np.ndarray
     flags: np.ndarray
@@ -78,7 +81,8 @@ def read_rows(
         raise ProtocolViolation("malformed", f"acts: {num_rows} rows, expected 1 to {MAX_ROWS}")
     specs = [experience.observation, TensorSpec("float32"), TensorSpec("uint8"), TensorSpec("uint8", (sum(choices),))]
     expected = dict(zip(("observations", "rewards", "flags", "masks")[: 4 if choices else 3], specs, strict=False))
-    if len(message.steps) != num_rows or len(frames) != len(expected):
+    given_settings = message.settings or (0,) * num_rows
+    if not len(message.steps) == len(given_settings) == num_rows or len(frames) != len(expected):
         problem = f"{num_rows} episodes, {len(message.steps)} steps and {len(frames)} tensors, expected as many steps "
         raise ProtocolViolation("malformed", f"acts: {problem}as episodes, and {', '.join(expected)}")
     columns: list[np.ndarray] = []
@@ -101,10 +105,10 @@ def read_rows(
             check_choices(masks[part][flags[part] & ROW_TERMINATED == 0], choices)
 
     try:
-        steps, _ = np.array([message.steps, message.episodes], np.int64)
+        numbers, steps, versions = np.array([message.episodes, message.steps, given_settings], np.int64)
     except OverflowError:
         raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign") from None
-    rows = ActRows(message.episodes, steps, observations, rewards, flags, masks != 0)
+    rows = ActRows(message.episodes, numbers, steps, versions, observations, rewards, flags, masks != 0)
     return rows, _find_invalid(check, num_rows)
 
 
@@ -165,7 +169,7 @@ class TakenRows(NamedTuple):
     """What became of the rows of an `acts`: those that need an action now, and those that complete a segment."""
 
     asking: np.ndarray
-    completing: list[int]
+    completing: np.ndarray
 
 
 class RowEpisodes:
@@ -175,6 +179,7 @@ class RowEpisodes:
     """
 
     number: np.ndarray  # int64 [S]
+    settings: np.ndarray  # int64 [S], their version
     step: np.ndarray  # int64 [S], of the newest observation
     length: np.ndarray  # int64 [S], steps of the open segment
     total: np.ndarray  # float64 [S], return until now
@@ -193,7 +198,7 @@ class RowEpisodes:
         self._free: list[int] = []
         observation, action, length = experience.observation, experience.action, experience.segment_length
         self._columns: dict[str, tuple[tuple[int, ...], Any]] = {
-            **dict.fromkeys(("number", "step", "length"), ((), np.int64)),
+            **dict.fromkeys(("number", "settings", "step", "length"), ((), np.int64)),
             **dict.fromkeys(("total", "used_at"), ((), np.float64)),
             "status": ((), np.uint8),
             "observations": ((length + 1, *observation.shape), observation.numpy_dtype()),
@@ -230,58 +235,57 @@ class RowEpisodes:
 
         refused: rows that are not taken; None: it waits with an earlier message
         """
-        rows, last_number = pending.rows, self._client.last_number
-        slots = self.find_slots(rows.episodes)
-        is_next = slots >= 0
-        if is_next.any():
-            is_next &= (rows.steps == self.step[slots] + 1) & (self.status[slots] == _CHOSEN)
-        others = dict(refused)
-        is_next[list(others)] = False
+        rows, slots, others = pending.rows, self.find_slots(pending.rows.episodes), dict(refused)
         if len(set(rows.episodes)) < len(rows.episodes):
             seen: set[int] = set()
             for row, number in enumerate(rows.episodes):
-                if number in seen and row not in others:
-                    is_next[row], others[row] = False, (WRONG_STEP, "the episode stands in an earlier row")
+                if number in seen:
+                    others.setdefault(row, (WRONG_STEP, "the episode stands in an earlier row"))
                 seen.add(number)
-        completes = is_next & (rows.are_last | (self._next_lengths(slots) == self._experience.segment_length))
-        plain = np.flatnonzero(is_next & ~completes)
-        self.take_step(rows, plain, slots[plain])
+        last_number = self._client.last_number  # of earlier messages: the rows of this one may be in any order
+        is_free = np.ones(len(slots), np.bool_)
+        is_free[list(others)] = False
+        asking = self._begin(rows, np.flatnonzero(is_free & (slots < 0)), now_s)
+        is_free[asking] = False
+        is_next = is_free & (slots >= 0)
+        is_next &= (rows.steps == self.step[slots] + 1) & (self.status[slots] == _CHOSEN)
         self.used_at[slots[is_next]] = now_s
-        begun = []
-        for row in np.flatnonzero(~is_next).tolist():
-            if row in others:
-                if (refusal := others[row]) is not None:
-                    pending.refuse(row, *refusal)
-            elif self._take_other(pending, row, last_number, now_s):
-                begun.append(row)
-        asking = np.concatenate([plain, begun]).astype(np.int64) if begun else plain
-        return TakenRows(asking, np.flatnonzero(completes).tolist())
+        completes = is_next & (rows.are_last | (self.length[slots] + 1 == self._experience.segment_length))
+        plain = np.flatnonzero(is_next & ~completes)
+        self._take_step(rows, plain, slots[plain])
+        for row in np.flatnonzero(is_free & ~is_next).tolist():
+            self._take_other(pending, row, last_number, now_s)
+        for row, refusal in others.items():
+            if refusal is not None:
+                pending.refuse(row, *refusal)
+        return TakenRows(np.concatenate([plain, asking]), np.flatnonzero(completes))
 
-    def _next_lengths(self, slots: np.ndarray) -> np.ndarray | int:
-        return self.length[slots] + 1 if len(self.length) else 0
+    def _begin(self, rows: ActRows, at: np.ndarray, now_s: float) -> np.ndarray:
+        """Begin the episodes of those rows that do, as many as may be open; returns these rows."""
+        at = at[(rows.steps[at] == 0) & ~rows.are_last[at] & (rows.numbers[at] > self._client.last_number)]
+        at = at[: max(0, self.max_episodes - len(self) - len(self._client.episodes))]
+        slots = self._open([rows.episodes[row] for row in at.tolist()])
+        self.step[slots], self.length[slots], self.status[slots] = 0, 0, _WAITING
+        self.total[slots], self.used_at[slots] = rows.rewards[at], now_s
+        given = rows.settings[at]
+        self.settings[slots] = np.where(given == 0, self._client.progress.settings, given)
+        self.observations[slots, 0], self.masks[slots, 0] = rows.observations[at], rows.masks[at]
+        self._client.last_number = int(rows.numbers[at].max(initial=self._client.last_number))
+        return at
 
-    def _take_other(self, pending: PendingActions, row: int, last_number: int, now_s: float) -> bool:
-        """Answer a row that is no next step, or let it wait with an earlier message; whether it begins an episode.
-
-        last_number: before this message, of which the rows may have their numbers in any order
-        """
-        number, step, is_last = (
-            pending.rows.episodes[row],
-            int(pending.rows.steps[row]),
-            bool(pending.rows.are_last[row]),
-        )
+    def _take_other(self, pending: PendingActions, row: int, last_number: int, now_s: float) -> None:
+        """Answer a row that is neither the next step of an episode nor its first one, or let it wait with an earlier
+        message."""
+        number, step, is_last = pending.rows.episodes[row], pending.rows.steps[row], pending.rows.are_last[row]
         slot = self._slots.get(number)
         if slot is None:
             if number <= last_number and is_last:  # the answer to the end may have been lost
                 pending.end(row)
             elif number <= last_number or step != 0 or is_last:
                 pending.refuse(row, ENDED_EPISODE if number <= last_number else UNKNOWN_EPISODE)
-            elif len(self) + len(self._client.episodes) >= self.max_episodes:
-                pending.refuse(row, TOO_MANY, f"{len(self)} are open, at most {self.max_episodes}")
             else:
-                self._begin(number, pending.rows, row, now_s)
-                return True
-            return False
+                pending.refuse(row, TOO_MANY, f"{len(self)} are open, at most {self.max_episodes}")
+            return
         self.used_at[slot] = now_s
         known, status = self.step[slot], self.status[slot]
         if step == known and status != _WAITING:
@@ -289,32 +293,25 @@ class RowEpisodes:
             pending.answer(row, self.actions[slot, at], int(self.versions[slot, at]))
         elif step != known + (status == _FULL):
             pending.refuse(row, WRONG_STEP)
-        return False
 
-    def _begin(self, number: int, rows: ActRows, row: int, now_s: float) -> None:
-        slot = self._open(number)
-        self._client.last_number = max(self._client.last_number, number)
-        self.step[slot], self.length[slot], self.status[slot] = 0, 0, _WAITING
-        self.total[slot], self.used_at[slot] = rows.rewards[row], now_s
-        self.observations[slot, 0], self.masks[slot, 0] = rows.observations[row], rows.masks[row]
-
-    def _open(self, number: int) -> int:
-        """A slot of a new episode."""
-        if not self._free:
+    def _open(self, numbers: Sequence[int]) -> np.ndarray:
+        """Slots of new episodes."""
+        while len(self._free) < len(numbers) or not len(self.number):
             known = len(self.number)
             size = max(_FIRST_SLOTS, 2 * known)
             for name, (shape, dtype) in self._columns.items():
                 larger = np.zeros((size, *shape), dtype)
                 larger[:known] = getattr(self, name)
                 setattr(self, name, larger)
-            self._free = list(range(known, size))[::-1]
+            self._free += range(known, size)
             self.extras += [NO_EXTRAS] * (size - known)
-        slot = self._slots[number] = self._free.pop()
-        self.number[slot] = number
-        return slot
+        self._slots |= {number: self._free.pop() for number in numbers}
+        slots = self.find_slots(numbers)
+        self.number[slots] = numbers
+        return slots
 
-    def take_step(self, rows: ActRows, at: Any, slots: Any) -> None:
-        """Add the step before the observation of each of these rows; of one by its number, or of an array of them."""
+    def _take_step(self, rows: ActRows, at: np.ndarray, slots: np.ndarray) -> None:
+        """Add the step before the observation of each of these rows, of these slots."""
         length = self.length[slots]
         self.rewards[slots, length] = rows.rewards[at]
         length = length + 1
@@ -338,38 +335,53 @@ class RowEpisodes:
             if at == 0:
                 self.extras[slot] = each
 
-    def hold(self, number: int) -> None:
-        """The next step of this episode completes its segment, for which there is no room."""
-        self.status[self._slots[number]] = _FULL
+    def hold(self, numbers: Sequence[int]) -> None:
+        """The next steps of these episodes complete their segments, for which there is no room."""
+        self.status[self.find_slots(numbers)] = _FULL
 
-    def complete(self, rows: ActRows, row: int) -> tuple[bool, Segment]:
-        """Take the step of a row that completes a segment; returns whether the episode ends with it, and the segment.
-        The next one begins with its newest observation."""
-        slot, flags = self._slots[rows.episodes[row]], int(rows.flags[row])
-        self.take_step(rows, row, slot)
-        length, is_last = int(self.length[slot]), bool(flags & (ROW_TERMINATED | ROW_TRUNCATED))
-        masks = self.masks[slot, : length + 1].copy()
-        segment = Segment(
-            self.observations[slot, : length + 1].copy(),
-            self.actions[slot, :length].copy(),
-            self.rewards[slot, :length].copy(),
-            self.log_probabilities[slot, :length].copy(),
-            self.versions[slot, :length].copy(),
-            bool(flags & ROW_TERMINATED),
-            flags & (ROW_TERMINATED | ROW_TRUNCATED) == ROW_TRUNCATED,
-            float(self.total[slot]) if is_last else None,
-            int(self.step[slot]) if is_last else None,
-            {
-                each.name: masks if each.name == MASKS else np.asarray(self.extras[slot][each.name])[None]
+    def complete(self, rows: ActRows, at: np.ndarray) -> list[Segment]:
+        """Take the steps of rows that complete segments; returns these, whose arrays are parts of common ones."""
+        slots = self.find_slots([rows.episodes[row] for row in at.tolist()])
+        self._take_step(rows, at, slots)
+        lengths = self.length[slots]
+        end = int(lengths.max())
+        observations, masks = self.observations[slots, : end + 1], self.masks[slots, : end + 1]
+        actions, rewards, versions = self.actions[slots, :end], self.rewards[slots, :end], self.versions[slots, :end]
+        log_probabilities = self.log_probabilities[slots, :end]
+        numbers = (slots, lengths, rows.flags[at], self.total[slots], self.step[slots], self.settings[slots])
+        segments = []
+        for index, (slot, length, flags, total, step, settings) in enumerate(
+            zip(*(each.tolist() for each in numbers), strict=True)
+        ):
+            is_last = flags & (ROW_TERMINATED | ROW_TRUNCATED) != 0
+            extras = {
+                each.name: masks[index, : length + 1] if each.name == MASKS else self.extras[slot][each.name][None]
                 for each in self._experience.extras
-            },
-            success=bool(flags & ROW_SUCCESS) if is_last and flags & ROW_TELLS_SUCCESS else None,
+            }
+            segments.append(
+                Segment(
+                    observations[index, : length + 1],
+                    actions[index, :length],
+                    rewards[index, :length],
+                    log_probabilities[index, :length],
+                    versions[index, :length],
+                    bool(flags & ROW_TERMINATED),
+                    flags & (ROW_TERMINATED | ROW_TRUNCATED) == ROW_TRUNCATED,
+                    total if is_last else None,
+                    step if is_last else None,
+                    extras,
+                    settings=settings,
+                    success=bool(flags & ROW_SUCCESS) if is_last and flags & ROW_TELLS_SUCCESS else None,
+                )
+            )
+            if is_last:
+                self.close(int(self.number[slot]))
+        self.observations[slots, 0], self.masks[slots, 0] = (
+            self.observations[slots, lengths],
+            self.masks[slots, lengths],
         )
-        self.observations[slot, 0], self.masks[slot, 0] = self.observations[slot, length], self.masks[slot, length]
-        self.length[slot] = 0
-        if is_last:
-            self.close(rows.episodes[row])
-        return is_last, segment
+        self.length[slots] = 0
+        return segments
 
     def close(self, number: int) -> None:
         """Forget an episode."""
@@ -386,7 +398,7 @@ class RowEpisodes:
 
     def adopt(self, episode: RemoteEpisode) -> None:
         """Go on with an episode that waits for no action, and whose steps were single messages until now."""
-        slot, observation = self._open(episode.number), self._experience.observation
+        (slot,), observation = self._open([episode.number]), self._experience.observation
         length, spare = len(episode.steps), self.masks.shape[2]
         frames = b"".join(each.frame for each in episode.observations)
         seen = np.frombuffer(frames, observation.numpy_dtype()).reshape(length + 1, *observation.shape)
@@ -399,6 +411,7 @@ class RowEpisodes:
             self.length[slot] = at
             self.set_choices(np.array([slot]), choice.action, [choice.log_probability], choice.version, [choice.extras])
         self.step[slot], self.total[slot], self.used_at[slot] = episode.step, episode.total, episode.used_at
+        self.settings[slot] = episode.settings
 
     def release(self, number: int) -> RemoteEpisode | None:
         """Remove an episode that waits for no action, for single messages; None where none is open, or it waits."""
@@ -420,4 +433,5 @@ class RowEpisodes:
         steps = list(zip(choices, self.rewards[slot, :length].tolist(), strict=False))
         total, used_at, step = float(self.total[slot]), float(self.used_at[slot]), int(self.step[slot])
         self.close(number)
-        return RemoteEpisode(number, observations, total, used_at, steps, step, choices[-1])
+        settings = int(self.settings[slot])
+        return RemoteEpisode(number, observations, total, used_at, steps, step, choices[-1], settings=settings)

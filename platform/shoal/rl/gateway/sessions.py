@@ -24,6 +24,7 @@ from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.wire.messages import Ack, Credit, Hello
+from shoal.wire.segment import is_behaviour
 
 USERS_ACTOR_ID = "endpoint-users"
 LOCAL, REMOTE = "local", "remote"  # where a session's policy runs
@@ -50,6 +51,7 @@ class Session:
     reported_limit: int = 0
     is_welcomed: bool = False  # `welcome` was sent
     is_remote: bool = False  # it sends observations: it needs no credit
+    behaviour: str = ""  # who acts in it, where that is not the policy
     pull_newer_than: int | None = None  # an open pull
     shares_memory: bool = False  # of that pull: it is on this machine
     pull_opponent_newer_than: int | None = None  # likewise
@@ -119,9 +121,13 @@ class Sessions(dict[bytes, Session]):
             route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
         }
 
+    def count_free(self) -> int:
+        """How many slots of the queue no session may fill; below 0: fewer than those that they may."""
+        return self._queue.capacity - len(self._queue) - sum(self.compute_open_credit().values())
+
     def has_space(self) -> bool:
         """Whether the queue has a slot that no session may fill."""
-        return len(self._queue) + sum(self.compute_open_credit().values()) < self._queue.capacity
+        return self.count_free() > 0
 
     def claim_slot(self, route: bytes, seq: int) -> bool:
         """Note that a session sends segment `seq`. False: its credit has lapsed, and others have its slot."""
@@ -196,7 +202,7 @@ class Sessions(dict[bytes, Session]):
     def describe_shortage(self) -> dict[str, Any] | None:
         """Who has been without credit for CREDIT_WAIT_S, and who holds the queue's slots; None while some are free."""
         queue, open_credit = self._queue, self.compute_open_credit()
-        if queue.capacity - len(queue) - sum(open_credit.values()) > queue.capacity // 8:
+        if self.count_free() > queue.capacity // 8:
             return None
         deadline, get_account = time.monotonic() - CREDIT_WAIT_S, queue.ledger.get_account
         silent = [each for each in self._playing.values() if each.credit_at < deadline]
@@ -270,6 +276,8 @@ def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[st
         return "stale_incarnation", f"incarnation {newest_incarnation} has been seen: use a larger one"
     if hello.inference not in (LOCAL, REMOTE):
         return "malformed", f'inference is "{LOCAL}" or "{REMOTE}"'
+    if hello.behaviour and not is_behaviour(hello.behaviour):
+        return "malformed", "behaviour takes 1 to 32 letters, digits, - and _"
     return None
 
 
