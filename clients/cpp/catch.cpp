@@ -36,18 +36,16 @@ void play(shoal::Run& run) {
 }
 
 /// Several games side by side: what they ask travels as one message, and so do the actions.
-void play_many(shoal::Run& run, int count) {
+void play_many(shoal::Run& run, size_t count) {
   std::vector<Catch> games(count);
-  std::vector<float> rewards(count);
-  while (!run.is_over()) {
-    for (int i = 0; i < count; i++) run.ask(i, games[i].observe(), rewards[i]);
-    run.wait();
-    for (int i = 0; i < count; i++) {
-      rewards[i] = games[i].step(run.action(i));
-      if (games[i].is_over()) run.end(i, games[i].observe(), rewards[i]), games[i] = Catch();
+  std::vector<bool> are_open(count);
+  for (; !run.is_over(); run.wait())
+    for (size_t i = 0; i < count; i++) {
+      float reward = are_open[i] ? games[i].step(run.action(int(i))) : 0;
+      are_open[i] = !games[i].is_over();
+      if (are_open[i]) run.ask(int(i), games[i].observe(), reward);
+      else run.end(int(i), games[i].observe(), reward), games[i] = Catch();
     }
-    run.wait();
-  }
 }
 
 int main(int argc, char** argv) {
@@ -64,7 +62,7 @@ int main(int argc, char** argv) {
     options.offers = R"({"name": "catch", "observation": [4], "action": 3})";
     shoal::Run run(addresses, token, "catch-cpp", std::move(options));
     int count = argc > 2 ? std::atoi(argv[2]) : 1;
-    count > 1 ? play_many(run, count) : play(run);
+    count > 1 ? play_many(run, size_t(count)) : play(run);
     std::cout << "the run is over\n";
     return 0;
   } catch (const shoal::Error& error) {

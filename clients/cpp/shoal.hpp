@@ -63,7 +63,9 @@ struct Json {
     auto at = std::find(names.begin(), names.end(), name);
     return at == names.end() ? none : items[size_t(at - names.begin())];
   }
-  int64_t integer(int64_t otherwise = -1) const { return kind == Number && std::abs(number) < 9e15 ? int64_t(number) : otherwise; }
+  int64_t integer(int64_t otherwise = -1) const {
+    return kind == Number && std::abs(number) < 9e15 ? int64_t(number) : otherwise;
+  }
 
   /// False for a text that is not one value.
   bool parse(const std::string& from) {
@@ -88,7 +90,9 @@ struct Json {
 
  private:
   using At = const char*;
-  static void skip(At& at, At end) { while (at < end && (*at == ' ' || *at == '\t' || *at == '\n' || *at == '\r')) at++; }
+  static void skip(At& at, At end) {
+    while (at < end && (*at == ' ' || *at == '\t' || *at == '\n' || *at == '\r')) at++;
+  }
   static bool is_digit(At at, At end) { return at < end && *at >= '0' && *at <= '9'; }
   static bool take(At& at, At end, const char* word) {
     size_t size = std::strlen(word);
@@ -135,9 +139,9 @@ struct Json {
       const char *escapes = "b\bf\fn\nr\rt\t", *plain = std::strchr(escapes, at[1]);
       if (at[1] == 'u') {
         unsigned long code = end - at < 6 ? 0 : std::strtoul(std::string(at + 2, 4).c_str(), nullptr, 16);
-        if (code >= 0x800) into += {char(0xe0 | code >> 12), char(0x80 | (code >> 6 & 0x3f)), char(0x80 | (code & 0x3f))};
-        else if (code >= 0x80) into += {char(0xc0 | code >> 6), char(0x80 | (code & 0x3f))};
-        else into += char(code);
+        if (code >= 0x800) into += {char(0xe0 | code >> 12), char(0x80 | (code >> 6 & 0x3f))};
+        else if (code >= 0x80) into += char(0xc0 | code >> 6);
+        into += char(code < 0x80 ? code : 0x80 | (code & 0x3f));
       } else into += plain && at[1] ? plain[1] : at[1];
       at += std::min<ptrdiff_t>(end - at, at[1] == 'u' ? 6 : 2);
     }
@@ -313,11 +317,11 @@ class SocketTransport : public Transport {
   }
   void upgrade() {
     size_t end = in_.find("\r\n\r\n");
-    if (in_.compare(0, std::min<size_t>(7, in_.size()), "HTTP/1.", std::min<size_t>(7, in_.size())) || in_.size() > 65536)
+    if (std::string("HTTP/1.").compare(0, in_.size(), in_, 0, 7) || in_.size() > 65536)
       return void(lose("malformed", "the server does not speak HTTP"));
     if (end == std::string::npos) return;
     if (in_.compare(9, 3, "101"))  // its text follows, and then the server closes
-      lost = Error(in_.compare(9, 1, "4") ? "" : "rejected", in_.substr(9, in_.find('\r') - 9) + ": " + in_.substr(end + 4));
+      lost = Error(in_[9] == '4' ? "rejected" : "", in_.substr(9, in_.find('\r') - 9) + ": " + in_.substr(end + 4));
     else if (in_.find("R4cAC4Jwn/jAGjDVdiiUZtCM9sM=") > end)  // of the key: both are constant, since nothing is cached
       lose("malformed", "the server does not speak WebSocket");
     else
@@ -332,8 +336,9 @@ class SocketTransport : public Transport {
       if (head > 2) size = 0;
       for (size_t i = 2; i < head; i++) size = size << 8 | byte(i);
       bool is_control = opcode > 7, is_last = byte(0) & 0x80;
-      if ((byte(0) & 0x70) || byte(1) > 127 || opcode > 10 || (opcode > 2 && !is_control) || (is_control && (head > 2 || !is_last)) ||
-          (!is_control && is_part_ == (opcode > 0)) || size > max_received_bytes - part_.size())
+      bool is_kind = opcode < 3 || (is_control && opcode < 11 && head == 2 && is_last);
+      bool is_in_order = is_control || is_part_ == (opcode == 0);
+      if (!is_kind || !is_in_order || (byte(0) & 0x70) || byte(1) > 127 || size > max_received_bytes - part_.size())
         return lose("malformed", "the server sent what is no frame of WebSocket");
       if (in_.size() < at + head + size) break;
       std::string body = in_.substr(at + head, size);
@@ -373,22 +378,25 @@ struct Options {
   double give_up_s = 0;      // without a gateway; 0: 60 s before the first session, 300 s after one
   std::string behaviour;     // who acts, as "human"; empty: the run's policy
   std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}
-  std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: with the welcome, on change
+  std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: at first, and on change
   std::unique_ptr<Transport> transport = nullptr;                 // empty: a SocketTransport
 };
 
-/// A game's part in a run. Its agents have numbers of the game's choice. It connects within `poll`, `wait` and `act`, and
+/// A game's part in a run. Its agents have numbers of the game's choice. It connects within `poll`, `wait` and `act`,
 /// again whenever that is needed: then what is unanswered is sent again. Each of these waits as long as it says.
 class Run {
  public:
   Run(std::vector<std::string> addresses, std::string token, std::string actor_id, Options options = {})
-      : addresses_(std::move(addresses)), token_(std::move(token)), actor_id_(std::move(actor_id)), options_(std::move(options)) {
+      : addresses_(std::move(addresses)), token_(std::move(token)), actor_id_(std::move(actor_id)),
+        options_(std::move(options)) {
     if (!options_.transport) options_.transport = std::make_unique<SocketTransport>();
     auto since_1970 = std::chrono::system_clock::now().time_since_epoch();
     incarnation_ = std::chrono::duration_cast<std::chrono::milliseconds>(since_1970).count();
   }
   ~Run() { leave(); }
 
+  /// Wait for the run's welcome, at most `wait_s`: for a game whose first episode needs the settings.
+  void connect() { wait_until([&] { return is_connected(); }); }
   /// The next action of an agent; its first observation begins an episode. `reward` is that of the action before.
   /// Waits for the answer, at most `wait_s`. When the run ends meanwhile, `is_over` says so, and the action is 0.
   Action act(int agent, const Tensor& observation, float reward = 0, const Tensor& mask = {}) {
@@ -450,6 +458,7 @@ class Run {
   };
   struct Agent {
     int64_t episode = -1, step = 0;  // -1: none is open
+    int64_t settings = 0;            // the version that its episode began with
     double total = 0;                // the return, with `reward`
     float reward = 0;
     int flags = 0;
@@ -457,7 +466,9 @@ class Run {
     Tensor observation, mask, taken;
     Action action;
   };
-  static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
 
   void put(int agent, const Tensor& observation, float reward, int flags, const Tensor& mask) {
     Agent& each = agents_[agent];
@@ -466,9 +477,13 @@ class Run {
     if (!std::isfinite(reward)) return raise(Error("invalid", "reward: not finite", agent));
     if (each.episode < 0 && flags) return raise(Error("invalid", "the agent has no episode to end", agent));
     each.observation = observation, each.mask = mask, each.flags = flags, each.waits = true;
-    if (each.episode < 0) each.total = 0, each.is_assisted = false, renew(agent, each);
-    else each.is_assisted |= !each.taken.empty(), each.step++, each.reward = reward, each.total += reward, each.is_sent = false;
     waiting_++;
+    if (each.episode < 0) {
+      each.total = 0, each.is_assisted = false, each.settings = settings_version_;
+      return renew(agent, each);
+    }
+    each.is_assisted |= !each.taken.empty();
+    each.step++, each.reward = reward, each.total += reward, each.is_sent = false;
   }
   /// Begin an episode, or go on with one that the gateway has not, under another number.
   void renew(int agent, Agent& each) {
@@ -519,7 +534,8 @@ class Run {
     stepped_at_ = time, since_ += pause, heard_at_ += pause;
     if (phase_ == Away) {
       double limit = options_.give_up_s > 0 ? options_.give_up_s : was_answered_ ? 300 : 60;
-      if (time - since_ > limit) return finish(Error("unreachable", "no gateway for " + Json::format(limit) + " s: " + why_));
+      std::string problem = "no gateway for " + Json::format(limit) + " s: " + why_;
+      if (time - since_ > limit) return finish(Error("unreachable", problem));
       if (time < try_at_) return;
       phase_ = Joining, has_greeted_ = false, deadline_ = time + 2;
       options_.transport->open(addresses_[address_]);
@@ -533,7 +549,8 @@ class Run {
     }
     if (state == Transport::Lost) return lose(options_.transport->lost);
     if (phase_ == Joining && state == Transport::Open && !has_greeted_) greet(), deadline_ = time + 2;
-    if (phase_ == Joining && time > deadline_) return lose(Error(options_.transport->lost.code, "no welcome within 2 s"));
+    if (phase_ == Joining && time > deadline_)
+      return lose(Error(options_.transport->lost.code, "no welcome within 2 s"));
     if (phase_ != Joined) return;
     flush(time);
     double silence = waiting_ ? time - std::max(heard_at_, asked_at_) : 0;
@@ -550,10 +567,13 @@ class Run {
   }
   void greet() {
     has_greeted_ = true;
-    send("{\"kind\":\"hello\",\"protocol\":1,\"inference\":\"remote\",\"client\":\"c++\",\"token\":" + Json::quote(token_) +
-         ",\"actor_id\":" + Json::quote(actor_id_) + ",\"incarnation\":" + std::to_string(incarnation_) +
-         (run_id_.empty() ? "" : ",\"run_id\":" + Json::quote(run_id_)) + (options_.offers.empty() ? "" : ",\"offers\":" + options_.offers) +
-         (options_.behaviour.empty() ? "" : ",\"behaviour\":" + Json::quote(options_.behaviour)) + "}");
+    std::string hello = "{\"kind\":\"hello\",\"protocol\":1,\"inference\":\"remote\",\"client\":\"c++\"";
+    hello += ",\"token\":" + Json::quote(token_) + ",\"actor_id\":" + Json::quote(actor_id_);
+    hello += ",\"incarnation\":" + std::to_string(incarnation_);
+    if (!run_id_.empty()) hello += ",\"run_id\":" + Json::quote(run_id_);
+    if (!options_.offers.empty()) hello += ",\"offers\":" + options_.offers;
+    if (!options_.behaviour.empty()) hello += ",\"behaviour\":" + Json::quote(options_.behaviour);
+    send(hello + "}");
   }
   void send(const std::string& header, const std::vector<std::string>& frames = {}) {
     std::string message;
@@ -575,11 +595,12 @@ class Run {
     std::sort(unsent.begin(), unsent.end(), [&](int a, int b) { return agents_[a].episode < agents_[b].episode; });
     asked_at_ = time;
     std::vector<std::string> frames(num_choices_ ? 2 : 1), rows;
-    std::string episodes, steps;
+    std::string episodes, steps, settings_of;
     size_t count = 0;
     auto send_rows = [&] {
-      if (count) send("{\"kind\":\"acts\",\"episodes\":[" + episodes + "],\"steps\":[" + steps + "]}", rows);
-      episodes.clear(), steps.clear(), rows.assign(num_choices_ ? 4 : 3, ""), count = 0;
+      std::string header = "{\"kind\":\"acts\",\"episodes\":[" + episodes + "],\"steps\":[" + steps + "]";
+      if (count) send(header + (settings_version_ ? ",\"settings\":[" + settings_of + "]}" : "}"), rows);
+      episodes.clear(), steps.clear(), settings_of.clear(), rows.assign(num_choices_ ? 4 : 3, ""), count = 0;
     };
     send_rows();
     for (int agent : unsent) {
@@ -596,6 +617,7 @@ class Run {
       }
       episodes += (count ? "," : "") + std::to_string(each.episode);
       steps += (count ? "," : "") + std::to_string(each.step);
+      settings_of += (count ? "," : "") + std::to_string(each.step ? 0 : each.settings);
       rows[0] += frames[0], rows[1].append(reinterpret_cast<const char*>(&each.reward), 4), rows[2] += char(each.flags);
       if (num_choices_) rows[3] += frames[1];
       if (++count == max_rows) send_rows();
@@ -610,7 +632,7 @@ class Run {
     if (!num_choices_) return "";
     if (each.mask.empty() && each.flags & Terminated) frames[1].assign(num_choices_, 1);
     else if (each.mask.size() != num_choices_ || !Dtype::find("bool")->put(each.mask, frames[1]))
-      return "mask: " + std::to_string(each.mask.size()) + " numbers, expected " + std::to_string(num_choices_) + " of 0 and 1";
+      return "mask: " + std::to_string(each.mask.size()) + " numbers, not " + std::to_string(num_choices_) + " of bool";
     return "";
   }
   std::string describe(const Agent& each) {
@@ -618,7 +640,7 @@ class Run {
                          ",\"step\":" + std::to_string(each.step) + ",\"reward\":" + Json::format(each.reward), taken;
     if (each.flags & 3) header += each.flags & Terminated ? ",\"terminated\":true" : ",\"truncated\":true";
     if (each.flags & Failed) header += each.flags & 8 ? ",\"success\":true" : ",\"success\":false";
-    if (!each.step && settings_version_) header += ",\"settings\":" + std::to_string(settings_version_);
+    if (!each.step && each.settings) header += ",\"settings\":" + std::to_string(each.settings);
     for (double value : each.taken) taken += (taken.empty() ? "" : ",") + Json::format(value);
     if (!taken.empty()) header += ",\"taken\":" + (action_.is_scalar ? taken : "[" + taken + "]");
     return header + "}";
@@ -630,7 +652,7 @@ class Run {
     for (size_t at = 0, size = 0; at < message.size(); at += size) {
       size = 0;
       for (size_t i = 0; i < 4 && at + i < message.size(); i++) size |= size_t(uint8_t(message[at + i])) << 8 * i;
-      if ((at += 4) > message.size() || size > message.size() - at) return reject("a frame that ends beyond its message");
+      if ((at += 4) > message.size() || size > message.size() - at) return reject("a frame that is cut off");
       frames.push_back(message.substr(at, size));
     }
     if (frames.empty() || !header.parse(frames[0])) return reject("a header that is no JSON");
@@ -708,7 +730,8 @@ class Run {
       each->action.version = header["version"].integer(0), release(*each, true);
     }
     for (auto& row : header["refused"].items)
-      if (Agent* each = find(row["episode"], row["step"], agent)) refuse(agent, *each, row["reason"].text, row["detail"].text);
+      if (Agent* each = find(row["episode"], row["step"], agent))
+        refuse(agent, *each, row["reason"].text, row["detail"].text);
     for (auto& episode : header["ended"].items)
       if (auto at = episodes_.find(episode.integer()); at != episodes_.end()) release(agents_[at->second], false);
   }

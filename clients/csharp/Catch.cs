@@ -35,25 +35,21 @@ sealed class Catch {
   /// Several games side by side: what they ask travels as one message, and so do the actions.
   static void PlayMany(Run run, int count) {
     var games = new Catch[count];
-    var rewards = new float[count];
-    for (int i = 0; i < count; i++) games[i] = new Catch();
-    while (!run.IsOver) {
-      for (int i = 0; i < count; i++) run.Ask(i, games[i].Observe(), rewards[i]);
-      run.Wait();
+    var areOpen = new bool[count];
+    for (; !run.IsOver; run.Wait())
       for (int i = 0; i < count; i++) {
-        rewards[i] = games[i].Step(run.ActionOf(i));
-        if (!games[i].IsOver) continue;
-        run.End(i, games[i].Observe(), rewards[i]);
-        games[i] = new Catch();
+        float reward = areOpen[i] ? games[i].Step(run.ActionOf(i)) : 0;
+        if (!areOpen[i]) games[i] = new Catch();
+        areOpen[i] = !games[i].IsOver;
+        if (areOpen[i]) run.Ask(i, games[i].Observe(), reward); else run.End(i, games[i].Observe(), reward);
       }
-      run.Wait();
-    }
   }
 
   public static int Main(string[] arguments) {
     try {
       var options = new Options { Offers = "{\"name\": \"catch\", \"observation\": [4], \"action\": 3}" };
-      using (var run = new Run(arguments[0].Split(','), Environment.GetEnvironmentVariable("SHOAL_TOKEN"), "catch-cs", options)) {
+      string token = Environment.GetEnvironmentVariable("SHOAL_TOKEN");
+      using (var run = new Run(arguments[0].Split(','), token, "catch-cs", options)) {
         if (arguments.Length > 1) PlayMany(run, int.Parse(arguments[1])); else Play(run);
         Console.WriteLine("the run is over");
       }

@@ -1,5 +1,5 @@
-// A game in C# joins a run of Shoal: the run's policy acts in it, and learns from its rewards. One file for .NET Standard
-// 2.1, .NET Framework 4.7 and Mono, no package. docs/games/csharp.md is its page, docs/protocol.md its protocol.
+// A game in C# joins a run of Shoal: the run's policy acts in it, and learns from its rewards. One file, for .NET
+// Standard 2.1, .NET Framework 4.7 and Mono, no package. docs/games/csharp.md is its page.
 using System;
 using System.Collections.Generic;
 using System.Diagnostics;
@@ -11,6 +11,7 @@ using System.Text;
 using System.Text.RegularExpressions;
 using System.Threading;
 using System.Threading.Tasks;
+using Map = System.Collections.Generic.Dictionary<string, object>;
 
 namespace Shoal {
 
@@ -19,7 +20,9 @@ namespace Shoal {
 public sealed class ShoalException : Exception {
   public readonly string Code;
   public readonly int Agent;  // that it is about; -1: none
-  public ShoalException(string code, string problem, int agent = -1) : base(code + ": " + problem) { Code = code; Agent = agent; }
+  public ShoalException(string code, string problem, int agent = -1) : base(code + ": " + problem) {
+    Code = code; Agent = agent;
+  }
 }
 
 /// <summary>The answer to an observation. A Discrete action is an int.</summary>
@@ -37,19 +40,21 @@ public sealed class Options {
   public double GiveUpSeconds;        // without a gateway; 0: 60 before the first session, 300 after one
   public string Behaviour = "";       // who acts, as "human"; empty: the run's policy
   public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}
-  public Action<Dictionary<string, object>> OnSettings;  // called by Poll and Act, with the welcome and on change
+  public Action<Map> OnSettings;  // called by Poll and Act, with the welcome and on change
 }
 
-/// <summary>A game's part in a run. Its agents have numbers of the game's choice. Connects within Poll, Wait and Act, and
-/// connects again whenever that is needed: then what is unanswered is sent again. One thread at a time uses it.</summary>
+/// <summary>A game's part in a run. Its agents have numbers of the game's choice. Connects within Poll, Wait and Act,
+/// again whenever that is needed: then what is unanswered is sent again. One thread at a time uses it.</summary>
 public sealed class Run : IDisposable {
   enum Phase { Away, Joining, Joined, Over }
   const int MaxRows = 1024;  // of a message
+  static readonly string[] Final = { "malformed", "too_large" };  // no answer follows
   static readonly string[] Lost = { "unknown_episode", "ended_episode", "failed" };
 
   sealed class Agent {
     public int Number;
     public long Episode = -1, Step;  // -1: none is open
+    public long Settings;            // the version that its episode began with
     public double Total;             // the return, with Reward
     public float Reward;
     public int Flags;                // 1 terminated, 2 truncated, 4 success is known, 8 success
@@ -77,20 +82,24 @@ public sealed class Run : IDisposable {
   double steppedAt = -1, since, tryAt, deadline, heardAt, askedAt, pingedAt, heartbeatSeconds = 1, timeoutSeconds = 6;
 
   /// <summary>The newest settings of the run, and the gateway's welcome, as JSON is read.</summary>
-  public Dictionary<string, object> Settings { get; private set; } = new Dictionary<string, object>();
-  public Dictionary<string, object> Welcome { get; private set; } = new Dictionary<string, object>();
+  public Map Settings { get; private set; } = new Map();
+  public Map Welcome { get; private set; } = new Map();
   /// <summary>Whether the run has ended, this game has left it, or an error was fatal.</summary>
   public bool IsOver => phase == Phase.Over;
   public bool IsConnected => phase == Phase.Joined;
 
-  public Run(string address, string token, string actorId, Options options = null) : this(new[] { address }, token, actorId, options) { }
+  public Run(string address, string token, string actorId, Options options = null)
+      : this(new[] { address }, token, actorId, options) { }
 
   public Run(string[] addresses, string token, string actorId, Options options = null) {
     this.addresses = addresses; this.token = token; this.actorId = actorId; this.options = options ?? new Options();
   }
 
-  /// <summary>The next action of an agent; its first observation begins an episode. `reward` is that of the action before.
-  /// Waits for the answer, at most WaitSeconds. When the run ends meanwhile, IsOver says so, and the action is 0.</summary>
+  /// <summary>Wait for the welcome, at most WaitSeconds: where the first episode needs the settings.</summary>
+  public void Connect() => WaitUntil(() => IsConnected);
+
+  /// <summary>The next action of an agent; its first observation begins an episode. `reward` is that of the action
+  /// before. Waits for the answer, at most WaitSeconds. When the run ends meanwhile, IsOver is true.</summary>
   public AgentAction Act(int agent, Array observation, float reward = 0, Array mask = null) {
     WaitUntil(() => !IsWaiting(agent));  // for the answer to its last episode's end
     Ask(agent, observation, reward, mask);
@@ -98,11 +107,14 @@ public sealed class Run : IDisposable {
     return ActionOf(agent);
   }
 
-  /// <summary>The same without waiting: Poll sends it, with those of other agents. Afterwards the agent waits.</summary>
-  public void Ask(int agent, Array observation, float reward = 0, Array mask = null) => Put(agent, observation, reward, 0, mask);
+  /// <summary>The same without waiting: Poll sends it, with other agents'. Afterwards the agent waits.</summary>
+  public void Ask(int agent, Array observation, float reward = 0, Array mask = null) {
+    Put(agent, observation, reward, 0, mask);
+  }
 
-  /// <summary>End an agent's episode with its last observation. Never waits; the agent waits until it has arrived.</summary>
-  public void End(int agent, Array observation, float reward = 0, End how = Shoal.End.Terminated, bool? success = null, Array mask = null) {
+  /// <summary>End an agent's episode with its last observation. Never waits; the agent does, for its arrival.</summary>
+  public void End(int agent, Array observation, float reward = 0, End how = Shoal.End.Terminated, bool? success = null,
+                  Array mask = null) {
     Put(agent, observation, reward, (int)how | (success == null ? 0 : success.Value ? 12 : 4), mask);
   }
 
@@ -122,7 +134,8 @@ public sealed class Run : IDisposable {
   /// <summary>Send the ends of episodes, within a second, and say goodbye. Open episodes are not counted.</summary>
   public void Dispose() {
     double last = Now + 1;
-    for (Step(); IsConnected && agents.Values.Any(each => each.Waits && IsEnd(each)) && Now < last; Step()) connection.Wait(20);
+    Func<bool> areEnding = () => agents.Values.Any(each => each.Waits && IsEnd(each));
+    for (; !IsOver && areEnding() && Now < last; Step()) connection?.Wait(20);
     if (IsConnected) Send("{\"kind\":\"bye\"}");
     connection?.Close();
     Finish();
@@ -140,11 +153,15 @@ public sealed class Run : IDisposable {
     Agent agent = Find(number);
     if (IsOver) { Check(); return; }
     if (agent.Waits) throw new ShoalException("busy", "the agent waits for an answer", number);
-    if (float.IsNaN(reward) || float.IsInfinity(reward)) throw new ShoalException("invalid", "reward: not finite", number);
+    if (!(Math.Abs(reward) <= float.MaxValue)) throw new ShoalException("invalid", "reward: not finite", number);
     if (agent.Episode < 0 && flags != 0) throw new ShoalException("invalid", "the agent has no episode to end", number);
-    agent.Observation = (Array)observation.Clone(); agent.Mask = (Array)mask?.Clone(); agent.Flags = flags; agent.Waits = true;
-    numWaiting++;
-    if (agent.Episode < 0) { agent.Total = 0; agent.IsAssisted = false; Renew(agent); return; }
+    agent.Observation = (Array)observation.Clone(); agent.Mask = (Array)mask?.Clone();
+    agent.Flags = flags; agent.Waits = true; numWaiting++;
+    if (agent.Episode < 0) {
+      agent.Total = 0; agent.IsAssisted = false; agent.Settings = settingsVersion;
+      Renew(agent);
+      return;
+    }
     agent.IsAssisted |= agent.Taken != null;
     agent.Step++; agent.Reward = reward; agent.Total += reward; agent.IsSent = false;
   }
@@ -189,7 +206,10 @@ public sealed class Run : IDisposable {
 
   void Finish(ShoalException error = null) {
     fatal = fatal ?? error; phase = Phase.Over; numWaiting = 0; connection?.Abort();
-    foreach (Agent agent in agents.Values) { agent.Waits = false; agent.Action = new AgentAction { Values = new double[actionForm.Count] }; }
+    foreach (Agent agent in agents.Values) {
+      agent.Waits = false;
+      agent.Action = new AgentAction { Values = new double[actionForm.Count] };
+    }
   }
 
   void Step() {
@@ -199,8 +219,8 @@ public sealed class Run : IDisposable {
     steppedAt = time; since += pause; heardAt += pause;
     if (phase == Phase.Away) {
       double limit = options.GiveUpSeconds > 0 ? options.GiveUpSeconds : wasAnswered ? 300 : 60;
-      if (time - since > limit) { Finish(new ShoalException("unreachable", "no gateway for " + limit + " s: " + why)); return; }
-      if (time < tryAt) return;
+      if (time - since > limit) Finish(new ShoalException("unreachable", "no gateway for " + limit + " s: " + why));
+      if (IsOver || time < tryAt) return;
       phase = Phase.Joining; hasGreeted = false; deadline = time + 2;
       connection = new Connection(addresses[address]);
     }
@@ -215,7 +235,10 @@ public sealed class Run : IDisposable {
     Flush(time);
     double silence = numWaiting > 0 ? time - Math.Max(heardAt, askedAt) : 0;
     if (silence > timeoutSeconds) Lose(new ShoalException("", "silent for " + timeoutSeconds + " s"));
-    else if (silence > heartbeatSeconds && time - pingedAt > heartbeatSeconds) { pingedAt = time; Send("{\"kind\":\"ping\"}"); }
+    else if (silence > heartbeatSeconds && time - pingedAt > heartbeatSeconds) {
+      pingedAt = time;
+      Send("{\"kind\":\"ping\"}");
+    }
   }
 
   /// Connect again: to the same address after a session, then to the next ones.
@@ -230,9 +253,13 @@ public sealed class Run : IDisposable {
 
   void Greet() {
     hasGreeted = true;
-    Send("{\"kind\":\"hello\",\"protocol\":1,\"inference\":\"remote\",\"client\":\"c#\",\"token\":" + Json.Quote(token) + ",\"actor_id\":" + Json.Quote(actorId) +
-         ",\"incarnation\":" + incarnation + (runId == "" ? "" : ",\"run_id\":" + Json.Quote(runId)) +
-         (options.Offers == "" ? "" : ",\"offers\":" + options.Offers) + (options.Behaviour == "" ? "" : ",\"behaviour\":" + Json.Quote(options.Behaviour)) + "}");
+    string hello = "{\"kind\":\"hello\",\"protocol\":1,\"inference\":\"remote\",\"client\":\"c#\"";
+    hello += ",\"incarnation\":" + incarnation;
+    hello += ",\"token\":" + Json.Quote(token) + ",\"actor_id\":" + Json.Quote(actorId);
+    if (runId != "") hello += ",\"run_id\":" + Json.Quote(runId);
+    if (options.Offers != "") hello += ",\"offers\":" + options.Offers;
+    if (options.Behaviour != "") hello += ",\"behaviour\":" + Json.Quote(options.Behaviour);
+    Send(hello + "}");
   }
 
   void Send(string header, params byte[][] frames) {
@@ -270,7 +297,11 @@ public sealed class Run : IDisposable {
   }
 
   void SendRows(List<Agent> rows, MemoryStream[] frames) {
-    Send("{\"kind\":\"acts\",\"episodes\":[" + string.Join(",", rows.Select(each => each.Episode)) + "],\"steps\":[" + string.Join(",", rows.Select(each => each.Step)) + "]}",
+    string numbers = string.Join(",", rows.Select(each => each.Episode));
+    string steps = string.Join(",", rows.Select(each => each.Step));
+    string settings = string.Join(",", rows.Select(each => each.Step == 0 ? each.Settings : 0));
+    if (settingsVersion > 0) steps += "],\"settings\":[" + settings;
+    Send("{\"kind\":\"acts\",\"episodes\":[" + numbers + "],\"steps\":[" + steps + "]}",
          frames.Take(numChoices > 0 ? 4 : 3).Select(each => each.ToArray()).ToArray());
     rows.Clear();
     foreach (MemoryStream each in frames) each.SetLength(0);
@@ -280,18 +311,21 @@ public sealed class Run : IDisposable {
   string Pack(Agent agent, out byte[] observation, out byte[] mask) {
     mask = null;
     observation = observationForm.Pack(agent.Observation);
-    if (observation == null) return "observation: " + agent.Observation.Length + " numbers, expected " + observationForm;
+    if (observation == null)
+      return "observation: " + agent.Observation.Length + " numbers, expected " + observationForm;
     if (numChoices == 0) return null;
     if (agent.Mask == null && (agent.Flags & 1) != 0) mask = Enumerable.Repeat((byte)1, numChoices).ToArray();
     else if (agent.Mask != null) mask = new TensorForm { Count = numChoices, Dtype = "bool" }.Pack(agent.Mask);
-    return mask == null ? "mask: " + (agent.Mask?.Length ?? 0) + " numbers, expected " + numChoices + " of 0 and 1" : null;
+    if (mask != null) return null;
+    return "mask: " + (agent.Mask?.Length ?? 0) + " numbers, expected " + numChoices + " of bool";
   }
 
   string Describe(Agent agent) {
-    var header = new StringBuilder("{\"kind\":\"act\",\"episode\":" + agent.Episode + ",\"step\":" + agent.Step + ",\"reward\":" + Json.Format(agent.Reward));
+    var header = new StringBuilder("{\"kind\":\"act\",\"episode\":" + agent.Episode + ",\"step\":" + agent.Step);
+    header.Append(",\"reward\":" + Json.Format(agent.Reward));
     if (IsEnd(agent)) header.Append((agent.Flags & 1) != 0 ? ",\"terminated\":true" : ",\"truncated\":true");
     if ((agent.Flags & 4) != 0) header.Append((agent.Flags & 8) != 0 ? ",\"success\":true" : ",\"success\":false");
-    if (agent.Step == 0 && settingsVersion > 0) header.Append(",\"settings\":" + settingsVersion);
+    if (agent.Step == 0 && agent.Settings > 0) header.Append(",\"settings\":" + agent.Settings);
     if (agent.Taken != null) {
       string taken = string.Join(",", agent.Taken.Cast<object>().Select(each => Json.Format(Convert.ToDouble(each))));
       header.Append(",\"taken\":" + (actionForm.IsScalar ? taken : "[" + taken + "]"));
@@ -301,14 +335,14 @@ public sealed class Run : IDisposable {
 
   void Take(byte[] message) {
     var frames = new List<ArraySegment<byte>>();
-    Dictionary<string, object> header = null;
+    Map header = null;
     for (int at = 0, size; at < message.Length; at += size) {
       size = at + 4 > message.Length ? -1 : BitConverter.ToInt32(message, at);
       at += 4;
       if (size < 0 || size > message.Length - at) { Reject("a frame that ends beyond its message"); return; }
       frames.Add(new ArraySegment<byte>(message, at, size));
     }
-    if (frames.Count > 0) header = Json.Parse(Encoding.UTF8.GetString(message, frames[0].Offset, frames[0].Count)) as Dictionary<string, object>;
+    if (frames.Count > 0) header = Json.Parse(Encoding.UTF8.GetString(message, 4, frames[0].Count)) as Map;
     if (header == null) { Reject("a header that is no JSON"); return; }
     string kind = header.Text("kind"), code = header.Text("code"), text = header.Text("message");
     wasAnswered |= kind == "welcome" || kind == "bye";
@@ -317,7 +351,8 @@ public sealed class Run : IDisposable {
     else if (kind == "bye") Lose(new ShoalException("", header.Text("reason")));
     else if (kind == "error" && code == "hello_required") Lose(new ShoalException("", text));
     else if (kind == "error" && code == "unknown_kind" && IsConnected) { hasRows = false; Resend(); }
-    else if (kind == "error" && (header.Number("fatal") != 0 || !IsConnected || code == "malformed" || code == "too_large")) Finish(new ShoalException(code, text));
+    else if (kind == "error" && (header.Number("fatal") != 0 || !IsConnected || Final.Contains(code)))
+      Finish(new ShoalException(code, text));
     else if (!IsConnected) return;
     else if (kind == "action") TakeAction(header);
     else if (kind == "actions") TakeActions(header, frames);
@@ -329,14 +364,16 @@ public sealed class Run : IDisposable {
 
   void Resend() { foreach (Agent agent in agents.Values) agent.IsSent = false; }
 
-  void Join(Dictionary<string, object> header) {
+  void Join(Map header) {
     Welcome = header;
     var spec = header.Map("spec");
-    if (header.Text("inference") != "remote") { Finish(new ShoalException("no_remote_inference", "this gateway cannot infer")); return; }
-    if (!observationForm.Read(spec.Map("observation"))) { Reject("a spec of observations: " + observationForm); return; }
-    if (!actionForm.Read(spec.Map("action"))) { Reject("a spec of actions: " + actionForm); return; }
+    if (header.Text("inference") != "remote")
+      Finish(new ShoalException("no_remote_inference", "this gateway cannot infer"));
+    else if (!observationForm.Read(spec.Map("observation"))) Reject("a spec of observations: " + observationForm);
+    else if (!actionForm.Read(spec.Map("action"))) Reject("a spec of actions: " + actionForm);
+    if (IsOver) return;
     numChoices = 0;
-    foreach (var extra in spec.List("extras").OfType<Dictionary<string, object>>()) {
+    foreach (var extra in spec.List("extras").OfType<Map>()) {
       var mask = new TensorForm();
       if (extra.Text("name") == "masks" && mask.Read(extra.Map("tensor"))) numChoices = mask.Count;
     }
@@ -348,7 +385,7 @@ public sealed class Run : IDisposable {
     if (header.Number("settings_version") > 0) Apply(header.Integer("settings_version"), header.Map("settings"));
   }
 
-  void Apply(long version, Dictionary<string, object> values) {
+  void Apply(long version, Map values) {
     if (version == settingsVersion) return;
     settingsVersion = version; Settings = values;
     options.OnSettings?.Invoke(values);
@@ -360,29 +397,34 @@ public sealed class Run : IDisposable {
     return agent != null && agent.Waits && agent.Step == Json.ToInteger(step) ? agent : null;
   }
 
-  void TakeAction(Dictionary<string, object> header) {
+  void TakeAction(Map header) {
     Agent agent = FindWaiting(header.Get("episode"), header.Get("step"));
     attempts = 0;
     if (agent == null) return;
     if (header.Text("reason") != "") { Refuse(agent, header.Text("reason"), header.Text("detail")); return; }
     if (IsEnd(agent)) { Release(agent, false); return; }
-    var values = header.Get("action") is double ? new[] { header.Number("action") } : header.List("action").Select(Json.ToNumber).ToArray();
+    var items = header.Get("action") is double ? new List<object> { header.Get("action") } : header.List("action");
+    double[] values = items.Select(Json.ToNumber).ToArray();
     if (values.Length != actionForm.Count) { Reject("an action of " + values.Length + " numbers"); return; }
     agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
     Release(agent, true);
   }
 
-  void TakeActions(Dictionary<string, object> header, List<ArraySegment<byte>> frames) {
+  void TakeActions(Map header, List<ArraySegment<byte>> frames) {
     List<object> numbers = header.List("episodes"), steps = header.List("steps");
     attempts = 0;
-    if (numbers.Count != steps.Count || frames.Count < 2 || frames[1].Count != numbers.Count * actionForm.Size) { Reject("actions of other sizes"); return; }
+    if (numbers.Count != steps.Count || frames.Count < 2 || frames[1].Count != numbers.Count * actionForm.Size) {
+      Reject("actions of other sizes");
+      return;
+    }
     for (int row = 0; row < numbers.Count; row++) {
       Agent agent = FindWaiting(numbers[row], steps[row]);
       if (agent == null) continue;
-      agent.Action = new AgentAction { Values = actionForm.Unpack(frames[1].Array, frames[1].Offset + row * actionForm.Size), Version = header.Integer("version") };
+      double[] values = actionForm.Unpack(frames[1].Array, frames[1].Offset + row * actionForm.Size);
+      agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
       Release(agent, true);
     }
-    foreach (var row in header.List("refused").OfType<Dictionary<string, object>>()) {
+    foreach (var row in header.List("refused").OfType<Map>()) {
       Agent agent = FindWaiting(row.Get("episode"), row.Get("step"));
       if (agent != null) Refuse(agent, row.Text("reason"), row.Text("detail"));
     }
@@ -417,7 +459,10 @@ sealed class Connection {
 
   void SendNext() {
     while (IsOpen && unsent.Count > 0 && (sending == null || sending.IsCompleted))
-      Attempt(() => sending = socket.SendAsync(new ArraySegment<byte>(unsent.Dequeue()), WebSocketMessageType.Binary, true, CancellationToken.None));
+      Attempt(() => {
+        var bytes = new ArraySegment<byte>(unsent.Dequeue());
+        sending = socket.SendAsync(bytes, WebSocketMessageType.Binary, true, CancellationToken.None);
+      });
   }
 
   /// A message that has come, or null.
@@ -426,15 +471,18 @@ sealed class Connection {
     if (sending != null && sending.IsFaulted) Lose(sending.Exception);
     SendNext();
     while (IsOpen) {
-      if (receiving == null) Attempt(() => receiving = socket.ReceiveAsync(new ArraySegment<byte>(buffer), CancellationToken.None));
+      if (receiving == null)
+        Attempt(() => receiving = socket.ReceiveAsync(new ArraySegment<byte>(buffer), CancellationToken.None));
       if (receiving == null || !receiving.IsCompleted) return null;
       if (receiving.Status != TaskStatus.RanToCompletion) { Lose(receiving.Exception); return null; }
       WebSocketReceiveResult part = receiving.Result;
       receiving = null;
       message.Write(buffer, 0, part.Count);
       if (part.MessageType == WebSocketMessageType.Close)
-        Lost = new ShoalException((int)part.CloseStatus.GetValueOrDefault() == 1009 ? "too_large" : "", "closed: " + part.CloseStatus + " " + part.CloseStatusDescription);
-      else if (message.Length > MaxReceivedBytes) Lost = new ShoalException("malformed", "a message beyond " + MaxReceivedBytes + " bytes");
+        Lost = new ShoalException(part.CloseStatus == WebSocketCloseStatus.MessageTooBig ? "too_large" : "",
+                                  "closed: " + part.CloseStatus + " " + part.CloseStatusDescription);
+      else if (message.Length > MaxReceivedBytes)
+        Lost = new ShoalException("malformed", "a message beyond " + MaxReceivedBytes + " bytes");
       else if (part.EndOfMessage) {
         byte[] whole = message.ToArray();
         message.SetLength(0);
@@ -452,19 +500,24 @@ sealed class Connection {
 
   public void Close() {
     if (IsOpen && sending != null) Task.WaitAny(new[] { sending }, 200);
-    if (IsOpen) Attempt(() => Task.WaitAny(new[] { socket.CloseOutputAsync(WebSocketCloseStatus.NormalClosure, "", CancellationToken.None) }, 200));
+    if (!IsOpen) return;
+    Attempt(() => Task.WaitAny(
+        new[] { socket.CloseOutputAsync(WebSocketCloseStatus.NormalClosure, "", CancellationToken.None) }, 200));
   }
 
   public void Abort() => socket.Dispose();
 
   void Attempt(System.Action call) {
     try { call(); }
-    catch (Exception error) when (error is WebSocketException || error is InvalidOperationException || error is IOException) { Lose(error); }
+    catch (WebSocketException error) { Lose(error); }
+    catch (InvalidOperationException error) { Lose(error); }
+    catch (IOException error) { Lose(error); }
   }
 
   void Lose(Exception error) {
     string text = error == null ? "canceled" : "";
-    for (; error != null; error = error.InnerException) text += error is AggregateException ? "" : (text == "" ? "" : ": ") + error.Message;
+    for (; error != null; error = error.InnerException)
+      if (!(error is AggregateException)) text += (text == "" ? "" : ": ") + error.Message;
     bool isRejected = Regex.IsMatch(text, @"\b4\d\d\b");  // the platform tells the status of HTTP in words alone
     Lost = Lost ?? new ShoalException(isRejected ? "rejected" : "", text);
   }
@@ -473,15 +526,16 @@ sealed class Connection {
 /// The dtype and the size of a tensor. This client has no float16.
 sealed class TensorForm {
   static readonly Dictionary<string, Type> Types = new Dictionary<string, Type> {
-    { "float32", typeof(float) }, { "float64", typeof(double) }, { "bool", typeof(bool) }, { "int8", typeof(sbyte) }, { "int16", typeof(short) }, { "int32", typeof(int) },
-    { "int64", typeof(long) }, { "uint8", typeof(byte) }, { "uint16", typeof(ushort) }, { "uint32", typeof(uint) }, { "uint64", typeof(ulong) } };
+    { "float32", typeof(float) }, { "float64", typeof(double) }, { "bool", typeof(bool) }, { "int8", typeof(sbyte) },
+    { "int16", typeof(short) }, { "int32", typeof(int) }, { "int64", typeof(long) }, { "uint8", typeof(byte) },
+    { "uint16", typeof(ushort) }, { "uint32", typeof(uint) }, { "uint64", typeof(ulong) } };
   public int Count = 1;
   public string Dtype = "float32";
   public bool IsScalar = true;
   public int Size => Count * Buffer.ByteLength(Array.CreateInstance(Types[Dtype], 1));
   public override string ToString() => Count + " of " + Dtype;
 
-  public bool Read(Dictionary<string, object> tensor) {
+  public bool Read(Map tensor) {
     Dtype = tensor.Text("dtype");
     IsScalar = tensor.List("shape").Count == 0;
     double count = tensor.List("shape").Aggregate(1.0, (product, each) => product * Json.ToNumber(each));
@@ -499,7 +553,8 @@ sealed class TensorForm {
       foreach (object each in values) {
         double number = Convert.ToDouble(each);
         if (!Dtype.StartsWith("float") && number != Math.Floor(number)) return null;
-        try { converted.SetValue(Convert.ChangeType(number, Types[Dtype]), at++); } catch (OverflowException) { return null; }
+        try { converted.SetValue(Convert.ChangeType(number, Types[Dtype]), at++); }
+        catch (OverflowException) { return null; }
       }
     }
     var bytes = new byte[Size];
@@ -516,18 +571,25 @@ sealed class TensorForm {
 
 /// JSON as dictionaries, lists, strings, doubles, bools and null; what is not there, or of another type, is empty or 0.
 static class Json {
-  public static object Get(this Dictionary<string, object> from, string name) => from.TryGetValue(name, out object value) ? value : null;
-  public static string Text(this Dictionary<string, object> from, string name) => from.Get(name) as string ?? "";
-  public static double Number(this Dictionary<string, object> from, string name) => ToNumber(from.Get(name));
-  public static long Integer(this Dictionary<string, object> from, string name) => ToInteger(from.Get(name) ?? 0.0);
-  public static List<object> List(this Dictionary<string, object> from, string name) => from.Get(name) as List<object> ?? new List<object>();
-  public static Dictionary<string, object> Map(this Dictionary<string, object> from, string name) => from.Get(name) as Dictionary<string, object> ?? new Dictionary<string, object>();
+  public static object Get(this Map from, string name) => from.TryGetValue(name, out object value) ? value : null;
+  public static string Text(this Map from, string name) => from.Get(name) as string ?? "";
+  public static double Number(this Map from, string name) => ToNumber(from.Get(name));
+  public static long Integer(this Map from, string name) => ToInteger(from.Get(name) ?? 0.0);
+  public static List<object> List(this Map from, string name) => from.Get(name) as List<object> ?? new List<object>();
+  public static Map Map(this Map from, string name) => from.Get(name) as Map ?? new Map();
   public static double ToNumber(object value) => value is double ? (double)value : value is bool && (bool)value ? 1 : 0;
-  public static long ToInteger(object value) => value is double && Math.Abs((double)value) < 9e15 ? (long)(double)value : -1;
-  public static string Format(double value) => value.ToString(Math.Abs(value) < 9e15 && value == Math.Floor(value) ? "F0" : "R", CultureInfo.InvariantCulture);
-  public static string Quote(string text) => "\"" + Regex.Replace(text, "[\\x00-\\x1f\"\\\\]", each => "\\u" + ((int)each.Value[0]).ToString("x4")) + "\"";
+  public static long ToInteger(object value) {
+    return value is double && Math.Abs((double)value) < 9e15 ? (long)(double)value : -1;
+  }
+  public static string Format(double value) {
+    bool isInteger = Math.Abs(value) < 9e15 && value == Math.Floor(value);
+    return value.ToString(isInteger ? "F0" : "R", CultureInfo.InvariantCulture);
+  }
+  public static string Quote(string text) =>
+      "\"" + Regex.Replace(text, "[\\x00-\\x1f\"\\\\]", each => "\\u" + ((int)each.Value[0]).ToString("x4")) + "\"";
 
-  static readonly Regex Token = new Regex("\\G\\s*(\"[^\"\\\\]*(?:\\\\.[^\"\\\\]*)*\"|-?\\d+(?:\\.\\d+)?(?:[eE][+-]?\\d+)?|true|false|null|[{}\\[\\],:])");
+  static readonly Regex Token = new Regex(
+      "\\G\\s*(\"[^\"\\\\]*(?:\\\\.[^\"\\\\]*)*\"|-?\\d+(?:\\.\\d+)?(?:[eE][+-]?\\d+)?|true|false|null|[{}\\[\\],:])");
 
   /// Null for what is no JSON.
   public static object Parse(string text) {
@@ -541,12 +603,14 @@ static class Json {
     if (depth > 64 || word == "") return false;
     if (value != null || word == "null") return true;
     if (word[0] == '"') {
-      value = Regex.Replace(word.Substring(1, word.Length - 2), @"\\(u[0-9a-fA-F]{4}|.)", each => Unescape(each.Groups[1].Value));
+      word = word.Substring(1, word.Length - 2);
+      value = Regex.Replace(word, @"\\(u[0-9a-fA-F]{4}|.)", each => Unescape(each.Groups[1].Value));
       return true;
     }
-    bool isNumber = double.TryParse(word, NumberStyles.Float, CultureInfo.InvariantCulture, out double number), isMap = word == "{";
+    bool isMap = word == "{";
+    bool isNumber = double.TryParse(word, NumberStyles.Float, CultureInfo.InvariantCulture, out double number);
     if (isNumber || !isMap && word != "[") { value = number; return isNumber; }
-    var map = new Dictionary<string, object>();
+    var map = new Map();
     var list = new List<object>();
     value = isMap ? (object)map : list;
     for (string closing = isMap ? "}" : "]"; ;) {
@@ -554,8 +618,9 @@ static class Json {
       string next = Next(text, ref at);
       if (next == closing && map.Count + list.Count == 0) return true;
       at = first;
-      if (isMap && (!Read(text, ref at, depth + 1, out value) || !(value is string) || Next(text, ref at) != ":")) return false;
+      if (isMap && !Read(text, ref at, depth + 1, out value)) return false;
       string name = value as string;
+      if (isMap && (name == null || Next(text, ref at) != ":")) return false;
       if (!Read(text, ref at, depth + 1, out object item)) return false;
       if (isMap) map[name] = item; else list.Add(item);
       value = isMap ? (object)map : list;

@@ -33,7 +33,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL = ("", "bash", "sh")
 OF_OTHERS = {  # programs of which a test here can know nothing
     *("aws", "cd", "curl", "docker", "eval", "export", "head", "helm", "kubectl"),
-    *("node", "npm", "pip", "printf", "python3.11", "ray", "source"),
+    *("./catch", "g++", "mcs", "mono"),
+    *("godot3-server", "node", "npm", "pip", "printf", "python3.11", "ray", "source"),
 }
 _BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

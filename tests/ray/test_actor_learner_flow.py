@@ -229,7 +229,8 @@ def make_flow(spec: ActorLearnerSpec, recorder: object) -> Any:
 def make_stats(**changes: Any) -> dict[str, Any]:
     """Of a gateway whose actor sends what is dropped."""
     return {
-        "mean_return": float("nan"), "steps": 0, "episodes": 0, "episodes_in_window": 0, "settings": {}, "weights_version": 1, "queue_depth": 0, "pid": 7,
+        "mean_return": float("nan"), "steps": 0, "episodes": 0, "episodes_in_window": 0, "settings": {},
+        "weights_version": 1, "queue_depth": 0, "pid": 7,
         "counted_at": 1.0, "first_segment_at": None, "solved_s": None, "address": "tcp://h:1",
         "actors": [{"actor_id": "a", "connected": True, "lag": 0, "steps": 0, "invalid": {"non_finite": 7682}}],
         "segments": {"received": 7682, "consumed": 0, "queued": 0, "dropped": {"non_finite": 7682}},

@@ -13,6 +13,7 @@ static class NativeGame {
     int agent = words.Length > 1 ? int.Parse(words[1]) : 0;
     float reward = words.Length > 3 ? float.Parse(words[2], CultureInfo.InvariantCulture) : 0;
     if (words[0] == "wait") run.Wait();
+    else if (words[0] == "connect") run.Connect();
     else if (words[0] == "leave") run.Dispose();
     else if (words[0] == "take") run.TakeOver(agent, ReadNumbers(words, 2));
     else if (words[0] == "ask") run.Ask(agent, ReadNumbers(words, 3), reward, ReadNumbers(words, 4));

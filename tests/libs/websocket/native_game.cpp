@@ -16,6 +16,7 @@ void obey(shoal::Run& run, std::istringstream& line, const std::string& verb) {
   float reward = 0;
   line >> agent;
   if (verb == "wait") return run.wait();
+  if (verb == "connect") return run.connect();
   if (verb == "leave") return run.leave();
   if (verb == "take") return run.take_over(agent, read_numbers(line));
   if (verb == "show") {

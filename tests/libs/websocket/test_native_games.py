@@ -269,13 +269,13 @@ def test_several_agents_travel_as_rows_with_masks_and_settings(player: Player) -
         assert hello["offers"] == {"action": {"dtype": "int64"}}
         gateway.say({**WELCOME, "spec": describe_spec([], choices=3)})
         header, frames = gateway.hear()
-        assert header == {"kind": "acts", "episodes": [0, 1], "steps": [0, 0]}
+        assert header == {"kind": "acts", "episodes": [0, 1], "steps": [0, 0], "settings": [3, 3]}
         assert frames == [[1, 2, 3, 4, 250, 6, 7, 8], [0] * 8, [0, 0], [1, 0, 1, 0, 1, 1]]
         answers = {"kind": "actions", "episodes": [1, 0], "steps": [0, 0], "version": 7}
         gateway.say(answers, np.array([2, 1]).tobytes())
         header, frames = gateway.hear()
         gateway.say({"kind": "settings", "version": 4, "values": {"gravity": 1.25}})
-        assert (header["episodes"], header["steps"]) == ([0, 1, 2], [1, 1, 0])
+        assert (header["episodes"], header["steps"], header["settings"]) == ([0, 1, 2], [1, 1, 0], [0, 0, 3])
         assert np.array(frames[1], np.uint8).view(np.float32).tolist() == [0.5, -1.0, 0.0]
         assert (frames[2], frames[3]) == ([13, 2, 0], [1, 1, 1, 1, 1, 0, 1, 1, 1])
         refusal = {"row": 2, "episode": 2, "step": 0, "reason": "invalid", "detail": "observation: too large"}
@@ -286,7 +286,9 @@ def test_several_agents_travel_as_rows_with_masks_and_settings(player: Player) -
         gateway.say({"kind": "bye", "finished": True})
 
     with scripted(play) as address:
-        player.say(f"join {address}", "ask 1 0 1,2,3,4 1,0,1", "ask 5 0 250,6,7,8 0,1,1", "wait", "show 1", "show 5")
+        player.say(
+            f"join {address}", "connect", "ask 1 0 1,2,3,4 1,0,1", "ask 5 0 250,6,7,8 0,1,1", "wait", "show 1", "show 5"
+        )
         assert [player.hear() for _ in range(3)] == ["gravity 9.5", "action 1 of 7", "action 2 of 7"]
         player.say("end 1 0.5 13 9,9,9,9", "end 5 -1 2 9,9,9,9 1,1,0", "ask 7 0 1,2,3,4 1,1,1", "wait")
         assert player.hear() == "gravity 1.25"
@@ -328,6 +330,27 @@ def test_what_a_gateway_does_without_is_sent_otherwise(player: Player) -> None:
         assert player.ask("ask 0 0 1,2,3,300", "wait").startswith("error invalid 0")
         assert player.ask("end 9 0 1 1,2,3,4").startswith("error invalid 9")
         assert player.ask("leave", "show 0") == "action 0 0 of 0, over"
+
+
+def test_a_gateway_that_is_silent_is_asked_and_left(player: Player) -> None:
+    connections: list[Gateway] = []
+
+    def play(gateway: Gateway) -> None:
+        connections.append(gateway)
+        gateway.hear()
+        gateway.say({**WELCOME, "spec": describe_spec([]), "settings_version": 0, "heartbeat_s": 0.1, "timeout_s": 0.2})
+        if len(connections) == 1:
+            assert gateway.hear()[0]["kind"] == "act"
+            assert gateway.hear()[0]["kind"] == "ping"
+            while True:  # until it has left
+                gateway.hear()
+        gateway.act(2, version=1)
+        assert gateway.hear()[0] == {"kind": "bye"}
+
+    with scripted(play) as address:
+        assert player.ask(f"join {address}", "ask 0 0 1,2,3,4", "wait", "show 0") == "action 2 of 1"
+        player.ask("leave", "show 0")
+    assert len(connections) >= 2
 
 
 def frame_of(header: dict[str, Any]) -> bytes:
