@@ -1,5 +1,7 @@
-"""What `pyproject.toml` cannot say: a wheel carries the recipes, `jobs/` and `serve_apps/`, in `shoal/recipes/`, and the
-page of one of them."""
+"""A wheel carries the recipes: `jobs/` and `serve_apps/` as `shoal/recipes/`, and the page of one of them.
+
+`pyproject.toml` cannot say so.
+"""
 
 import shutil
 from pathlib import Path

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
@@ -17,6 +18,7 @@ from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.learner_spec import DemonstrationsSpec
 from shoal.rl.spec import GatewaySpec
 from shoal.store import Store
 from shoal.weights import WeightSnapshot, WeightStore
@@ -84,7 +86,8 @@ class Parts:
         self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 60.0, **spec})
         self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
         commit = None if log is None else GroupCommit(SegmentLog(log, experience), self.queue)
-        made = GatewaySetting(self.spec, experience, TOKEN, "run-1", 475.0, **(setting or {}))
+        site = DemonstrationSite(DemonstrationsSpec(), experience, folder) if folder else None
+        made = GatewaySetting(self.spec, experience, TOKEN, "run-1", 475.0, demonstrations=site, **(setting or {}))
         self.gateway = Gateway(made, self.queue, self.store, opponents, commit)
 
     @property

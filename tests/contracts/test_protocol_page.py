@@ -7,6 +7,7 @@ import ast
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ TYPES = {
     float | None: "float or nil",
     int | None: "int or nil",
     int | list[int | float] | None: "int, array of number or nil",
+    int | float | list[int | float] | msgspec.UnsetType: "number or array of number",
     bool | None: "bool or nil",
     bool | msgspec.UnsetType: "bool",
     int | msgspec.UnsetType: "int",
@@ -86,6 +88,8 @@ TYPES = {
     tuple[str, ...]: "array of str",
     tuple[TensorHeader, ...]: "array of tensor header",
     dict[str, Any]: "map",
+    Mapping[str, bool | int | float | str]: "map",
+    Mapping[str, bool | int | float | str] | msgspec.UnsetType: "map",
     tuple[RefusedRow, ...]: "array of refused row",
     tuple[EpisodeSummary, ...] | msgspec.UnsetType: "array of episode summary",
     tuple[tuple[str, str], ...]: "array of [str, str]",

@@ -16,8 +16,9 @@ from rl_setting import TOKEN, segment
 from shoal.actor import ActorClient, play
 from shoal.actor.remote import RemoteClient, run_remote_actor
 from shoal.cli.commands.runs import set_settings
-from shoal.rl.game_settings import SettingsRule, advance_settings, begin_settings, parse_settings, read_settings
 from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
+from shoal.rl.gateway.game_settings import advance_settings, begin_settings, parse_settings, read_settings
+from shoal.rl.learner_spec import SettingsRule
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.runs.event_messages import format_warning

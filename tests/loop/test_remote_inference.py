@@ -15,7 +15,7 @@ from rl_setting import EXPERIENCE, TOKEN, segment, serving, weights
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway import sessions
 from shoal.wire import encode, pack_segment
-from shoal.wire.messages import ActionMessage, ActMessage, ErrorMessage, Hello
+from shoal.wire.messages import ActionMessage, ActionsMessage, ActMessage, ActsMessage, ErrorMessage, Hello
 from waiting import wait_for
 
 TAKE_ALL = BatchRequest(1, 10_000, 1_000, 5.0)
@@ -167,3 +167,22 @@ def test_a_client_without_numpy_and_torch_plays_episodes_of_several_at_once() ->
         batch = parts.take()
         assert batch.lengths.tolist() == [5, 5]
         assert parts.ledger.get_totals().received == 2
+
+
+def test_what_others_take_is_checked_and_the_episode_goes_on_in_rows() -> None:
+    with serving() as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        ask(raw, 0, 0)
+        assert ask(raw, 0, 1, taken=2).detail == "taken: 2 is above 1"
+        assert ask(raw, 0, 1, taken=[0, 1]).detail == "taken: (2,), expected ()"
+        assert ask(raw, 0, 1, taken=0.5).detail == "taken: float64, expected int64"
+        assert ask(raw, 0, 1, taken=1).reason == ""
+        frames = [np.zeros(4, np.float32).tobytes(), b"", b""]
+        raw.socket.send_multipart([encode(ActsMessage((0,), (2,))), *frames])
+        answer = raw.hear(ActionsMessage)
+        assert isinstance(answer, ActionsMessage)
+        assert (answer.episodes, answer.steps, answer.refused) == ((0,), (2,), ())
+        assert ask(raw, 0, 3, reward=1.0, truncated=True).reason == ""
+        assert parts.take().rewards.tolist() == [0.0, 1.0]  # the policy's steps alone
+        assert parts.gateway.stats()["episodes"] == 0
+        assert parts.ledger.get_totals().dropped == {"not_stored": 1}  # by a gateway without a folder

@@ -76,6 +76,7 @@ class ActorClient:
     first_pause_s: between the first two attempts to connect; each further pause doubles, up to a second
     offers:      the game's spaces, as {"observation": [4], "action": 3}: the gateway compares them with the run's, and
                  a run with env=ask takes them (docs/protocol.md: *Spaces from the game*)
+    behaviour:   who acts, as "human", where that is not the run's policy: all of its experience is a demonstration
     """
 
     inference = "local"
@@ -91,11 +92,12 @@ class ActorClient:
         max_weights_bytes: int = 2**30,
         first_pause_s: float = 0.05,
         offers: Mapping[str, Any] | None = None,
+        behaviour: str = "",
     ) -> None:
         self._addresses = GatewayAddresses(address, server_key)
         self.actor_id = actor_id or f"{network.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(3)}"
         self.incarnation = time.time_ns() if incarnation is None else incarnation
-        self._token, self._server_key = token, server_key
+        self._token, self._server_key, self.behaviour = token, server_key, behaviour
         self.offers = dict(offers or {})
         self._timeout_s, self._backoff = timeout_s, ReconnectBackoff(first_pause_s)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -395,8 +397,8 @@ class ActorClient:
         self._weights.set_machine(is_on_this_host(address))
         self._socket = connect_socket(self._context, address, self._server_key, self._limits.max_message_bytes)
         who = (self.actor_id, self.incarnation, "shoal-python", self.inference, self.run_id)
-        hello = Hello(PROTOCOL_VERSION, self._token, *who, self._outbox.num_acknowledged, self.offers)
-        self._send_message(hello)
+        count = self._outbox.num_acknowledged
+        self._send_message(Hello(PROTOCOL_VERSION, self._token, *who, count, self.offers, self.behaviour))
         while (remaining_s := deadline - time.monotonic()) > 0 and not self._closing.is_set():
             if not self._socket.poll(int(min(remaining_s, 0.1) * 1000) + 1):
                 continue

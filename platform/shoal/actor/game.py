@@ -24,6 +24,7 @@ from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, RunChanged, ShoalError
 from shoal.wire import Segment
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
+from shoal.wire.segment import HUMAN
 from shoal.wire.spaces import flatten_observation
 
 _POLL_S = 0.01  # how often the thread looks for new weights while the game sends nothing
@@ -58,11 +59,13 @@ class EpisodeActor(ABC, Generic[C, E]):
         """The version of the weights that chose the last action."""
 
     @abstractmethod
-    def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
+    def act(self, observation: Any, episode: Hashable = None, mask: Any = None, taken: Any = None) -> Any:
         """The action for an observation: as the environment of the run shows it, or flat.
 
         episode: the key of the episode; a key that is not in use begins one
         mask:    in a run with action masks, 1 for each action that is allowed here, and 0 for the others
+        taken:   what the game does here in place of the policy's action, which is returned: a demonstration. From one
+                 step to the next, a person may take the controls and give them back
         """
 
     def reward(self, value: float, episode: Hashable = None) -> None:
@@ -95,6 +98,12 @@ class EpisodeActor(ABC, Generic[C, E]):
     ) -> None:
         self.close()
 
+    def _require_taken(self, taken: Any) -> None:
+        """Raise ConfigError where somebody else acts than the policy, and the action is missing."""
+        if taken is None and (behaviour := self.client.behaviour):
+            problem = f"is missing, and the behaviour of this actor is {behaviour}"
+            raise ConfigError("taken", taken, problem, "act(observation, taken=action), or leave behaviour out")
+
     def _find(self, episode: Hashable) -> E:
         if episode not in self._episodes:
             raise ConfigError("episode", episode, "has no action yet", "call act(observation) first")
@@ -103,10 +112,13 @@ class EpisodeActor(ABC, Generic[C, E]):
 
 @dataclass
 class _Episode(OpenEpisode):
-    """`step` is its last action, whose reward is not complete."""
+    """`step` is its last action, whose reward is not complete. behaviour: who took the builder's steps; is_assisted:
+    others than the policy have taken some of the episode."""
 
     builder: SegmentBuilder
-    step: tuple[Any, float, int]  # action, log-probability, version
+    step: tuple[Any, float, int, str]  # action, log-probability, version, behaviour
+    behaviour: str = ""
+    is_assisted: bool = False
     is_recorded: bool = True  # not after another run has taken the address: it has seen half of the episode
 
 
@@ -126,7 +138,8 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
 
     client:       connected
     seed:         of the sampled actions
-    budget_s:     how long a call may wait for a busy learner before it discards the oldest waiting segment
+    budget_s:     how long a call may wait for a busy learner before it discards the oldest waiting segment; with a
+                  demonstration it waits for as long as it takes
     max_waiting:  segments that wait to be sent
     discarded:    how many segments were discarded, because the learner was busy for longer
 
@@ -160,7 +173,7 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
     def version(self) -> int:
         return self._policy.version
 
-    def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
+    def act(self, observation: Any, episode: Hashable = None, mask: Any = None, taken: Any = None) -> Any:
         """Act as an EpisodeActor: sample with the newest weights that have arrived. When the run is over, with the last
         weights, and nothing is recorded any more.
 
@@ -168,6 +181,7 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         gateway has rejected the actor or has been away for longer than the client's `timeout_s`.
         """
         self._check()
+        self._require_taken(taken)
         allowed = None
         if choices := find_choices(self.client.spec):
             if mask is None:
@@ -183,7 +197,9 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         elif playing.is_recorded:
             self._record(playing, observation, episode, allowed)
         action, log_probability = self._policy.act(np.asarray(observation), episode, allowed)
-        step = (action, log_probability, self._policy.version)
+        step = (action, log_probability, self._policy.version, "")
+        if taken is not None:
+            action, step = taken, (taken, 0.0, 0, self.client.behaviour or HUMAN)
         if playing is None:
             self._episodes[episode] = _Episode(builder, step, is_recorded=self._current_run == self._run)
         else:
@@ -257,20 +273,30 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         truncated: bool = False,
         success: bool | None = None,
     ) -> None:
-        action, log_probability, version = playing.step
+        action, log_probability, version, behaviour = playing.step
         extras = self._get_extras(episode, allowed)
+        if behaviour != playing.behaviour and (before := playing.builder.take_segment()) is not None:
+            self._put(playing, before)
+        playing.behaviour, playing.is_assisted = behaviour, playing.is_assisted or bool(behaviour)
         segment = playing.builder.step(
             action, log_probability, version, playing.reward, observation, terminated, truncated, extras
         )
-        if segment is None or self.finished:
+        if segment is not None:
+            self._put(playing, segment if success is None else replace(segment, success=bool(success)))
+
+    def _put(self, playing: _Episode, segment: Segment) -> None:
+        """Let a segment wait to be sent."""
+        if self.finished:
             return
-        if success is not None:
-            segment = replace(segment, success=bool(success))
+        if playing.is_assisted:
+            segment = replace(segment, behaviour=playing.behaviour, assisted=True)
         with self._changed:
-            if len(self._waiting) >= self._max_waiting:
-                self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting, self._budget_s)
-            if len(self._waiting) >= self._max_waiting:
-                self._waiting.popleft()  # the newest experience is the most useful
+            if len(self._waiting) >= self._max_waiting:  # of a demonstration nothing is discarded
+                budget_s = None if segment.behaviour else self._budget_s
+                self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting, budget_s)
+            oldest = next((each for each in self._waiting if not each[1].behaviour), None)
+            if len(self._waiting) >= self._max_waiting and oldest is not None:
+                self._waiting.remove(oldest)  # the newest experience is the most useful
                 self.discarded += 1
             self._waiting.append((self._current_run, segment))
             self._changed.notify_all()

@@ -111,11 +111,15 @@ class _Episode(OpenEpisode):
     """An episode as the game sees it. Its number changes when the gateway has lost it.
 
     total: of the steps before the newest action
+    taken: what the game did in place of the newest answer
+    is_assisted: others than the policy have acted
     """
 
     number: int
     step: int = 0
     total: float = 0.0
+    taken: Any = None
+    is_assisted: bool = False
 
     def advance(self) -> _Episode:
         """Move on to the next observation."""
@@ -128,6 +132,7 @@ class _Question(NamedTuple):
     episode: _Episode
     observation: Any
     mask: Any
+    taken: Any
     run_id: str
 
 
@@ -144,30 +149,34 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         self._asked: dict[Hashable, _Question] = {}
         self._next_number = 0
 
-    def act(self, observation: Any, episode: Hashable = None, mask: Any = None) -> Any:
+    def act(self, observation: Any, episode: Hashable = None, mask: Any = None, taken: Any = None) -> Any:
         """Act as an EpisodeActor. Raises InvalidSegment for an observation that does not fit the run, Closed when the
         run is over, and Refused or ConnectionLost as the client does."""
-        self.ask(observation, episode, mask)
+        self.ask(observation, episode, mask, taken)
         return self.wait_for_action(episode)
 
-    def ask(self, observation: Any, episode: Hashable = None, mask: Any = None) -> None:
+    def ask(self, observation: Any, episode: Hashable = None, mask: Any = None, taken: Any = None) -> None:
         """The first half of `act`: several episodes may ask before the first of them waits."""
+        self._require_taken(taken)
         playing = self._episodes.get(episode)
         asked = self._begin(0.0) if playing is None else playing.advance()
-        self._asked[episode] = _Question(asked, observation, mask, self._send(asked, observation, mask))
+        self._asked[episode] = _Question(asked, observation, mask, taken, self._send(asked, observation, mask))
 
     def wait_for_action(self, episode: Hashable = None) -> Any:
         """The second half of `act`."""
-        asked, observation, mask, run_id = self._asked.pop(episode)
+        asked, observation, mask, taken, run_id = self._asked.pop(episode)
         answer = self._receive(asked, run_id)
         while answer is None or answer.reason in _LOST:
-            asked = self._begin(asked.total + asked.reward)
+            asked = self._begin(asked.total + asked.reward, asked.is_assisted)
             answer = self._receive(asked, self._send(asked, observation, mask))
         _require_taken(answer)
         if answer.action is None:
             raise ProtocolViolation("malformed", "the gateway gave no action")
-        self._episodes[episode] = _Episode(asked.number, asked.step, asked.total + asked.reward)
+        is_assisted = asked.is_assisted or taken is not None
+        self._episodes[episode] = _Episode(asked.number, asked.step, asked.total + asked.reward, taken, is_assisted)
         self.version = answer.version
+        if taken is not None:
+            return taken
         spec = self.client.spec.action
         return np.array(answer.action, spec.numpy_dtype()).reshape(spec.shape) if spec.shape else answer.action
 
@@ -190,10 +199,10 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
     def close(self, drain_timeout_s: float = 2.0) -> None:
         self.client.close(drain_timeout_s)
 
-    def _begin(self, total: float) -> _Episode:
+    def _begin(self, total: float, is_assisted: bool = False) -> _Episode:
         """An episode, whose first step carries the return until then."""
         self._next_number += 1
-        return _Episode(self._next_number - 1, reward=total)
+        return _Episode(self._next_number - 1, reward=total, taken=0 if is_assisted else None, is_assisted=is_assisted)
 
     def _send(
         self,
@@ -208,7 +217,8 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         if self._run_id != self.client.run_id:
             self._run_id, self._encoder = self.client.run_id, _ObservationEncoder(self.client.spec)
         said = msgspec.UNSET if success is None else bool(success)
-        message = ActMessage(playing.number, playing.step, playing.reward, terminated, truncated, said)
+        taken = msgspec.UNSET if playing.taken is None else _to_numbers(playing.taken)
+        message = ActMessage(playing.number, playing.step, playing.reward, terminated, truncated, said, taken=taken)
         encoded = self._encoder.encode_mask(mask, terminated, truncated)
         try:
             self.client.ask(message, self._encoder.encode(observation), encoded)
@@ -224,6 +234,12 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
             return self.client.wait_for_action(playing.number, playing.step)
         except RunChanged:
             return None
+
+
+def _to_numbers(action: Any) -> Any:
+    """An action as a message has it: a number, or those of an array in C order."""
+    numbers = np.asarray(action)
+    return (numbers.astype(np.uint8) if numbers.dtype.kind == "b" else numbers).ravel().tolist()
 
 
 def _require_taken(answer: ActionMessage) -> None:

@@ -105,6 +105,14 @@ class SegmentBuilder:
         self._steps.append((action, reward, log_probability, version))
         if not (terminated or truncated or num_steps == self._segment_length):
             return None
+        return self._complete(terminated, truncated)
+
+    def take_segment(self) -> Segment | None:
+        """The steps since the last segment as one; the next begins at the present observation. None without a step."""
+        return self._complete(terminated=False, truncated=False) if self._steps else None
+
+    def _complete(self, terminated: bool, truncated: bool) -> Segment:
+        num_steps = len(self._steps)
         steps, self._steps = self._steps, []
         taken = {}
         for each, buffer in self._extras:

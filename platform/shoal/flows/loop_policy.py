@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +26,8 @@ from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
-from shoal.rl.game_settings import advance_settings, begin_settings
+from shoal.rl.experience.demonstrations import DemonstrationSite
+from shoal.rl.gateway.game_settings import advance_settings, begin_settings
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -86,6 +88,9 @@ class LoopPolicy:
         setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt, name)
         self._folder, self._folder_name = folder, setting.folder_name
         begin_settings(folder, shoal.runs.load(self.spec.resume).folder / self.name if self.spec.resume else None)
+        site = DemonstrationSite(self.spec.demonstrations, self.experience, folder, setting.folder_name)
+        site.prepare()
+        setting = replace(setting, demonstrations=site)
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
         factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile

@@ -86,6 +86,8 @@ class ActorLearnerMetrics:
         }
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
         metrics |= {f"episode/{name}": value for name, value in gateway.get("episode_spread", {}).items()}
+        if (shown := gateway.get("demonstrations")) and shown["segments"]:
+            metrics |= {f"demonstrations/{name}": count for name, count in shown.items()}
         metrics |= _summarize_opponents(gateway)
         if version := gateway.get("settings_version"):
             metrics["settings/version"] = version
@@ -110,7 +112,7 @@ def combine_policies(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, fl
         for name, value in each.items():
             if name == "return/mean_100":
                 result[f"return/{policy}"] = value
-            elif name.partition("/")[0] in ("episodes", "steps", "queue", "segments", "drops"):
+            elif name.partition("/")[0] in ("episodes", "steps", "queue", "segments", "drops", "demonstrations"):
                 result[name] = result.get(name, 0.0) + value
             elif name in ("weights/version", "actors/connected", "lag/max"):
                 known = [each for each in (result.get(name), value) if each is not None and each == each]

@@ -33,6 +33,7 @@ from shoal.home import home
 from shoal.plugins.moved import translate_reference
 from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.registry.model_code import ModelCode
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.segment_log import require_store
 from shoal.rl.first_game import describe_given
 from shoal.rl.gateway.listener import find_listener
@@ -123,6 +124,8 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
         if own.gateway.durable == "store":
             require_store()
         find_listener(own.gateway)
+        if run is None:  # a resumed one has copied them
+            DemonstrationSite(own.demonstrations, experience, Path(), f"/{name}").check()
         checkpoints = None if run is None else run.folder / name / "checkpoints"
         if own.algorithm.disk_mb:
             require_disk_space(own.algorithm.disk_mb, None if checkpoints is None else checkpoints / "replay")

@@ -26,6 +26,7 @@ from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.batch_checks import BadBatchPolicy, EvidenceCheck
 from shoal.rl.batch_lease import BatchLease
+from shoal.rl.experience.demonstrations import ShownExperience
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.learner_group import LearnerHub
 from shoal.rl.learner_spec import LearnerSpec
@@ -57,21 +58,22 @@ class Learner:
         *,
         store: Store | None = None,
         must_restore: bool = False,
+        demonstrations: ShownExperience | None = None,
     ) -> None:
         """Restore from the newest checkpoint in `folder`, if there is one, and publish at once.
 
         `used_version`: the newest version that this run has used so far, if known; new ones are above it. If unknown,
         they are above every version reserved in `folder`. `hub`: other learners take shares of each batch.
         `store`: where checkpoints outlive this host. `must_restore`: the run has learnt before; raises CheckpointError
-        on a host that has nothing of it.
+        on a host that has nothing of it. `demonstrations`: what others have shown.
         """
         torch.set_num_threads(spec.learner.torch_threads)
         torch.manual_seed(spec.learner.seed)
         self.spec, self._hub = spec, hub
         self._divided_by = None if spec.algorithm.is_off_policy else hub  # of a replay, the samples are divided
         self.algorithm = make_algorithm(spec, experience, folder)
-        if hub is not None:
-            self.algorithm.group = hub
+        self.algorithm.demonstrations = demonstrations
+        self.algorithm.group = hub or self.algorithm.group
         self.updates = self.steps = 0  # steps: of the environment, that entered an update
         self.counts = {"consumed": 0, "dropped": 0}  # segments, over all incarnations of the learner
         # Called in the learner's thread with how long it has taken for a batch, publication included.
@@ -93,8 +95,8 @@ class Learner:
         max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
         request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
         self._lease = BatchLease(source, request)
-        is_checked = not spec.algorithm.is_off_policy
-        self._evidence = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed) if is_checked else None
+        check = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
+        self._evidence = None if spec.algorithm.is_off_policy else check
         self._bad_batches = BadBatchPolicy(spec.applied_gateway.max_version_lag, self._update, self.algorithm.is_usable)
         self._loop = PausableLoop(self.step)
         if has_moved:  # before it publishes: the host before must not continue below these numbers
@@ -112,6 +114,8 @@ class Learner:
         finally:
             if self._hub is not None:
                 self._hub.close()
+            if self.algorithm.demonstrations is not None:
+                self.algorithm.demonstrations.close()
             if not self._lease.is_superseded:
                 self._publish_updates()
                 self.save()
@@ -229,6 +233,10 @@ class Learner:
         """Learn from a batch; False when not one step was taken, since its loss was not finite."""
         started = time.perf_counter()
         num_updates, metrics = 0, self._metrics  # a batch without a step leaves them
+        if self.algorithm.demonstrations is not None:
+            self.algorithm.demonstrations.advance(self.steps)
+            if self.algorithm.take_demonstrations() and self._hub is not None:
+                self._hub.renew_weights()
         share = batch if self._divided_by is None else self._divided_by.distribute(batch, self.algorithm.serialize)
         try:
             for step_metrics in self.algorithm.update(share):

@@ -231,6 +231,11 @@ class LearnerHub(LearnerGroup):
         self._share = shares[0]
         return self._share.batch
 
+    def renew_weights(self) -> None:
+        """Send the others the state with their next shares: this learner's weights have changed without them."""
+        for each in self._members:
+            each.has_weights = False
+
     def divide_sample(self, sample: SampleShare, serialize: Callable[[], bytes]) -> SampleShare:
         self._select_working(sample.num_items)
         bounds = [sample.num_items * number // self.num_learners for number in range(self.num_learners + 1)]

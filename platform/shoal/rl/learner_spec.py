@@ -1,12 +1,22 @@
-"""The spec of a run's learner and of its self-play."""
+"""The specs of a run's learner, its self-play, its games, and what it learns from demonstrations."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from shoal.config import Spec
+
+Setting = bool | int | float | str  # what a game is told
+
+
+class SettingsRule(Spec):
+    """`set` holds from when the mean return of the last 100 episodes, or of at least 20, reaches `above`."""
+
+    above: float
+    set: dict[str, Setting] = Field(min_length=1)
 
 
 class LearnerSpec(Spec):
@@ -56,3 +66,27 @@ class SelfPlaySpec(Spec):
     @property
     def is_on(self) -> bool:
         return self.snapshot_every > 0 or bool(self.opponents)
+
+
+class DemonstrationsSpec(Spec):
+    """What people and scripts show to a run, and how it learns from that, beside the experience of its policy."""
+
+    source: str = Field(default="", description="a run, or a folder, whose demonstrations this run starts with")
+    passes: float = Field(
+        default=200.0,
+        ge=0,
+        description="over each new one, in steps of cloning before the next update, of ppo and impala",
+    )
+    weight: float = Field(
+        default=1.0, ge=0, description="of their cross entropy in the loss from then on, of ppo and impala"
+    )
+    fade_steps: int = Field(
+        default=200_000, ge=1, description="environment steps after the newest one in which the weight falls to 0"
+    )
+    share: float = Field(default=0.25, ge=0, lt=1, description="of each sample of a replay, of dqn, r2d2 and sac")
+    max_mb: float = Field(default=256.0, gt=0, description="MiB that are kept; beyond, the oldest go")
+
+    @classmethod
+    def from_override(cls, text: str, before: Mapping[str, Any]) -> object:
+        """`demonstrations=RUN`"""
+        return {**before, "source": text}

@@ -20,6 +20,7 @@ from shoal.actor.environment import ASK
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
@@ -57,6 +58,8 @@ class LocalLoop:
             self.store = WeightStore()
             self.ledger = Ledger(folder / LEDGER_NAME)
             self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)
+            site = DemonstrationSite(spec.demonstrations, experience, folder)
+            site.prepare()
             setting = GatewaySetting(
                 spec.applied_gateway,
                 experience,
@@ -65,11 +68,13 @@ class LocalLoop:
                 target_return,
                 is_synchronous=spec.algorithm.pauses_actors,
                 learns_from_users=spec.learn_from_endpoint,
+                demonstrations=site,
             )
             opponents = OpponentPool.of_run(spec.self_play, folder)
             self.gateway = Gateway(setting, self.queue, self.store, opponents)
             self._settings = spec.settings
-            self.learner = Learner(spec, experience, self.queue, self.store, folder / "checkpoints")
+            checkpoints, shown = folder / "checkpoints", site.open_shown()
+            self.learner = Learner(spec, experience, self.queue, self.store, checkpoints, demonstrations=shown)
             self._closing = closing.pop_all()
         self._thread = threading.Thread(target=self._learn, name="learner", daemon=True)
         self._failure: BaseException | None = None

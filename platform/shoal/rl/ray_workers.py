@@ -37,6 +37,7 @@ from shoal.errors import (
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
@@ -78,6 +79,7 @@ class RunSetting:
     curve_keys: tuple[bytes, bytes] | None
     has_learnt: bool = False
     policy: str = ""
+    demonstrations: DemonstrationSite | None = None
 
     @property
     def folder_name(self) -> str:
@@ -96,9 +98,8 @@ class GatewayWorker:
         self._pool = OpponentPool.of_run(spec.self_play, setting.folder)
         self._ledger = Ledger(setting.folder / LEDGER_NAME)
         self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
-        commit = None
-        if spec.gateway.durable == "store":
-            commit = GroupCommit(open_log(setting.folder_name, experience), self._queue)
+        has_log = spec.gateway.durable == "store"
+        commit = GroupCommit(open_log(setting.folder_name, experience), self._queue) if has_log else None
         gateway = GatewaySetting(
             spec.applied_gateway,
             experience,
@@ -109,6 +110,7 @@ class GatewayWorker:
             is_synchronous=spec.algorithm.pauses_actors,
             learns_from_users=spec.learn_from_endpoint,
             policy=setting.policy,
+            demonstrations=setting.demonstrations,
         )
         weights = RayWeightSource(start_weight_store(setting.run_id))
         self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)
@@ -203,24 +205,23 @@ class LearnerWorker:
             from shoal.checkpoint.stored import open_run_store
             from shoal.rl.learner import Learner
             from shoal.rl.learner_group import LearnerHub
-
         limit_device_memory(spec.learner.num_gpus)
         store = start_weight_store(setting.run_id)
         self._publisher = RayWeightPublisher(store)
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
-        folder = setting.folder / "checkpoints"
-        has_replicas = spec.learner.replicas > 1
-        self._hub = LearnerHub(ray.util.get_node_ip_address(), setting.token.encode()) if has_replicas else None
-        version = get_stored_version(store)
+        address = ray.util.get_node_ip_address(), setting.token.encode()
+        self._hub = LearnerHub(*address) if spec.learner.replicas > 1 else None
+        version, site = get_stored_version(store), setting.demonstrations
         self._learner = Learner(
             spec,
             experience,
             source,
             self._publisher,
-            folder,
+            setting.folder / "checkpoints",
             version,
             self._hub,
             store=open_run_store(setting.folder_name),
+            demonstrations=site.open_shown() if site else None,
             must_restore=setting.has_learnt or bool(version),
         )
         self._failure, self._finished = "", False

@@ -23,8 +23,7 @@ from shoal.models.network_source import AnyNetworkSource
 from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AnyAlgorithmConfig, find_fitting
-from shoal.rl.game_settings import SettingsRule
-from shoal.rl.learner_spec import LearnerSpec, SelfPlaySpec
+from shoal.rl.learner_spec import DemonstrationsSpec, LearnerSpec, SelfPlaySpec, Setting, SettingsRule
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracker import TrackerNames
@@ -175,7 +174,7 @@ class RLSpec(Spec):
     segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")
-    settings: dict[str, bool | int | float | str] = Field(
+    settings: dict[str, Setting] = Field(
         default={}, description="that the games are told, as settings.gravity=9; `shoal set` changes them"
     )
     rules: tuple[SettingsRule, ...] = Field(
@@ -183,6 +182,7 @@ class RLSpec(Spec):
     )
     learner: LearnerSpec = LearnerSpec()
     self_play: SelfPlaySpec = SelfPlaySpec()
+    demonstrations: DemonstrationsSpec = DemonstrationsSpec()
     algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work.md
         default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
     )

@@ -40,7 +40,8 @@ class TensorHeader(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="hello"):
     """actor → gateway, first on every connection. `incarnation` grows with every start of the same actor id.
     `inference`: "local", or "remote" for a session of `act` and `action`. `acknowledged`: how many segments gateways
-    of the run `run_id` have acknowledged to this incarnation. `offers`: the spaces of the game, see `given_spaces`."""
+    of the run `run_id` have acknowledged to this incarnation. `offers`: the spaces of the game, see `given_spaces`.
+    `behaviour`: who acts, as "human"; "" is the policy."""
 
     protocol: int
     token: str
@@ -51,6 +52,7 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", t
     run_id: str = ""
     acknowledged: int = 0
     offers: dict[str, Any] = {}
+    behaviour: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit_defaults=True):
@@ -95,7 +97,8 @@ class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment
     """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow. `opponent`: with
     self-play, the version that the other agents had. `unrecorded`: episodes that ended before, without credit.
     `success`: whether the episode that ended here reached its goal, where the environment says so. `settings`: the
-    version of the settings that the episode is played with; else the newest that the actor was sent."""
+    version of the settings that the episode is played with; else the newest that the actor was sent. `behaviour`: who
+    took these steps, where that is not whom the hello names; `assisted`: others than the policy have acted in it."""
 
     seq: int
     tensors: tuple[TensorHeader, ...]
@@ -107,6 +110,8 @@ class SegmentMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="segment
     unrecorded: tuple[EpisodeSummary, ...] | msgspec.UnsetType = msgspec.UNSET
     success: bool | msgspec.UnsetType = msgspec.UNSET
     settings: int | msgspec.UnsetType = msgspec.UNSET
+    behaviour: str | msgspec.UnsetType = msgspec.UNSET
+    assisted: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ack(msgspec.Struct, frozen=True, tag_field="kind", tag="ack"):
@@ -193,7 +198,8 @@ class ErrorMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="error"):
 class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
     """actor → gateway; one frame follows: the observation before step `step` of `episode`. `reward` is that of the step
     before; at step 0, the return until then. `terminated` or `truncated`: the episode ended after the step before, and
-    the observation is its last; `success` and, at step 0, `settings` as of a segment."""
+    the observation is its last; `success` and, at step 0, `settings` as of a segment. `taken`: the action of the step
+    before, where it is not the answer; at step 0, anything: others than the policy have acted until then."""
 
     episode: int
     step: int
@@ -202,6 +208,7 @@ class ActMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="act"):
     truncated: bool = False
     success: bool | msgspec.UnsetType = msgspec.UNSET
     settings: int | msgspec.UnsetType = msgspec.UNSET
+    taken: int | float | list[int | float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ActionMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="action"):

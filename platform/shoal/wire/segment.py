@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,6 +34,8 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 LARGEST_REWARD = 1e12  # returns, their squares and those of their gradients stay finite in float32
 REWARD = TensorSpec("float32", (), -LARGEST_REWARD, LARGEST_REWARD)
 _VERSION = TensorSpec("int64", (), 1, None)
+HUMAN = "human"  # the behaviour of who takes the controls of the policy
+_BEHAVIOUR = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
 class DropReason(enum.StrEnum):
@@ -53,6 +56,8 @@ class DropReason(enum.StrEnum):
     LEASE_LOST = "lease_lost"  # leased in an answer that never reached the learner
     QUARANTINED = "quarantined"  # of an actor whose log-probabilities are impossible
     SHUTDOWN = "shutdown"  # still queued when the run ended
+    DEMONSTRATION = "demonstration"  # accepted, and kept beside the experience: not by the run's policy
+    NOT_STORED = "not_stored"  # a demonstration that the gateway cannot keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +75,8 @@ class Segment:
     success: whether the episode reached its goal; None: it did not end here, or its environment does not say
     settings: the version of the game's settings in this episode; 0: the newest that its actor was sent
     extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
+    behaviour: who acted, as "human"; "": the policy. Otherwise log_probabilities and versions are 0
+    assisted: others than the policy took some steps of the episode: its return is not the policy's
     """
 
     observations: np.ndarray
@@ -86,6 +93,8 @@ class Segment:
     unrecorded: tuple[EpisodeSummary, ...] = ()
     success: bool | None = None
     settings: int = 0
+    behaviour: str = ""
+    assisted: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -127,7 +136,7 @@ class PackedSegment(NamedTuple):
     def from_segment(cls, segment: Segment) -> PackedSegment:
         """Raises InvalidSegment when an array has an unsupported dtype."""
         headers, tensors = [], []
-        named = [(name, getattr(segment, name)) for name in _TENSORS]
+        named = [(name, getattr(segment, name)) for name in (_TENSORS[:3] if segment.behaviour else _TENSORS)]
         for name, array in (*named, *segment.extras.items()):
             array = np.ascontiguousarray(array)
             dtype = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
@@ -147,6 +156,8 @@ class PackedSegment(NamedTuple):
             segment.unrecorded or msgspec.UNSET,
             msgspec.UNSET if segment.success is None else bool(segment.success),
             segment.settings or msgspec.UNSET,
+            segment.behaviour or msgspec.UNSET,
+            segment.assisted or msgspec.UNSET,
         )
         return cls(header, tensors)
 
@@ -160,11 +171,19 @@ def pack_segment(segment: Segment, seq: int) -> list[bytes]:
     return PackedSegment.from_segment(segment).to_frames(seq)
 
 
-def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: ExperienceSpec) -> Segment:
+def is_behaviour(name: str) -> bool:
+    """Whether it can be the name of a behaviour: 1 to 32 letters, digits, `-` and `_`."""
+    return _BEHAVIOUR.fullmatch(name) is not None
+
+
+def unpack_segment(
+    message: SegmentMessage, frames: Sequence[bytes], spec: ExperienceSpec, behaviour: str = ""
+) -> Segment:
     """The segment in `frames` (without the header frame), validated against `spec`; the arrays are views of the frames.
 
-    Tensors of unknown names are ignored, as a newer client may send more. Raises InvalidSegment with the DropReason as
-    its `reason`.
+    behaviour: of the actor, where the message names none; of another than the policy's, log-probabilities and versions
+    are not read. Tensors of unknown names are ignored, as a newer client may send more. Raises InvalidSegment with the
+    DropReason as its `reason`.
     """
     if len(message.tensors) != len(frames):
         problem = f"{len(message.tensors)} described, but {len(frames)} frames follow"
@@ -181,19 +200,25 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
     (length,) = shape
     unrecorded = message.unrecorded or ()
     _check_episodes(message, length, unrecorded)
+    behaviour = behaviour if message.behaviour is msgspec.UNSET else message.behaviour
+    if behaviour and not is_behaviour(behaviour):
+        problem = f"{behaviour[:40]!r}, expected 1 to 32 letters, digits, - and _"
+        raise InvalidSegment(DropReason.INVALID_RANGE, "behaviour", problem)
     log_probability = _LOG_PROBABILITY if spec.action.numpy_dtype().kind != "f" else _LOG_DENSITY
     extras = {
         each.name: _read_tensor(each.name, described, each.count_rows(length), each.tensor) for each in spec.extras
     }
-    actions = _check_bounds(_read_tensor("actions", described, length, spec.action), spec)
+    actions = check_bounds(_read_tensor("actions", described, length, spec.action), spec)
     if MASKS in extras:
         check_masks(actions, extras[MASKS], message.terminated, spec)
     return Segment(
         _read_tensor("observations", described, length + 1, spec.observation),
         actions,
         _read_tensor("rewards", described, length, REWARD),
-        _read_tensor("log_probabilities", described, length, log_probability),
-        _read_tensor("versions", described, length, _VERSION),
+        np.zeros(length, np.float32)
+        if behaviour
+        else _read_tensor("log_probabilities", described, length, log_probability),
+        np.zeros(length, np.int64) if behaviour else _read_tensor("versions", described, length, _VERSION),
         message.terminated,
         message.truncated,
         message.episode_return,
@@ -203,6 +228,8 @@ def unpack_segment(message: SegmentMessage, frames: Sequence[bytes], spec: Exper
         unrecorded,
         None if message.success is msgspec.UNSET else message.success,
         message.settings or 0,
+        behaviour,
+        message.assisted is True,
     )
 
 
@@ -249,7 +276,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
         raise InvalidSegment(DropReason.NON_FINITE, name, f"{value:g} is not finite in float32")
 
 
-def _check_bounds(actions: np.ndarray, spec: ExperienceSpec) -> np.ndarray:
+def check_bounds(actions: np.ndarray, spec: ExperienceSpec) -> np.ndarray:
     """`actions` [L, *act], each number of which lies within its own bounds. Raises InvalidSegment."""
     low, high = np.array(spec.policy.action_low), np.array(spec.policy.action_high)
     if spec.policy.action_sizes:

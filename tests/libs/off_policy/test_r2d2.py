@@ -238,7 +238,7 @@ def test_masks_are_stored_with_the_observations_that_follow() -> None:
     batch = add_masks(make_batch(5, [16, 7], [False, True]))
     perturb_target(r2d2)
     errors = np.concatenate(expected_errors(r2d2, batch))
-    r2d2.insert(batch)
+    r2d2.insert(batch, r2d2._replay)
     _, sequences, _ = r2d2._replay.sample(200, 0.0)
     with torch.no_grad():
         found = r2d2._evaluate(sequences).losses.errors.numpy()
@@ -258,7 +258,7 @@ def test_the_stored_state_decides_the_errors(core: str) -> None:
     first, second = list_errors(r2d2, one), list_errors(r2d2, other)
     assert np.abs(first[0] - second[0]).min() > 1e-4  # the sequence at the segment's begin, step by step
     assert np.abs(first[1] - second[1]).max() > 1e-4  # and those after it, whose states follow from the stored one
-    r2d2.insert(one)
+    r2d2.insert(one, r2d2._replay)
     _, sequences, _ = r2d2._replay.sample(200, 0.0)
     is_first = ~sequences.has_burn_in
     assert is_first.any()

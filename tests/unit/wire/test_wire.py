@@ -100,6 +100,9 @@ def _field(field: msgspec.structs.FieldInfo) -> st.SearchStrategy[object]:
     by_type[bool | None] = st.none() | st.booleans()
     by_type[int | None] = st.none() | integers
     by_type[int | list[int | float] | None] = st.none() | integers | st.lists(integers | floats, max_size=3)
+    numbers = integers | floats
+    taken = st.just(msgspec.UNSET) | numbers | st.lists(numbers, max_size=3)
+    by_type[int | float | list[int | float] | msgspec.UnsetType] = taken
     by_type[bool | msgspec.UnsetType] = st.just(msgspec.UNSET) | st.booleans()
     by_type[int | msgspec.UnsetType] = st.just(msgspec.UNSET) | integers
     by_type[str | msgspec.UnsetType] = st.just(msgspec.UNSET) | names

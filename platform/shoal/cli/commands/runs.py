@@ -33,7 +33,7 @@ from shoal.cli.support.jobs import RAY_LOG_LINE
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
-from shoal.rl.game_settings import change_settings, parse_settings
+from shoal.rl.gateway.game_settings import change_settings, parse_settings
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
 from shoal.runs.formatting import (

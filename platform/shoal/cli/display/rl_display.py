@@ -46,6 +46,7 @@ INDICATORS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("KL", "learner/kl", lambda value: value > 0.1),
     ("explained variance", "learner/explained_variance", lambda value: value < 0),
     *((name, f"learner/{metric}", lambda value: False) for name, metric in (
+        ("shown", "demonstration_weight"), ("shown", "demonstration_share"), ("cloning", "cloning_loss"),
         ("Q", "q_value"), ("TD error", "td_error"), ("epsilon", "epsilon"), ("temperature", "temperature"))),
 )  # fmt: skip
 PLAIN_NUMBERS = (*NUMBERS[:1], NUMBERS[3], ("max lag", "lag/max"), NUMBERS[4])
@@ -69,10 +70,11 @@ class LoopView(RunView):
 
     @property
     def drops(self) -> dict[str, float]:
-        """Segments by the reason of their drop, without those that were queued when the run ended: that is no
-        problem."""
+        """Segments by the reason of their drop, without those that were queued when the run ended, and demonstrations:
+        these are no problem."""
         dropped = self.get_group("drops").items()
-        return {reason: count for reason, count in dropped if count and reason != DropReason.SHUTDOWN}
+        good = (DropReason.SHUTDOWN, DropReason.DEMONSTRATION)
+        return {reason: count for reason, count in dropped if count and reason not in good}
 
     @property
     def rejections(self) -> dict[str, float]:
@@ -93,6 +95,8 @@ class LoopView(RunView):
         yield render_cells((name, format_or_dash(self.value(metric))) for name, metric in NUMBERS)
         if indicators := _list_indicators(self):
             yield render_fact("learner", *indicators)
+        if shown := self.get_group("demonstrations"):
+            yield render_fact("shown", f"{shown['episodes']:,.0f} episodes, {shown['steps']:,.0f} steps")
         if lags := self.get_group("actor_lag"):
             yield _render_actors(self, lags)
         if won := self.get_group("win_rate"):

@@ -58,12 +58,11 @@ def dqn_loss(q: Tensor, actions: Tensor, targets: Tensor, weights: Tensor, delta
     return DQNLosses(torch.mean(weights * per_step), (targets - values).detach())
 
 
-class DQN(QLearning):
+class DQN(QLearning[Replay]):
     """Steps of Adam on `batch_size` drawn steps."""
 
     model: QNetwork
     _target: QNetwork
-    _replay: Replay
 
     def __init__(
         self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
@@ -72,28 +71,31 @@ class DQN(QLearning):
         self._config = config = spec.algorithm
         self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         model: QNetwork = QNetwork(**network_kwargs(spec, experience)).to(self.device)
-        replay = None
-        if has_replay:
-            replay = Replay(experience, *make_ring_options(config, folder, config.priority_exponent))
-        super().__init__(config, model, replay)
+        self._experience = experience
+        super().__init__(config, model, self.make_replay(folder) if has_replay else None)
+
+    def make_replay(self, folder: Path | None) -> Replay:
+        return Replay(self._experience, *make_ring_options(self._config, folder, self._config.priority_exponent))
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
         return bool(np.isfinite(self._compute_errors(segment)).all())
 
-    def insert(self, batch: ExperienceBatch) -> None:
+    def insert(self, batch: ExperienceBatch, replay: Replay) -> None:
         errors = self._compute_errors(batch)
         if not np.isfinite(errors).all():
             raise NonFiniteLoss("the error of a step is not finite; check the rewards")
-        self._replay.insert(batch, errors)
+        replay.insert(batch, errors)
 
     def count_draws(self) -> float:
         return self._config.batch_size
 
     def draw(self) -> tuple[np.ndarray, SampleShare]:
         config = self._config
-        sample = self._replay.sample(config.batch_size, config.num_steps, config.discount, config.beta)
-        arrays = self.normalizer.apply(sample.to_arrays())
-        return sample.rows, SampleShare(arrays, 0, config.batch_size, config.batch_size)
+        arrays = self.draw_arrays(
+            config.batch_size,
+            lambda replay, num: replay.sample(num, config.num_steps, config.discount, config.beta).to_arrays(),
+        )
+        return arrays["rows"], SampleShare(self.normalizer.apply(arrays), 0, config.batch_size, config.batch_size)
 
     def compute_loss(self, share: SampleShare) -> StepLoss:
         sample = ReplaySample(**share.arrays)

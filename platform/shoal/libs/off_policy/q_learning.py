@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,8 +34,59 @@ class StepLoss(NamedTuple):
     values: Tensor
 
 
-class ReplayAlgorithm(Algorithm):
-    """An algorithm whose replay stores each batch as it is. A learner that gets shares of samples has no replay."""
+R = TypeVar("R", Replay, SequenceReplay)
+SHOWN_SEGMENTS = 64  # that are inserted together
+
+
+class ReplayAlgorithm(Algorithm, Generic[R]):
+    """An algorithm whose replay stores each batch as it is. A learner that gets shares of samples has no replay.
+
+    What others have shown is in a replay of its own, from which a share of each sample is drawn. Its rows are counted
+    down from -1.
+    """
+
+    _replay: R
+    _shown: R | None = None
+    _generation = 0
+
+    @abstractmethod
+    def make_replay(self, folder: Path | None) -> R:
+        """An empty one, in memory or in a folder."""
+
+    @abstractmethod
+    def insert(self, batch: ExperienceBatch, replay: R) -> None:
+        """Store a batch. Raises NonFiniteLoss, storing nothing, when an error of its steps is not finite."""
+
+    def take_demonstrations(self) -> bool:
+        assert self.demonstrations is not None
+        if self._generation != self.demonstrations.generation:
+            self._generation, segments = self.demonstrations.generation, list(self.demonstrations.get_segments())
+            self._shown = self.make_replay(None)
+            for begin in range(0, len(segments), SHOWN_SEGMENTS):
+                batch = ExperienceBatch.from_segments(0, segments[begin : begin + SHOWN_SEGMENTS])
+                if self.is_usable(batch):
+                    self.insert(batch, self._shown)
+        return False
+
+    def draw_arrays(self, num_items: int, draw: Callable[[R, int], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Items of the replay by name, `rows` among them, and the share of those that were shown."""
+        num_shown = int(num_items * self.shown_share)
+        arrays = draw(self._replay, num_items - num_shown)
+        if self._shown is None or not num_shown:
+            return arrays
+        shown = draw(self._shown, num_shown)
+        shown["rows"] = -1 - shown["rows"]
+        return {name: np.concatenate([each, shown[name]]) for name, each in arrays.items()}
+
+    @property
+    def shown_share(self) -> float:
+        """Of each sample, now."""
+        has_shown = self._shown is not None and self._shown.num_drawable
+        return self.demonstrations.share if has_shown and self.demonstrations else 0.0
+
+    def describe_share(self) -> Metrics:
+        """None in a run to which nothing was shown."""
+        return {"learner/demonstration_share": self.shown_share} if self.shown_share else {}
 
     def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
         super().prepare(batch)
@@ -59,19 +110,13 @@ def make_ring_options(
     return int(config.replay_mb * 2**20), priority_exponent, random, ring_folder
 
 
-class QLearning(ReplayAlgorithm):
+class QLearning(ReplayAlgorithm[R]):
     """`samples_per_insert` drawn steps for every inserted one, in steps of Adam, with a target network and an
     exploration that travels with the weights."""
 
     model: QNetwork | RecurrentQNetwork
-    _replay: Replay | SequenceReplay
 
-    def __init__(
-        self,
-        config: QLearningConfig,
-        model: QNetwork | RecurrentQNetwork,
-        replay: Replay | SequenceReplay | None,
-    ) -> None:
+    def __init__(self, config: QLearningConfig, model: QNetwork | RecurrentQNetwork, replay: R | None) -> None:
         self._settings, self.model = config, model
         self._has_replay = replay is not None
         if replay is not None:
@@ -85,10 +130,6 @@ class QLearning(ReplayAlgorithm):
         self._set_epsilon()
 
     @abstractmethod
-    def insert(self, batch: ExperienceBatch) -> None:
-        """Store a batch. Raises NonFiniteLoss, storing nothing, when an error of its steps is not finite."""
-
-    @abstractmethod
     def count_draws(self) -> float:
         """The steps that one step of the optimizer draws."""
 
@@ -100,7 +141,7 @@ class QLearning(ReplayAlgorithm):
     def compute_loss(self, share: SampleShare) -> StepLoss: ...
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
-        self.insert(batch)
+        self.insert(batch, self._replay)
         self._num_inserted += batch.num_steps
         self._set_epsilon()
         replay = self._replay
@@ -113,9 +154,12 @@ class QLearning(ReplayAlgorithm):
             rows, sample = self.draw()
             metrics, errors = self.learn(self.group.divide_sample(sample, self.serialize))
             is_known = ~np.isnan(errors)  # not of a learner that has died
-            replay.update_priorities(rows[is_known], errors[is_known])
+            is_own, is_shown = is_known & (rows >= 0), is_known & (rows < 0)
+            replay.update_priorities(rows[is_own], errors[is_own])
+            if self._shown is not None:
+                self._shown.update_priorities(-1 - rows[is_shown], errors[is_shown])
             numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(replay.num_steps)}
-            yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}}
+            yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}, **self.describe_share()}
 
     def learn(self, share: SampleShare) -> tuple[dict[str, float], np.ndarray]:
         """The step; returns metrics and errors of the whole sample [num_items]."""

@@ -112,12 +112,11 @@ class _Evaluation(NamedTuple):
     q: Tensor
 
 
-class R2D2(QLearning):
+class R2D2(QLearning[SequenceReplay]):
     """Steps of Adam on `batch_size` drawn sequences."""
 
     model: RecurrentQNetwork
     _target: RecurrentQNetwork
-    _replay: SequenceReplay
 
     def __init__(
         self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
@@ -127,31 +126,36 @@ class R2D2(QLearning):
         self._shape = SequenceShape(config.sequence_length, config.burn_in, config.num_steps)
         self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         model: RecurrentQNetwork = RecurrentQNetwork(**network_kwargs(spec, experience)).to(self.device)
-        replay: SequenceReplay | None = None
-        if has_replay:
-            options = make_ring_options(config, folder, config.priority_exponent)
-            replay = SequenceReplay(experience, self._shape, spec.state_size, *options)
-        super().__init__(config, model, replay)
+        self._experience, self._state_size = experience, spec.state_size
+        super().__init__(config, model, self.make_replay(folder) if has_replay else None)
+
+    def make_replay(self, folder: Path | None) -> SequenceReplay:
+        options = make_ring_options(self._config, folder, self._config.priority_exponent)
+        return SequenceReplay(self._experience, self._shape, self._state_size, *options)
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
         with torch.no_grad():
             return bool(self._evaluate(self._normalize(self._split(segment))).mixed_errors.isfinite().all())
 
-    def insert(self, batch: ExperienceBatch) -> None:
+    def insert(self, batch: ExperienceBatch, replay: SequenceReplay) -> None:
         sequences = self._split(batch)
         with torch.no_grad():
             errors = self._evaluate(self._normalize(sequences)).mixed_errors
         if not errors.isfinite().all():
             raise NonFiniteLoss("the error of a sequence is not finite; check the rewards")
-        self._replay.insert(sequences, errors.cpu().numpy())
+        replay.insert(sequences, errors.cpu().numpy())
 
     def count_draws(self) -> float:
         return self._config.batch_size * self._replay.num_steps / self._replay.num_drawable
 
     def draw(self) -> tuple[np.ndarray, SampleShare]:
-        rows, sequences, weights = self._replay.sample(self._config.batch_size, self._config.beta)
-        arrays = {**self.normalizer.apply(sequences.to_arrays()), "weights": weights}
-        return rows, SampleShare(arrays, 0, len(rows), int(sequences.num_trained.sum()))
+        arrays = self.draw_arrays(self._config.batch_size, self._draw_sequences)
+        rows, num_steps = arrays.pop("rows"), int(arrays["num_trained"].sum())
+        return rows, SampleShare(self.normalizer.apply(arrays), 0, len(rows), num_steps)
+
+    def _draw_sequences(self, replay: SequenceReplay, num_items: int) -> dict[str, np.ndarray]:
+        rows, sequences, weights = replay.sample(num_items, self._config.beta)
+        return {**sequences.to_arrays(), "weights": weights, "rows": rows}
 
     def compute_loss(self, share: SampleShare) -> StepLoss:
         arrays = dict(share.arrays)

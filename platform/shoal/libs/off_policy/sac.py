@@ -61,10 +61,8 @@ def temperature_loss(log_alpha: Tensor, log_pi: Tensor, target_entropy: float) -
     return -(log_alpha.exp() * (log_pi.detach() + target_entropy)).mean()
 
 
-class SAC(ReplayAlgorithm):
+class SAC(ReplayAlgorithm[Replay]):
     """`updates_per_step` steps of Adam for every inserted environment step. Only the policy's weights are published."""
-
-    _replay: Replay  # unless another learner draws the samples
 
     def __init__(
         self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None, has_replay: bool = True
@@ -90,17 +88,23 @@ class SAC(ReplayAlgorithm):
                 ("temperature_optimizer", [self._log_alpha]),
             )
         }
-        self._has_replay = has_replay
-        if has_replay:
-            self._replay = Replay(experience, *make_ring_options(config, folder, priority_exponent=0.0))  # uniform
+        self._experience, self._has_replay = experience, has_replay
+        if has_replay:  # otherwise another learner draws the samples
+            self._replay = self.make_replay(folder)
         # Environment steps that this process can or could draw.
         self._num_inserted = self._replay.num_steps if has_replay else 0
         self._num_owed = 0.0  # steps of the optimizers that inserted steps still allow
 
-    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+    def make_replay(self, folder: Path | None) -> Replay:
+        return Replay(self._experience, *make_ring_options(self._config, folder, priority_exponent=0.0))  # uniform
+
+    def insert(self, batch: ExperienceBatch, replay: Replay) -> None:
         if not self.is_usable(batch):
             raise NonFiniteLoss("the critics' loss of a step is not finite; check the rewards")
-        self._replay.insert(batch)
+        replay.insert(batch)
+
+    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        self.insert(batch, self._replay)
         self._num_inserted += batch.num_steps
         if self._num_inserted < self._config.learning_starts:
             return
@@ -108,14 +112,16 @@ class SAC(ReplayAlgorithm):
         while self._num_owed >= 1:
             self._num_owed -= 1
             metrics = self.learn(self.group.divide_sample(self.draw(), self.serialize))
-            yield {**metrics, "learner/replay_steps": float(self._replay.num_steps)}
+            yield {**metrics, "learner/replay_steps": float(self._replay.num_steps), **self.describe_share()}
 
     def draw(self) -> SampleShare:
         """A sample of the replay, with the noise of the actions that the step draws."""
         num_items = self._config.batch_size
-        sample = self._replay.sample(num_items, 1, self._config.discount, beta=0.0)
+        arrays = self.draw_arrays(
+            num_items, lambda replay, num: replay.sample(num, 1, self._config.discount, beta=0.0).to_arrays()
+        )
         noise = {name: self._draw_noise(num_items).numpy() for name in ("next_noise", "noise")}
-        return SampleShare({**self.normalizer.apply(sample.to_arrays()), **noise}, 0, num_items, num_items)
+        return SampleShare({**self.normalizer.apply(arrays), **noise}, 0, num_items, num_items)
 
     @torch.no_grad()
     def is_usable(self, segment: ExperienceBatch) -> bool:

@@ -6,7 +6,7 @@ Legend: N steps, S segments laid end to end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,11 +25,11 @@ from shoal.rl.algorithms.algorithm import (
     set_learning_rate,
 )
 from shoal.rl.algorithms.normalization import Normalizer
-from shoal.rl.algorithms.segments import MOMENTS, compute_log_ratios, explain_variance, to_tensors
+from shoal.rl.algorithms.segments import MOMENTS, compute_log_pi, compute_log_ratios, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import LearnerGroup
 from shoal.rl.spec import RLSpec
-from shoal.wire import ExperienceSpec
+from shoal.wire import ExperienceSpec, Segment
 
 
 class Losses(NamedTuple):
@@ -70,7 +70,8 @@ class ActorCriticAlgorithm(Algorithm):
         num_steps: of which the other learners of the group have the others
         """
         self.model.zero_grad(set_to_none=True)
-        losses.total.backward()
+        shown = None if self.demonstrations is None else self.demonstrations.compute_loss(self.compute_log_pi)
+        (losses.total if shown is None else losses.total + shown[0]).backward()
         metrics = {
             "learner/loss": losses.total,
             "learner/policy_loss": losses.policy,
@@ -84,7 +85,8 @@ class ActorCriticAlgorithm(Algorithm):
         sums = group.sum_gradients(self.model.parameters(), metrics, num_mine, num_steps)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
         explained = explain_variance(*(sums.pop(each) for each in MOMENTS))
-        return {**sums, "learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
+        sums |= {"learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
+        return sums if shown is None else {**sums, **shown[1]}
 
     def take_step(self, metrics: dict[str, float]) -> dict[str, float]:
         """Take the step of these gradients. Raises NonFiniteLoss, leaving the weights as they were."""
@@ -92,6 +94,23 @@ class ActorCriticAlgorithm(Algorithm):
             raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
         self._optimizer.step()
         return metrics
+
+    def take_demonstrations(self) -> bool:
+        """Steps of cloning alone: a batch of experience has few, and comes from a policy that was shown nothing."""
+        assert self.demonstrations is not None
+        num_steps = self.demonstrations.take_cloning_steps()
+        for _ in range(num_steps):
+            self.model.zero_grad(set_to_none=True)
+            if (shown := self.demonstrations.compute_loss(self.compute_log_pi)) is not None:
+                shown[0].backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm, error_if_nonfinite=True)
+                self._optimizer.step()
+        return num_steps > 0
+
+    def compute_log_pi(self, segments: Sequence[Segment]) -> Tensor:
+        """log π(a|x) of the steps [N] of segments, differentiable."""
+        batch = self.normalizer.normalize(ExperienceBatch.from_segments(0, list(segments)))
+        return compute_log_pi(self.model, to_tensors(batch, self.device))
 
     def compute_log_ratios(self, batch: ExperienceBatch) -> np.ndarray:
         return compute_log_ratios(self.model, to_tensors(batch, self.device))

@@ -21,6 +21,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AlgorithmConfig
 from shoal.rl.algorithms.normalization import Normalizer
+from shoal.rl.experience.demonstrations import ShownExperience
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShare
 from shoal.rl.spec import RLSpec, network_kwargs
@@ -40,12 +41,14 @@ class Algorithm(ABC):
     device: of the model and of each batch; what leaves the algorithm is on the CPU
     group: the learners that share each batch
     normalizer: the statistics of observations and rewards
+    demonstrations: what others have shown; None for none, and where another learner of the group has them
     """
 
     model: nn.Module
     device = torch.device("cpu")
     group: LearnerGroup = SINGLE
     normalizer: Normalizer
+    demonstrations: ShownExperience | None = None
 
     def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
         """A new batch as the other methods take it: in units of the statistics, unless a replay stores it."""
@@ -77,6 +80,10 @@ class Algorithm(ABC):
         """log π(a|x) - log μ(a|x) of each step [N], of the present policy and of the one that has acted; unless the
         algorithm is off-policy, and needs no behaviour policy."""
         raise NotImplementedError
+
+    def take_demonstrations(self) -> bool:
+        """Take in what others have shown since the last call, before an update; whether the weights have changed."""
+        return False
 
     def configure(self, config: AlgorithmConfig) -> None:
         """Go on with the fields of `config` that are `changeable`, from the next batch on; others stay the same.

@@ -123,13 +123,18 @@ def evaluate_rows(model: AnyActorCritic, batch: SegmentBatch) -> tuple[Tensor, T
     return mask_logits(outputs, batch.masks), values
 
 
-@torch.no_grad()
-def compute_log_ratios(model: AnyActorCritic, batch: SegmentBatch) -> np.ndarray:
-    """log π(a|x) - log μ(a|x) of each step [N]: of `model`, and of the policy that has acted."""
+def compute_log_pi(model: AnyActorCritic, batch: SegmentBatch) -> Tensor:
+    """log π(a|x) of each step [N], differentiable."""
     outputs, _ = evaluate_rows(model, batch)
     step_rows = make_grid(batch.lengths_B).step_rows
     log_pi, _ = model.distribution.evaluate(outputs.index_select(0, step_rows), batch.actions)
-    result: np.ndarray = (log_pi - batch.log_probabilities).cpu().numpy()
+    return log_pi
+
+
+@torch.no_grad()
+def compute_log_ratios(model: AnyActorCritic, batch: SegmentBatch) -> np.ndarray:
+    """log π(a|x) - log μ(a|x) of each step [N]: of `model`, and of the policy that has acted."""
+    result: np.ndarray = (compute_log_pi(model, batch) - batch.log_probabilities).cpu().numpy()
     return result
 
 

@@ -160,7 +160,7 @@ class RunProgress:
         version = segment.settings or actor.settings or self.settings
         for each in segment.unrecorded:
             self._record_episode(each.episode_return, each.episode_length, each.opponent, each.success, version)
-        if segment.episode_return is not None:
+        if segment.episode_return is not None and not segment.assisted:
             length = segment.episode_length or segment.num_steps
             self._record_episode(segment.episode_return, length, segment.opponent, segment.success, version)
 

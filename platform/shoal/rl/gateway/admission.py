@@ -28,7 +28,7 @@ class Admission:
         """Validate and queue. Returns why the segment must be dropped and a detail, or (None, "") when it is queued."""
         state = self._state
         try:
-            segment = unpack_segment(message, frames, state.setting.experience)
+            segment = unpack_segment(message, frames, state.setting.experience, session.behaviour)
             if int(segment.versions.max()) > state.version:
                 problem = f"{segment.versions.max()} was never published"
                 raise InvalidSegment(DropReason.INVALID_RANGE, "versions", problem)
@@ -64,6 +64,8 @@ class Admission:
     ) -> tuple[DropReason | None, str]:
         """Count and queue a valid segment, unless it is too old."""
         state = self._state
+        if segment.behaviour:
+            return self._keep(key, progress, seq, segment)
         state.progress.record_segment(progress, segment)
         lag = 0 if state.weights is None else int(state.weights.measure_lag(segment.oldest_version))
         if lag > (max_lag := state.setting.spec.max_version_lag):
@@ -75,3 +77,21 @@ class Admission:
         except Closed:
             return DropReason.SHUTDOWN, "the run is ending"
         return (None, "") if queued else (DropReason.OVER_CREDIT, "the queue is full")
+
+    def _keep(
+        self, key: ActorKey, progress: ActorProgress, seq: int, segment: Segment
+    ) -> tuple[DropReason | None, str]:
+        """Keep a demonstration, which is not the policy's: the run counts neither its steps nor its return."""
+        problem, demonstrations = "this run keeps no demonstrations", self._state.demonstrations
+        if demonstrations is not None:
+            try:
+                demonstrations.store(key, seq, segment, self._state.progress.steps)
+            except OSError as error:
+                problem = str(error)
+            else:
+                progress.steps += segment.num_steps
+                progress.segments += 1
+                self._queue.ledger.record_received(key, seq, DropReason.DEMONSTRATION)
+                return None, ""
+        self._state.progress.record_rejection(progress, DropReason.NOT_STORED, problem)
+        return DropReason.NOT_STORED, problem

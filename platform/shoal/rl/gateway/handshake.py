@@ -65,9 +65,11 @@ class Handshake:
         for older in self._actors.remove_older(key):
             self._progress.record_event("actor_restarted", actor_id=older.actor_id, steps_before=older.steps)
         next_seq = self._ledger.open_account(key).next_seq
-        session = self._sessions[route] = Session(key, self._actors.join(key), next_seq, is_remote=is_remote)
+        session = self._sessions[route] = Session(
+            key, self._actors.join(key), next_seq, is_remote=is_remote, behaviour=hello.behaviour
+        )
         if is_remote:
-            self._inference.add_client(key, session.progress)
+            self._inference.add_client(key, session.progress).behaviour = hello.behaviour
         self._progress.record_event("actor_joined", actor_id=key[0], incarnation=key[1], next_seq=next_seq)
 
     def _reject_hello(self, route: bytes, hello: Hello, code: str, message: str) -> None:

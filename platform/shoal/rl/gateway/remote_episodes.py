@@ -14,14 +14,15 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
+from shoal.actor.segment_builder import convert_rows
 from shoal.errors import InvalidSegment
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.wire import DropReason, ExperienceSpec, Segment
-from shoal.wire.action_masks import MASKS, read_mask
+from shoal.wire.action_masks import MASKS, check_masks, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS, TensorSpec
 from shoal.wire.messages import ActionMessage, ActMessage
-from shoal.wire.segment import REWARD, check_values
+from shoal.wire.segment import HUMAN, REWARD, check_bounds, check_values
 
 ENDED_EPISODE = "ended_episode"
 UNKNOWN_EPISODE = "unknown_episode"
@@ -59,6 +60,8 @@ class RemoteEpisode:
     used_at: of the newest message, by the caller's clock
     is_full: its open segment is complete, and waits for room in the queue
     settings: the version of the game's settings
+    behaviour:   who took the open steps; "": the policy
+    is_assisted: others than the policy have taken steps
     """
 
     number: int
@@ -70,17 +73,21 @@ class RemoteEpisode:
     choice: Choice | None = None
     is_full: bool = False
     settings: int = 0
+    behaviour: str = ""
+    is_assisted: bool = False
 
 
 @dataclass(eq=False)
 class OpenEpisodes:
-    """A client and its open episodes. `last_number` is the highest episode that it has begun: numbers only grow."""
+    """A client and its open episodes. `last_number` is the highest episode that it has begun: numbers only grow.
+    behaviour: who acts; "": the policy, unless a message says otherwise"""
 
     key: ActorKey
     progress: ActorProgress
     max_episodes: int
     episodes: dict[int, RemoteEpisode] = field(default_factory=dict)
     last_number: int = -1
+    behaviour: str = ""
 
     def find_episode(self, message: ActMessage, observation: Observed, now_s: float) -> RemoteEpisode | ActionMessage:
         """The episode that takes this step or already has it; a new one for step 0. Otherwise the answer.
@@ -101,6 +108,7 @@ class OpenEpisodes:
             self.last_number = number
             episode = self.episodes[number] = RemoteEpisode(number, [observation], message.reward, now_s)
             episode.settings = message.settings or self.progress.settings
+            episode.is_assisted = message.taken is not msgspec.UNSET
             return episode
         episode.used_at = now_s
         if step == episode.step:
@@ -146,24 +154,66 @@ def _raise_misfit(frames: Sequence[bytes], expected: Sequence[tuple[str, TensorS
     raise AssertionError("all fit")
 
 
-def completes_segment(episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> bool:
-    """Whether this step is the last of a segment."""
-    return message.terminated or message.truncated or len(episode.steps) + 1 == experience.segment_length
+class Step(NamedTuple):
+    """What was done at the observation before the newest one. behaviour: by whom; "": by the policy"""
+
+    choice: Choice
+    behaviour: str
+
+    def fills_slot(self, episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> bool:
+        """Whether it completes a segment of the policy's, which takes a slot of the queue."""
+        is_cut = bool(episode.steps) and episode.behaviour != self.behaviour
+        num_steps = 1 if is_cut else len(episode.steps) + 1
+        is_last = message.terminated or message.truncated or num_steps == experience.segment_length
+        return (is_cut and not episode.behaviour) or (is_last and not self.behaviour)
 
 
-def take_step(episode: RemoteEpisode, message: ActMessage, observation: Observed) -> None:
-    """Add the step before this observation, whose answer was `episode.choice`."""
+def read_step(episode: RemoteEpisode, behaviour: str, message: ActMessage, experience: ExperienceSpec) -> Step:
+    """The step before this message: the answer, or what was `taken` in its place. behaviour: of the client. Raises
+    InvalidSegment."""
     assert episode.choice is not None
-    episode.steps.append((episode.choice, message.reward))
+    if message.taken is msgspec.UNSET:
+        if behaviour:
+            problem = f"is missing: in this session {behaviour} acts"
+            raise InvalidSegment(DropReason.INVALID_FRAMES, "taken", problem)
+        return Step(episode.choice, "")
+    spec, given = experience.action, np.asarray(message.taken)
+    given = given.reshape(spec.shape) if given.size == math.prod(spec.shape) else given
+    action = convert_rows("taken", given, spec.numpy_dtype(), spec.shape)
+    check_values("taken", action, spec)
+    check_bounds(action[None], experience)
+    if mask := episode.observations[-1].mask:
+        masks = np.frombuffer(mask, np.bool_)
+        check_masks(action[None], np.stack([masks, masks]), True, experience)
+    return Step(Choice(action, 0.0, 0, episode.choice.extras), behaviour or HUMAN)
+
+
+def take_step(
+    episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step, experience: ExperienceSpec
+) -> list[Segment]:
+    """Add the step before this observation; returns the segments that it completes: the one before where others act
+    from now on, and its own."""
+    segments = []
+    if episode.steps and episode.behaviour != step.behaviour:
+        segments.append(_take_segment(episode, None, experience))
+    episode.behaviour = step.behaviour
+    episode.is_assisted |= bool(step.behaviour)
+    episode.steps.append((step.choice, message.reward))
     episode.observations.append(observation)
     episode.step, episode.choice = message.step, None
     episode.total += message.reward
+    if message.terminated or message.truncated or len(episode.steps) == experience.segment_length:
+        segments.append(_take_segment(episode, message, experience))
+    episode.is_full = False
+    return segments
 
 
-def take_segment(episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> Segment:
-    """The steps since the last segment, which end with `message`. The next segment begins with its observation."""
+def _take_segment(episode: RemoteEpisode, message: ActMessage | None, experience: ExperienceSpec) -> Segment:
+    """The steps since the last segment, which end with `message`, or where another's begin (None). The next segment
+    begins with its observation."""
     choices, rewards = zip(*episode.steps, strict=True)
-    length, ended = len(rewards), message.terminated or message.truncated
+    length, last = len(rewards), message or ActMessage(episode.number, episode.step)
+    ended = last.terminated or last.truncated
     observation, action = experience.observation, experience.action
     masks = np.frombuffer(b"".join(each.mask for each in episode.observations), np.bool_).reshape(length + 1, -1)
     frames = b"".join(each.frame for each in episode.observations)
@@ -173,16 +223,18 @@ def take_segment(episode: RemoteEpisode, message: ActMessage, experience: Experi
         np.array(rewards, np.float32),
         np.array([choice.log_probability for choice in choices], np.float32),
         np.array([choice.version for choice in choices], np.int64),
-        message.terminated,
-        message.truncated and not message.terminated,
+        last.terminated,
+        last.truncated and not last.terminated,
         episode.total if ended else None,
         episode.step if ended else None,
         {
             each.name: masks if each.name == MASKS else np.asarray(choices[0].extras[each.name])[None]
             for each in experience.extras
         },
-        success=message.success if ended and message.success is not msgspec.UNSET else None,
         settings=episode.settings,
+        success=last.success if ended and last.success is not msgspec.UNSET else None,
+        behaviour=episode.behaviour,
+        assisted=episode.is_assisted,
     )
-    episode.observations, episode.steps, episode.is_full = episode.observations[-1:], [], False
+    episode.observations, episode.steps = episode.observations[-1:], []
     return segment

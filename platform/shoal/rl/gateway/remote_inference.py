@@ -32,9 +32,9 @@ from shoal.rl.gateway.remote_episodes import (
     Observed,
     OpenEpisodes,
     RemoteEpisode,
-    completes_segment,
+    Step,
     read_observation,
-    take_segment,
+    read_step,
     take_step,
 )
 from shoal.rl.gateway.row_episodes import INVALID, PendingActions, Refusal, RowEpisodes, read_rows
@@ -194,6 +194,7 @@ class RemoteInference:
         self._rows: dict[ActorKey, RowEpisodes] = {}  # of clients that have sent `acts`
         # Completed segments, waiting for a slot, in order.
         self._completing: dict[tuple[ActorKey, int], _Completing] = {}
+        self._single: dict[tuple[ActorKey, int, int], tuple[PendingActions, int]] = {}  # rows taken as an `act`
         self._answers: Answers = []
         self._callbacks = CallbackQueue(wake)
         self._batcher: Batcher[None, _Observations, _Choices] | None = None  # from `start` on
@@ -276,15 +277,15 @@ class RemoteInference:
             self._enqueue(client, episode)
         elif message.step == episode.step or episode.is_full:
             return None  # it is waiting already
-        elif not completes_segment(episode, message, self._experience):
-            take_step(episode, message, observation)
-            self._enqueue(client, episode)
-        elif self._completing or not self._state.sessions.has_space():
-            episode.is_full = True
-            complete = partial(self._complete, client, episode, message, observation)
-            self._completing[key, message.episode] = complete, 0
         else:
-            return self._complete(client, episode, message, observation)
+            step = read_step(episode, client.behaviour, message, self._experience)
+            if not step.fills_slot(episode, message, self._experience) or (
+                not self._completing and self._state.sessions.has_space()
+            ):
+                return self._take(client, episode, message, observation, step)
+            episode.is_full = True
+            take = partial(self._take, client, episode, message, observation, step)
+            self._completing[key, message.episode] = take, 0
         return None
 
     def _take_acts(self, key: ActorKey, message: ActsMessage, frames: Sequence[bytes]) -> None:
@@ -295,17 +296,26 @@ class RemoteInference:
         refused: dict[int, Refusal | None] = {
             row: (INVALID, self._record_invalid(key, error)) for row, error in invalid.items()
         }
+        if client.behaviour:
+            refusal = INVALID, f"taken: {client.behaviour} acts: send it as `act`"
+            refused = dict.fromkeys(range(len(rows.episodes)), refusal)
+        single: list[int] = []  # rows of episodes that stay as they are
         for row, number in enumerate(rows.episodes) if client.episodes else ():  # of single messages
-            if (episode := client.episodes.get(number)) is None:
+            if (episode := client.episodes.get(number)) is None or row in refused:
                 continue
-            if episode.choice is not None and not episode.is_full:
-                episodes.adopt(client.episodes.pop(number))
-            else:
+            if episode.choice is None or episode.is_full:
                 is_waiting = rows.steps[row] == episode.step + episode.is_full
                 refused[row] = None if is_waiting else (WRONG_STEP, "")
+            elif episode.is_assisted:
+                refused[row] = None
+                single.append(row)
+            else:
+                episodes.adopt(client.episodes.pop(number))
         pending = PendingActions(rows, self._experience.action)
         taken = episodes.take(pending, refused, time.monotonic())
-        pending.num_waiting = len(taken.asking) + len(taken.completing)
+        pending.num_waiting = len(taken.asking) + len(taken.completing) + len(single)
+        for row in single:
+            self._take_single(key, pending, row)
         if not pending.num_waiting and (answer := pending.to_frames()):
             self._answers.append((key, answer))
         self._enqueue_rows(key, pending, taken.asking)
@@ -314,6 +324,26 @@ class RemoteInference:
         waiting = taken.completing[room:].tolist()
         episodes.hold([rows.episodes[row] for row in waiting])
         self._completing |= {(key, rows.episodes[row]): (pending, row) for row in waiting}
+
+    def _take_single(self, key: ActorKey, pending: PendingActions, row: int) -> None:
+        """Take a row as an `act`, whose answer becomes part of the rows'."""
+        message, frames = pending.rows.to_act(row, has_masks=bool(self._choices))
+        self._single[key, message.episode, message.step] = pending, row
+        self.take_message(key, message, frames)
+
+    def _join_single(self, answers: Answers) -> Answers:
+        """The answers, those to rows that were taken as an `act` within those of their messages."""
+        joined: Answers = []
+        for key, answer in answers:
+            place = (key, answer.episode, answer.step) if isinstance(answer, ActionMessage) else None
+            if place not in self._single or not isinstance(answer, ActionMessage):
+                joined.append((key, answer))
+                continue
+            pending, row = self._single.pop(place)
+            pending.take(row, answer)
+            if not pending.num_waiting:
+                joined.append((key, pending.to_frames()))
+        return joined
 
     def run_round(self) -> Answers:
         """Store the segments for which there are slots now; returns the new answers, each with its client."""
@@ -329,7 +359,7 @@ class RemoteInference:
         self._callbacks.run()
         answers = self._answers[:]
         self._answers.clear()
-        return answers
+        return self._join_single(answers) if self._single else answers
 
     def forget(self, key: ActorKey) -> None:
         """Drop a client that has said goodbye. The steps since its last segments were never counted."""
@@ -338,6 +368,7 @@ class RemoteInference:
             for number in (*client.episodes, *(rows.get_numbers() if rows is not None else ())):
                 self._policy.reset(_make_stream(key, number))
         self._completing = {waiting: each for waiting, each in self._completing.items() if waiting[0] != key}
+        self._single = {waiting: each for waiting, each in self._single.items() if waiting[0] != key}
 
     def expire(self, before_s: float) -> None:
         """End the episodes that no client has continued since `before_s`, and count each as a dropped segment."""
@@ -352,11 +383,12 @@ class RemoteInference:
                 del self._clients[key]
                 self._rows.pop(key, None)
 
-    def _complete(
-        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed
+    def _take(
+        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step
     ) -> ActionMessage | None:
-        take_step(episode, message, observation)
-        self._store(client.key, client.progress, take_segment(episode, message, self._experience))
+        """Take a step, and store the segments that it completes."""
+        for segment in take_step(episode, message, observation, step, self._experience):
+            self._store(client.key, client.progress, segment)
         if message.terminated or message.truncated:
             del client.episodes[episode.number]
             self._policy.reset(_make_stream(client.key, episode.number))

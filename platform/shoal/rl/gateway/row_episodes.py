@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from shoal.errors import InvalidSegment, ProtocolViolation
@@ -34,7 +35,9 @@ from shoal.wire.messages import (
     ROW_TELLS_SUCCESS,
     ROW_TERMINATED,
     ROW_TRUNCATED,
+    ActionMessage,
     ActionsMessage,
+    ActMessage,
     ActsMessage,
     RefusedRow,
     encode,
@@ -69,6 +72,19 @@ class ActRows(NamedTuple):
         """Whether the episode ended after the step before. [N]"""
         ended: np.ndarray = (self.flags & (ROW_TERMINATED | ROW_TRUNCATED)) != 0
         return ended
+
+    def to_act(self, row: int, has_masks: bool) -> tuple[ActMessage, list[bytes]]:
+        """A row as a message of its own."""
+        flags = int(self.flags[row])
+        message = ActMessage(
+            self.episodes[row],
+            int(self.steps[row]),
+            float(self.rewards[row]),
+            bool(flags & ROW_TERMINATED),
+            bool(flags & ROW_TRUNCATED),
+            bool(flags & ROW_SUCCESS) if flags & ROW_TELLS_SUCCESS else msgspec.UNSET,
+        )
+        return message, [self.observations[row].tobytes(), *([self.masks[row].tobytes()] if has_masks else [])]
 
 
 def read_rows(
@@ -152,6 +168,16 @@ class PendingActions:
         step = int(self.rows.steps[row])
         self._refused.append(RefusedRow(row, self.rows.episodes[row], step, reason, detail))
 
+    def take(self, row: int, answer: ActionMessage) -> None:
+        """Take the answer to a row that waits."""
+        self.num_waiting -= 1
+        if answer.reason:
+            self.refuse(row, answer.reason, answer.detail or "")
+        elif answer.action is None:
+            self.end(row)
+        else:
+            self.answer(row, np.reshape(answer.action, self._actions.shape[1:]), answer.version)
+
     def to_frames(self) -> list[bytes]:
         """The message; none where each row is answered with an earlier one."""
         episodes, steps, actions = self.rows.episodes, self.rows.steps, self._actions
@@ -207,7 +233,9 @@ class RowEpisodes:
             **dict.fromkeys(("rewards", "log_probabilities"), ((length,), np.float32)),
             "versions": ((length,), np.int64),
         }
-        self.extras: list[Mapping[str, Any]] = []  # [S], of the open segment
+        # What a segment carries that begins with the open one's first step, or with the newest one.
+        self.extras: list[Mapping[str, Any]] = []  # [S]
+        self.newest_extras: list[Mapping[str, Any]] = []  # [S]
         for name, (shape, dtype) in self._columns.items():
             setattr(self, name, np.zeros((0, *shape), dtype))
         slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in self._columns.values())
@@ -305,6 +333,7 @@ class RowEpisodes:
                 setattr(self, name, larger)
             self._free += range(known, size)
             self.extras += [NO_EXTRAS] * (size - known)
+            self.newest_extras += [NO_EXTRAS] * (size - known)
         self._slots |= {number: self._free.pop() for number in numbers}
         slots = self.find_slots(numbers)
         self.number[slots] = numbers
@@ -332,6 +361,7 @@ class RowEpisodes:
         self.actions[slots, length], self.log_probabilities[slots, length] = actions, log_probabilities
         self.versions[slots, length], self.status[slots] = version, _CHOSEN
         for slot, at, each in zip(slots, length, extras, strict=False):
+            self.newest_extras[slot] = each
             if at == 0:
                 self.extras[slot] = each
 
@@ -434,4 +464,5 @@ class RowEpisodes:
         total, used_at, step = float(self.total[slot]), float(self.used_at[slot]), int(self.step[slot])
         self.close(number)
         settings = int(self.settings[slot])
-        return RemoteEpisode(number, observations, total, used_at, steps, step, choices[-1], settings=settings)
+        newest = choices[-1]._replace(extras=self.newest_extras[slot])
+        return RemoteEpisode(number, observations, total, used_at, steps, step, newest, settings=settings)

@@ -24,6 +24,7 @@ from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.wire.messages import Ack, Credit, Hello
+from shoal.wire.segment import is_behaviour
 
 USERS_ACTOR_ID = "endpoint-users"
 LOCAL, REMOTE = "local", "remote"  # where a session's policy runs
@@ -50,6 +51,7 @@ class Session:
     reported_limit: int = 0
     is_welcomed: bool = False  # `welcome` was sent
     is_remote: bool = False  # it sends observations: it needs no credit
+    behaviour: str = ""  # who acts in it, where that is not the policy
     pull_newer_than: int | None = None  # an open pull
     shares_memory: bool = False  # of that pull: it is on this machine
     pull_opponent_newer_than: int | None = None  # likewise
@@ -274,6 +276,8 @@ def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[st
         return "stale_incarnation", f"incarnation {newest_incarnation} has been seen: use a larger one"
     if hello.inference not in (LOCAL, REMOTE):
         return "malformed", f'inference is "{LOCAL}" or "{REMOTE}"'
+    if hello.behaviour and not is_behaviour(hello.behaviour):
+        return "malformed", "behaviour takes 1 to 32 letters, digits, - and _"
     return None
 
 

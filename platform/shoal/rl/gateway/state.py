@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
+from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
@@ -25,6 +26,7 @@ class GatewaySetting:
     is_synchronous:    actors pause between two batches
     learns_from_users: it takes the episodes of the endpoint's users
     policy:            its name, which is the path of its WebSocket address; "" where the run gives none
+    demonstrations:    where those of others than the policy are stored
     """
 
     spec: GatewaySpec
@@ -36,6 +38,7 @@ class GatewaySetting:
     is_synchronous: bool = False
     learns_from_users: bool = False
     policy: str = ""
+    demonstrations: DemonstrationSite | None = None
 
     def __post_init__(self) -> None:
         if not self.token:
@@ -50,6 +53,7 @@ class GatewayState:
 
     opponents:    of a run with self-play
     group_commit: with `durable: store`
+    demonstrations: takes the segments of others than the policy
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class GatewayState:
         group_commit: GroupCommit | None = None,
     ) -> None:
         self.setting, self.queue, self.opponents, self.group_commit = setting, queue, opponents, group_commit
+        self.demonstrations = setting.demonstrations.open_recorder() if setting.demonstrations else None
         self.progress = RunProgress(setting.target_return, opponent_names=opponents.names if opponents else {})
         self.actors = ActorTable()
         self.sessions = Sessions(queue, setting.experience.segment_length if setting.is_synchronous else 0)

@@ -10,20 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field
-
 from shoal.atomic_file import replace_synced
-from shoal.config import Spec
+from shoal.rl.learner_spec import Setting, SettingsRule
 
 FILE = "settings.json"  # in the folder of the run, or of its policy
-Value = bool | int | float | str
-
-
-class SettingsRule(Spec):
-    """`set` holds from when the mean return of the last 100 episodes, or of at least 20, reaches `above`."""
-
-    above: float
-    set: dict[str, Value] = Field(min_length=1)
 
 
 def begin_settings(folder: Path, resumed: Path | None = None) -> None:
@@ -32,7 +22,7 @@ def begin_settings(folder: Path, resumed: Path | None = None) -> None:
         write_settings(folder, *(read_settings(resumed) if resumed else ({}, 0)))
 
 
-def change_settings(run_folder: Path, changed: Mapping[str, Value]) -> bool:
+def change_settings(run_folder: Path, changed: Mapping[str, Setting]) -> bool:
     """Change the settings of a run, of all its policies; False when it has no games."""
     paths = [*run_folder.glob(FILE), *run_folder.glob(f"*/{FILE}")]
     for folder in (path.parent for path in paths):
@@ -42,8 +32,8 @@ def change_settings(run_folder: Path, changed: Mapping[str, Value]) -> bool:
 
 
 def advance_settings(
-    folder: Path, initial: Mapping[str, Value], rules: Sequence[SettingsRule], mean_return: float
-) -> dict[str, Value]:
+    folder: Path, initial: Mapping[str, Setting], rules: Sequence[SettingsRule], mean_return: float
+) -> dict[str, Setting]:
     """The settings that hold now; the next rule has come into force if the mean return is high enough."""
     values, num_rules = read_settings(folder)
     if num_rules < len(rules) and mean_return >= rules[num_rules].above:
@@ -52,7 +42,7 @@ def advance_settings(
     return {**initial, **values}
 
 
-def read_settings(folder: Path) -> tuple[dict[str, Value], int]:
+def read_settings(folder: Path) -> tuple[dict[str, Setting], int]:
     """The values that were set, by hand or by rules, and how many rules have come into force."""
     path = folder / FILE
     if not path.exists():
@@ -61,17 +51,17 @@ def read_settings(folder: Path) -> tuple[dict[str, Value], int]:
     return content["values"], content["num_rules"]
 
 
-def write_settings(folder: Path, values: Mapping[str, Value], num_rules: int) -> None:
+def write_settings(folder: Path, values: Mapping[str, Setting], num_rules: int) -> None:
     replace_synced(folder / FILE, json.dumps({"values": dict(values), "num_rules": num_rules}).encode())
 
 
-def parse_settings(words: tuple[str, ...]) -> dict[str, Value]:
-    """`gravity=9` and the like. Raises ValueError for a word without a value."""
-    found: dict[str, Value] = {}
-    for word in words:
-        name, is_given, text = word.partition("=")
+def parse_settings(pairs: tuple[str, ...]) -> dict[str, Setting]:
+    """`gravity=9` and the like. Raises ValueError for one without a value."""
+    found: dict[str, Setting] = {}
+    for pair in pairs:
+        name, is_given, text = pair.partition("=")
         if not name or not is_given:
-            raise ValueError(f"{word!r} is no NAME=VALUE")
+            raise ValueError(f"{pair!r} is no NAME=VALUE")
         try:
             value = json.loads(text)
         except ValueError:

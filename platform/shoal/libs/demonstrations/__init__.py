@@ -1,0 +1,1 @@
+"""What people and scripts show: kept beside a run, listed, and learnt from."""

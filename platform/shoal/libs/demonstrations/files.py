@@ -1,0 +1,180 @@
+"""Demonstrations as files: a segment each, in safetensors, its facts in the metadata.
+
+    RUN/demonstrations/human-1f0c9ad2-000003.safetensors
+
+They lie in the folder of a run on the gateway's host, and in `$SHOAL_STORE`, for hosts that share no files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+
+from shoal.extend.rl import DemonstrationSite
+from shoal.home import home
+from shoal.store import Store, open_shared_store, open_store, store_url
+from shoal.wire import ExperienceSpec, PackedSegment, Segment, unpack_segment
+
+FOLDER = "demonstrations"  # of a run
+SUFFIX = ".safetensors"
+FORMAT = 1
+_INFO = "demonstration"  # in the metadata
+_EXTRA = "extra."  # before the name of an extra
+_log = logging.getLogger(__name__)
+
+
+class Info(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a demonstration. run_steps: the steps of the run's policy when it came"""
+
+    behaviour: str
+    actor_id: str
+    incarnation: int
+    seq: int
+    num_steps: int
+    run_steps: int = 0
+    created_at: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    episode_return: float | None = None
+    episode_length: int | None = None
+    assisted: bool = False
+    format: int = FORMAT
+
+
+class Demonstration(NamedTuple):
+    info: Info
+    segment: Segment
+
+    @property
+    def name(self) -> str:
+        """Of its file, and of that of the same segment that comes again."""
+        who = sha256(f"{self.info.actor_id} {self.info.incarnation}".encode()).hexdigest()[:8]
+        return f"{self.info.behaviour}-{who}-{self.info.seq:06d}"
+
+    @classmethod
+    def of(cls, actor: tuple[str, int], seq: int, segment: Segment, run_steps: int) -> Demonstration:
+        info = Info(
+            behaviour=segment.behaviour,
+            actor_id=actor[0],
+            incarnation=actor[1],
+            seq=seq,
+            num_steps=segment.num_steps,
+            run_steps=run_steps,
+            created_at=time.time(),
+            terminated=segment.terminated,
+            truncated=segment.truncated,
+            episode_return=segment.episode_return,
+            episode_length=segment.episode_length,
+            assisted=segment.assisted,
+        )
+        return cls(info, segment)
+
+    def to_bytes(self) -> bytes:
+        segment = self.segment
+        arrays = {"observations": segment.observations, "actions": segment.actions, "rewards": segment.rewards}
+        arrays |= {_EXTRA + name: each for name, each in segment.extras.items()}
+        contiguous = {name: np.asarray(each, order="C") for name, each in arrays.items()}
+        return bytes(safetensors.numpy.save(contiguous, {_INFO: msgspec.json.encode(self.info).decode()}))
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> Demonstration:
+        """Raises ValueError for what is no demonstration."""
+        try:
+            info = read_info(payload)
+            arrays = safetensors.numpy.load(payload)
+            extras = {name.removeprefix(_EXTRA): each for name, each in arrays.items() if name.startswith(_EXTRA)}
+            rewards = arrays["rewards"]
+            segment = Segment(
+                arrays["observations"],
+                arrays["actions"],
+                rewards,
+                np.zeros(len(rewards), np.float32),
+                np.zeros(len(rewards), np.int64),
+                info.terminated,
+                info.truncated,
+                info.episode_return,
+                info.episode_length,
+                extras,
+                behaviour=info.behaviour,
+                assisted=info.assisted,
+            )
+        except (safetensors.SafetensorError, KeyError, TypeError) as error:
+            raise ValueError(f"is no demonstration ({error})") from None
+        return cls(info, segment)
+
+    def require_fit(self, experience: ExperienceSpec) -> None:
+        """Raise InvalidSegment where it is not one of such a run."""
+        packed = PackedSegment.from_segment(self.segment)
+        length = max(1, self.segment.num_steps)
+        unpack_segment(packed.header, packed.tensors, msgspec.structs.replace(experience, segment_length=length))
+
+
+def read_info(payload: bytes) -> Info:
+    """The facts of a file, or of its beginning. Raises ValueError."""
+    try:
+        metadata = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
+        return msgspec.json.decode(metadata[_INFO], type=Info)
+    except (KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise ValueError(f"is no demonstration ({error})") from None
+
+
+class DemonstrationFiles:
+    """The demonstrations in several stores; one may be in several of them. Methods raise StoreError, OSError."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = stores
+
+    def list_names(self) -> list[str]:
+        """The oldest first."""
+        ages: dict[str, float] = {}
+        for store in self.stores:
+            for each in store.list_entries():
+                if each.key.endswith(SUFFIX) and "/" not in each.key:
+                    ages.setdefault(each.key.removesuffix(SUFFIX), each.modified_s)
+        return sorted(ages, key=lambda name: (ages[name], name))
+
+    def read(self, name: str) -> Demonstration:
+        """Raises FileNotFoundError, and ValueError for what is no demonstration."""
+        for store in self.stores:
+            try:
+                return Demonstration.from_bytes(store.read(name + SUFFIX))
+            except FileNotFoundError:
+                continue
+        raise FileNotFoundError(f"there is no demonstration {name}")
+
+    def read_sound(self, names: Iterable[str]) -> dict[str, Demonstration]:
+        """Those that are there and can be read, by name."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = self.read(name)
+            except FileNotFoundError:
+                continue  # dropped meanwhile
+            except ValueError as error:
+                _log.warning("%s %s: it is left out", name, error)
+        return found
+
+    def delete(self, names: Iterable[str]) -> None:
+        keys = [name + SUFFIX for name in names]
+        for store in self.stores:
+            store.delete(keys)
+
+
+def open_files(site: DemonstrationSite) -> DemonstrationFiles:
+    """Those of one policy of a run. Raises OSError, ConfigError."""
+    shared = open_shared(site.name)
+    return DemonstrationFiles([open_store(site.folder / FOLDER), *([] if shared is None else [shared])])
+
+
+def open_shared(name: str) -> Store | None:
+    """Where those of a policy lie in `$SHOAL_STORE`; None if that is not set, or is `$SHOAL_HOME`. name: as a site's"""
+    store = open_shared_store(home(), store_url()) if name else None
+    return None if store is None else store.open_folder(f"runs/{name}/{FOLDER}").without_waiting()

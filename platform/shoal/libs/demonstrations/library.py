@@ -1,0 +1,21 @@
+"""What gateways and learners do with demonstrations, and the verb that lists them."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "demonstrations",
+    verbs={
+        "demonstrations": (
+            "shoal.libs.demonstrations.command:demonstrations",
+            "What people and scripts have shown to a RUN: list it, see it, take it along, drop it.",
+        ),
+    },
+    extensions={
+        "shoal.demonstrations": {
+            "check": "shoal.libs.demonstrations.recorder:read_source",
+            "prepare": "shoal.libs.demonstrations.recorder:copy_source",
+            "recorder": "shoal.libs.demonstrations.recorder:Recorder",
+            "learner": "shoal.libs.demonstrations.shown:Shown",
+        }
+    },
+)

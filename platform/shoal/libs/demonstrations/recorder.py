@@ -1,0 +1,155 @@
+"""Keeps the demonstrations that come to a gateway, and copies those that a run starts with.
+
+| queue                    | capacity            | what blocks | who unblocks | close()                        |
+|--------------------------|---------------------|-------------|--------------|--------------------------------|
+| files for the store      | those of the folder | nothing     | the thread   | uploads for CLOSE_S, then ends  |
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import ConfigError, InvalidSegment, RunError
+from shoal.extend.rl import DemonstrationSite
+from shoal.extend.runs import load
+from shoal.libs.demonstrations.files import (
+    FOLDER,
+    SUFFIX,
+    Demonstration,
+    DemonstrationFiles,
+    Info,
+    open_files,
+    open_shared,
+)
+from shoal.store import Store, open_store
+from shoal.wire import Segment
+
+RETRY_S = 1.0
+CLOSE_S = 10.0
+_MARK = "copied-from"  # the source that a run has started with
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """A DemonstrationRecorder in the folder of `site`, of at most `max_mb`; mirrored to the store in the background."""
+
+    def __init__(self, site: DemonstrationSite) -> None:
+        self._folder = open_store(site.folder / FOLDER)
+        self._max_bytes, self._num_bytes = int(site.spec.max_mb * 2**20), 0
+        self._stored: dict[str, tuple[Info, int]] = {}  # facts and bytes, the oldest first
+        files = DemonstrationFiles([self._folder])
+        for name, (info, _) in files.read_sound(files.list_names()).items():
+            self._add(name, info, self._folder.find(name + SUFFIX).size_bytes)
+        self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names that changed; None: the end
+        self._thread: threading.Thread | None = None
+        if (shared := open_shared(site.name)) is not None:
+            for name in self._stored:
+                self._waiting.put(name)
+            self._thread = threading.Thread(target=self._mirror, args=[shared], name="demonstrations", daemon=True)
+            self._thread.start()
+
+    def store(self, key: tuple[str, int], seq: int, segment: Segment, run_steps: int) -> None:
+        made = Demonstration.of(key, seq, segment, run_steps)
+        payload = made.to_bytes()
+        self._folder.write(made.name + SUFFIX, payload)
+        changed = [made.name]
+        self._add(made.name, made.info, len(payload))
+        while self._num_bytes > self._max_bytes and len(self._stored) > 1:
+            changed.append(oldest := next(iter(self._stored)))
+            self._num_bytes -= self._stored.pop(oldest)[1]
+        self._folder.delete(name + SUFFIX for name in changed[1:])
+        if self._thread is not None:
+            for name in changed:
+                self._waiting.put(name)
+
+    def get_counts(self) -> dict[str, int]:
+        infos = [info for info, _ in self._stored.values()]
+        ended = sum(info.terminated or info.truncated for info in infos)
+        return {"segments": len(infos), "steps": sum(info.num_steps for info in infos), "episodes": ended}
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(CLOSE_S)
+
+    def _add(self, name: str, info: Info, size_bytes: int) -> None:
+        self._num_bytes += size_bytes - self._stored.pop(name, (info, 0))[1]
+        self._stored[name] = info, size_bytes
+
+    def _mirror(self, shared: Store) -> None:
+        """Upload what the store lacks, and delete there what is gone here; while the store is away, later."""
+        name = self._waiting.get()
+        while name is not None:
+            try:
+                _mirror_file(self._folder, shared, name + SUFFIX)
+            except OSError as error:
+                _log.warning("the store takes no demonstrations now: %s", error)
+                time.sleep(RETRY_S)
+            else:
+                name = self._waiting.get()
+
+
+def _mirror_file(folder: Store, shared: Store, key: str) -> None:
+    try:
+        payload = folder.read(key)
+    except FileNotFoundError:
+        return shared.delete([key])
+    try:
+        shared.find(key)
+    except FileNotFoundError:
+        shared.write(key, payload)
+
+
+def copy_source(site: DemonstrationSite) -> None:
+    """Copy the demonstrations of `site.spec.source`, once in a run. Raises ConfigError."""
+    source, target = site.spec.source, open_files(site)
+    mark = target.stores[0]
+    with suppress(FileNotFoundError):
+        if mark.read(_MARK).decode() == source:
+            return
+    for name, (info, segment) in read_source(site).items():
+        payload = Demonstration(msgspec.structs.replace(info, run_steps=0), segment).to_bytes()
+        for store in target.stores:
+            store.write(name + SUFFIX, payload)
+    mark.write(_MARK, source.encode())
+
+
+def read_source(site: DemonstrationSite) -> dict[str, Demonstration]:
+    """Those of `site.spec.source`, by name. Raises ConfigError where there are none, or one does not fit."""
+    source, found = site.spec.source, _open_source(site)
+    demonstrations = found.read_sound(found.list_names())
+    field = "demonstrations.source"
+    if not demonstrations:
+        problem, remedy = "has no demonstrations", "name a run, or a folder of `shoal demonstrations RUN --out FOLDER`"
+        raise ConfigError(field, source, problem, remedy)
+    for name, each in demonstrations.items():
+        try:
+            each.require_fit(site.experience)
+        except InvalidSegment as error:
+            problem = f"has {name}, which does not fit this run: {error.field}: {error.problem}"
+            raise ConfigError(field, source, problem, "drop it there, or use a game of the same spaces") from None
+    return demonstrations
+
+
+def _open_source(site: DemonstrationSite) -> DemonstrationFiles:
+    """Raises ConfigError."""
+    source = site.spec.source
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return DemonstrationFiles([open_store(folder)])
+    try:
+        run = load(source)
+    except RunError as error:
+        raise ConfigError("demonstrations.source", source, str(error), "name a run or a folder") from None
+    policy = site.name.partition("/")[2]  # of a run with several
+    if policy and (run.folder / policy).is_dir():
+        return open_files(replace(site, folder=run.folder / policy, name=f"{run.id}/{policy}"))
+    return open_files(replace(site, folder=run.folder, name=run.id))

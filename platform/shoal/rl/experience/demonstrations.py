@@ -1,0 +1,101 @@
+"""What others than the policy have shown: kept by the gateway, and learnt from beside the policy's own experience.
+
+The interfaces of an extension of the group `shoal.demonstrations`, whose words are `check`, `prepare`, `recorder` and
+`learner`.
+Without it, gateways drop demonstrations as NOT_STORED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shoal.plugins.find import find_extension
+from shoal.rl.learner_spec import DemonstrationsSpec
+from shoal.wire import ExperienceSpec, Segment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP = "shoal.demonstrations"
+
+
+class DemonstrationRecorder(Protocol):
+    """Called by the gateway, in its thread."""
+
+    def store(self, key: tuple[str, int], seq: int, segment: Segment, run_steps: int) -> None:
+        """Keep a segment, which is on the disk when this returns; again after a crash. run_steps: of the policy, until
+        now. Raises OSError."""
+
+    def get_counts(self) -> dict[str, int]:
+        """Segments, steps and complete episodes that are kept."""
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+
+
+class ShownExperience(Protocol):
+    """Called by the learner and its algorithm, in their thread.
+
+    share:      of each sample of a replay
+    generation: another number when `get_segments` has others
+    """
+
+    share: float
+    generation: int
+
+    def advance(self, num_steps: int) -> None:
+        """Notice what has come. num_steps: of the policy, that were learnt"""
+
+    def get_segments(self) -> Sequence[Segment]: ...
+
+    def take_cloning_steps(self) -> int:
+        """The steps of the optimizer, on `compute_loss` alone, that are due for what has come since the last call."""
+
+    def compute_loss(
+        self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
+    ) -> tuple[Tensor, Mapping[str, float]] | None:
+        """The term to add to a loss, and metrics; None while there is none. compute_log_pi: log π(a|x) of the steps [N]
+        of segments"""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+@dataclass(frozen=True)
+class DemonstrationSite:
+    """Of one policy of a run: `folder` has its files; `name`: of that folder, in `$SHOAL_STORE`, or "" for none."""
+
+    spec: DemonstrationsSpec
+    experience: ExperienceSpec
+    folder: Path
+    name: str = ""
+
+    def check(self) -> None:
+        """Raise ConfigError where `spec.source` has none, and for those that do not fit."""
+        if self.spec.source:
+            self._find("check")(self)
+
+    def prepare(self) -> None:
+        """Copy those of `spec.source`, once in a run. Raises ConfigError as `check` does."""
+        if self.spec.source:
+            self._find("prepare")(self)
+
+    def open_recorder(self) -> DemonstrationRecorder | None:
+        with suppress(ValueError):
+            recorder: DemonstrationRecorder = self._find("recorder")(self)
+            return recorder
+        return None
+
+    def open_shown(self) -> ShownExperience | None:
+        with suppress(ValueError):
+            shown: ShownExperience = self._find("learner")(self)
+            return shown
+        return None
+
+    def _find(self, name: str) -> Callable[[DemonstrationSite], Any]:
+        found: Callable[[DemonstrationSite], Any] = find_extension(name, GROUP, {})
+        return found

@@ -1,0 +1,230 @@
+"""Demonstrations in files, in the loss, and on the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch.distributions import Categorical, Normal
+
+import shoal.runs
+from rl_setting import EXPERIENCE, random_batch, segment
+from shoal.errors import ConfigError
+from shoal.libs.demonstrations.command import demonstrations
+from shoal.libs.demonstrations.files import DemonstrationFiles, open_files, read_info
+from shoal.libs.demonstrations.recorder import Recorder, copy_source
+from shoal.libs.demonstrations.shown import Shown, fade
+from shoal.rl.algorithms.algorithm import make_algorithm
+from shoal.rl.experience.demonstrations import DemonstrationSite
+from shoal.rl.learner_spec import DemonstrationsSpec
+from shoal.rl.spec import RLSpec, experience_spec
+from shoal.wire import ExperienceSpec, Segment
+
+ACTOR = ("actor", 7)
+
+
+def shown_segment(length: int = 8, **changes: object) -> Segment:
+    return segment(length, behaviour="human", **changes)
+
+
+def make_site(folder: Path, experience: ExperienceSpec = EXPERIENCE, **fields: object) -> DemonstrationSite:
+    return DemonstrationSite(DemonstrationsSpec.parse(fields), experience, folder)
+
+
+def record(site: DemonstrationSite, *segments: Segment, run_steps: int = 0) -> Recorder:
+    recorder = Recorder(site)
+    for seq, each in enumerate(segments):
+        recorder.store(ACTOR, seq, each, run_steps)
+    return recorder
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def make_case(kind: str, folder: Path) -> tuple[RLSpec, ExperienceSpec, Segment]:
+    """A spec, its experience, and a segment that was shown."""
+    algorithm = {"name": "impala", "max_grad_norm": 1e9}
+    spec = RLSpec(hidden=(6,), core="gru" if kind == "gru" else "none", core_size=5, algorithm=algorithm)
+    random = np.random.default_rng(3)
+    space, changes = gymnasium.spaces.Discrete(3), dict[str, object]()
+    changes["actions"] = random.integers(0, 2, 8)
+    if kind == "box":
+        space = gymnasium.spaces.Box(-2, 2, (2,), np.float32)
+        changes["actions"] = random.uniform(-1.9, 1.9, (8, 2)).astype(np.float32)
+    if kind == "gru":
+        changes["extras"] = {"state": random.normal(size=(1, 5)).astype(np.float32)}
+    if kind == "masks":
+        changes["extras"] = {"masks": np.array([[True, True, False]] * 9)}
+    experience = experience_spec(gymnasium.spaces.Box(-9, 9, (4,), np.float32), space, spec, kind == "masks")
+    return spec, experience, shown_segment(**changes)
+
+
+def compute_cross_entropy(model: torch.nn.Module, kind: str, shown: Segment) -> torch.Tensor:
+    """By hand: the mean of -log π of the actions, of a Box of their u."""
+    observations = torch.from_numpy(shown.observations[:-1])
+    actions = torch.from_numpy(shown.actions)
+    if kind == "gru":
+        outputs = model(observations[:, None], torch.from_numpy(shown.extras["state"]))[0][:, 0]
+    else:
+        outputs = model(observations)[0]
+    if kind == "box":
+        u, (mean, log_std) = torch.atanh(actions.double() / 2).float(), outputs.chunk(2, -1)
+        return -Normal(mean, log_std.exp()).log_prob(u).sum(-1).mean()
+    return -Categorical(logits=outputs[:, :2] if kind == "masks" else outputs).log_prob(actions).mean()
+
+
+@pytest.mark.parametrize("kind", ["discrete", "box", "masks", "gru"])
+def test_the_cloning_term_adds_the_weighted_gradient_of_the_cross_entropy(tmp_path: Path, kind: str) -> None:
+    spec, experience, segment_shown = make_case(kind, tmp_path)
+    torch.manual_seed(0)
+    algorithm = make_algorithm(spec, experience)
+    own = replace(segment_shown, log_probabilities=np.full(8, -1.0, np.float32), versions=np.ones(8, np.int64))
+    batch = random_batch(1, [8], actions=own.actions, extras=own.extras)
+
+    def find_gradients() -> list[torch.Tensor]:
+        assert algorithm.is_usable(batch)  # computes them, and takes no step
+        return [torch.zeros(1) if each.grad is None else each.grad.clone() for each in algorithm.model.parameters()]
+
+    before = find_gradients()
+    site = make_site(tmp_path, experience, weight=0.5, fade_steps=100)
+    record(site, segment_shown, run_steps=40)
+    algorithm.demonstrations = shown = Shown(site)
+    shown.advance(90)  # half of its time is over
+    shown.close()
+    after = find_gradients()
+    loss = compute_cross_entropy(algorithm.model, kind, segment_shown)
+    by_hand = torch.autograd.grad(0.25 * loss, list(algorithm.model.parameters()), allow_unused=True)
+    for old, new, expected in zip(before, after, by_hand, strict=True):
+        torch.testing.assert_close(
+            new - old, torch.zeros_like(old) if expected is None else expected, atol=2e-6, rtol=1e-4
+        )
+    result = shown.compute_loss(algorithm.compute_log_pi)  # type: ignore[attr-defined]
+    assert result is not None
+    assert result[1] == pytest.approx({"learner/demonstration_weight": 0.25, "learner/cloning_loss": loss.item()})
+
+
+def test_the_weight_falls_to_zero_in_its_steps() -> None:
+    spec = DemonstrationsSpec(weight=2.0, fade_steps=100)
+    assert [fade(spec, steps) for steps in (-5, 0, 50, 100, 500)] == [2.0, 2.0, 1.0, 0.0, 0.0]
+
+
+def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    spec = RLSpec(hidden=(8,), algorithm={"name": "impala", "learning_rate": 0.01})
+    algorithm = make_algorithm(
+        spec, experience_spec(gymnasium.spaces.Box(-9, 9, (4,), np.float32), gymnasium.spaces.Discrete(2), spec)
+    )
+    site = make_site(tmp_path, passes=3000)
+    shown = algorithm.demonstrations = Shown(site)
+    shown.poll()
+    assert algorithm.take_demonstrations() is False  # nothing was shown
+    record(site, shown_segment(actions=(np.arange(8) >= 4).astype(np.int64)))
+    shown.poll()
+    before = -algorithm.compute_log_pi(shown.get_segments()).mean()  # type: ignore[attr-defined]
+    assert algorithm.take_demonstrations() is True
+    assert algorithm.take_demonstrations() is False  # once
+    assert -algorithm.compute_log_pi(shown.get_segments()).mean() < 0.5 * before  # type: ignore[attr-defined]
+    open_files(site).delete(open_files(site).list_names())
+    shown.poll()
+    assert list(shown.get_segments()) == []
+    assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
+
+
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_bounded_idempotent_and_outlive_the_gateway(tmp_path: Path) -> None:
+    size = 2 * len(
+        record(make_site(tmp_path / "one"), shown_segment())._folder.read(
+            open_files(make_site(tmp_path / "one")).list_names()[0] + ".safetensors"
+        )
+    )
+    site = make_site(tmp_path / "run", max_mb=(size + 10) / 2**20)
+    ended = shown_segment(terminated=True, episode_return=8.0, episode_length=8)
+    recorder = record(site, shown_segment(), shown_segment(), ended)
+    recorder.store(ACTOR, 2, ended, 0)  # again, after a crash
+    assert recorder.get_counts() == {"segments": 2, "steps": 16, "episodes": 1}
+    names = open_files(site).list_names()
+    assert [name.rpartition("-")[2] for name in names] == ["000001", "000002"]
+    (tmp_path / "run/demonstrations/human-x.safetensors").write_bytes(b"half a file")
+    assert Recorder(site).get_counts() == recorder.get_counts()
+    payload = (tmp_path / f"run/demonstrations/{names[-1]}.safetensors").read_bytes()
+    assert read_info(payload).episode_return == 8.0
+    assert "demonstration" in json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
+
+
+def test_a_store_has_them_for_hosts_that_share_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    site = replace(make_site(tmp_path / "gateway", max_mb=1e-6), name="run-1")
+    recorder = record(site, shown_segment(), shown_segment(4))  # the second takes the first one's place
+    recorder.close()
+    elsewhere = Shown(replace(site, folder=tmp_path / "learner"))
+    elsewhere.poll()
+    assert [each.num_steps for each in elsewhere.get_segments()] == [4]
+
+
+def test_a_run_starts_with_those_of_another_and_names_what_does_not_fit(tmp_path: Path) -> None:
+    record(make_site(tmp_path / "before"), shown_segment(), shown_segment(20), run_steps=5000)
+    source = str(tmp_path / "before/demonstrations")
+    site = make_site(tmp_path / "run", source=source)
+    site.prepare()
+    found = open_files(site)
+    assert [each.info.run_steps for each in found.read_sound(found.list_names()).values()] == [0, 0]
+    found.delete(found.list_names()[:1])
+    site.prepare()  # as a resumed run does
+    assert len(found.list_names()) == 1
+    other = experience_spec(gymnasium.spaces.Box(-9, 9, (5,), np.float32), gymnasium.spaces.Discrete(2), RLSpec())
+    with pytest.raises(ConfigError, match=r"demonstrations.source.*observations: \[9, 4\], expected \[9, 5\]"):
+        copy_source(make_site(tmp_path / "other", other, source=source))
+    spec = RLSpec(core="gru")
+    recurrent = experience_spec(gymnasium.spaces.Box(-10, 10, (4,), np.float32), gymnasium.spaces.Discrete(2), spec)
+    with pytest.raises(ConfigError, match="state: is missing"):
+        copy_source(make_site(tmp_path / "gru", recurrent, source=source))
+    with pytest.raises(ConfigError, match="has no demonstrations"):
+        copy_source(make_site(tmp_path / "none", source=str(tmp_path)))
+    assert RLSpec().override([f"demonstrations={source}", "demonstrations.share=0.5"]).demonstrations.source == source
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(demonstrations, list(words))
+
+
+def test_the_command_lists_films_copies_and_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    with shoal.runs.create("job", "env: CartPole-v1") as run:
+        pass
+    assert "nobody has shown anything" in call(run.id).output
+    ended = shown_segment(4, terminated=True, episode_return=4.0, episode_length=12)
+    site = make_site(run.folder)
+    record(
+        site,
+        shown_segment(),
+        ended,
+        segment(2, behaviour="script", truncated=True, episode_return=1.0, episode_length=2),
+    )
+    assert (run.folder / "demonstrations").is_dir()
+    listed = call(run.id).output.splitlines()
+    assert listed[1].split() == ["human", "1", "2", "12", "4"]
+    assert listed[2].split() == ["script", "1", "1", "2", "1"]
+    names = open_files(site).list_names()
+    film = call(run.id, "--film", names[1]).output.splitlines()
+    assert len(film) == 2 + 4 + 1
+    assert film[2].split()[:3] == ["0", "0", "1"]
+    assert film[-1].startswith("terminated")
+    assert "3 demonstrations" in call(run.id, "--out", str(tmp_path / "shown")).output
+    assert len(list((tmp_path / "shown").glob("*.safetensors"))) == 3
+    wrong = call(run.id, "--drop", "humans")
+    assert isinstance(wrong.exception, ConfigError)
+    assert "dropped 2 of 3" in call(run.id, "--drop", "human").output
+    assert [each.partition("-")[0] for each in DemonstrationFiles(open_files(site).stores).list_names()] == ["script"]
+    assert "dropped 1 of 1" in call("latest", "--drop", names[2]).output
