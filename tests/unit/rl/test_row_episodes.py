@@ -22,10 +22,11 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import OpenEpisodes
 from shoal.rl.gateway.remote_inference import RemoteInference
-from shoal.rl.gateway.row_episodes import RowEpisodes, read_rows
+from shoal.rl.gateway.row_episodes import RowEpisodes
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.spec import GatewaySpec
 from shoal.wire import ExtraSpec, Segment, TensorSpec
+from shoal.wire.act_rows import read_rows
 from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import MAX_ROWS, ActionMessage, ActionsMessage, ActMessage, ActsMessage, MessageLimits, decode
 

@@ -27,8 +27,11 @@ from shoal.errors import Closed, ConfigError, InvalidSegment
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import (
+    FAILED,
     WRONG_STEP,
+    Answers,
     Choice,
+    Choices,
     Observed,
     OpenEpisodes,
     RemoteEpisode,
@@ -37,17 +40,17 @@ from shoal.rl.gateway.remote_episodes import (
     read_step,
     take_step,
 )
-from shoal.rl.gateway.row_episodes import INVALID, PendingActions, Refusal, RowEpisodes, read_rows
+from shoal.rl.gateway.row_episodes import INVALID, AnsweringRows, PendingActions, Refusal, RowEpisodes
 from shoal.rl.gateway.sessions import REMOTE
 from shoal.rl.gateway.state import GatewayState
 from shoal.weights import decode_tensors
 from shoal.wire import DropReason, ExperienceSpec, Segment
+from shoal.wire.act_rows import read_rows
 from shoal.wire.action_masks import MASKS, find_choices
 from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 
 MAX_OPEN_EPISODES = 256  # of one actor, begun by single messages: see RowEpisodes for others
 MAX_QUEUE_ROWS = 2**20  # never reached: each actor's open episodes are limited
-FAILED = "failed"
 logger = logging.getLogger(__name__)
 
 
@@ -77,9 +80,6 @@ class CallbackQueue:
             callback(*arguments)
 
 
-Answers = list[tuple[ActorKey, ActionMessage | list[bytes]]]  # each with its client; as frames those of `acts`
-
-
 _Completing = tuple[Callable[[], ActionMessage | None] | PendingActions, int]  # and its row
 
 
@@ -90,15 +90,6 @@ class _Observations(NamedTuple):
     masks: bytes
     streams: Sequence[Hashable]
     starting: Sequence[Hashable]
-
-
-class _Choices(NamedTuple):
-    """The policy's answers to rows. extras: see `Choice`, of each; empty without"""
-
-    actions: Sequence[Any]
-    log_probabilities: Sequence[float]
-    version: int
-    extras: Sequence[Mapping[str, Any]]
 
 
 class _Answering:
@@ -112,7 +103,7 @@ class _Answering:
     def done(self) -> bool:
         return False
 
-    def set_result(self, result: Prediction[_Choices], /) -> None:
+    def set_result(self, result: Prediction[Choices], /) -> None:
         episode, (actions, log_probabilities, version, extras) = self._episode, result.outputs
         episode.choice = Choice(actions[0], log_probabilities[0], version, *extras)
         self._answers.append((self._client.key, episode.choice.to_message(episode.number, episode.step)))
@@ -122,38 +113,6 @@ class _Answering:
         logger.error("remote inference failed: %r", error)
         episode = self._client.episodes.pop(self._episode.number, self._episode)
         self._answers.append((self._client.key, ActionMessage(episode.number, episode.step, reason=FAILED)))
-
-
-class _AnsweringRows:
-    """Rows of an `acts` that wait for their actions: the batcher's future of them."""
-
-    __slots__ = ("_answers", "_at", "_client", "_episodes", "_pending", "_slots")
-
-    def __init__(self, answers: Answers, client: OpenEpisodes, episodes: RowEpisodes, pending: PendingActions, at: Any):
-        self._answers, self._client, self._episodes, self._pending, self._at = answers, client, episodes, pending, at
-        self._slots = episodes.find_slots(pending.rows.episodes)[at]
-
-    def done(self) -> bool:
-        return False
-
-    def set_result(self, result: Prediction[_Choices], /) -> None:
-        actions, version = np.asarray(result.outputs.actions), result.outputs.version
-        self._episodes.set_choices(self._slots, actions, *result.outputs[1:])
-        self._pending.answer(self._at, actions, version)
-        self._deliver()
-
-    def set_exception(self, error: Exception, /) -> None:
-        """The policy has failed: the episodes end without their open segments."""
-        logger.error("remote inference failed: %r", error)
-        for row in self._at.tolist():
-            self._episodes.close(self._pending.rows.episodes[row])
-            self._pending.refuse(row, FAILED)
-        self._deliver()
-
-    def _deliver(self) -> None:
-        self._pending.num_waiting -= len(self._at)
-        if not self._pending.num_waiting:
-            self._answers.append((self._client.key, self._pending.to_frames()))
 
 
 def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -> None:
@@ -177,7 +136,7 @@ class RemoteInference:
     """
 
     _policy: Policy
-    _queue: BatchQueue[None, _Observations, _Choices]
+    _queue: BatchQueue[None, _Observations, Choices]
 
     def __init__(
         self,
@@ -197,7 +156,7 @@ class RemoteInference:
         self._single: dict[tuple[ActorKey, int, int], tuple[PendingActions, int]] = {}  # rows taken as an `act`
         self._answers: Answers = []
         self._callbacks = CallbackQueue(wake)
-        self._batcher: Batcher[None, _Observations, _Choices] | None = None  # from `start` on
+        self._batcher: Batcher[None, _Observations, Choices] | None = None  # from `start` on
 
     def start(self) -> Self:
         """Begin, if it has not. Raises ConfigError for a policy that cannot be computed here."""
@@ -299,7 +258,7 @@ class RemoteInference:
         if client.behaviour:
             refusal = INVALID, f"taken: {client.behaviour} acts: send it as `act`"
             refused = dict.fromkeys(range(len(rows.episodes)), refusal)
-        single: list[int] = []  # rows of episodes that stay as they are
+        single: dict[int, int] = {}  # rows of episodes that stay as they are
         for row, number in enumerate(rows.episodes) if client.episodes else ():  # of single messages
             if (episode := client.episodes.get(number)) is None or row in refused:
                 continue
@@ -307,14 +266,14 @@ class RemoteInference:
                 is_waiting = rows.steps[row] == episode.step + episode.is_full
                 refused[row] = None if is_waiting else (WRONG_STEP, "")
             elif episode.is_assisted:
-                refused[row] = None
-                single.append(row)
+                refused[row] = (WRONG_STEP, "") if number in single else None
+                single.setdefault(number, row)
             else:
                 episodes.adopt(client.episodes.pop(number))
         pending = PendingActions(rows, self._experience.action)
         taken = episodes.take(pending, refused, time.monotonic())
         pending.num_waiting = len(taken.asking) + len(taken.completing) + len(single)
-        for row in single:
+        for row in single.values():
             self._take_single(key, pending, row)
         if not pending.num_waiting and (answer := pending.to_frames()):
             self._answers.append((key, answer))
@@ -421,7 +380,7 @@ class RemoteInference:
             streams = [_make_stream(key, rows.episodes[row]) for row in at]
             starting = [stream for stream, row in zip(streams, at, strict=True) if rows.steps[row] == 0]
         asked = _Observations(rows.observations[at].tobytes(), rows.masks[at].tobytes(), streams, starting)
-        reply = _AnsweringRows(self._answers, self._clients[key], self._rows[key], pending, at)
+        reply = AnsweringRows(self._answers, self._clients[key], self._rows[key], pending, at)
         self._queue.enqueue(asked, reply, len(at), group=None, tenant=key[0])
 
     def _enqueue(self, client: OpenEpisodes, episode: RemoteEpisode) -> None:
@@ -431,7 +390,7 @@ class RemoteInference:
 
     # What follows runs in the batcher's thread.
 
-    def _forward(self, batch: PendingBatch[None, _Observations, _Choices]) -> list[_Choices]:
+    def _forward(self, batch: PendingBatch[None, _Observations, Choices]) -> list[Choices]:
         asked = [entry.request for entry in batch.requests]
         snapshot, policy, spec = self._state.weights, self._policy, self._experience.observation
         if snapshot is None:
@@ -452,7 +411,7 @@ class RemoteInference:
         version, end, choices = policy.version, 0, []
         for each in asked:
             begin, end = end, end + len(each.streams)
-            choices.append(_Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
+            choices.append(Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
         return choices
 
 

@@ -8,26 +8,30 @@ Legend: N rows of a message, S slots, each of an open episode, T steps of the lo
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
-from shoal.errors import InvalidSegment, ProtocolViolation
+from shoal.batching.batcher import Prediction
 from shoal.rl.gateway.remote_episodes import (
     ENDED_EPISODE,
+    FAILED,
     UNKNOWN_EPISODE,
     WRONG_STEP,
+    Answers,
     Choice,
+    Choices,
     Observed,
     OpenEpisodes,
     RemoteEpisode,
 )
 from shoal.wire import ExperienceSpec, Segment
-from shoal.wire.action_masks import MASKS, check_choices
+from shoal.wire.act_rows import ActRows
+from shoal.wire.action_masks import MASKS
 from shoal.wire.experience_spec import NO_EXTRAS, TensorSpec
 from shoal.wire.messages import (
     MAX_ROWS,
@@ -37,110 +41,17 @@ from shoal.wire.messages import (
     ROW_TRUNCATED,
     ActionMessage,
     ActionsMessage,
-    ActMessage,
-    ActsMessage,
     RefusedRow,
     encode,
 )
-from shoal.wire.segment import REWARD, check_values
 
 INVALID, TOO_MANY = "invalid", "too_many_episodes"
 _WAITING, _CHOSEN, _FULL = range(3)  # for its action; with it; with its segment complete, for room in the queue
 _MAX_BYTES = 256 * 2**20  # of the columns of a client, beyond its first MIN_EPISODES
 MIN_EPISODES = 256
 _FIRST_SLOTS = 16
-
-
 Refusal = tuple[str, str]  # reason, detail
-
-
-class ActRows(NamedTuple):
-    """The content of an `acts`: observations [N, *obs], rewards float32 [N], flags uint8 [N], masks bool [N, K].
-    settings: int64 [N]; 0: the newest that were sent"""
-
-    episodes: Sequence[int]
-    numbers: np.ndarray  # the same, int64 [N]
-    steps: np.ndarray
-    settings: np.ndarray
-    observations: np.ndarray
-    rewards: np.ndarray
-    flags: np.ndarray
-    masks: np.ndarray
-
-    @property
-    def are_last(self) -> np.ndarray:
-        """Whether the episode ended after the step before. [N]"""
-        ended: np.ndarray = (self.flags & (ROW_TERMINATED | ROW_TRUNCATED)) != 0
-        return ended
-
-    def to_act(self, row: int, has_masks: bool) -> tuple[ActMessage, list[bytes]]:
-        """A row as a message of its own."""
-        flags = int(self.flags[row])
-        message = ActMessage(
-            self.episodes[row],
-            int(self.steps[row]),
-            float(self.rewards[row]),
-            bool(flags & ROW_TERMINATED),
-            bool(flags & ROW_TRUNCATED),
-            bool(flags & ROW_SUCCESS) if flags & ROW_TELLS_SUCCESS else msgspec.UNSET,
-        )
-        return message, [self.observations[row].tobytes(), *([self.masks[row].tobytes()] if has_masks else [])]
-
-
-def read_rows(
-    message: ActsMessage, frames: Sequence[bytes], experience: ExperienceSpec, choices: tuple[int, ...]
-) -> tuple[ActRows, dict[int, InvalidSegment]]:
-    """The rows, and what is outside of the spec in which of them. Raises ProtocolViolation for columns of another
-    length. choices: of an action's numbers, in a run with masks"""
-    num_rows = len(message.episodes)
-    if not 0 < num_rows <= MAX_ROWS:
-        raise ProtocolViolation("malformed", f"acts: {num_rows} rows, expected 1 to {MAX_ROWS}")
-    specs = [experience.observation, TensorSpec("float32"), TensorSpec("uint8"), TensorSpec("uint8", (sum(choices),))]
-    expected = dict(zip(("observations", "rewards", "flags", "masks")[: 4 if choices else 3], specs, strict=False))
-    given_settings = message.settings or (0,) * num_rows
-    if not len(message.steps) == len(given_settings) == num_rows or len(frames) != len(expected):
-        problem = f"{num_rows} episodes, {len(message.steps)} steps and {len(frames)} tensors, expected as many steps "
-        raise ProtocolViolation("malformed", f"acts: {problem}as episodes, and {', '.join(expected)}")
-    columns: list[np.ndarray] = []
-    for (name, spec), frame in zip(expected.items(), frames, strict=True):
-        dtype, number = spec.numpy_dtype(), num_rows * math.prod(spec.shape)
-        if not frame and name in ("rewards", "flags"):
-            frame = bytes(number * dtype.itemsize)
-        if len(frame) != number * dtype.itemsize:
-            came = f"{len(frame) / dtype.itemsize:g} numbers, expected {number}"
-            shape = f"{spec.dtype} {[num_rows, *spec.shape]}"
-            raise ProtocolViolation("malformed", f"acts: {name}: {came} ({shape})")
-        columns.append(np.frombuffer(frame, dtype).reshape(num_rows, *spec.shape))
-    observations, rewards, flags = columns[:3]
-    masks = columns[3] if choices else np.zeros((num_rows, 0), np.uint8)
-
-    def check(part: slice) -> None:
-        check_values("reward", rewards[part], REWARD)
-        check_values("observation", observations[part], experience.observation)
-        if choices:  # after a terminal state, no action is chosen
-            check_choices(masks[part][flags[part] & ROW_TERMINATED == 0], choices)
-
-    try:
-        numbers, steps, versions = np.array([message.episodes, message.steps, given_settings], np.int64)
-    except OverflowError:
-        raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign") from None
-    rows = ActRows(message.episodes, numbers, steps, versions, observations, rewards, flags, masks != 0)
-    return rows, _find_invalid(check, num_rows)
-
-
-def _find_invalid(check: Callable[[slice], None], num_rows: int) -> dict[int, InvalidSegment]:
-    """The error of each row that has one: of all together, if there is none."""
-    try:
-        check(slice(None))
-    except InvalidSegment:
-        invalid = {}
-        for row in range(num_rows):
-            try:
-                check(slice(row, row + 1))
-            except InvalidSegment as error:
-                invalid[row] = error
-        return invalid
-    return {}
+logger = logging.getLogger(__name__)
 
 
 class PendingActions:
@@ -466,3 +377,35 @@ class RowEpisodes:
         settings = int(self.settings[slot])
         newest = choices[-1]._replace(extras=self.newest_extras[slot])
         return RemoteEpisode(number, observations, total, used_at, steps, step, newest, settings=settings)
+
+
+class AnsweringRows:
+    """Rows of an `acts` that wait for their actions: the batcher's future of them."""
+
+    __slots__ = ("_answers", "_at", "_client", "_episodes", "_pending", "_slots")
+
+    def __init__(self, answers: Answers, client: OpenEpisodes, episodes: RowEpisodes, pending: PendingActions, at: Any):
+        self._answers, self._client, self._episodes, self._pending, self._at = answers, client, episodes, pending, at
+        self._slots = episodes.find_slots(pending.rows.episodes)[at]
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: Prediction[Choices], /) -> None:
+        actions, version = np.asarray(result.outputs.actions), result.outputs.version
+        self._episodes.set_choices(self._slots, actions, *result.outputs[1:])
+        self._pending.answer(self._at, actions, version)
+        self._deliver()
+
+    def set_exception(self, error: Exception, /) -> None:
+        """The policy has failed: the episodes end without their open segments."""
+        logger.error("remote inference failed: %r", error)
+        for row in self._at.tolist():
+            self._episodes.close(self._pending.rows.episodes[row])
+            self._pending.refuse(row, FAILED)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        self._pending.num_waiting -= len(self._at)
+        if not self._pending.num_waiting:
+            self._answers.append((self._client.key, self._pending.to_frames()))
