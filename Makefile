@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 COMPAT := .venv-compat
 NODE    := clients/javascript/node_modules
 SMOLLM2 := .venv-smollm2
-PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som fewrows tables s3fs)
+PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs)
 PROTOCOL := platform/shoal/libs/grpc
 
 .DEFAULT_GOAL := help

@@ -35,6 +35,7 @@ SBX = ROOT / ".venv-sbx"
 TORCHRL = ROOT / ".venv-torchrl"
 DEEPRIVER = ROOT / ".venv-deepriver"
 SOM = ROOT / ".venv-som"
+GODOT = ROOT / ".venv-godot"
 TERMINATE_S = 15.0
 OUR_PYTHON = sys.executable
 PEERS_PYTHON = str(PEERS / "bin" / "python")

@@ -28,7 +28,7 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.state import GatewaySetting
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import GatewaySpec
 from shoal.store import Store, open_store
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec

@@ -25,7 +25,7 @@ from shoal.actor import ActorClient
 from shoal.errors import ShoalError
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway import sessions
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import GatewaySpec
 from shoal.wire import encode
 from shoal.wire.messages import Hello, Ping
 

@@ -1,10 +1,12 @@
-"""The pictures of README.md, from a real run: the live display while CartPole is learnt, and the report of that run.
+"""The pictures of README.md, from real runs: the live display while CartPole is learnt, the report of that run, and the
+page in which a game learns.
 
-python -m benchmarks.pictures        # writes docs/pictures/live_display.svg and report.png; needs chromium
+python -m benchmarks.pictures        # writes docs/pictures/live_display.svg, report.png and game.png; needs chromium
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -16,9 +18,13 @@ from pathlib import Path
 
 from benchmarks.children import ROOT
 
+sys.path.append(str(ROOT / "tests"))
+from chromium import Chromium
+
 PICTURES = ROOT / "docs/pictures"
 COLUMNS = 100
 SHOWN_FROM = 150.0  # mean return: the display has a curve by then
+GAME_SHOWN_FROM = 3.0  # mean return of the copies
 BROWSER = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,900")
 
 
@@ -37,7 +43,28 @@ def main() -> int:
         report = next(Path(home, "runs").glob("*/report.html"))
         picture = PICTURES / "report.png"
         subprocess.run([chromium, *BROWSER, f"--screenshot={picture}", report.as_uri()], check=True, timeout=120)
+        draw_game(Path(home))
     return 0
+
+
+def draw_game(home: Path) -> None:
+    """Save the page of the recipe `game` once its copies catch most of what falls, as its player sees it."""
+    words = [sys.executable, "-c", "from shoal.cli import main; main()", "run", "game", "--plain"]
+    run = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "DISPLAY": ""})
+    (home / "chromium").mkdir()
+    browser = Chromium(home / "chromium")
+    browser.call("Emulation.setDeviceMetricsOverride", width=1040, height=720, deviceScaleFactor=1, mobile=False)
+    link, deadline = home / "game.html", time.monotonic() + 300
+    while not link.exists() and time.monotonic() < deadline:
+        time.sleep(0.25)
+    browser.call("Page.navigate", url=link.as_uri())
+    mean = "Number(document.getElementById('return')?.textContent)"
+    while not (browser.run(mean) or 0.0) > GAME_SHOWN_FROM and time.monotonic() < deadline:
+        time.sleep(0.25)
+    shot = browser.call("Page.captureScreenshot", format="png")["data"]
+    (PICTURES / "game.png").write_bytes(base64.b64decode(shot))
+    run.wait(timeout=600)
+    browser.close()
 
 
 def draw_display(run: subprocess.Popen[bytes]) -> None:

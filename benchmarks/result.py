@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from benchmarks.children import DEEPRIVER, DYNET, PEERS, ROOT, SBX, SOM, TORCHFT, TORCHRL
+from benchmarks.children import DEEPRIVER, DYNET, GODOT, PEERS, ROOT, SBX, SOM, TORCHFT, TORCHRL
 
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"  # not committed
@@ -179,6 +179,7 @@ def versions() -> dict[str, str]:
         (TORCHRL, ("torchrl", "tensordict")),
         (DEEPRIVER, ("deep_river", "river")),
         (SOM, ("fastersom", "minisom", "river")),
+        (GODOT, ("godot_rl", "stable_baselines3")),
     )
     for folder, names in ((PEERS, PEER_PACKAGES), *alone):
         site = [str(path) for path in folder.glob("lib/python*/site-packages")]

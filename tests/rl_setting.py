@@ -18,8 +18,7 @@ from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
-from shoal.rl.learner_spec import DemonstrationsSpec
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import DemonstrationsSpec, GatewaySpec
 from shoal.store import Store
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec

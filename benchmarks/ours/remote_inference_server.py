@@ -30,7 +30,8 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.state import GatewaySetting
-from shoal.rl.spec import GatewaySpec, policy_spec
+from shoal.rl.part_specs import GatewaySpec
+from shoal.rl.spec import policy_spec
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import ExperienceSpec, TensorSpec
 

@@ -25,7 +25,7 @@ from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.state import GatewaySetting
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import GatewaySpec
 from shoal.weights import WeightStore
 
 SPEC = {"websocket": 0, "timeout_s": 6.0}

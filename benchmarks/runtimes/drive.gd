@@ -10,6 +10,7 @@ func _init() -> void:
 		var vectors: Array = read(arguments[index] + "/vectors.json")
 		var policy = load(arguments[index] + "/Policy.gd").new(read(arguments[index] + "/policy.json")).copy()
 		var largest := compare(policy, vectors)
+		policy.sampled = false
 		var began := OS.get_ticks_usec()
 		for _i in range(decisions):
 			policy.act(vectors[0].observation, vectors[0].mask)

@@ -24,6 +24,7 @@ for (const folder of folders) {
       });
     }
   }
+  policy.sampled = false;
   const began = performance.now();
   for (let index = 0; index < decisions; index++) policy.act(vectors[0].observation, vectors[0].mask);
   console.log(largest, (1000 * (performance.now() - began)) / decisions);

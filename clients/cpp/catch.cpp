@@ -60,7 +60,9 @@ int main(int argc, char** argv) {
   std::istringstream listed(argv[1]);
   for (std::string each; std::getline(listed, each, ',');) addresses.push_back(each);
   try {
-    shoal::Run run(addresses, token, "catch-cpp");
+    shoal::Options options;
+    options.offers = R"({"name": "catch", "observation": [4], "action": 3})";
+    shoal::Run run(addresses, token, "catch-cpp", std::move(options));
     int count = argc > 2 ? std::atoi(argv[2]) : 1;
     count > 1 ? play_many(run, count) : play(run);
     std::cout << "the run is over\n";

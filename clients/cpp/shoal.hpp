@@ -372,7 +372,7 @@ struct Options {
   double wait_s = 300;       // the longest that `act` and `wait` take
   double give_up_s = 0;      // without a gateway; 0: 60 s before the first session, 300 s after one
   std::string behaviour;     // who acts, as "human"; empty: the run's policy
-  std::string offers;        // JSON: {"observation": {...}, "action": {...}}, the spaces of this game
+  std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}
   std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: with the welcome, on change
   std::unique_ptr<Transport> transport = nullptr;                 // empty: a SocketTransport
 };
@@ -453,7 +453,7 @@ class Run {
     double total = 0;                // the return, with `reward`
     float reward = 0;
     int flags = 0;
-    bool waits = false, is_sent = false;
+    bool waits = false, is_sent = false, is_assisted = false;  // a person has acted in the episode
     Tensor observation, mask, taken;
     Action action;
   };
@@ -466,15 +466,15 @@ class Run {
     if (!std::isfinite(reward)) return raise(Error("invalid", "reward: not finite", agent));
     if (each.episode < 0 && flags) return raise(Error("invalid", "the agent has no episode to end", agent));
     each.observation = observation, each.mask = mask, each.flags = flags, each.waits = true;
-    if (each.episode < 0) each.total = 0, renew(agent, each);
-    else each.step++, each.reward = reward, each.total += reward, each.is_sent = false;
+    if (each.episode < 0) each.total = 0, each.is_assisted = false, renew(agent, each);
+    else each.is_assisted |= !each.taken.empty(), each.step++, each.reward = reward, each.total += reward, each.is_sent = false;
     waiting_++;
   }
   /// Begin an episode, or go on with one that the gateway has not, under another number.
   void renew(int agent, Agent& each) {
     episodes_.erase(each.episode);
     each.episode = next_episode_++, each.step = 0, each.reward = float(each.total), each.is_sent = false;
-    episodes_[each.episode] = agent, each.taken.clear();
+    episodes_[each.episode] = agent, each.taken.assign(each.is_assisted ? action_.count : 0, 0);
   }
   void release(Agent& each, bool is_open) {
     if (each.waits) waiting_--;
@@ -518,7 +518,7 @@ class Run {
     if (stepped_at_ == 0) pause = 0, since_ = time;
     stepped_at_ = time, since_ += pause, heard_at_ += pause;
     if (phase_ == Away) {
-      double limit = options_.give_up_s > 0 ? options_.give_up_s : run_id_.empty() ? 60 : 300;
+      double limit = options_.give_up_s > 0 ? options_.give_up_s : was_answered_ ? 300 : 60;
       if (time - since_ > limit) return finish(Error("unreachable", "no gateway for " + Json::format(limit) + " s: " + why_));
       if (time < try_at_) return;
       phase_ = Joining, has_greeted_ = false, deadline_ = time + 2;
@@ -572,6 +572,7 @@ class Run {
     for (auto& [agent, each] : agents_)
       if (each.waits && !each.is_sent) unsent.push_back(agent);
     if (unsent.empty()) return;
+    std::sort(unsent.begin(), unsent.end(), [&](int a, int b) { return agents_[a].episode < agents_[b].episode; });
     asked_at_ = time;
     std::vector<std::string> frames(num_choices_ ? 2 : 1), rows;
     std::string episodes, steps;
@@ -634,6 +635,7 @@ class Run {
     }
     if (frames.empty() || !header.parse(frames[0])) return reject("a header that is no JSON");
     const std::string &kind = header["kind"].text, &code = header["code"].text;
+    was_answered_ |= kind == "welcome" || kind == "bye";
     if (kind == "welcome") return join(header);
     if (kind == "error" && code == "hello_required") return lose(Error("", header["message"].text));
     if (kind == "error" && code == "unknown_kind" && phase_ == Joined) return has_rows_ = false, resend();
@@ -723,7 +725,7 @@ class Run {
   Form observation_, action_;
   size_t address_ = 0, num_choices_ = 0;
   int waiting_ = 0, attempts_ = 0;
-  bool has_greeted_ = false, has_rows_ = true;
+  bool has_greeted_ = false, has_rows_ = true, was_answered_ = false;
   double stepped_at_ = 0, since_ = 0, try_at_ = 0, deadline_ = 0, heard_at_ = 0, asked_at_ = 0, pinged_at_ = 0;
   double heartbeat_s_ = 1, timeout_s_ = 6;
 };

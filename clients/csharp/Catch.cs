@@ -52,7 +52,8 @@ sealed class Catch {
 
   public static int Main(string[] arguments) {
     try {
-      using (var run = new Run(arguments[0].Split(','), Environment.GetEnvironmentVariable("SHOAL_TOKEN"), "catch-cs")) {
+      var options = new Options { Offers = "{\"name\": \"catch\", \"observation\": [4], \"action\": 3}" };
+      using (var run = new Run(arguments[0].Split(','), Environment.GetEnvironmentVariable("SHOAL_TOKEN"), "catch-cs", options)) {
         if (arguments.Length > 1) PlayMany(run, int.Parse(arguments[1])); else Play(run);
         Console.WriteLine("the run is over");
       }

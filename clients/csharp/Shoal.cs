@@ -36,7 +36,7 @@ public sealed class Options {
   public double WaitSeconds = 300;    // the longest that Act and Wait take
   public double GiveUpSeconds;        // without a gateway; 0: 60 before the first session, 300 after one
   public string Behaviour = "";       // who acts, as "human"; empty: the run's policy
-  public string Offers = "";          // JSON: {"observation": {...}, "action": {...}}, the spaces of this game
+  public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}
   public Action<Dictionary<string, object>> OnSettings;  // called by Poll and Act, with the welcome and on change
 }
 
@@ -53,7 +53,7 @@ public sealed class Run : IDisposable {
     public double Total;             // the return, with Reward
     public float Reward;
     public int Flags;                // 1 terminated, 2 truncated, 4 success is known, 8 success
-    public bool Waits, IsSent;
+    public bool Waits, IsSent, IsAssisted;  // a person has acted in the episode
     public Array Observation, Mask, Taken;
     public AgentAction Action = new AgentAction();
   }
@@ -72,7 +72,7 @@ public sealed class Run : IDisposable {
   TensorForm observationForm = new TensorForm(), actionForm = new TensorForm();
   string runId = "", why = "";
   int address, attempts, numWaiting, numChoices;
-  bool hasGreeted, hasRows = true;
+  bool hasGreeted, hasRows = true, wasAnswered;
   long nextEpisode, settingsVersion;
   double steppedAt = -1, since, tryAt, deadline, heardAt, askedAt, pingedAt, heartbeatSeconds = 1, timeoutSeconds = 6;
 
@@ -144,14 +144,16 @@ public sealed class Run : IDisposable {
     if (agent.Episode < 0 && flags != 0) throw new ShoalException("invalid", "the agent has no episode to end", number);
     agent.Observation = (Array)observation.Clone(); agent.Mask = (Array)mask?.Clone(); agent.Flags = flags; agent.Waits = true;
     numWaiting++;
-    if (agent.Episode < 0) { agent.Total = 0; Renew(agent); return; }
+    if (agent.Episode < 0) { agent.Total = 0; agent.IsAssisted = false; Renew(agent); return; }
+    agent.IsAssisted |= agent.Taken != null;
     agent.Step++; agent.Reward = reward; agent.Total += reward; agent.IsSent = false;
   }
 
   /// Begin an episode, or go on with one that the gateway has not, under another number.
   void Renew(Agent agent) {
     episodes.Remove(agent.Episode);
-    agent.Episode = nextEpisode++; agent.Step = 0; agent.Reward = (float)agent.Total; agent.IsSent = false; agent.Taken = null;
+    agent.Episode = nextEpisode++; agent.Step = 0; agent.Reward = (float)agent.Total; agent.IsSent = false;
+    agent.Taken = agent.IsAssisted ? new double[actionForm.Count] : null;
     episodes[agent.Episode] = agent;
   }
 
@@ -196,7 +198,7 @@ public sealed class Run : IDisposable {
     if (steppedAt < 0) { pause = 0; since = time; }
     steppedAt = time; since += pause; heardAt += pause;
     if (phase == Phase.Away) {
-      double limit = options.GiveUpSeconds > 0 ? options.GiveUpSeconds : runId == "" ? 60 : 300;
+      double limit = options.GiveUpSeconds > 0 ? options.GiveUpSeconds : wasAnswered ? 300 : 60;
       if (time - since > limit) { Finish(new ShoalException("unreachable", "no gateway for " + limit + " s: " + why)); return; }
       if (time < tryAt) return;
       phase = Phase.Joining; hasGreeted = false; deadline = time + 2;
@@ -244,7 +246,7 @@ public sealed class Run : IDisposable {
 
   /// Send what is unsent: one agent's as `act`, those of several as rows of `acts`.
   void Flush(double time) {
-    var unsent = agents.Values.Where(each => each.Waits && !each.IsSent).ToList();
+    var unsent = agents.Values.Where(each => each.Waits && !each.IsSent).OrderBy(each => each.Episode).ToList();
     if (unsent.Count == 0) return;
     askedAt = time;
     var rows = new List<Agent>();
@@ -309,6 +311,7 @@ public sealed class Run : IDisposable {
     if (frames.Count > 0) header = Json.Parse(Encoding.UTF8.GetString(message, frames[0].Offset, frames[0].Count)) as Dictionary<string, object>;
     if (header == null) { Reject("a header that is no JSON"); return; }
     string kind = header.Text("kind"), code = header.Text("code"), text = header.Text("message");
+    wasAnswered |= kind == "welcome" || kind == "bye";
     if (kind == "welcome") Join(header);
     else if (kind == "bye" && header.Number("finished") != 0) Finish();
     else if (kind == "bye") Lose(new ShoalException("", header.Text("reason")));
@@ -460,7 +463,8 @@ sealed class Connection {
   }
 
   void Lose(Exception error) {
-    string text = error == null ? "canceled" : error.GetBaseException().Message;
+    string text = error == null ? "canceled" : "";
+    for (; error != null; error = error.InnerException) text += error is AggregateException ? "" : (text == "" ? "" : ": ") + error.Message;
     bool isRejected = Regex.IsMatch(text, @"\b4\d\d\b");  // the platform tells the status of HTTP in words alone
     Lost = Lost ?? new ShoalException(isRejected ? "rejected" : "", text);
   }

@@ -120,7 +120,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"learner_group"},
         {"experience"},
         {"spec"},
-        {"algorithm_config", "learner_spec", "policy_graph"},
+        {"algorithm_config", "part_specs", "policy_graph"},
     ],
     "serve": [
         {"ray_app"},

@@ -31,7 +31,8 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.handshake import _FATAL
 from shoal.rl.gateway.state import GatewaySetting
-from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
+from shoal.rl.part_specs import GatewaySpec
+from shoal.rl.spec import RLSpec, experience_spec
 from shoal.weights import WeightSnapshot, WeightStore, decode_tensors
 from shoal.wire import (
     PROTOCOL_VERSION,

@@ -18,8 +18,8 @@ from shoal.actor.remote import RemoteClient, run_remote_actor
 from shoal.cli.commands.runs import set_settings
 from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
 from shoal.rl.gateway.game_settings import advance_settings, begin_settings, parse_settings, read_settings
-from shoal.rl.learner_spec import SettingsRule
 from shoal.rl.local_loop import LocalLoop
+from shoal.rl.part_specs import SettingsRule
 from shoal.rl.spec import RLSpec
 from shoal.runs.event_messages import format_warning
 from shoal.wire import MessageLimits, Segment, decode, pack_segment, unpack_segment

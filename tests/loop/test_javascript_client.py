@@ -23,6 +23,7 @@ from gymnasium.spaces import Box, Discrete
 from rl_setting import TOKEN, Parts, serving
 from shoal.actor import ActorClient, play
 from shoal.actor.environment import make_environment
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec, policy_spec
 from shoal.weights import WeightSnapshot
@@ -53,7 +54,7 @@ def playing(folder: Path | None = None, **fields: Any) -> AbstractContextManager
 
 
 def find_address(parts: Parts) -> str:
-    return parts.gateway.format_websocket_address()
+    return format_websocket_address(parts.gateway.listener, parts.spec.host)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -164,6 +164,32 @@ def test_three_learners_have_the_weights_of_one(tmp_path: Path, name: str) -> No
                 if not key.endswith("_ms"):
                     assert three.learner.stats()["metrics"][key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
             assert three.queue.ledger.get_account(A).consumed == one.queue.ledger.get_account(A).consumed
+
+
+class Cloned:
+    """What was shown: one segment, which comes before the second batch."""
+
+    def __init__(self) -> None:
+        self._segment, self._due = segment(8, behaviour="human"), iter([0, 3, 0, 0])
+
+    def advance(self, num_steps: int) -> None: ...
+
+    def take_cloning_steps(self) -> int:
+        return next(self._due)
+
+    def compute_loss(
+        self, compute_log_pi: Callable[[list[object]], torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        return -compute_log_pi([self._segment]).mean(), {}
+
+
+def test_two_learners_clone_what_was_shown_to_the_first_as_one_does(tmp_path: Path) -> None:
+    with bench(tmp_path / "one") as one, bench(tmp_path / "two", replicas=1) as two:
+        for each in (one, two):
+            each.learner.algorithm.demonstrations = Cloned()  # type: ignore[assignment]
+            each.learn(np.random.default_rng(3), 4)
+        for key, value in one.weights().items():
+            torch.testing.assert_close(two.weights()[key], value, **TOLERANCE)
 
 
 class DyingHub(LearnerHub):

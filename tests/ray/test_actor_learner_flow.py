@@ -293,6 +293,7 @@ def test_a_run_without_an_environment_registers_the_version_of_its_games_best_re
     assert flow._candidates == [best]
     model = SimpleNamespace(ref="game@1", name="game", version=1, aliases=["champion"], decision="")
     policy.register = lambda snapshot, run_id, action: model
+    flow._connect = nullcontext
     flow.finish()
     LoopRun._announce_gateways(flow)
     said = capsys.readouterr().out

@@ -28,14 +28,14 @@ def test_the_first_game_brings_the_spaces_which_the_record_keeps(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.flows.rl_policy import keep_spaces
-    from shoal.rl.ray_first_game import wait_for_first_game
+    from shoal.rl.ray_first_game import take_spaces
 
     answers: list[Any] = []
     said: list[str] = []
 
     def join() -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as game:
-            game.connect(said[0].split()[9])
+            game.connect(next(word for word in said[0].split() if "://" in word))
             game.send(encode(Hello(1, TOKEN, "catch-1", 1, offers=OFFERS)))
             answers.append(decode(game.recv_multipart(), MessageLimits()))
 
@@ -46,16 +46,16 @@ def test_the_first_game_brings_the_spaces_which_the_record_keeps(
 
     spec = ActorLearnerSpec(env="ask")
     with shoal.runs.create("actor_learner", spec.to_record(), "asks") as recorder:
-        taken = spec.update({"env": wait_for_first_game(spec, recorder, TOKEN, say)})
-        recorder.change_spec(taken.to_record())
+        taken = take_spaces(spec, recorder, TOKEN, say)
+        assert take_spaces(taken, recorder, TOKEN, pytest.fail) is taken
         with socket.create_server(("127.0.0.1", 0)) as other:
             busy = spec.update({"gateway": {"port": other.getsockname()[1]}})
             with pytest.raises(ClusterError, match=r"wait for its first game: gateway.port = \d+: cannot be bound"):
-                wait_for_first_game(busy, recorder, TOKEN, pytest.fail)
+                take_spaces(busy, recorder, TOKEN, pytest.fail)
     assert (taken.given, taken.model_name) == (OFFERS, "catch")
     assert isinstance(wait_for(lambda: answers)[0], Bye)
     events = shoal.runs.load("asks").last_events()
     assert events["spaces_asked"]["addresses"][0] in said[0]
     assert events["spaces_taken"] == {"actor_id": "catch-1", "spaces": json.dumps(OFFERS)}
-    assert said[1:] == [f"catch-1 brings the spaces {taken.env}"]
+    assert said[1:] == [f"run asks: catch-1 brings the spaces {taken.env}"]
     assert keep_spaces(ActorLearnerSpec(env="ask", resume="asks")).given == OFFERS

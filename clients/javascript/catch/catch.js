@@ -46,12 +46,14 @@ export class Catch {
     const context = canvas.getContext('2d');
     const [width, height] = [canvas.width / COLUMNS, canvas.height / ROWS];
     context.clearRect(0, 0, canvas.width, canvas.height);
-    context.fillStyle = '#d33';
+    context.fillStyle = '#d8392b';
     context.beginPath();
-    context.arc((this.column + 0.5) * width, (this.row + 0.5) * height, Math.min(width, height) / 3, 0, 7);
+    context.arc((this.column + 0.5) * width, (this.row + 0.5) * height, Math.min(width, height) / 3.2, 0, 7);
     context.fill();
-    context.fillStyle = '#864';
-    context.fillRect((this.basket + 0.1) * width, (ROWS - 0.6) * height, 0.8 * width, 0.5 * height);
+    context.fillStyle = '#7a5230';
+    context.beginPath();
+    context.roundRect((this.basket + 0.08) * width, (ROWS - 0.62) * height, 0.84 * width, 0.5 * height, [2, 2, height / 4, height / 4]);
+    context.fill();
   }
 }
 

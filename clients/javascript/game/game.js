@@ -38,7 +38,7 @@ setInterval(() => {
   if (outcome.terminated) {
     totals.push(total);
     const mean = totals.reduce((sum, each) => sum + each, 0) / totals.length;
-    find('score').textContent = `${totals.length} episodes, the last ${total}, mean ${mean.toFixed(1)} of 5`;
+    find('score').textContent = `Episode ${totals.length}: ${total} of 5, mean ${mean.toFixed(1)}`;
     [total, outcome] = [0, { observation: mine.reset(), reward: 0 }];
     beginLesson();
   }
@@ -61,9 +61,10 @@ function teach(taken) {
 
 find('champion').onclick = () => {
   isChampionPlaying = !isChampionPlaying;
-  totals.length = 0;
+  [totals.length, total, outcome] = [0, 0, { observation: mine.reset(), reward: 0 }];
+  beginLesson();
   find('champion').textContent = isChampionPlaying ? 'Play yourself' : 'Watch the champion';
-  find('player').firstChild.textContent = isChampionPlaying ? `Version ${champion.version} plays. ` : 'You: ';
+  find('player').textContent = isChampionPlaying ? `The champion plays: version ${champion.version}.` : 'You play: ← and → move.';
 };
 
 // -- the copies -----------------------------------------------------------------------------------------------
@@ -96,12 +97,14 @@ function drawCurve({ steps, mean }) {
   curve.push([steps, mean]);
   const canvas = find('curve');
   const context = canvas.getContext('2d');
-  const place = ([x, y]) => [10 + ((canvas.width - 20) * x) / steps, canvas.height - 12 - ((canvas.height - 24) * (y + 5)) / 10];
+  const place = ([x, y]) => [12 + ((canvas.width - 24) * x) / steps, canvas.height - 12 - ((canvas.height - 24) * (y + 5)) / 10];
   context.clearRect(0, 0, canvas.width, canvas.height);
   context.strokeStyle = '#ddd';
+  context.fillStyle = '#667';
   context.beginPath();
   for (const y of [-5, 0, 5]) {
-    context.moveTo(10, place([0, y])[1]);
+    context.fillText(y, 0, place([0, y])[1] + 3);
+    context.moveTo(12, place([0, y])[1]);
     context.lineTo(canvas.width - 10, place([0, y])[1]);
   }
   context.stroke();

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shoal.actor.agent_streams import is_parallel, to_float
+from shoal.actor.connection import format_actor_command
 from shoal.actor.other_games import adapt_aec, flatten_agents, flatten_environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.plugins.moved import translate_reference
@@ -31,6 +32,14 @@ MAX_TURNS = 100  # until it is an agent's turn for the first time
 def has_environment(name: str) -> bool:
     """Whether `env` names an environment; otherwise it gives the spaces of games that join, or asks for them."""
     return name != ASK and not name.startswith("{")
+
+
+def describe_joining(address: str, websocket: str, env: str, server_key: str, ignored: Sequence[str] = ()) -> str:
+    """What to do to join a run. websocket: its address for games, or an empty string"""
+    if has_environment(env):
+        return f"start each actor with\n    {format_actor_command(address, env, server_key, ignored)}"
+    key = f" with the server key {server_key}" if server_key else ""
+    return f"games join at {address}{key}{' or ' * bool(websocket)}{websocket}"
 
 
 def parse_environment(env: Any) -> Any:

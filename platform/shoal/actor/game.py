@@ -227,6 +227,11 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
 
     def close(self, drain_timeout_s: float = 2.0) -> None:
         deadline = time.monotonic() + drain_timeout_s
+        for playing in self._episodes.values():  # of what was shown nothing is lost
+            if playing.behaviour and playing.is_recorded and (shown := playing.builder.take_segment()) is not None:
+                shown = replace(shown, behaviour=playing.behaviour, assisted=True)
+                self._waiting.append((self._current_run, shown))
+        self._episodes.clear()
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or not self._thread.is_alive(), drain_timeout_s)
             self._is_closing = True

@@ -21,15 +21,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import SecretStr
 
 import shoal.runs
-from shoal.actor.connection import format_actor_command
-from shoal.actor.environment import ASK, has_environment
+from shoal.actor.environment import describe_joining
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
 from shoal.cluster.job_main import expected_run_id, print_too
@@ -65,18 +63,12 @@ from shoal.flows.policy_evaluation import (
     judge_trial,
     record_evaluation,
 )
-from shoal.flows.rl_metrics import (
-    HistorySampler,
-    combine_policies,
-    select_lags,
-    select_rejections,
-    select_win_rates,
-)
+from shoal.flows.rl_metrics import HistorySampler, combine_policies, select_lags, select_rejections, select_win_rates
 from shoal.flows.rl_policy import check, keep_spaces, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
-from shoal.rl.ray_first_game import wait_for_first_game
+from shoal.rl.ray_first_game import take_spaces
 from shoal.runs import RunRecorder, Status
 from shoal.serve.on_ray.ownership import list_driver_endpoints, require_free_name
 from shoal.weights import WeightSnapshot
@@ -104,12 +96,8 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
         spec.to_record(), job, begun="gateway_ready", kind=kind, resumed=spec.resume, run_id=run_id
     )
     with ExitStack() as closing, record as recorder:
-        if spec.env == ASK:
-            say = partial(print, f"run {recorder.id}:", flush=True)
-            spec = spec.update({"env": wait_for_first_game(spec, recorder, load_access_token(), say)})
-            recorder.change_spec(spec.to_record())
-            checked = check(spec)
-        run = LoopRun(spec, recorder, checked)
+        spec = take_spaces(spec, recorder, load_access_token())
+        run = LoopRun(spec, recorder, checked or check(spec))
         try:
             run.start(closing)
             run.learn()
@@ -209,10 +197,7 @@ class LoopRun:
         if websocket := others.get("websocket", ""):
             announce_websocket(self.policies, self.recorder.id)
             self._record_endpoint("websocket", "websocket", websocket)
-        connect = others.get("connect", address)
-        command = f"start each actor with\n    {format_actor_command(connect, env, key, ignored)}"
-        joins = f"games join at {websocket or connect}"
-        self._how_to_join = command if has_environment(env) else joins
+        self._how_to_join = describe_joining(others.get("connect", address), websocket, env, key, ignored)
         print(f"run {self.recorder.id}: {self._how_to_join}", flush=True)
         self._printed_at = time.monotonic()
 
@@ -235,7 +220,7 @@ class LoopRun:
             self._follow_until_done()
             self._candidates = [each.workers.pause_learner() for each in self.policies]
             self._action = list_actions(self.spec, self.policies[0].experience)[0]
-            if self.missed or not has_environment(self.spec.env):
+            if self.missed or self.spec.given:
                 self._candidates = [each.choose_best(self._candidates[i]) for i, each in enumerate(self.policies)]
                 return
             if self._only is None or self._passes(self._candidates[0]):
@@ -400,10 +385,8 @@ class LoopRun:
             model = each.register(snapshot, self.recorder.id, self._action)
             self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
             models[each.name] = model
-        played = dict[str, Evaluation]()
-        if has_environment(self.spec.env):
-            with self._connect(self._action) as connections:
-                played = evaluate_policies(connections, self.spec)
+        with self._connect(self._action) as connections:
+            played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():

@@ -142,8 +142,9 @@ def describe_registered(model: ModelVersion, evaluation: Evaluation | None, acti
 
 
 def evaluate_policies(connections: Sequence[Connections], spec: ActorLearnerSpec) -> dict[str, Evaluation]:
-    """Play `spec.eval_episodes`, which differ from the trial's; by policy. Raises as `play_through` does."""
-    return _play(connections, spec, spec.eval_episodes, EVALUATION_SEED)
+    """Play `spec.eval_episodes`, which differ from the trial's; by policy, without an environment of none. Raises as
+    `play_through` does."""
+    return {} if spec.given else _play(connections, spec, spec.eval_episodes, EVALUATION_SEED)
 
 
 def _play(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from shoal.wire.messages import PROTOCOL_VERSION, Bye, ErrorMessage, Hello, Mess
 
 WAITING_PRINT_S = 30.0  # between two lines that say what a run waits for
 EXAMPLE = '"offers": {"observation": [4], "action": 3}'
+print_line = partial(print, flush=True)
 _NOTHING = ExperienceSpec(TensorSpec("float32"), TensorSpec("int64"), 1, PolicySpec("", "", ()))
 _FATAL = ("bad_version", "bad_token", "wrong_spaces")
 

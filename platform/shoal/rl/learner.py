@@ -29,7 +29,7 @@ from shoal.rl.batch_lease import BatchLease
 from shoal.rl.experience.demonstrations import ShownExperience
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.learner_group import LearnerHub
-from shoal.rl.learner_spec import LearnerSpec
+from shoal.rl.part_specs import LearnerSpec
 from shoal.rl.published_versions import PublishedVersions, WeightSink
 from shoal.rl.spec import RLSpec
 from shoal.store import Store

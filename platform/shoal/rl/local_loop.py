@@ -23,7 +23,7 @@ from shoal.random_state import preserve_rng
 from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting, print_line
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.opponent_pool import OpponentPool
@@ -87,7 +87,7 @@ class LocalLoop:
         folder: Path,
         token: str,
         target_return: float | None = None,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = print_line,
     ) -> Self:
         """A run with the spaces of `spec.env`. With `env=ask` this waits for the first game, and `say` gets what to do
         meanwhile. Raises ConfigError."""

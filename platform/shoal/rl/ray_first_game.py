@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+from shoal.actor.environment import ASK
 from shoal.cluster.capacity import get_head_address, get_node_address, make_host_options
 from shoal.errors import ClusterError, RecordUnwritable, error_summary
 from shoal.home import home
-from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting, print_line
 from shoal.rl.gateway.zmq_listener import load_curve_keys, require_reachable_gateway, resolve_reachable_host
 from shoal.rl.spec import RLSpec
 from shoal.runs import RunRecorder
 
+SpecT = TypeVar("SpecT", bound=RLSpec)
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
 
@@ -41,13 +43,16 @@ class FirstGameWorker:
         self._game.close()
 
 
-def wait_for_first_game(spec: RLSpec, recorder: RunRecorder, token: str, say: Callable[[str], None]) -> str:
-    """The `env` with the spaces of the first game that joins the run. Records that it waits, and what has come.
+def take_spaces(spec: SpecT, recorder: RunRecorder, token: str, say: Callable[[str], None] = print_line) -> SpecT:
+    """The spec of a run with `env=ask` with the spaces of the first game that joins, as its record then has it; other
+    specs as they are.
 
     say: gets, every half a minute, what is waited for
 
     Raises ClusterError when the worker cannot start, or is gone.
     """
+    if spec.env != ASK:
+        return spec
     keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
     placement = make_host_options()
     require_reachable_gateway(spec, get_node_address(placement["scheduling_strategy"].node_id), get_head_address())
@@ -57,7 +62,8 @@ def wait_for_first_game(spec: RLSpec, recorder: RunRecorder, token: str, say: Ca
         with suppress(RecordUnwritable):
             recorder.record_event("spaces_asked", addresses=addresses)
         while True:
-            say(describe_waiting(addresses, keys[0].decode() if keys else "", str(home() / "token")))
+            waiting = describe_waiting(addresses, keys[0].decode() if keys else "", str(home() / "token"))
+            say(f"run {recorder.id}: {waiting}")
             env, brought_by = ray.get(worker.wait.remote(WAITING_PRINT_S))
             if env:
                 break
@@ -69,5 +75,7 @@ def wait_for_first_game(spec: RLSpec, recorder: RunRecorder, token: str, say: Ca
         ray.kill(worker, no_restart=True)
     with suppress(RecordUnwritable):
         recorder.record_event("spaces_taken", actor_id=brought_by, spaces=env)
-    say(f"{brought_by} brings the spaces {env}")
-    return str(env)
+    say(f"run {recorder.id}: {brought_by} brings the spaces {env}")
+    taken = spec.update({"env": env})
+    recorder.change_spec(taken.to_record())
+    return taken

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
 from shoal.actor.environment import get_action_bounds, get_action_sizes, parse_environment
 from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.models.network_source import AnyNetworkSource
-from shoal.network_address import WILDCARDS, is_loopback, split_address
 from shoal.plugins.find import load_reference
 from shoal.rl.algorithm_config import AnyAlgorithmConfig, find_fitting
-from shoal.rl.learner_spec import DemonstrationsSpec, LearnerSpec, SelfPlaySpec, Setting, SettingsRule
+from shoal.rl.part_specs import DemonstrationsSpec, GatewaySpec, LearnerSpec, SelfPlaySpec, Setting, SettingsRule
 from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracker import TrackerNames
@@ -44,104 +41,6 @@ LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
 
 
 Environment = Annotated[str, BeforeValidator(parse_environment)]
-
-
-class GatewayTls(Spec):
-    """The files of the gateway's certificate, on its host, in PEM. New content counts for new connections."""
-
-    certificate: str = Field(min_length=1, description="with its chain")
-    key: str = Field(min_length=1, description="its private key")
-
-    @field_validator("certificate", "key")
-    @classmethod
-    def _is_full_path(cls, path: str) -> str:
-        if not Path(path).is_absolute():
-            raise ValueError("is relative: give the full path of the file on the gateway's host")
-        return path
-
-
-class GatewaySpec(Spec):
-    """How actors reach the learner. Beyond loopback, encryption and the server's identity are required: `curve`, and
-    `tls` for WebSocket."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
-    curve: bool = False
-    durable: Literal["disk", "store"] = Field(
-        default="disk",
-        description="where a segment is counted before it is acknowledged; store: it is also kept there until learnt,"
-        " and outlives the gateway's host",
-    )
-    queue_capacity: int = Field(default=96, ge=2, description="segments")
-    max_credits: int = Field(default=8, ge=1, description="segments that one actor may have on their way")
-    max_version_lag: int = Field(default=30, ge=0, description="weight versions; not for dqn")
-    heartbeat_s: float = Field(default=1.0, gt=0)
-    timeout_s: float = Field(default=6.0, gt=0)
-    episode_timeout_s: float = Field(
-        default=300.0, gt=0, description="after which an episode of remote inference that no one continues expires"
-    )
-    max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
-    advertise: str = Field(
-        default="", description="HOST or HOST:PORT to which actors connect, behind NAT or a balancer; default: its own"
-    )
-    websocket: int | None = Field(
-        default=None, ge=0, le=65535, description="port for games that speak WebSocket; 0 takes a free one"
-    )
-    origins: tuple[str, ...] = Field(
-        default=(), description="of pages that may connect, as https://game.example; default: pages of the same address"
-    )
-    tls: GatewayTls | None = Field(default=None, description="of the port for WebSocket: its address is then wss://")
-    pause_s: float = Field(
-        default=300.0,
-        gt=0,
-        description="that a game may be silent over WebSocket, as at a menu, before its session ends",
-    )
-
-    @field_validator("origins")
-    @classmethod
-    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in origins:
-            if origin != "null" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
-                raise ValueError(f"{origin!r} is no origin such as https://game.example, without a path")
-        return origins
-
-    @field_validator("advertise")
-    @classmethod
-    def _is_address(cls, advertise: str, info: ValidationInfo) -> str:
-        if not advertise:
-            return advertise
-        host, _ = split_address(advertise)
-        if host in WILDCARDS:
-            raise ValueError("names no host: give the one to which actors connect")
-        if not is_loopback(host) and not info.data.get("curve", True):
-            raise ValueError("is beyond loopback: set curve=true, so that nothing is in clear")
-        return advertise
-
-    @property
-    def advertised(self) -> tuple[str, int]:
-        """Host and port of `advertise`; "" and 0 for those that it does not give."""
-        return split_address(self.advertise) if self.advertise else ("", 0)
-
-    def shift_ports(self, number: int) -> GatewaySpec:
-        """The spec of a further gateway: each port that is given is higher by `number`."""
-        host, port = self.advertised
-        ports = {name: port + number for name in ("port", "websocket") if (port := getattr(self, name))}
-        shown = f"[{host}]" if ":" in host else host
-        return self.update({**ports, **({"advertise": f"{shown}:{port + number}"} if port else {})})
-
-    @model_validator(mode="after")
-    def _closed_by_default(self) -> GatewaySpec:
-        if not is_loopback(self.host) and not self.curve:
-            raise ValueError(f"gateway host {self.host!r} is not loopback: set curve=true, so that nothing is in clear")
-        hosts = [self.host, *filter(None, self.advertised[:1])]
-        if self.websocket is not None and self.tls is None and not all(map(is_loopback, hosts)):
-            problem = f"websocket with the host {hosts[-1]!r}, which is not loopback, needs a certificate"
-            raise ValueError(f"{problem}: give tls.certificate and tls.key, so that nothing is in clear")
-        if self.tls is not None and self.websocket is None:
-            raise ValueError("tls is for WebSocket: give websocket=PORT, too, or leave tls out")
-        if self.timeout_s < 2 * self.heartbeat_s:
-            raise ValueError("timeout_s must be at least twice heartbeat_s, or one lost ping ends a session")
-        return self
 
 
 class RLSpec(Spec):

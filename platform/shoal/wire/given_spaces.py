@@ -184,7 +184,7 @@ def _list_stated(form: Any) -> set[str]:
 def _read_action(form: Any, field: str) -> Box | Discrete | MultiDiscrete:
     if isinstance(form, int) and not isinstance(form, bool):
         return Discrete(_require_choices([form], field, form)[0])
-    if isinstance(form, Sequence) and not isinstance(form, str):
+    if isinstance(form, list | tuple):
         return MultiDiscrete(np.array(_require_choices(form, field, form)))
     if not isinstance(form, Mapping):
         raise ConfigError(field, form, "is no action space", f"give {_ACTIONS}")
@@ -214,7 +214,7 @@ def _require_choices(sizes: Sequence[Any], field: str, form: Any) -> list[int]:
 
 
 def _read_box(form: Any, field: str, forms: str) -> Box:
-    if isinstance(form, Sequence) and not isinstance(form, str):
+    if isinstance(form, list | tuple):
         form = {"shape": form}
     if not isinstance(form, Mapping) or "shape" not in form:
         raise ConfigError(field, form, "is no space of numbers with a shape", f"give {forms}")
@@ -238,7 +238,7 @@ def _read_box(form: Any, field: str, forms: str) -> Box:
 
 
 def _read_shape(shape: Any, field: str, forms: str) -> tuple[int, ...]:
-    is_list = isinstance(shape, Sequence) and not isinstance(shape, str)
+    is_list = isinstance(shape, list | tuple)
     if not is_list or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in shape):
         raise ConfigError(field, shape, "is no shape: a list of positive integers", f"give {forms}")
     if len(shape) > 8 or math.prod(shape) > MAX_NUMBERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from shoal.libs.demonstrations.recorder import Recorder, copy_source
 from shoal.libs.demonstrations.shown import Shown, fade
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.learner_spec import DemonstrationsSpec
+from shoal.rl.part_specs import DemonstrationsSpec
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec, Segment
 
@@ -134,6 +135,23 @@ def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path:
     shown.poll()
     assert list(shown.get_segments()) == []
     assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
+
+
+def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    site = make_site(tmp_path)
+    record(site, shown_segment(), shown_segment(rewards=np.full(8, 9.0, np.float32)))
+    shown = Shown(site)
+    shown.poll()
+
+    def compute_log_pi(segments: Sequence[Segment]) -> torch.Tensor:
+        """As of a network that overflows with the second segment."""
+        return torch.cat([torch.full((8,), torch.nan if each.rewards[0] == 9.0 else -1.0) for each in segments])
+
+    assert shown.compute_loss(compute_log_pi) is None
+    assert "000001 is not finite" in caplog.text
+    result = shown.compute_loss(compute_log_pi)
+    assert result is not None
+    assert result[1]["learner/cloning_loss"] == 1.0
 
 
 # -- the files --------------------------------------------------------------------------------------------------------

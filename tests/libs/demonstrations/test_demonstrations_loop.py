@@ -118,3 +118,14 @@ def test_the_script_of_the_page_shows_twenty_episodes(tmp_path: Path) -> None:
         counts = parts.gateway.stats()["demonstrations"]
     assert counts == {"segments": 20, "steps": 160, "episodes": 20}
     assert {each.info.episode_return for each in read_all(tmp_path)} == {8.0}
+
+
+@pytest.mark.parametrize("inference", ["local", "remote"])
+def test_who_leaves_in_the_middle_of_an_episode_has_shown_all_steps(tmp_path: Path, inference: str) -> None:
+    with serving(tmp_path) as parts:
+        with shoal.connect(parts.address, token=TOKEN, inference=inference) as actor:
+            for step in range(4):
+                actor.act([step / 10] * 4, taken=step % 2)
+        wait_for(lambda: parts.ledger.get_totals().received == 1)
+        assert parts.gateway.stats()["actors"][0]["lag"] == 0
+    assert [each.segment.actions.tolist() for each in read_all(tmp_path)] == [[0, 1, 0]]  # the last has no outcome

@@ -219,3 +219,9 @@ def test_a_run_names_its_policy_and_an_export_of_it_is_replaced(tmp_path: Path) 
     with pytest.raises(ConfigError, match="--replace"):
         write(tmp_path / "out")
     assert write(tmp_path / "out", replace=True).folder == tmp_path / "out"
+
+
+def test_a_policy_that_samples_may_take_its_best_actions_in_the_game(tmp_path: Path) -> None:
+    register(*CASES["categorical"])
+    write(tmp_path / "out", action="best")
+    assert json.loads((tmp_path / "out" / "policy.json").read_text())["action"] == "best"

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
+from msgspec.structs import replace
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.server import ServerConnection, serve
 from websockets.utils import accept_key
 
 from cutting_proxy import CuttingProxy
-from rl_setting import TOKEN, serving
+from rl_setting import EXPERIENCE, TOKEN, Parts, serving
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
 from waiting import wait_for
@@ -54,7 +56,8 @@ Programs = dict[str, list[str]]
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """The command of each language's game, where the machine has its compiler."""
     folder = tmp_path_factory.mktemp("games")
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize=null,alignment,vptr,object-size", "-fno-sanitize-recover"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *checks]
     sources = [HERE / "NativeGame.cs", CLIENTS / "csharp" / "Catch.cs", CLIENTS / "csharp" / "Shoal.cs"]
     compilers = {
         "c++": ["g++", *flags, "-I", CLIENTS / "cpp", HERE / "native_game.cpp", "-o", folder / "game"],
@@ -90,8 +93,20 @@ def wait_for_end(process: subprocess.Popen[str]) -> None:
     assert (process.returncode, output) == (0, "the run is over\n")
 
 
-def count_steps(stats: dict[str, Any]) -> dict[str, int]:
-    return {actor["actor_id"]: actor["steps"] for actor in stats["actors"]}
+def find_address(parts: Parts) -> str:
+    return format_websocket_address(parts.gateway.listener, "127.0.0.1")
+
+
+def wait_while_playing(games: list[subprocess.Popen[str]], predicate: Callable[[], object]) -> None:
+    def is_reached() -> bool:
+        assert [game.poll() for game in games] == [None] * len(games), "a game has ended"
+        return bool(predicate())
+
+    wait_for(is_reached)
+
+
+def count_steps(parts: Parts) -> dict[str, int]:
+    return {actor["actor_id"]: actor["steps"] for actor in parts.gateway.stats()["actors"]}
 
 
 def test_they_learn_together_until_the_game_is_solved(tmp_path: Path, programs: Programs) -> None:
@@ -99,7 +114,7 @@ def test_they_learn_together_until_the_game_is_solved(tmp_path: Path, programs: 
     with LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=4.5) as loop, ExitStack() as games:
         addresses = f"ws://127.0.0.1:1,{loop.websocket_address}"  # nothing listens at the first
         playing = [games.enter_context(started([*command, addresses, "8"])) for command in programs.values()]
-        wait_for(lambda: all(loop.gateway.stats()["actors"]) and len(loop.gateway.stats()["actors"]) == len(programs))
+        wait_while_playing(playing, lambda: len(loop.gateway.stats()["actors"]) == len(programs))
         assert loop.wait_until_solved(timeout_s=600) > 0
         stats = loop.gateway.stats()
         loop.close()
@@ -112,8 +127,10 @@ def test_they_learn_together_until_the_game_is_solved(tmp_path: Path, programs: 
 
 def test_episodes_go_on_after_a_cut_and_after_a_restart_of_the_gateway(tmp_path: Path, programs: Programs) -> None:
     """Each episode of Catch has 25 steps, a segment of 16 and one of 9, and an odd return."""
-    with ExitStack() as games, serving(tmp_path, websocket=0, queue_capacity=10_000) as first:
-        address = first.gateway.format_websocket_address()
+    experience = replace(EXPERIENCE, action=replace(EXPERIENCE.action, high=2))
+    fields = {"queue_capacity": 10_000, "experience": experience}
+    with ExitStack() as games, serving(tmp_path, websocket=0, **fields) as first:
+        address = find_address(first)
         port = int(address.rpartition(":")[2])
         playing, proxies = [], []
         for number, command in enumerate(programs.values()):
@@ -121,17 +138,20 @@ def test_episodes_go_on_after_a_cut_and_after_a_restart_of_the_gateway(tmp_path:
             near = proxy.url.replace("http", "ws")
             playing.append(games.enter_context(started([*command, f"{near},{address}", str(1 + 3 * number)])))
             proxies.append(proxy)
-        wait_for(lambda: all(proxy.is_cut for proxy in proxies), what="cut connections")
-        before = count_steps(first.gateway.stats())
-        wait_for(lambda: all(steps > before[name] + 100 for name, steps in count_steps(first.gateway.stats()).items()))
+        wait_while_playing(playing, lambda: all(proxy.is_cut for proxy in proxies))
+        before = count_steps(first)
+        wait_while_playing(
+            playing, lambda: all(steps > before[name] + 100 for name, steps in count_steps(first).items())
+        )
         lengths = first.take(1, 10**6, 10**5).lengths.tolist()
         assert set(lengths) == {16, 9}
         assert 0 <= lengths.count(16) - lengths.count(9) <= 5  # the open episodes
         assert first.ledger.get_totals().duplicates == 0
         first.gateway.close()
-        with serving(tmp_path, websocket=port, queue_capacity=10_000) as second:
-            wait_for(lambda: len(count_steps(second.gateway.stats())) == len(programs))
-            wait_for(lambda: all(steps > 100 for steps in count_steps(second.gateway.stats()).values()))
+        with serving(tmp_path, websocket=port, **fields) as second:
+            wait_while_playing(
+                playing, lambda: [steps > 100 for steps in count_steps(second).values()] == [True] * len(programs)
+            )
             assert set(second.gateway._progress.returns) <= {-5.0, -3.0, -1.0, 1.0, 3.0, 5.0}  # with what came before
             assert second.ledger.get_totals().duplicates == 0
             second.gateway.close(finished=True)
@@ -167,7 +187,7 @@ def player(program: list[str]) -> Iterator[Player]:
 
 def test_errors_have_names(player: Player) -> None:
     with serving(websocket=0) as parts:
-        address = parts.gateway.format_websocket_address()
+        address = find_address(parts)
         assert player.ask(f"join {address}", f"ask 0 0 {OBSERVATION}", "wait").startswith(
             "error bad_token -1 bad_token:"
         )

@@ -16,7 +16,7 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import GatewaySpec
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
 from shoal.wire.experience_spec import STATE, ConvolutionSpec, ExtraSpec

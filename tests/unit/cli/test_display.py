@@ -166,6 +166,9 @@ def test_a_run_without_an_environment_says_what_it_waits_for_and_who_has_brought
         run.change_spec("env: '{\"action\": 3}'")
         run.flush()
         view = run_view.make_view(runs.load("one"), waits)
+        run.record_event("solved")
+        run.flush()
+        assert run_view.make_view(runs.load("one"), view).phase == "solved; registering the policy"
     assert view.phase == "starting the endpoint"
     assert 'spaces    {"action": 3}, brought by catch-1' in drawn(view)
     shown = CliRunner().invoke(runs_command.runs, ["one"], catch_exceptions=False).output

@@ -16,7 +16,8 @@ from shoal.flows.rl_policy import check
 from shoal.plugins.library import collect_extensions
 from shoal.rl.algorithm_config import GROUP
 from shoal.rl.gateway.listener import find_listener
-from shoal.rl.spec import GatewaySpec, RLSpec, experience_spec
+from shoal.rl.part_specs import GatewaySpec
+from shoal.rl.spec import RLSpec, experience_spec
 from shoal.train.spec import TrainSpec
 
 

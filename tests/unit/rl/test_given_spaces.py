@@ -157,6 +157,7 @@ _BOX = st.fixed_dictionaries(
     st.fixed_dictionaries({"observation": _BOX | _ODD, "action": _BOX | _ODD}, optional={"masks": _ODD, "name": _ODD})
 )
 @example({"observation": {"shape": [4], "low": "1"}, "action": 3})
+@example({"observation": b"1", "action": b"1"})
 @example({"observation": {"shape": [4], "low": b"1", "dtype": ["float32"]}, "action": 3})
 def test_whatever_a_client_offers_is_spaces_or_an_error(offers: dict[str, Any]) -> None:
     experience = experience_spec(ANY, spaces.Discrete(3), RLSpec())

@@ -20,7 +20,7 @@ from shoal.rl.batch_checks import CHECK_INTERVAL_S, CHECKED_STEPS, BadBatchPolic
 from shoal.rl.batch_lease import BatchLease
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
 from shoal.rl.learner import LearnerCheckpoints, PausableLoop
-from shoal.rl.learner_spec import LearnerSpec
+from shoal.rl.part_specs import LearnerSpec
 from shoal.rl.published_versions import VERSIONS_RESERVED, PublishedVersions
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import DropReason

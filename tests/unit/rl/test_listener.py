@@ -12,7 +12,7 @@ import zmq
 from shoal import network_address
 from shoal.errors import ConfigError
 from shoal.rl.gateway.zmq_listener import MAX_UNREAD_MESSAGES, bind_router, format_address, resolve_reachable_host
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import GatewaySpec
 
 
 class Routed:

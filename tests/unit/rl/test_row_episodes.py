@@ -24,7 +24,7 @@ from shoal.rl.gateway.remote_episodes import OpenEpisodes
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.row_episodes import RowEpisodes
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import GatewaySpec
 from shoal.wire import ExtraSpec, Segment, TensorSpec
 from shoal.wire.act_rows import read_rows
 from shoal.wire.action_masks import describe_masks

@@ -148,6 +148,8 @@ def _infer_phase(run: Run, seen: Mapping[str, Mapping[str, Any]], addresses: Map
     if "evaluated" in seen or "policies_evaluated" in seen:
         return "writing the report"
     if "solved" in seen:  # and it stays so, though the mean return may be below the target again
+        if describe_spaces(run):
+            return "solved; registering the policy"  # there is nothing to play
         has_failed = not seen["tried"]["passes"] if "tried" in seen else "trial_failed" in seen
         return f"solved; {'learning on until a trial passes' if has_failed else 'playing through the endpoint'}"
     if "gateway_ready" in seen and run.latest(since_resumed=True):

@@ -71,7 +71,11 @@ class Shown:
         segments, weight = self._segments, self.weight
         if not segments or not self._spec.weight:
             return None
-        loss = cloning_loss(compute_log_pi(self._draw(segments)))
+        drawn = self._draw(segments)
+        loss = cloning_loss(compute_log_pi(drawn))
+        if not loss.isfinite():
+            self._leave_out([each for each in drawn if not compute_log_pi([each]).isfinite().all()])
+            return None
         return weight * loss, {"learner/demonstration_weight": weight, "learner/cloning_loss": loss.item()}
 
     def poll(self) -> None:
@@ -98,6 +102,12 @@ class Shown:
                 self.poll()
             except OSError as error:
                 _log.warning("demonstrations cannot be read now: %s", error)
+
+    def _leave_out(self, segments: Sequence[Segment]) -> None:
+        """Forget what would spoil each loss: numbers within the spec, and too large for the network."""
+        bad = {name for name, each in self._known.items() if any(each.segment is one for one in segments)}
+        _log.warning("the loss of %s is not finite: they are left out", ", ".join(sorted(bad)) or "what was drawn")
+        self._segments = [each.segment for name, each in self._known.items() if name not in bad]
 
     def _draw(self, segments: Sequence[Segment]) -> list[Segment]:
         drawn, num_steps = [], 0

@@ -21,14 +21,19 @@ RUNTIMES = ("Policy.gd", "PolicyLayer.gd", "policy.mjs", "Policy.cs", "policy.hp
 
 
 def write_game(
-    folder: Path, version: ModelVersion, experience: ExperienceSpec, registered: Predict, tolerance: float
+    folder: Path,
+    version: ModelVersion,
+    experience: ExperienceSpec,
+    registered: Predict,
+    tolerance: float,
+    action: str | None,
 ) -> tuple[int, float, str]:
-    """Write what is beside policy.onnx. Raises ConfigError.
+    """Write what is beside policy.onnx. Raises ConfigError. action: how the runtimes act at first; None: as registered
 
     Returns the number of vectors, the largest difference from the registered model's outputs, and why the runtimes are
     left out, or "".
     """
-    policy, difference = describe_policy(version, experience), 0.0
+    policy, difference = describe_policy(version, experience, action), 0.0
     vectors = make_vectors(policy, registered)
     texts = files("shoal.libs.export") / "game"
     if not policy.unsupported:

@@ -61,8 +61,8 @@ class ExportSpec(Spec):
     examples:    JSON files, each the body of an inference: compared and stored in addition to generated ones
     tolerance:   how far an output may be from the registered model's, relative to its largest value, or to 1
     max_batch_size, batch_dim, finite: as in an endpoint's options
-    action:      `best` exports a policy that samples, whose folder takes the best actions; None rejects it, except for
-                 a game, whose runtimes sample, too
+    action:      `best` exports a policy that samples, whose folder takes the best actions; None rejects it, but for a
+                 game, whose runtimes then act as it was registered
     opset:       of the ONNX file; None: 15 for a game, otherwise torch's
     preprocess, postprocess: `""` leaves a registered hook out, whose code no folder has; None rejects such a model
     """
@@ -124,7 +124,8 @@ def export_model(spec: ExportSpec) -> ExportReport:
             payload, difference = _make_onnx(version, spec.update({"opset": spec.opset or OPSET}))
             (draft / ONNX_FILE).write_bytes(payload)
             registered = load_registered(version, version.snapshot(), spec.make_options())
-            num_vectors, other, warning = write_game(draft, version, experience, registered, spec.tolerance)
+            written = write_game(draft, version, experience, registered, spec.tolerance, spec.action)
+            num_vectors, other, warning = written
             size_bytes = measure_folder(draft)
             return ExportReport(into, version.ref, num_vectors, max(difference, other), size_bytes, warning)
         model, examples, difference = _convert(version, spec, draft)

@@ -55,7 +55,7 @@ class GamePolicy(msgspec.Struct):
 
     unsupported: why the runtimes cannot compute it, and policy.onnx alone can; "" otherwise
     kind:        categorical, multi_categorical, epsilon_greedy or squashed_gaussian: what the last layer's outputs are
-    action:      best or sampled: how it was registered
+    action:      best or sampled: how the runtimes act at first
     space:       what the game showed, where that became a flat observation
     action_sizes: how many values each number of an action has; action_low, action_high: or its bounds
     mask_size:   choices of a mask that `act` takes; 0: it takes none
@@ -99,7 +99,7 @@ def read_experience(version: ModelVersion) -> ExperienceSpec:
     return experience
 
 
-def describe_policy(version: ModelVersion, experience: ExperienceSpec) -> GamePolicy:
+def describe_policy(version: ModelVersion, experience: ExperienceSpec, action_default: str | None) -> GamePolicy:
     """The policy, without layers where the runtimes cannot compute them."""
     inputs = {each.name: each.shape for each in version.manifest.signature.inputs}
     policy, action = experience.policy, experience.action
@@ -112,7 +112,7 @@ def describe_policy(version: ModelVersion, experience: ExperienceSpec) -> GamePo
         version=version.version,
         unsupported=unsupported,
         kind=kind,
-        action=version.manifest.model.action,
+        action=action_default or version.manifest.model.action,
         observation=experience.observation,
         observation_size=math.prod(experience.observation.shape),
         action_shape=list(action.shape),

@@ -103,8 +103,8 @@ class ActorCriticAlgorithm(Algorithm):
             self.model.zero_grad(set_to_none=True)
             if (shown := self.demonstrations.compute_loss(self.compute_log_pi)) is not None:
                 shown[0].backward()
-                nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm, error_if_nonfinite=True)
-                self._optimizer.step()
+                if nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm).isfinite():
+                    self._optimizer.step()
         return num_steps > 0
 
     def compute_log_pi(self, segments: Sequence[Segment]) -> Tensor:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.plugins.find import find_extension
-from shoal.rl.learner_spec import DemonstrationsSpec
+from shoal.rl.part_specs import DemonstrationsSpec
 from shoal.wire import ExperienceSpec, Segment
 
 if TYPE_CHECKING:
@@ -85,15 +85,18 @@ class DemonstrationSite:
             self._find("prepare")(self)
 
     def open_recorder(self) -> DemonstrationRecorder | None:
-        with suppress(ValueError):
-            recorder: DemonstrationRecorder = self._find("recorder")(self)
-            return recorder
-        return None
+        """None without the extension."""
+        found = self._find_if_any("recorder")
+        return None if found is None else cast("DemonstrationRecorder", found(self))
 
     def open_shown(self) -> ShownExperience | None:
+        """None without the extension."""
+        found = self._find_if_any("learner")
+        return None if found is None else cast("ShownExperience", found(self))
+
+    def _find_if_any(self, name: str) -> Callable[[DemonstrationSite], Any] | None:
         with suppress(ValueError):
-            shown: ShownExperience = self._find("learner")(self)
-            return shown
+            return self._find(name)
         return None
 
     def _find(self, name: str) -> Callable[[DemonstrationSite], Any]:

@@ -91,6 +91,7 @@ class Admission:
             else:
                 progress.steps += segment.num_steps
                 progress.segments += 1
+                progress.weights_version = self._state.version  # none of them lags
                 self._queue.ledger.record_received(key, seq, DropReason.DEMONSTRATION)
                 return None, ""
         self._state.progress.record_rejection(progress, DropReason.NOT_STORED, problem)

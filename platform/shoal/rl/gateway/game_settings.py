@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.atomic_file import replace_synced
-from shoal.rl.learner_spec import Setting, SettingsRule
+from shoal.rl.part_specs import Setting, SettingsRule
 
 FILE = "settings.json"  # in the folder of the run, or of its policy
 

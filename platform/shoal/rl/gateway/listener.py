@@ -13,7 +13,7 @@ from shoal.errors import ConfigError, ProtocolViolation
 from shoal.plugins.find import find_extension
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.zmq_listener import format_address
-from shoal.rl.spec import GatewaySpec
+from shoal.rl.part_specs import GatewaySpec
 
 LISTENERS = "shoal.listeners"
 

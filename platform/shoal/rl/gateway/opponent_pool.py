@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal import atomic_file
 from shoal.registry import Registry
-from shoal.rl.learner_spec import SelfPlaySpec
+from shoal.rl.part_specs import SelfPlaySpec
 from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)

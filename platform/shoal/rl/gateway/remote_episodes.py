@@ -219,6 +219,11 @@ def take_step(
     return segments
 
 
+def take_shown(episode: RemoteEpisode, experience: ExperienceSpec) -> Segment | None:
+    """What others have shown since the last segment, if they have: of an episode that does not go on."""
+    return _take_segment(episode, None, experience) if episode.behaviour and episode.steps else None
+
+
 def _take_segment(episode: RemoteEpisode, message: ActMessage | None, experience: ExperienceSpec) -> Segment:
     """The steps since the last segment, which end with `message`, or where another's begin (None). The next segment
     begins with its observation."""

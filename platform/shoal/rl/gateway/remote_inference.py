@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple, Self
@@ -38,6 +38,7 @@ from shoal.rl.gateway.remote_episodes import (
     Step,
     read_observation,
     read_step,
+    take_shown,
     take_step,
 )
 from shoal.rl.gateway.row_episodes import INVALID, AnsweringRows, PendingActions, Refusal, RowEpisodes
@@ -243,8 +244,8 @@ class RemoteInference:
             ):
                 return self._take(client, episode, message, observation, step)
             episode.is_full = True
-            take = partial(self._take, client, episode, message, observation, step)
-            self._completing[key, message.episode] = take, 0
+            complete = partial(self._take, client, episode, message, observation, step)
+            self._completing[key, message.episode] = complete, 0
         return None
 
     def _take_acts(self, key: ActorKey, message: ActsMessage, frames: Sequence[bytes]) -> None:
@@ -323,6 +324,7 @@ class RemoteInference:
     def forget(self, key: ActorKey) -> None:
         """Drop a client that has said goodbye. The steps since its last segments were never counted."""
         if (client := self._clients.pop(key, None)) is not None:
+            self._store_shown(client, client.episodes.values())
             rows = self._rows.pop(key, None)
             for number in (*client.episodes, *(rows.get_numbers() if rows is not None else ())):
                 self._policy.reset(_make_stream(key, number))
@@ -334,13 +336,20 @@ class RemoteInference:
         ledger = self._state.queue.ledger
         for key, client in list(self._clients.items()):
             rows = self._rows.get(key)
-            idle = [episode.number for episode in client.take_idle(before_s)]
-            for number in (*idle, *(rows.take_idle(before_s) if rows is not None else ())):
+            idle = list(client.take_idle(before_s))
+            self._store_shown(client, idle)
+            numbers = [episode.number for episode in idle]
+            for number in (*numbers, *(rows.take_idle(before_s) if rows is not None else ())):
                 self._policy.reset(_make_stream(key, number))
                 ledger.record_received(key, ledger.get_account(key).next_seq, DropReason.EXPIRED)
             if not client.episodes and not rows and not client.progress.connected:
                 del self._clients[key]
                 self._rows.pop(key, None)
+
+    def _store_shown(self, client: OpenEpisodes, episodes: Iterable[RemoteEpisode]) -> None:
+        """Store what was shown in episodes that do not go on, since their last segments."""
+        for segment in filter(None, (take_shown(episode, self._experience) for episode in episodes)):
+            self._store(client.key, client.progress, segment)
 
     def _take(
         self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step

@@ -12,7 +12,8 @@ from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.send_queue import SendQueue
 from shoal.rl.gateway.sessions import Sessions
-from shoal.rl.spec import GatewaySpec, require_segment_fits
+from shoal.rl.part_specs import GatewaySpec
+from shoal.rl.spec import require_segment_fits
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 

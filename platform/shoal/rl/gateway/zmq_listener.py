@@ -17,7 +17,8 @@ import zmq
 
 from shoal.errors import ConfigError
 from shoal.network_address import EXTERNAL_PROBE_HOST, WILDCARDS, find_local_address, is_loopback
-from shoal.rl.spec import GatewaySpec, RLSpec
+from shoal.rl.part_specs import GatewaySpec
+from shoal.rl.spec import RLSpec
 
 MAX_UNREAD_MESSAGES = 16  # of one connection here; further ones wait at the sender
 # A peer that vanishes silently (no network, no power) frees its descriptor after 60 + 4 * 15 s.

@@ -77,10 +77,12 @@ func _multiply(name: String, values: Array, size := -1) -> Array:
 
 func _pack(values: Array, begin: int, size: int, is_filled := true) -> Array:
 	var packed := []
-	for i in range(0, size, 3):
+	for i in range(begin, begin + size - 2 if is_filled else begin, 3):
+		packed.append(Vector3(values[i], values[i + 1], values[i + 2]))
+	while 3 * packed.size() < size:
 		var vector := Vector3()
-		for j in range(min(3, size - i) if is_filled else 0):
-			vector[j] = values[begin + i + j]
+		for i in range(3 * packed.size(), size if is_filled else 0):
+			vector[i % 3] = values[begin + i]
 		packed.append(vector)
 	return packed
 
