@@ -169,7 +169,7 @@ def test_a_client_without_numpy_and_torch_plays_episodes_of_several_at_once() ->
         assert parts.ledger.get_totals().received == 2
 
 
-def test_what_others_take_is_checked_and_rows_take_no_step_of_such_an_episode() -> None:
+def test_what_others_take_is_checked_and_the_episode_goes_on_in_rows() -> None:
     with serving() as parts, Raw(parts) as raw:
         raw.enter(inference="remote")
         ask(raw, 0, 0)
@@ -181,8 +181,8 @@ def test_what_others_take_is_checked_and_rows_take_no_step_of_such_an_episode() 
         raw.socket.send_multipart([encode(ActsMessage((0,), (2,))), *frames])
         answer = raw.hear(ActionsMessage)
         assert isinstance(answer, ActionsMessage)
-        assert [each.reason for each in answer.refused] == ["invalid"]
-        assert ask(raw, 0, 2, reward=1.0, truncated=True).reason == ""
-        assert parts.take().rewards.tolist() == [1.0]  # the policy's step alone
+        assert (answer.episodes, answer.steps, answer.refused) == ((0,), (2,), ())
+        assert ask(raw, 0, 3, reward=1.0, truncated=True).reason == ""
+        assert parts.take().rewards.tolist() == [0.0, 1.0]  # the policy's steps alone
         assert parts.gateway.stats()["episodes"] == 0
         assert parts.ledger.get_totals().dropped == {"not_stored": 1}  # by a gateway without a folder

@@ -22,29 +22,19 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import OpenEpisodes
 from shoal.rl.gateway.remote_inference import RemoteInference
-from shoal.rl.gateway.row_episodes import RowEpisodes, read_rows
+from shoal.rl.gateway.row_episodes import RowEpisodes
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.part_specs import GatewaySpec
 from shoal.wire import ExtraSpec, Segment, TensorSpec
+from shoal.wire.act_rows import read_rows
 from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import MAX_ROWS, ActionMessage, ActionsMessage, ActMessage, ActsMessage, MessageLimits, decode
 
 KEY = ("game", 1)
 AGENTS = 4
-KINDS = (
-    "next",
-    "next",
-    "next",
-    "next",
-    "terminated",
-    "truncated",
-    "won",
-    "again",
-    "skipped",
-    "invalid",
-    "old",
-    "absent",
-)
+ENDS = {"terminated": 1, "truncated": 2, "won": 13, "lost": 6}  # the flags of a row
+TAKEN = 64  # in their place, for these tests: a person has acted, which `act` alone can say
+KINDS = (*["next"] * 6, *ENDS, "taken", "again", "skipped", "invalid", "old", "absent")
 EVENTS = ("space", "space", "full", "full", "expiry")
 SAME = {"unknown_episode": "ended_episode"}  # numbers are compared with those of earlier messages
 Row = tuple[int, int, float, float, int]  # episode, step, each number of the observation, reward, flags
@@ -93,6 +83,7 @@ class Side:
 
     def __init__(self, name: str) -> None:
         self._experience, self._has_masks, self._has_space = SPACES[name], name == "masked", True
+        self._taken = [0.5, -0.5] if name == "box" else 1
         self.segments: list[Segment] = []
         setting = GatewaySetting(GatewaySpec(), self._experience, TOKEN, "run")
         self._state = GatewayState(setting, ExperienceQueue(8, Ledger()))
@@ -111,9 +102,10 @@ class Side:
             self.inference.expire(math.inf)
         found: Answers = {}
         for self._has_space in (False, False, True) if event == "full" else (True,):
-            for part in [rows] if are_together else [[row] for row in rows]:
+            together = [row for row in rows if are_together and row[4] != TAKEN]
+            for part in [together, *[[row] for row in rows if row not in together]]:
                 if part and not (event == "full" and self._has_space):
-                    self._send(part, are_together)
+                    self._send(part, part is together)
             found |= self._settle()
         return found
 
@@ -138,7 +130,8 @@ class Side:
             return self.inference.take_message(
                 KEY, ActsMessage(episodes, steps, tuple(number % 3 for number in episodes)), columns
             )
-        bits: dict[str, bool] = {"terminated": bool(flags[0] & 1), "truncated": bool(flags[0] & 2)}
+        bits: dict[str, Any] = {"taken": self._taken} if flags[0] == TAKEN else {}
+        bits |= {"terminated": bool(flags[0] & 1), "truncated": bool(flags[0] & 2)}
         bits |= {"success": bool(flags[0] & 8)} if flags[0] & 4 else {}
         self.inference.take_message(
             KEY, ActMessage(episodes[0], steps[0], rewards[0], settings=episodes[0] % 3, **bits), [observations, *masks]
@@ -204,7 +197,7 @@ class Game:
                 continue
             else:
                 step = self._agents[agent][1] + (2 if kind == "skipped" else 1)
-            flags = 0 if not step else {"terminated": 1, "truncated": 2, "won": 13, "lost": 6}.get(kind, 0)
+            flags = 0 if not step else TAKEN if kind == "taken" else ENDS.get(kind, 0)
             self._newest[agent] = self._agents[agent][0], step, 99.0 if kind == "invalid" else value, value, flags
             rows.append(self._newest[agent])
         return sorted(rows)  # one by one, numbers only grow
@@ -247,7 +240,7 @@ def test_many_in_one_message_are_as_one_by_one(name: str, messages: Any) -> None
             )
             assert together == single == mixed
             game.note(rows, together)
-        segments = [[describe(each) for each in side.segments] for side in sides]
+        segments = [sorted((describe(each) for each in side.segments), key=repr) for side in sides]
         assert segments[0] == segments[1] == segments[2]
         assert sides[0].count_open() == sides[1].count_open() == sides[2].count_open()
     finally:

@@ -27,6 +27,8 @@ from shoal.wire.segment import HUMAN, REWARD, check_bounds, check_values
 ENDED_EPISODE = "ended_episode"
 UNKNOWN_EPISODE = "unknown_episode"
 WRONG_STEP = "wrong_step"
+FAILED = "failed"
+Answers = list[tuple[ActorKey, ActionMessage | list[bytes]]]  # each with its client; as frames those of `acts`
 
 
 class Choice(NamedTuple):
@@ -42,6 +44,15 @@ class Choice(NamedTuple):
         """The answer to a client; the numbers of an array in C order."""
         action = self.action.ravel().tolist() if isinstance(self.action, np.ndarray) else self.action
         return ActionMessage(episode, step, action, self.version)
+
+
+class Choices(NamedTuple):
+    """The policy's answers to rows. extras: see `Choice`, of each; empty without"""
+
+    actions: Sequence[Any]
+    log_probabilities: Sequence[float]
+    version: int
+    extras: Sequence[Mapping[str, Any]]
 
 
 class Observed(NamedTuple):

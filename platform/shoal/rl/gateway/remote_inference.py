@@ -27,8 +27,11 @@ from shoal.errors import Closed, ConfigError, InvalidSegment
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import (
+    FAILED,
     WRONG_STEP,
+    Answers,
     Choice,
+    Choices,
     Observed,
     OpenEpisodes,
     RemoteEpisode,
@@ -38,18 +41,17 @@ from shoal.rl.gateway.remote_episodes import (
     take_shown,
     take_step,
 )
-from shoal.rl.gateway.row_episodes import INVALID, PendingActions, Refusal, RowEpisodes, read_rows
+from shoal.rl.gateway.row_episodes import INVALID, AnsweringRows, PendingActions, Refusal, RowEpisodes
 from shoal.rl.gateway.sessions import REMOTE
 from shoal.rl.gateway.state import GatewayState
 from shoal.weights import decode_tensors
 from shoal.wire import DropReason, ExperienceSpec, Segment
+from shoal.wire.act_rows import read_rows
 from shoal.wire.action_masks import MASKS, find_choices
 from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 
 MAX_OPEN_EPISODES = 256  # of one actor, begun by single messages: see RowEpisodes for others
 MAX_QUEUE_ROWS = 2**20  # never reached: each actor's open episodes are limited
-FAILED = "failed"
-_BY_ACT = "send it as `act`"  # of a row that cannot be taken
 logger = logging.getLogger(__name__)
 
 
@@ -79,9 +81,6 @@ class CallbackQueue:
             callback(*arguments)
 
 
-Answers = list[tuple[ActorKey, ActionMessage | list[bytes]]]  # each with its client; as frames those of `acts`
-
-
 _Completing = tuple[Callable[[], ActionMessage | None] | PendingActions, int]  # and its row
 
 
@@ -92,15 +91,6 @@ class _Observations(NamedTuple):
     masks: bytes
     streams: Sequence[Hashable]
     starting: Sequence[Hashable]
-
-
-class _Choices(NamedTuple):
-    """The policy's answers to rows. extras: see `Choice`, of each; empty without"""
-
-    actions: Sequence[Any]
-    log_probabilities: Sequence[float]
-    version: int
-    extras: Sequence[Mapping[str, Any]]
 
 
 class _Answering:
@@ -114,7 +104,7 @@ class _Answering:
     def done(self) -> bool:
         return False
 
-    def set_result(self, result: Prediction[_Choices], /) -> None:
+    def set_result(self, result: Prediction[Choices], /) -> None:
         episode, (actions, log_probabilities, version, extras) = self._episode, result.outputs
         episode.choice = Choice(actions[0], log_probabilities[0], version, *extras)
         self._answers.append((self._client.key, episode.choice.to_message(episode.number, episode.step)))
@@ -124,38 +114,6 @@ class _Answering:
         logger.error("remote inference failed: %r", error)
         episode = self._client.episodes.pop(self._episode.number, self._episode)
         self._answers.append((self._client.key, ActionMessage(episode.number, episode.step, reason=FAILED)))
-
-
-class _AnsweringRows:
-    """Rows of an `acts` that wait for their actions: the batcher's future of them."""
-
-    __slots__ = ("_answers", "_at", "_client", "_episodes", "_pending", "_slots")
-
-    def __init__(self, answers: Answers, client: OpenEpisodes, episodes: RowEpisodes, pending: PendingActions, at: Any):
-        self._answers, self._client, self._episodes, self._pending, self._at = answers, client, episodes, pending, at
-        self._slots = episodes.find_slots(pending.rows.episodes)[at]
-
-    def done(self) -> bool:
-        return False
-
-    def set_result(self, result: Prediction[_Choices], /) -> None:
-        actions, version = np.asarray(result.outputs.actions), result.outputs.version
-        self._episodes.set_choices(self._slots, actions, *result.outputs[1:])
-        self._pending.answer(self._at, actions, version)
-        self._deliver()
-
-    def set_exception(self, error: Exception, /) -> None:
-        """The policy has failed: the episodes end without their open segments."""
-        logger.error("remote inference failed: %r", error)
-        for row in self._at.tolist():
-            self._episodes.close(self._pending.rows.episodes[row])
-            self._pending.refuse(row, FAILED)
-        self._deliver()
-
-    def _deliver(self) -> None:
-        self._pending.num_waiting -= len(self._at)
-        if not self._pending.num_waiting:
-            self._answers.append((self._client.key, self._pending.to_frames()))
 
 
 def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -> None:
@@ -179,7 +137,7 @@ class RemoteInference:
     """
 
     _policy: Policy
-    _queue: BatchQueue[None, _Observations, _Choices]
+    _queue: BatchQueue[None, _Observations, Choices]
 
     def __init__(
         self,
@@ -196,9 +154,10 @@ class RemoteInference:
         self._rows: dict[ActorKey, RowEpisodes] = {}  # of clients that have sent `acts`
         # Completed segments, waiting for a slot, in order.
         self._completing: dict[tuple[ActorKey, int], _Completing] = {}
+        self._single: dict[tuple[ActorKey, int, int], tuple[PendingActions, int]] = {}  # rows taken as an `act`
         self._answers: Answers = []
         self._callbacks = CallbackQueue(wake)
-        self._batcher: Batcher[None, _Observations, _Choices] | None = None  # from `start` on
+        self._batcher: Batcher[None, _Observations, Choices] | None = None  # from `start` on
 
     def start(self) -> Self:
         """Begin, if it has not. Raises ConfigError for a policy that cannot be computed here."""
@@ -298,20 +257,25 @@ class RemoteInference:
             row: (INVALID, self._record_invalid(key, error)) for row, error in invalid.items()
         }
         if client.behaviour:
-            refused = dict.fromkeys(range(len(rows.episodes)), (INVALID, f"taken: {client.behaviour} acts: {_BY_ACT}"))
+            refusal = INVALID, f"taken: {client.behaviour} acts: send it as `act`"
+            refused = dict.fromkeys(range(len(rows.episodes)), refusal)
+        single: dict[int, int] = {}  # rows of episodes that stay as they are
         for row, number in enumerate(rows.episodes) if client.episodes else ():  # of single messages
-            if (episode := client.episodes.get(number)) is None:
+            if (episode := client.episodes.get(number)) is None or row in refused:
                 continue
-            if episode.is_assisted:
-                refused[row] = (INVALID, f"taken: others than the policy have acted in the episode: {_BY_ACT}")
-            elif episode.choice is not None and not episode.is_full:
-                episodes.adopt(client.episodes.pop(number))
-            else:
+            if episode.choice is None or episode.is_full:
                 is_waiting = rows.steps[row] == episode.step + episode.is_full
                 refused[row] = None if is_waiting else (WRONG_STEP, "")
+            elif episode.is_assisted:
+                refused[row] = (WRONG_STEP, "") if number in single else None
+                single.setdefault(number, row)
+            else:
+                episodes.adopt(client.episodes.pop(number))
         pending = PendingActions(rows, self._experience.action)
         taken = episodes.take(pending, refused, time.monotonic())
-        pending.num_waiting = len(taken.asking) + len(taken.completing)
+        pending.num_waiting = len(taken.asking) + len(taken.completing) + len(single)
+        for row in single.values():
+            self._take_single(key, pending, row)
         if not pending.num_waiting and (answer := pending.to_frames()):
             self._answers.append((key, answer))
         self._enqueue_rows(key, pending, taken.asking)
@@ -320,6 +284,26 @@ class RemoteInference:
         waiting = taken.completing[room:].tolist()
         episodes.hold([rows.episodes[row] for row in waiting])
         self._completing |= {(key, rows.episodes[row]): (pending, row) for row in waiting}
+
+    def _take_single(self, key: ActorKey, pending: PendingActions, row: int) -> None:
+        """Take a row as an `act`, whose answer becomes part of the rows'."""
+        message, frames = pending.rows.to_act(row, has_masks=bool(self._choices))
+        self._single[key, message.episode, message.step] = pending, row
+        self.take_message(key, message, frames)
+
+    def _join_single(self, answers: Answers) -> Answers:
+        """The answers, those to rows that were taken as an `act` within those of their messages."""
+        joined: Answers = []
+        for key, answer in answers:
+            place = (key, answer.episode, answer.step) if isinstance(answer, ActionMessage) else None
+            if place not in self._single or not isinstance(answer, ActionMessage):
+                joined.append((key, answer))
+                continue
+            pending, row = self._single.pop(place)
+            pending.take(row, answer)
+            if not pending.num_waiting:
+                joined.append((key, pending.to_frames()))
+        return joined
 
     def run_round(self) -> Answers:
         """Store the segments for which there are slots now; returns the new answers, each with its client."""
@@ -335,7 +319,7 @@ class RemoteInference:
         self._callbacks.run()
         answers = self._answers[:]
         self._answers.clear()
-        return answers
+        return self._join_single(answers) if self._single else answers
 
     def forget(self, key: ActorKey) -> None:
         """Drop a client that has said goodbye. The steps since its last segments were never counted."""
@@ -345,6 +329,7 @@ class RemoteInference:
             for number in (*client.episodes, *(rows.get_numbers() if rows is not None else ())):
                 self._policy.reset(_make_stream(key, number))
         self._completing = {waiting: each for waiting, each in self._completing.items() if waiting[0] != key}
+        self._single = {waiting: each for waiting, each in self._single.items() if waiting[0] != key}
 
     def expire(self, before_s: float) -> None:
         """End the episodes that no client has continued since `before_s`, and count each as a dropped segment."""
@@ -404,7 +389,7 @@ class RemoteInference:
             streams = [_make_stream(key, rows.episodes[row]) for row in at]
             starting = [stream for stream, row in zip(streams, at, strict=True) if rows.steps[row] == 0]
         asked = _Observations(rows.observations[at].tobytes(), rows.masks[at].tobytes(), streams, starting)
-        reply = _AnsweringRows(self._answers, self._clients[key], self._rows[key], pending, at)
+        reply = AnsweringRows(self._answers, self._clients[key], self._rows[key], pending, at)
         self._queue.enqueue(asked, reply, len(at), group=None, tenant=key[0])
 
     def _enqueue(self, client: OpenEpisodes, episode: RemoteEpisode) -> None:
@@ -414,7 +399,7 @@ class RemoteInference:
 
     # What follows runs in the batcher's thread.
 
-    def _forward(self, batch: PendingBatch[None, _Observations, _Choices]) -> list[_Choices]:
+    def _forward(self, batch: PendingBatch[None, _Observations, Choices]) -> list[Choices]:
         asked = [entry.request for entry in batch.requests]
         snapshot, policy, spec = self._state.weights, self._policy, self._experience.observation
         if snapshot is None:
@@ -435,7 +420,7 @@ class RemoteInference:
         version, end, choices = policy.version, 0, []
         for each in asked:
             begin, end = end, end + len(each.streams)
-            choices.append(_Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
+            choices.append(Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
         return choices
 
 

@@ -8,25 +8,30 @@ Legend: N rows of a message, S slots, each of an open episode, T steps of the lo
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.errors import InvalidSegment, ProtocolViolation
+from shoal.batching.batcher import Prediction
 from shoal.rl.gateway.remote_episodes import (
     ENDED_EPISODE,
+    FAILED,
     UNKNOWN_EPISODE,
     WRONG_STEP,
+    Answers,
     Choice,
+    Choices,
     Observed,
     OpenEpisodes,
     RemoteEpisode,
 )
 from shoal.wire import ExperienceSpec, Segment
-from shoal.wire.action_masks import MASKS, check_choices
+from shoal.wire.act_rows import ActRows
+from shoal.wire.action_masks import MASKS
 from shoal.wire.experience_spec import NO_EXTRAS, TensorSpec
 from shoal.wire.messages import (
     MAX_ROWS,
@@ -34,97 +39,19 @@ from shoal.wire.messages import (
     ROW_TELLS_SUCCESS,
     ROW_TERMINATED,
     ROW_TRUNCATED,
+    ActionMessage,
     ActionsMessage,
-    ActsMessage,
     RefusedRow,
     encode,
 )
-from shoal.wire.segment import REWARD, check_values
 
 INVALID, TOO_MANY = "invalid", "too_many_episodes"
 _WAITING, _CHOSEN, _FULL = range(3)  # for its action; with it; with its segment complete, for room in the queue
 _MAX_BYTES = 256 * 2**20  # of the columns of a client, beyond its first MIN_EPISODES
 MIN_EPISODES = 256
 _FIRST_SLOTS = 16
-
-
 Refusal = tuple[str, str]  # reason, detail
-
-
-class ActRows(NamedTuple):
-    """The content of an `acts`: observations [N, *obs], rewards float32 [N], flags uint8 [N], masks bool [N, K].
-    settings: int64 [N]; 0: the newest that were sent"""
-
-    episodes: Sequence[int]
-    numbers: np.ndarray  # the same, int64 [N]
-    steps: np.ndarray
-    settings: np.ndarray
-    observations: np.ndarray
-    rewards: np.ndarray
-    flags: np.ndarray
-    masks: np.ndarray
-
-    @property
-    def are_last(self) -> np.ndarray:
-        """Whether the episode ended after the step before. [N]"""
-        ended: np.ndarray = (self.flags & (ROW_TERMINATED | ROW_TRUNCATED)) != 0
-        return ended
-
-
-def read_rows(
-    message: ActsMessage, frames: Sequence[bytes], experience: ExperienceSpec, choices: tuple[int, ...]
-) -> tuple[ActRows, dict[int, InvalidSegment]]:
-    """The rows, and what is outside of the spec in which of them. Raises ProtocolViolation for columns of another
-    length. choices: of an action's numbers, in a run with masks"""
-    num_rows = len(message.episodes)
-    if not 0 < num_rows <= MAX_ROWS:
-        raise ProtocolViolation("malformed", f"acts: {num_rows} rows, expected 1 to {MAX_ROWS}")
-    specs = [experience.observation, TensorSpec("float32"), TensorSpec("uint8"), TensorSpec("uint8", (sum(choices),))]
-    expected = dict(zip(("observations", "rewards", "flags", "masks")[: 4 if choices else 3], specs, strict=False))
-    given_settings = message.settings or (0,) * num_rows
-    if not len(message.steps) == len(given_settings) == num_rows or len(frames) != len(expected):
-        problem = f"{num_rows} episodes, {len(message.steps)} steps and {len(frames)} tensors, expected as many steps "
-        raise ProtocolViolation("malformed", f"acts: {problem}as episodes, and {', '.join(expected)}")
-    columns: list[np.ndarray] = []
-    for (name, spec), frame in zip(expected.items(), frames, strict=True):
-        dtype, number = spec.numpy_dtype(), num_rows * math.prod(spec.shape)
-        if not frame and name in ("rewards", "flags"):
-            frame = bytes(number * dtype.itemsize)
-        if len(frame) != number * dtype.itemsize:
-            came = f"{len(frame) / dtype.itemsize:g} numbers, expected {number}"
-            shape = f"{spec.dtype} {[num_rows, *spec.shape]}"
-            raise ProtocolViolation("malformed", f"acts: {name}: {came} ({shape})")
-        columns.append(np.frombuffer(frame, dtype).reshape(num_rows, *spec.shape))
-    observations, rewards, flags = columns[:3]
-    masks = columns[3] if choices else np.zeros((num_rows, 0), np.uint8)
-
-    def check(part: slice) -> None:
-        check_values("reward", rewards[part], REWARD)
-        check_values("observation", observations[part], experience.observation)
-        if choices:  # after a terminal state, no action is chosen
-            check_choices(masks[part][flags[part] & ROW_TERMINATED == 0], choices)
-
-    try:
-        numbers, steps, versions = np.array([message.episodes, message.steps, given_settings], np.int64)
-    except OverflowError:
-        raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign") from None
-    rows = ActRows(message.episodes, numbers, steps, versions, observations, rewards, flags, masks != 0)
-    return rows, _find_invalid(check, num_rows)
-
-
-def _find_invalid(check: Callable[[slice], None], num_rows: int) -> dict[int, InvalidSegment]:
-    """The error of each row that has one: of all together, if there is none."""
-    try:
-        check(slice(None))
-    except InvalidSegment:
-        invalid = {}
-        for row in range(num_rows):
-            try:
-                check(slice(row, row + 1))
-            except InvalidSegment as error:
-                invalid[row] = error
-        return invalid
-    return {}
+logger = logging.getLogger(__name__)
 
 
 class PendingActions:
@@ -151,6 +78,16 @@ class PendingActions:
     def refuse(self, row: int, reason: str, detail: str = "") -> None:
         step = int(self.rows.steps[row])
         self._refused.append(RefusedRow(row, self.rows.episodes[row], step, reason, detail))
+
+    def take(self, row: int, answer: ActionMessage) -> None:
+        """Take the answer to a row that waits."""
+        self.num_waiting -= 1
+        if answer.reason:
+            self.refuse(row, answer.reason, answer.detail or "")
+        elif answer.action is None:
+            self.end(row)
+        else:
+            self.answer(row, np.reshape(answer.action, self._actions.shape[1:]), answer.version)
 
     def to_frames(self) -> list[bytes]:
         """The message; none where each row is answered with an earlier one."""
@@ -207,7 +144,9 @@ class RowEpisodes:
             **dict.fromkeys(("rewards", "log_probabilities"), ((length,), np.float32)),
             "versions": ((length,), np.int64),
         }
-        self.extras: list[Mapping[str, Any]] = []  # [S], of the open segment
+        # What a segment carries that begins with the open one's first step, or with the newest one.
+        self.extras: list[Mapping[str, Any]] = []  # [S]
+        self.newest_extras: list[Mapping[str, Any]] = []  # [S]
         for name, (shape, dtype) in self._columns.items():
             setattr(self, name, np.zeros((0, *shape), dtype))
         slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in self._columns.values())
@@ -305,6 +244,7 @@ class RowEpisodes:
                 setattr(self, name, larger)
             self._free += range(known, size)
             self.extras += [NO_EXTRAS] * (size - known)
+            self.newest_extras += [NO_EXTRAS] * (size - known)
         self._slots |= {number: self._free.pop() for number in numbers}
         slots = self.find_slots(numbers)
         self.number[slots] = numbers
@@ -332,6 +272,7 @@ class RowEpisodes:
         self.actions[slots, length], self.log_probabilities[slots, length] = actions, log_probabilities
         self.versions[slots, length], self.status[slots] = version, _CHOSEN
         for slot, at, each in zip(slots, length, extras, strict=False):
+            self.newest_extras[slot] = each
             if at == 0:
                 self.extras[slot] = each
 
@@ -434,4 +375,37 @@ class RowEpisodes:
         total, used_at, step = float(self.total[slot]), float(self.used_at[slot]), int(self.step[slot])
         self.close(number)
         settings = int(self.settings[slot])
-        return RemoteEpisode(number, observations, total, used_at, steps, step, choices[-1], settings=settings)
+        newest = choices[-1]._replace(extras=self.newest_extras[slot])
+        return RemoteEpisode(number, observations, total, used_at, steps, step, newest, settings=settings)
+
+
+class AnsweringRows:
+    """Rows of an `acts` that wait for their actions: the batcher's future of them."""
+
+    __slots__ = ("_answers", "_at", "_client", "_episodes", "_pending", "_slots")
+
+    def __init__(self, answers: Answers, client: OpenEpisodes, episodes: RowEpisodes, pending: PendingActions, at: Any):
+        self._answers, self._client, self._episodes, self._pending, self._at = answers, client, episodes, pending, at
+        self._slots = episodes.find_slots(pending.rows.episodes)[at]
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: Prediction[Choices], /) -> None:
+        actions, version = np.asarray(result.outputs.actions), result.outputs.version
+        self._episodes.set_choices(self._slots, actions, *result.outputs[1:])
+        self._pending.answer(self._at, actions, version)
+        self._deliver()
+
+    def set_exception(self, error: Exception, /) -> None:
+        """The policy has failed: the episodes end without their open segments."""
+        logger.error("remote inference failed: %r", error)
+        for row in self._at.tolist():
+            self._episodes.close(self._pending.rows.episodes[row])
+            self._pending.refuse(row, FAILED)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        self._pending.num_waiting -= len(self._at)
+        if not self._pending.num_waiting:
+            self._answers.append((self._client.key, self._pending.to_frames()))
