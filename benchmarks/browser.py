@@ -41,6 +41,7 @@ SPEC = RLSpec(env="catch", segment_length=64).override(
     ]
 )
 TARGET = 4.5
+NICE = "Chromium lowers the priority of a hidden tab's process (nice 5): on a busy machine other programs come first"
 
 
 class _QuietHandler(SimpleHTTPRequestHandler):
@@ -98,7 +99,15 @@ def main() -> None:
         compare(name, "steps/s", "higher", found["shown"], bar=20_000.0, bar_kind="value"),
         compare(f"{name}: sent a step", "bytes", "lower", found["bytes"], bar=64.0, bar_kind="value"),
         compare(
-            f"{name}: hidden", "steps/s", "higher", found["hidden"], found["shown"], "the same tab, shown", 0.9, "ratio"
+            f"{name}: hidden",
+            "steps/s",
+            "higher",
+            found["hidden"],
+            found["shown"],
+            "the same tab, shown",
+            0.9,
+            "ratio",
+            NICE,
         ),
         compare("Catch is solved by a page", "s", "lower", found["solved_s"], bar=3.0, bar_kind="value"),
     ]
