@@ -209,7 +209,9 @@ class RowEpisodes:
         given = rows.settings[at]
         self.settings[slots] = np.where(given == 0, self._client.progress.settings, given)
         self.observations[slots, 0], self.masks[slots, 0] = rows.observations[at], rows.masks[at]
-        self._client.last_number = int(rows.numbers[at].max(initial=self._client.last_number))
+        self._client.last_number = max(
+            [self._client.last_number, *rows.numbers[at].tolist()]
+        )  # of `act`, up to 64 bits
         return at
 
     def _take_other(self, pending: PendingActions, row: int, last_number: int, now_s: float) -> None:
