@@ -21,6 +21,7 @@ class RecordingClient:
     actor_id = "actor-0"
     finished = False
     is_synchronous = False
+    settings_version = 0
 
     def __init__(self, spec: ExperienceSpec = EXPERIENCE) -> None:
         self.spec = spec

@@ -19,7 +19,7 @@ from shoal.wire.messages import ActionMessage
 class ChangingClient:
     """A connection whose gateway is one of another run after some actions: the next call says so, or `connect`."""
 
-    finished, behaviour = False, ""
+    finished, behaviour, settings_version = False, "", 0
 
     def __init__(self, agent: str, change_after: int, next_run: str = "run-2") -> None:
         self.spec: ExperienceSpec = msgspec.structs.replace(EXPERIENCE, agents=(agent,))

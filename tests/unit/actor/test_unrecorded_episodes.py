@@ -36,7 +36,7 @@ WEIGHTS = {"policy.0.weight": np.zeros((2, 1), np.float32), "policy.0.bias": np.
 class CountedClient:
     """A connection to a gateway that counts what comes. A synchronous one gives credit for a segment now and then."""
 
-    actor_id, finished, run_id = "actor-0", False, "run.policy"
+    actor_id, finished, run_id, settings_version = "actor-0", False, "run.policy", 0
 
     def __init__(self, agent: str, is_synchronous: bool) -> None:
         observation, action = TensorSpec("float32", (1,), -1.0, 1.0), TensorSpec("int64", (), 0, 1)
