@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ def begin(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[LoopPolicy, di
     """A policy, and its gateway's counts, which tests change."""
     monkeypatch.setenv("SHOAL_STORE", str(folder))
     gateway = {"pid": 1, "address": "tcp://a:5555", "steps": 10, "actors": [{"steps": 10, "invalid": {}}]}
+    gateway |= {"mean_return": math.nan, "episodes_in_window": 0, "settings": {}}
     policy = LoopPolicy("", SPEC, EXPERIENCE, np.zeros(4, np.float32))
     policy._folder_name = "run-1"
     policy._workers = SimpleNamespace(stats=lambda: (gateway, {"pid": 2}), take_events=list)  # type: ignore[assignment]

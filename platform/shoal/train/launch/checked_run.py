@@ -50,13 +50,16 @@ def check_once(spec: TrainSpec) -> ValidatedRun:
 
 def _from_json(values: dict[str, object], *folders: Path) -> ValidatedRun:
     factory, signature, names = values.pop("factory"), values.pop("signature"), values.pop("metric_names")
+    notes = values.pop("notes")
     assert isinstance(factory, dict)
     assert isinstance(signature, dict)
     assert isinstance(names, list)
+    assert isinstance(notes, list)
     return ValidatedRun(
         factory=ModelFactory.parse(factory).with_code(*folders),
         signature=Signature.parse(signature),
         metric_names=tuple(names),
+        notes=tuple(notes),
         **values,  # type: ignore[arg-type]
     )
 
