@@ -104,7 +104,7 @@ def main() -> None:
             "higher",
             found["hidden"],
             found["shown"],
-            "the same tab, shown",
+            "the tab, shown",
             0.9,
             "ratio",
             NICE,
