@@ -16,6 +16,7 @@ from rl_setting import TOKEN, segment
 from shoal.actor import ActorClient, play
 from shoal.actor.remote import RemoteClient, run_remote_actor
 from shoal.cli.commands.runs import set_settings
+from shoal.errors import ConfigError
 from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
 from shoal.rl.gateway.game_settings import advance_settings, begin_settings, parse_settings, read_settings
 from shoal.rl.local_loop import LocalLoop
@@ -110,12 +111,15 @@ def test_settings_are_typed() -> None:
         "d": "moon",
         "e": "1",
     }
-    for wrong in ("gravity", "=1", "a=[1]", "a=null"):
-        with pytest.raises(ValueError, match=r"NAME=VALUE|a number"):
+    assert parse_settings(("a=100000000000000000000",)) == {"a": 1e20}  # beyond what travels as an integer
+    for wrong in ("gravity", "=1", "a=[1]", "a=null", "a=NaN", "a=-Infinity", "a=1e999", "a=\udcff"):
+        with pytest.raises(ValueError, match=r"NAME=VALUE|a finite number|surrogates"):
             parse_settings((wrong,))
     spec = RLSpec().override(["settings.gravity=9.8", "rules=[{above: 100, set: {gravity: 12}}]"])
     assert spec.settings == {"gravity": 9.8}
     assert spec.rules[0].set == {"gravity": 12}
+    with pytest.raises(ConfigError, match=r"settings\.gravity"):
+        RLSpec().override(["settings.gravity=.nan"])
 
 
 def test_settings_are_changed_from_the_command_line() -> None:

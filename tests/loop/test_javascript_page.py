@@ -14,24 +14,13 @@ import pytest
 from catch_game import Catch
 
 from chromium import Chromium
+from loop.test_javascript_client import CLIENT, SPEC
 from rl_setting import TOKEN
 from shoal.rl.first_game import describe_given
 from shoal.rl.local_loop import LocalLoop
-from shoal.rl.spec import RLSpec, experience_spec
+from shoal.rl.spec import experience_spec
 from waiting import wait_for
 
-CLIENT = Path(__file__).parents[2] / "clients" / "javascript"
-SPEC = RLSpec(env="catch_game:Catch-v0", hidden=(16,), segment_length=64).override(
-    [
-        "learner.batch_steps=256",
-        "learner.max_batch_steps=512",
-        "learner.take_timeout_s=0.1",
-        "learner.publish_interval_s=0.02",
-        "algorithm.learning_rate=0.01",
-        "algorithm.discount=0.9",
-        "gateway.websocket=0",
-    ]
-)
 pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from shoal.config import Spec
 from shoal.network_address import WILDCARDS, is_loopback, split_address
 
-Setting = bool | int | float | str  # what a game is told
+# What a game is told: a number that is not finite equals nothing, and would be sent again and again.
+Setting = bool | Annotated[int, Field(ge=-(2**63), lt=2**63)] | FiniteFloat | str
 
 
 class SettingsRule(Spec):

@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from shoal.atomic_file import replace_synced
 from shoal.rl.part_specs import Setting, SettingsRule
 
+_SETTING: TypeAdapter[Setting] = TypeAdapter(Setting)
 FILE = "settings.json"  # in the folder of the run, or of its policy
 
 
@@ -56,17 +59,19 @@ def write_settings(folder: Path, values: Mapping[str, Setting], num_rules: int) 
 
 
 def parse_settings(pairs: tuple[str, ...]) -> dict[str, Setting]:
-    """`gravity=9` and the like. Raises ValueError for one without a value."""
+    """`gravity=9` and the like. Raises ValueError for one without a value, and for what is no setting."""
     found: dict[str, Setting] = {}
     for pair in pairs:
         name, is_given, text = pair.partition("=")
         if not name or not is_given:
             raise ValueError(f"{pair!r} is no NAME=VALUE")
+        text.encode()  # bytes that are no text
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        if not isinstance(value, bool | int | float | str):
-            raise ValueError(f"{name} is a number, a truth or a text, not {text!r}")
-        found[name] = value
+        try:
+            found[name] = _SETTING.validate_python(value)
+        except ValidationError:
+            raise ValueError(f"{name} is a finite number, a truth or a text, not {text!r}") from None
     return found
