@@ -72,16 +72,16 @@ def test_a_game_is_told_at_welcome_and_on_change_and_returns_are_counted_by_vers
         assert again.gateway.stats()["by_settings"][2]["episodes"] >= 3
 
 
-@pytest.mark.parametrize("said", [1, None])
-def test_an_episode_is_counted_with_the_settings_that_its_game_names(said: int | None) -> None:
+@pytest.mark.parametrize(("said", "version"), [(1, 1), (None, 2), (3, 2), (-1, 2)])
+def test_an_episode_is_counted_with_the_settings_that_its_game_names(said: int | None, version: int) -> None:
     progress, actor = RunProgress(), ActorProgress("one", 1)
     progress.change_settings({"gravity": 9})
     progress.change_settings({"gravity": 1})
     actor.settings = 2
     episode = segment(2, terminated=True, episode_return=1.0, episode_length=2, settings=said or 0)
     progress.record_segment(actor, unpack(episode))
-    assert progress.by_settings == {said or 2: (1, 1.0)}
-    assert len(progress.returns) == (0 if said else 1)
+    assert progress.by_settings == {version: (1, 1.0)}  # of versions that there are
+    assert len(progress.returns) == version - 1
 
 
 def unpack(sent: Segment) -> Segment:
