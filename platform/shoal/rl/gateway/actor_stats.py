@@ -157,8 +157,7 @@ class RunProgress:
         actor.segments += 1
         actor.weights_version = int(segment.versions[-1])
         self.steps += segment.num_steps
-        told = actor.settings or self.settings
-        version = segment.settings if 0 < segment.settings <= self.settings else told
+        version = segment.settings if 0 < segment.settings <= self.settings else actor.settings or self.settings
         for each in segment.unrecorded:
             self._record_episode(each.episode_return, each.episode_length, each.opponent, each.success, version)
         if segment.episode_return is not None and not segment.assisted:
