@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.cluster.admission import RunAdmission
+    from shoal.cluster.admission import PlacementRequest, RunAdmission
     from shoal.cluster.attach import find_cluster, format_remote_remedy, state_path
     from shoal.cluster.capacity import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
     from shoal.cluster.cluster_handle import ClusterHandle, load_handle, set_environment

@@ -217,7 +217,7 @@ def test_a_server_that_is_lost_with_its_disk_ends_the_attempt_and_the_next_has_t
         fit_replicas(spec, "run", tmp_path, KillingLog(processes, {20: "server 1"}), lambda: False, processes.start)
     log = KillingLog(processes, {})
     outcome = fit_replicas(spec, "run", tmp_path, log, lambda: False, processes.start)
-    assert outcome.steps == 30
+    assert 30 <= outcome.steps <= 32  # the chief sees the steps of others, at most the staleness ahead
     [restored] = log.find("restored")
     assert restored["step"] >= 10
 

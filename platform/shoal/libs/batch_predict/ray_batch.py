@@ -11,7 +11,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,14 @@ from ray.data.datasource import WriteResult
 
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ClusterError, DataError, RunError, error_summary
-from shoal.extend.cluster import GPU_GRAINS, gpu_share, gpus_by_host, require_gpus, wait_for_resource
+from shoal.extend.cluster import (
+    GPU_GRAINS,
+    PlacementRequest,
+    gpu_share,
+    gpus_by_host,
+    require_gpus,
+    wait_for_resource,
+)
 from shoal.extend.serve import ModelOptions, RegisteredModel
 from shoal.libs.batch_predict.output import (
     BucketOutput,
@@ -48,7 +55,9 @@ READ_ROWS = 65536  # of a file in a bucket, at once
 FILE_IO_CPUS = 0.5  # reserved by reading, and by writing
 MIN_WORKER_CPUS = 0.25  # of a worker
 CAPACITY_WAIT_S = 2.0  # the wait for places, which processes that just ended still occupy
+PLACEMENT_ATTEMPTS = 3
 WORKER_RESTARTS = 2  # Ray Data's default has no limit, even for rows that kill every worker
+_REMEDY = "wait for what runs (`shoal status`), or use fewer workers"
 _NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
@@ -245,6 +254,16 @@ def _allocate_workers(workers: int | None, num_gpus: float) -> tuple[int, float]
 
     Raises ClusterError when the cluster has no capacity for them and a reader.
     """
+    for _ in range(PLACEMENT_ATTEMPTS):
+        count, cpus_each = _divide_capacity(workers, num_gpus)
+        gpus = {"GPU": num_gpus} if num_gpus else {}
+        with closing(PlacementRequest([{"CPU": cpus_each, **gpus}, {"CPU": FILE_IO_CPUS}])) as request:
+            if request.is_granted(CAPACITY_WAIT_S):  # what Ray reports as free may be some tenths of a second old
+                return count, cpus_each
+    raise ClusterError(f"a worker needs {cpus_each:g} CPUs of one node free, and a reader {FILE_IO_CPUS:g}: {_REMEDY}")
+
+
+def _divide_capacity(workers: int | None, num_gpus: float) -> tuple[int, float]:
     least = FILE_IO_CPUS + (workers or 1) * MIN_WORKER_CPUS
     free = wait_for_resource("CPU", least, CAPACITY_WAIT_S) - FILE_IO_CPUS
     count = workers or max(1, int(free))
@@ -252,12 +271,11 @@ def _allocate_workers(workers: int | None, num_gpus: float) -> tuple[int, float]
         free_gpus = wait_for_resource("GPU", num_gpus * (workers or 1), CAPACITY_WAIT_S)
         places = int(free_gpus / num_gpus + 0.5 / GPU_GRAINS)
         if places < (workers or 1):
-            remedy = "wait for what runs (`shoal status`), or use fewer workers or a smaller num_gpus"
+            remedy = f"{_REMEDY} or a smaller num_gpus"
             raise ClusterError(f"{count} workers need {count * num_gpus:g} GPUs, {free_gpus:g} are free: {remedy}")
         count = min(count, places)
     if free < count * MIN_WORKER_CPUS:
-        remedy = "wait for what runs (`shoal status`), or use fewer workers"
-        raise ClusterError(f"{count} workers need {count * MIN_WORKER_CPUS + FILE_IO_CPUS:g} CPUs free: {remedy}")
+        raise ClusterError(f"{count} workers need {count * MIN_WORKER_CPUS + FILE_IO_CPUS:g} CPUs free: {_REMEDY}")
     return count, min(1.0, free / count)
 
 
