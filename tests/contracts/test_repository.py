@@ -26,6 +26,13 @@ def test_no_link_leads_out_of_the_repository() -> None:
     assert broken == []
 
 
+def test_no_file_has_a_conflict_of_a_merge() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone: there is no record of what belongs to it")
+    found = subprocess.run(["git", "grep", "-lE", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == ""
+
+
 def test_what_the_platform_imports_is_declared() -> None:
     """Constraints say which version; but who installs `shoal[cluster]` has only what is declared."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
