@@ -6,6 +6,7 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.runs import Run, RunKind, RunRecorder, Status, load
+    from shoal.runs.curves import MetricSummary, read_values, sample_values, summarize_metrics
     from shoal.runs.event_messages import NO_CHECKPOINT, WAITING
     from shoal.runs.figures import (
         COLOURS,
@@ -42,7 +43,15 @@ if TYPE_CHECKING:
     from shoal.runs.record.removal import TRIAL_STARTED
     from shoal.runs.record.serialization import escape_text
     from shoal.runs.report import PANELS, ReportPanels, Section, build_ranked_table, find_logarithmic
-    from shoal.runs.run_reader import MEAN_RETURN, RETURNS, VALIDATION, MetricValue, infer_direction, is_higher_better
+    from shoal.runs.run_reader import (
+        MEAN_RETURN,
+        RETURNS,
+        VALIDATION,
+        MetricValue,
+        infer_direction,
+        is_higher_better,
+        list_with_best,
+    )
     from shoal.runs.tracker import Tracker, TrackerNames, load_tracker
 
 __getattr__ = load_on_demand(__name__)

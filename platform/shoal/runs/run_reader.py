@@ -12,6 +12,7 @@ import os
 import re
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -99,6 +100,17 @@ def list_runs(limit: int = 50) -> list[Run]:
     with read_connection(folder) as connection:
         rows = connection.execute("SELECT * FROM runs ORDER BY created_at DESC, number DESC LIMIT ?", (limit,))
         return [Run._from_row(row, folder) for row in rows]
+
+
+def list_with_best(limit: int) -> list[tuple[Run, tuple[str, float] | None]]:
+    """The newest runs, newest first, each with `Run.best`; two queries in all."""
+    listed = list_runs(limit)
+    numbers = ",".join(str(run._number) for run in listed)
+    found: dict[int, list[sqlite3.Row]] = defaultdict(list)
+    with read_connection(home()) as connection:
+        for row in connection.execute(f"SELECT run, name, lowest, highest FROM summaries WHERE run IN ({numbers})"):
+            found[row["run"]].append(row)
+    return [(run, _choose_best(found[run._number])) for run in listed]
 
 
 def list_running() -> list[Run]:
@@ -236,7 +248,7 @@ class Run:
         with needs_extra("data"):
             import pandas
 
-        rows = self._query("SELECT step, time, name, value FROM metrics WHERE run = :run ORDER BY step")
+        rows = self.query("SELECT step, time, name, value FROM metrics WHERE run = :run ORDER BY step")
         frame = pandas.DataFrame([tuple(row) for row in rows], columns=["step", "time", "name", "value"])
         frame["value"] = frame["value"].astype(float)
         wide = frame.pivot(index="step", columns="name", values="value").rename_axis(columns=None)
@@ -249,7 +261,7 @@ class Run:
         most: of values, as far as that goes
         """
         new = "FROM metrics WHERE run = :run AND time > :after"
-        rows = self._query(
+        rows = self.query(
             f"SELECT step, name, time, value {new} AND time <= (SELECT max(time) FROM"
             f" (SELECT time {new} ORDER BY time LIMIT :most)) ORDER BY time, step, name",
             after=after,
@@ -266,30 +278,16 @@ class Run:
         since_resumed: only of the metrics that were logged since the run was last resumed
         """
         since = f" AND time >= ifnull((SELECT time FROM events WHERE number = {_RESUMED}), 0)" if since_resumed else ""
-        rows = self._query("SELECT name, value FROM summaries WHERE run = :run" + since)
+        rows = self.query("SELECT name, value FROM summaries WHERE run = :run" + since)
         return {row["name"]: math.nan if row["value"] is None else row["value"] for row in rows}
 
     def best(self) -> tuple[str, float] | None:
         """The run's headline metric and its best finite value; None if it logged no such metric."""
-        rows = self._query("SELECT name, lowest, highest FROM summaries WHERE run = :run")
-        for row in rows:
-            if row["name"] == MEAN_RETURN:  # even if there are others, such as an evaluation's return
-                return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
-        rows = [row for row in rows if row["lowest"] is not None]
-        rows.sort(key=lambda row: not row["name"].startswith((VALIDATION, RETURNS)))  # held-out data judges better
-        for part, more_is_better in _HEADLINES:
-            named = [row for row in rows if part in row["name"]]
-            if named:
-                metric = _TRIAL.sub("", named[0]["name"])
-                trials = [row for row in named if _TRIAL.sub("", row["name"]) == metric]  # of a sweep, else one row
-                value, choose = ("highest", max) if more_is_better else ("lowest", min)
-                best = choose(trials, key=lambda row: float(row[value]))
-                return best["name"], best[value]
-        return None
+        return _choose_best(self.query("SELECT name, lowest, highest FROM summaries WHERE run = :run"))
 
     def events(self) -> DataFrame:
         """The events, in order: columns time, kind, details (a dict)."""
-        rows = self._query("SELECT time, kind, details FROM events WHERE run = :run ORDER BY number")
+        rows = self.query("SELECT time, kind, details FROM events WHERE run = :run ORDER BY number")
         details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
         return _to_frame(details, ["time", "kind", "details"])
 
@@ -299,7 +297,7 @@ class Run:
         since_resumed: only those since the run was last resumed
         """
         since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
-        rows = self._query(f"SELECT kind, details FROM events WHERE run = :run{since} ORDER BY number")
+        rows = self.query(f"SELECT kind, details FROM events WHERE run = :run{since} ORDER BY number")
         return [(row["kind"], json.loads(row["details"])) for row in rows if row["kind"] in kinds]
 
     def last_events(self, since_resumed: bool = False) -> dict[str, dict[str, Any]]:
@@ -309,7 +307,7 @@ class Run:
         """
         since = f" AND number > ifnull({_RESUMED}, 0)" if since_resumed else ""
         # With max(), SQLite takes the other columns from the row of the maximum.
-        rows = self._query(f"SELECT kind, details, max(number) FROM events WHERE run = :run{since} GROUP BY kind")
+        rows = self.query(f"SELECT kind, details, max(number) FROM events WHERE run = :run{since} GROUP BY kind")
         return {row["kind"]: json.loads(row["details"]) for row in rows}
 
     def read_queue_entry(self) -> dict[str, Any] | None:
@@ -322,12 +320,12 @@ class Run:
 
     def last_started_at(self) -> float:
         """When the run was last resumed, or else created; Unix time in seconds."""
-        (row,) = self._query(f"SELECT (SELECT time FROM events WHERE number = {_RESUMED}) AS time")
+        (row,) = self.query(f"SELECT (SELECT time FROM events WHERE number = {_RESUMED}) AS time")
         return self.created_at if row["time"] is None else float(row["time"])
 
     def num_versions(self) -> int:
         """How many versions of the weights were published."""
-        return int(self._query("SELECT count(*) FROM versions WHERE run = :run")[0][0])
+        return int(self.query("SELECT count(*) FROM versions WHERE run = :run")[0][0])
 
     def versions(self, every: int = 1) -> DataFrame:
         """The published weight versions: columns version, step, time, sha256.
@@ -335,7 +333,7 @@ class Run:
         every: only multiples of this number, plus the first and the last
         """
         ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = :run)" for end in ("min", "max"))
-        rows = self._query(
+        rows = self.query(
             "SELECT version, step, time - :created_at, sha256 FROM versions"
             f" WHERE run = :run AND (version % {int(every)} = 0 OR version IN ({ends})) ORDER BY version"
         )
@@ -348,7 +346,7 @@ class Run:
 
     def list_models(self) -> list[tuple[str, int, float, list[str]]]:
         """The registered versions, oldest first. An alias names the last one that it was moved to."""
-        rows = self._query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
+        rows = self.query("SELECT name, version, time, aliases FROM models WHERE run = :run ORDER BY time")
         last = {(row["name"], alias): row["version"] for row in rows for alias in json.loads(row["aliases"])}
         return [
             (
@@ -362,7 +360,7 @@ class Run:
 
     def endpoints(self) -> list[EndpointRecord]:
         """The run's addresses, by name. Endpoints that a lost run had not closed have the state `lost`."""
-        rows = self._query("SELECT name, kind, address, state FROM endpoints WHERE run = :run ORDER BY name")
+        rows = self.query("SELECT name, kind, address, state FROM endpoints WHERE run = :run ORDER BY name")
         endpoints = [EndpointRecord(*row) for row in rows]
         if self.status is Status.LOST:
             return [replace(each, state="lost") if each.state != "closed" else each for each in endpoints]
@@ -389,11 +387,29 @@ class Run:
             ],
         }
 
-    def _query(self, sql: str, **others: float) -> list[sqlite3.Row]:
+    def query(self, sql: str, **others: float) -> list[sqlite3.Row]:
         """The rows of a query; its parameters are `:run` (this run), `:created_at` and `others`."""
         parameters = {"run": self._number, "created_at": self.created_at, **others}
         with read_connection(self._home) as connection:
             return connection.execute(sql, parameters).fetchall()
+
+
+def _choose_best(rows: list[sqlite3.Row]) -> tuple[str, float] | None:
+    """The headline metric among rows of `summaries`, which may be of one run alone, and its best value."""
+    for row in rows:
+        if row["name"] == MEAN_RETURN:  # even if there are others, such as an evaluation's return
+            return None if row["highest"] is None else (MEAN_RETURN, row["highest"])
+    rows = [row for row in rows if row["lowest"] is not None]
+    rows.sort(key=lambda row: not row["name"].startswith((VALIDATION, RETURNS)))  # held-out data judges better
+    for part, more_is_better in _HEADLINES:
+        named = [row for row in rows if part in row["name"]]
+        if named:
+            metric = _TRIAL.sub("", named[0]["name"])
+            trials = [row for row in named if _TRIAL.sub("", row["name"]) == metric]  # of a sweep, else one row
+            value, choose = ("highest", max) if more_is_better else ("lowest", min)
+            best = choose(trials, key=lambda row: float(row[value]))
+            return best["name"], best[value]
+    return None
 
 
 def _to_frame(rows: Sequence[tuple[object, ...]], columns: list[str]) -> DataFrame:

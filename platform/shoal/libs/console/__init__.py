@@ -1,0 +1,1 @@
+"""A console in the browser: runs, models, endpoints and the cluster, seen and operated."""

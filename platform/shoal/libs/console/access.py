@@ -1,0 +1,170 @@
+"""Who may do what at the console, and what a browser may do with its pages.
+
+An ASGI application around the console's. A request is refused whose Host is none of the console's names (a name of
+another site that leads here), or that another site's page has caused; each answer tells the browser to load nothing
+from elsewhere, to run no text as a script, and to show the page in no frame.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+COOKIE = "shoal-console"
+SESSION_S = 12 * 3600.0
+MAX_SESSIONS = 100
+MAX_LOGIN_BYTES = 4096
+MAX_FAILED_LOGINS, FAILED_LOGINS_S = 10, 60.0
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:;"
+        " connect-src 'self'; font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+class Access:
+    """The sessions of browsers that have shown the token, in memory.
+
+    names:    of this host, beside loopback's: what a browser may have in its address line
+    readable: whether one may read without the token
+    """
+
+    def __init__(self, token: str, *, port: int, names: tuple[str, ...] = (), readable: bool = True) -> None:
+        self.token, self._readable = token, readable
+        self._hosts = {f"{name}:{port}".removesuffix(":80").lower() for name in (*_LOCAL_NAMES, *names)}
+        self._sessions: dict[str, float] = {}  # until when
+        self._failures: deque[float] = deque(maxlen=MAX_FAILED_LOGINS)
+
+    def find_refusal(
+        self, method: str, path: str, headers: Mapping[str, str], *, may_write: bool
+    ) -> tuple[int, str] | None:
+        """The status and the text with which a request is refused; None for one that is answered."""
+        is_change = method not in _SAFE_METHODS
+        is_navigation = headers.get("sec-fetch-mode") == "navigate"
+        is_foreign = headers.get("sec-fetch-site") == "cross-site" and not is_navigation
+        if not self.is_own_host(headers.get("host", "")):
+            return 421, "this console has another name: start it with --name for each name of its host"
+        if path == "/login" and method == "POST":
+            return None
+        if is_foreign or (is_change and not self.is_own_origin(headers.get("origin", "null"))):
+            return 403, "a page of another site asks"
+        if not may_write and (is_change or (path.startswith("/api/") and not self._readable)):
+            return 401, "log in with the access token first"
+        return None
+
+    def is_own_host(self, host: str) -> bool:
+        return host.lower() in self._hosts
+
+    def is_own_origin(self, origin: str) -> bool:
+        return origin != "null" and self.is_own_host(urlsplit(origin).netloc)
+
+    def begin_session(self, token: str) -> str | None:
+        """The cookie of a new session; None for a wrong token, and after too many wrong ones for a while."""
+        now = time.monotonic()
+        if len(self._failures) == MAX_FAILED_LOGINS and now - self._failures[0] < FAILED_LOGINS_S:
+            return None
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            self._failures.append(now)
+            return None
+        self._sessions = {name: until for name, until in self._sessions.items() if until > now}
+        while len(self._sessions) >= MAX_SESSIONS:
+            self._sessions.pop(next(iter(self._sessions)))
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = now + SESSION_S
+        return session
+
+    def end_session(self, session: str) -> None:
+        self._sessions.pop(session, None)
+
+    def is_session(self, session: str) -> bool:
+        return self._sessions.get(session, 0.0) > time.monotonic()
+
+
+class Guard:
+    """The console's application, behind `access`. `scope["state"]["may_write"]` tells it who asks."""
+
+    def __init__(self, app: App, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                own = {name.lower() for name, _ in message["headers"]}
+                added = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in own]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        session = read_session(headers)
+        scope.setdefault("state", {})["may_write"] = may_write = self._access.is_session(session)
+        refusal = self._access.find_refusal(scope["method"], scope["path"], headers, may_write=may_write)
+        if refusal is not None:
+            await send_text(send_guarded, *refusal)
+        elif scope["path"] == "/login" and scope["method"] == "POST":
+            await self._log_in(receive, send_guarded)
+        elif scope["path"] == "/logout" and scope["method"] == "POST":
+            self._access.end_session(session)
+            await send_text(send_guarded, 204, "")
+        else:
+            await self._app(scope, receive, send_guarded)
+
+    async def _log_in(self, receive: Receive, send: Send) -> None:
+        """Of any origin: who has the token may log in, and a page of another site does not have it."""
+        body, more = b"", True
+        while more and len(body) <= MAX_LOGIN_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        token = parse_qs(body[:MAX_LOGIN_BYTES].decode("latin-1")).get("token", [""])[0].strip()
+        session = self._access.begin_session(token)
+        if session is None:
+            await send_text(
+                send, 403, "this is not the access token, or too many wrong ones came: see `shoal console --help`"
+            )
+            return
+        cookie = f"{COOKIE}={session}; Path=/; HttpOnly; SameSite=Strict; Max-Age={int(SESSION_S)}"
+        headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), (b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 303, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def read_session(headers: Mapping[str, str]) -> str:
+    """The session that a request's cookie names; "" for none."""
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+async def send_text(send: Send, status: int, text: str) -> None:
+    """Answer with plain text."""
+    body = text.encode()
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
