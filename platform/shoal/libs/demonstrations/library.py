@@ -18,4 +18,5 @@ LIBRARY = Library(
             "learner": "shoal.libs.demonstrations.shown:Shown",
         }
     },
+    heading="play",
 )
