@@ -1,7 +1,7 @@
 """Hooks of MkDocs: links to files beside docs/ become their names, since the site has only the pages.
 
-The part of the search that the theme would load from another host, where a page is opened from a folder, lies beside the
-pages.
+The part of the search that the theme would load from another host, where a page is opened from a folder, lies beside
+the pages.
 """
 
 from __future__ import annotations
