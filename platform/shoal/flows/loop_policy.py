@@ -197,8 +197,9 @@ class LoopPolicy:
     def _follow_settings(self, gateway: Mapping[str, Any]) -> None:
         """Let the gateway tell the games what holds now."""
         mean_return = gateway["mean_return"] if gateway["episodes_in_window"] >= MIN_SETTINGS_EPISODES else -math.inf
-        values = advance_settings(self._folder, self.spec.settings, self.spec.rules, mean_return)
-        if values != gateway["settings"]:
+        sent = gateway["settings"]
+        values = advance_settings(self._folder, self.spec.settings, self.spec.rules, mean_return, sent)
+        if values != sent:
             self.workers.set_settings(values)
 
     def store_address(self) -> str:

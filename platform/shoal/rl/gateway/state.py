@@ -90,6 +90,7 @@ class GatewayState:
         self.settings = dict(values)
         self.progress.change_settings(values)
         self.queue.ledger.set_fact("settings", json.dumps([self.progress.settings, self.settings]))
+        self.queue.ledger.set_fact("progress", self.progress.dump_state())  # with no return of the earlier ones
         for route, session in self.sessions.items():
             if session.is_welcomed:
                 session.progress.settings = self.progress.settings
