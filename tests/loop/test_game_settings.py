@@ -130,6 +130,12 @@ def test_a_gateway_that_is_killed_after_a_change_counts_no_return_of_earlier_set
     )
 
 
+def test_a_loop_without_a_job_follows_no_rules_and_says_so(tmp_path: Path) -> None:
+    spec = SPEC.override(["rules=[{above: 3, set: {gravity: 12}}]"])
+    with pytest.raises(ConfigError, match=r"rules = .*shoal run actor_learner"):
+        LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN)
+
+
 def test_settings_are_typed() -> None:
     assert parse_settings(("a=1", "b=1.5", "c=true", "d=moon", 'e="1"')) == {
         "a": 1,
@@ -158,6 +164,7 @@ def test_settings_are_changed_from_the_command_line() -> None:
         wrong = CliRunner().invoke(set_settings, ["one", "gravity"])
         assert wrong.exit_code == 2
         assert "NAME=VALUE" in wrong.output
+    assert CliRunner().invoke(set_settings, ["one", "gravity=7"]).output == "run one once it is resumed: gravity=7\n"
     with shoal.runs.create("train", "", "two"):
         refused = CliRunner().invoke(set_settings, ["two", "gravity=9"])
         assert "has no games" in str(refused.exception)
