@@ -27,7 +27,7 @@ from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.gateway.game_settings import advance_settings, begin_settings
+from shoal.rl.gateway.game_settings import advance_settings, begin_settings, read_settings
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -90,7 +90,8 @@ class LoopPolicy:
         begin_settings(folder, shoal.runs.load(self.spec.resume).folder / self.name if self.spec.resume else None)
         site = DemonstrationSite(self.spec.demonstrations, self.experience, folder, setting.folder_name)
         site.prepare()
-        setting = replace(setting, demonstrations=site)
+        values = {**self.spec.settings, **read_settings(folder)[0]}
+        setting = replace(setting, demonstrations=site, settings=values)
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
         factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile
