@@ -87,7 +87,7 @@ class LoopPolicy:
         name = self.name or self.spec.model_name
         setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt, name)
         self._folder, self._folder_name = folder, setting.folder_name
-        begin_settings(folder, shoal.runs.load(self.spec.resume).folder / self.name if self.spec.resume else None)
+        begin_settings(folder)
         site = DemonstrationSite(self.spec.demonstrations, self.experience, folder, setting.folder_name)
         site.prepare()
         values = {**self.spec.settings, **read_settings(folder)[0]}

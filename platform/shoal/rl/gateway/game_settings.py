@@ -22,10 +22,10 @@ FILE = "settings.json"  # in the folder of the run, or of its policy
 LOCK_TIMEOUT_S = 5.0
 
 
-def begin_settings(folder: Path, resumed: Path | None = None) -> None:
-    """Write the file of a run, which `shoal set` finds; resumed: the folder of the run that goes on."""
+def begin_settings(folder: Path) -> None:
+    """Write the file of a run, which `shoal set` finds, unless a resumed one has it."""
     if not (folder / FILE).exists():
-        write_settings(folder, *(read_settings(resumed) if resumed else ({}, 0)))
+        write_settings(folder, {}, 0)
 
 
 def change_settings(run_folder: Path, changed: Mapping[str, Setting]) -> bool:
