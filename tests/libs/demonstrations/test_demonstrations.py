@@ -138,6 +138,16 @@ def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path:
     assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
 
 
+def test_a_learner_that_has_restarted_clones_what_has_come_since(tmp_path: Path) -> None:
+    site = make_site(tmp_path, passes=256)
+    recorder = record(site, shown_segment())
+    recorder.store(ACTOR, 1, shown_segment(4), 100)
+    shown = Shown(site)
+    shown.advance(100)
+    shown.close()
+    assert (shown.take_cloning_steps(), shown.take_cloning_steps()) == (4, 0)
+
+
 def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     site = make_site(tmp_path)
     record(site, shown_segment(), shown_segment(rewards=np.full(8, 9.0, np.float32)))

@@ -89,6 +89,8 @@ class Shown:
         self._num_steps = num_steps
         if self._thread is None:
             self.poll()  # those that a run starts with count from its first step on
+            known = [each.info for each in self._known.values()]  # to a learner that has restarted, but for the newest
+            self._num_taken = sum(info.num_steps for info in known if info.run_steps < num_steps)
             self._thread = threading.Thread(target=self._follow, name="demonstrations", daemon=True)
             self._thread.start()
 
