@@ -68,6 +68,7 @@ class Episode:
 	var mask
 	var taken # in place of the answer before this step
 	var played # and of the answer to it
+	var is_assisted := false # a person has played
 	var is_waiting := false
 
 
@@ -146,6 +147,7 @@ func _add_step(agent, observation, reward, flags: int, mask) -> void:
 	episode.flags = flags
 	episode.mask = mask
 	episode.taken = episode.played
+	episode.is_assisted = episode.is_assisted or episode.played != null
 	episode.played = null
 	episode.is_waiting = true
 	_outbox.append(episode)
@@ -393,6 +395,7 @@ func _take_rejection(episode: Episode, reason: String, detail: String) -> void:
 	elif _episodes.get(episode.agent) == episode: # not one that has ended: its last steps are lost
 		episode.number = _take_number()
 		episode.step = 0
+		episode.taken = 0 if episode.is_assisted else null # at step 0, any says so
 		episode.reward = episode.total
 		_pending[episode.number] = episode
 		_send_steps([episode])

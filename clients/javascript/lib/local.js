@@ -82,6 +82,7 @@ export class LocalPlayer {
     episode.runId = this.session.runId;
     episode.isOver = terminated || truncated;
     if (episode.choice === null) return episode.builder.begin(observation, mask);
+    if (this.isDemonstrator && taken === undefined) throw new Error(`give \`taken\`, the action of the step before: in this session ${this.session.hello.behaviour} acts`);
     const who = taken === undefined || this.isDemonstrator ? '' : 'human'; // for a time, in an episode of the policy
     if (who !== episode.who && episode.hasUnsent) this.sendEpisode(episode, {});
     episode.who = who;

@@ -24,7 +24,7 @@ export class RemotePlayer {
   describeLoss() { return `${this.unanswered.size} actions have not come`; }
 
   begin(agent) {
-    this.episodes.set(agent, { number: null, step: 0, total: 0, settings: this.session.settingsVersion });
+    this.episodes.set(agent, { number: null, step: 0, total: 0, isAssisted: false, settings: this.session.settingsVersion });
   }
 
   /** Resolves to the action; null after the end of the episode, or of the run. */
@@ -42,10 +42,14 @@ export class RemotePlayer {
     const maskFrame = size ? Uint8Array.from(terminated ? Array(size).fill(1) : mask, Number) : null;
     const flags = (terminated ? TERMINATED : truncated ? TRUNCATED : 0) | (hasEnded && success !== undefined ? SUCCESS_KNOWN | (success ? SUCCESS : 0) : 0);
     episode.number ??= this.numBegun++; // here, since episodes begin in the order of their numbers
-    if (episode.step) episode.total += reward;
+    if (episode.step) {
+      episode.total += reward;
+      episode.isAssisted ||= taken !== undefined;
+    }
     for (;;) {
-      const { number, step, settings } = episode;
-      const answer = await this.ask({ number, step, reward: step ? reward : episode.total, frame, maskFrame, flags, taken: step ? taken : undefined, settings });
+      const { number, step, settings, isAssisted } = episode; // at step 0, any `taken` says that a person has acted
+      const asked = step ? { reward, taken } : { reward: episode.total, taken: isAssisted ? 0 : undefined };
+      const answer = await this.ask({ number, step, frame, maskFrame, flags, settings, ...asked });
       if (!answer || hasEnded) return null; // an episode that the gateway has lost is over, too
       if (!answer.reason) {
         episode.step++;

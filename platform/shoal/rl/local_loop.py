@@ -51,6 +51,9 @@ class LocalLoop:
         if spec.gateway.durable == "store":
             problem = "is for a gateway that may begin again elsewhere, and this loop is one process"
             raise ConfigError("gateway.durable", "store", problem, "use disk, or shoal run")
+        if spec.rules:
+            problem = "are followed by the job of a run, and this loop is one of several"
+            raise ConfigError("rules", list(spec.rules), problem, "leave them out, or shoal run actor_learner")
         make_folder(folder)
         with ExitStack() as closing:
             closing.callback(torch.set_num_threads, torch.get_num_threads())  # the learner sets the process's

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -110,11 +111,21 @@ class Demonstration(NamedTuple):
             raise ValueError(f"is no demonstration ({error})") from None
         return cls(info, segment)
 
-    def require_fit(self, experience: ExperienceSpec) -> None:
-        """Raise InvalidSegment where it is not one of such a run."""
-        packed = PackedSegment.from_segment(self.segment)
-        length = max(1, self.segment.num_steps)
-        unpack_segment(packed.header, packed.tensors, msgspec.structs.replace(experience, segment_length=length))
+    def fit(self, experience: ExperienceSpec) -> Demonstration:
+        """As the beginning of such a run has it: a recurrent policy knows no other network's state. Raises
+        InvalidSegment where it is not one of such a run."""
+        states = {
+            each.name: np.zeros((1, *each.tensor.shape), each.tensor.numpy_dtype())
+            for each in experience.extras
+            if each.per == "segment"
+        }
+        segment = replace(self.segment, extras={**self.segment.extras, **states})
+        packed = PackedSegment.from_segment(segment)
+        length = max(1, segment.num_steps)
+        checked = unpack_segment(
+            packed.header, packed.tensors, msgspec.structs.replace(experience, segment_length=length)
+        )
+        return Demonstration(msgspec.structs.replace(self.info, run_steps=0), checked)
 
 
 def read_info(payload: bytes) -> Info:

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from shoal.errors import ConfigError, InvalidSegment, RunError
 from shoal.extend.rl import DemonstrationSite
 from shoal.extend.runs import load
@@ -115,8 +113,8 @@ def copy_source(site: DemonstrationSite) -> None:
     with suppress(FileNotFoundError):
         if mark.read(_MARK).decode() == source:
             return
-    for name, (info, segment) in read_source(site).items():
-        payload = Demonstration(msgspec.structs.replace(info, run_steps=0), segment).to_bytes()
+    for name, each in read_source(site).items():
+        payload = each.to_bytes()
         for store in target.stores:
             store.write(name + SUFFIX, payload)
     mark.write(_MARK, source.encode())
@@ -130,13 +128,14 @@ def read_source(site: DemonstrationSite) -> dict[str, Demonstration]:
     if not demonstrations:
         problem, remedy = "has no demonstrations", "name a run, or a folder of `shoal demonstrations RUN --out FOLDER`"
         raise ConfigError(field, source, problem, remedy)
+    fitting = {}
     for name, each in demonstrations.items():
         try:
-            each.require_fit(site.experience)
+            fitting[name] = each.fit(site.experience)
         except InvalidSegment as error:
             problem = f"has {name}, which does not fit this run: {error.field}: {error.problem}"
             raise ConfigError(field, source, problem, "drop it there, or use a game of the same spaces") from None
-    return demonstrations
+    return fitting
 
 
 def _open_source(site: DemonstrationSite) -> DemonstrationFiles:
