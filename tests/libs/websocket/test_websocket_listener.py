@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,7 @@ def test_wss_takes_new_content_of_its_files_and_is_not_held_up_by_a_silent_clien
         assert find_address(parts).startswith("wss://")
         with open_socket(parts) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert b"wss, not ws" in plain.recv(4096)
             with Game(parts, ssl=trusting) as game:
                 assert game.enter()["kind"] == "welcome"
                 assert game.act(0, 0)["action"] in (0, 1)
@@ -352,11 +354,16 @@ def test_a_stranger_is_heard_for_a_few_frames_and_what_is_not_websocket_ends() -
         with raw_session(parts) as raw:
             raw.sendall(b"\x81\x02{}")  # without a mask
             assert read_close(raw) == 1002
-        with open_socket(parts) as raw:
-            raw.sendall(b"GET / HTTP/1.1\r\n" + b"a: " + b"x" * 4000 + b"\r\n")
-            for _ in range(9):
-                raw.sendall(b"a: " + b"x" * 4000 + b"\r\n")
-            assert raw.recv(4096) == b""
+        for request, answer in (
+            (b"GET / HTTP/1.1\r\n" + b"a: %s\r\n" % (b"x" * 4000) * 9, b"more than 32768 bytes"),
+            (b"POST / HTTP/1.1\r\n\r\n", b"POST"),
+            (b"\x16\x03\x01\x02\x00\x01\x00", b"ws, not wss"),
+        ):
+            with open_socket(parts) as raw:
+                raw.sendall(request)
+                said = b"".join(iter(partial(raw.recv, 4096), b""))
+                assert said.startswith(b"HTTP/1.1 4")
+                assert answer in said
         noise = np.random.default_rng(0)
         for length in (1, 20, 500):
             for _ in range(5):
