@@ -96,10 +96,12 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
         spec.to_record(), job, begun="gateway_ready", kind=kind, resumed=spec.resume, run_id=run_id
     )
     with ExitStack() as closing, record as recorder:
-        spec = take_spaces(spec, recorder, load_access_token())
+        staying = closing.enter_context(ExitStack())
+        spec = take_spaces(spec, recorder, load_access_token(), staying)
         run = LoopRun(spec, recorder, checked or check(spec))
         try:
             run.start(closing)
+            staying.close()
             run.learn()
             run.finish()
             for each in run.policies:
