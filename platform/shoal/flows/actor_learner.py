@@ -428,7 +428,7 @@ class LoopRun:
             has_saved = list(threads.map(lambda each: each.workers.finish_learner(FINISH_S), started))
         if all(has_saved):
             self._record_published()
-        for each in started:
+        for each in reversed(started):  # the first one relays the games of the others
             each.close_gateway(self.recorder, max(0.0, deadline - time.monotonic()))
         for name, (kind, address) in self._addresses.items():
             self.recorder.record_endpoint(name, kind, address, "closed")

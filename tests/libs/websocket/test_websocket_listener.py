@@ -17,14 +17,14 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from certificates import Authority
 from rl_setting import TOKEN, Parts, segment, serving
 from shoal.errors import ConfigError
-from shoal.libs.websocket import connection, listener
+from shoal.libs.websocket import connection, listener, relay
 from shoal.libs.websocket.listener import WebSocketListener
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.weights import decode_tensors
@@ -531,5 +531,30 @@ def test_one_address_reaches_every_policy_by_its_path(tmp_path: Path, is_tls: bo
             with pytest.raises(InvalidStatus) as rejected, Game(left, path=path, **ssl_options):
                 pass
             assert rejected.value.response.status_code == status
-        with pytest.raises((InvalidMessage, EOFError)), Game(left, path="/right", **ssl_options):
-            pass  # its gateway is away
+        with pytest.raises(InvalidStatus) as rejected, Game(left, path="/right", **ssl_options):
+            pass
+        assert rejected.value.response.body == b"the gateway of this policy is away: try again"
+
+
+def test_what_one_side_has_sent_before_its_end_reaches_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(websocket=0) as parts, socket.create_server(("127.0.0.1", 0)) as other:
+        its = parts.gateway.listener
+        assert isinstance(its, WebSocketListener)
+        its.relay({"right": f"ws://127.0.0.1:{other.getsockname()[1]}"})
+        with open_socket(parts) as game:
+            game.sendall(REQUEST.replace(b"GET / ", b"GET /right "))
+            upstream, _ = other.accept()
+            upstream.recv(4096)
+            sent = threading.Thread(target=lambda: (upstream.sendall(bytes(20_000_000)), upstream.close()))
+            sent.start()
+            wait_for(lambda: any(each.unsent for each in its._relays._sides.values()), what="a game that does not read")
+            assert len(b"".join(iter(partial(game.recv, 65536), b""))) == 20_000_000
+            sent.join(WAIT_S)
+            game.close()
+            wait_for(lambda: not its._relays._sides, what="the end of both sides")
+            monkeypatch.setattr(relay, "LINGER_S", 0.1)
+            with open_socket(parts) as silent:
+                silent.sendall(REQUEST.replace(b"GET / ", b"GET /right "))
+                other.accept()[0].close()
+                assert b"503" in silent.recv(4096)
+                wait_for(lambda: not its._relays._sides, what="the end of one that does not close")

@@ -187,6 +187,7 @@ class WebSocketListener:
         if not self._is_accepting:
             self._is_accepting = True
             self._waiting_epoll.register(self._socket, select.EPOLLIN)
+        self._relays.sweep()
         if self._certificate is not None:
             self._certificate.refresh()
 
