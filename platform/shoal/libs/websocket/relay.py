@@ -64,9 +64,8 @@ class RelayedSide:
             if mask & ~select.EPOLLOUT:
                 data = self.socket.recv(READ_BYTES)
                 self.is_closed = not data
-                if data:
+                if data and not self.peer.is_closed:  # otherwise it is read for its end
                     self._if_absent = b""
-                if not self.peer.is_closed:  # otherwise it is read for its end
                     self.peer.unsent += data
                     self.peer.flush()
         except (BlockingIOError, ssl.SSLWantReadError):
