@@ -60,18 +60,22 @@ class RelayedSide:
             if self._context is not None:  # it is connected
                 self.socket = self._context.wrap_socket(self.socket, do_handshake_on_connect=False)
                 self._context = None
-            self.flush()
             if mask & ~select.EPOLLOUT:
-                data = self.socket.recv(READ_BYTES)
-                self.is_closed = not data
-                if data and not self.peer.is_closed:  # otherwise it is read for its end
-                    self._if_absent = b""
-                    self.peer.unsent += data
-                    self.peer.flush()
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return
+                self._receive()
+            self.flush()  # after it, since reading may end the handshake of TLS that a flush has waited for
         except OSError:
             self.is_closed = True
+
+    def _receive(self) -> None:
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
+        self.is_closed = not data
+        if data and not self.peer.is_closed:  # otherwise it is read for its end
+            self._if_absent = b""
+            self.peer.unsent += data
+            self.peer.flush()
 
     def flush(self) -> None:
         """Raises OSError when the other end has gone."""
