@@ -112,7 +112,7 @@ class FirstGame:
         if self._socket in ready:
             route, *frames = self._socket.recv_multipart()
             self._take(route, frames)
-        if self._listener is not None and self._listener.fileno() in ready:
+        if self._listener is not None:
             for route, received in self._listener.receive(is_busy=False):
                 if received is not None:
                     self._take(route, received)

@@ -104,6 +104,15 @@ class GameConnection:
     def end_session(self) -> None:
         """It is as it was before: it may say hello again."""
         self.alone_at, self._num_frames, self._protocol.max_message_size = time.monotonic(), 0, MAX_HELLO_BYTES
+        self._num_idle = 0
+
+    def has_waited(self, now: float, timeout_s: float) -> bool:
+        """Whether it has had no session for so long."""
+        return self.alone_at is not None and now > self.alone_at + timeout_s
+
+    def is_over(self, now: float) -> bool:
+        """Whether its client has had the time to read why it ends."""
+        return self.closes_at is not None and now > self.closes_at
 
     def receive(self) -> Iterator[tuple[bool, bytes]]:
         """The messages of one turn: (whether it is text, its bytes)."""
@@ -212,7 +221,9 @@ class GameConnection:
     def end(self, code: int, reason: str) -> None:
         """Say goodbye with a code of WebSocket. The socket stays open for LINGER_S: closed now, with bytes that are
         not read, it would take from the client what it has not read."""
-        if self.closes_at is None:
+        if self.closes_at is None and self._protocol.state is State.CONNECTING:
+            self.is_closed = True  # its client waits for no code
+        elif self.closes_at is None:
             self._protocol.fail(code, reason)
             self._end_reading()
             self.flush()
