@@ -131,10 +131,10 @@ export class Session {
     return 'if it prints a server key, it answers only actors that have it; a page also needs its origin among gateway.origins';
   }
 
-  /** One connection, until it is lost. Returns whether the gateway has welcomed it. */
+  /** One connection, until it is lost. Returns whether a gateway is there: it has said welcome, or that its run begins. */
   async serve(address) {
     const Transport = address.startsWith('tcp') ? (await import('./zeromq.js')).ZeroMqTransport : WebSocketTransport;
-    this.isWelcomed = this.isSuspect = false;
+    this.isWelcomed = this.isSuspect = this.isAnswered = false;
     this.pingedAt = 0;
     this.receivedAt = this.sentAt = Date.now();
     const watch = setInterval(() => this.watch(), WATCH_MS);
@@ -147,9 +147,8 @@ export class Session {
       this.bytesSent += this.transport?.bytesSent ?? 0;
       this.transport = null;
     }
-    const wasWelcomed = this.isWelcomed;
     this.isWelcomed = false;
-    return wasWelcomed;
+    return this.isAnswered;
   }
 
   /**
@@ -187,7 +186,7 @@ export class Session {
     try {
       if (message.kind === 'welcome') this.onWelcome(message);
       else if (message.kind === 'error') this.onError(message);
-      else if (this.isWelcomed) this.onMessage(message, frames);
+      else if (this.isWelcomed || message.kind === 'bye') this.onMessage(message, frames);
     } catch (error) {
       this.stop(error);
     }
@@ -199,7 +198,7 @@ export class Session {
     if (this.welcome) this.reconnects++;
     if (welcome.inference !== this.hello.inference && this.hello.inference === 'remote') throw new ActorError('no_remote_inference', 'the gateway is older');
     this.welcome = welcome;
-    this.isWelcomed = true;
+    this.isWelcomed = this.isAnswered = true;
     this.applySettings({ version: welcome.settings_version ?? 0, values: welcome.settings ?? {} });
     this.player.onWelcome(hasChanged);
   }
@@ -209,6 +208,8 @@ export class Session {
     else if (message.kind === 'settings') this.applySettings(message);
     else if (message.kind === 'bye') {
       this.finished = Boolean(message.finished);
+      this.isAnswered = true;
+      if (!this.isWelcomed && this.problem !== message.reason) this.log(`${this.addresses.join(' or ')}: ${(this.problem = message.reason)}`);
       this.transport.close(); // what is retained: no gateway takes it after the end; otherwise it is sent again
     } else if (this.player.onMessage(message, frames)) this.attempts = 0; // an answer to what was played
   }

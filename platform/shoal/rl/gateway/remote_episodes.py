@@ -118,7 +118,9 @@ class OpenEpisodes:
                 raise InvalidSegment(DropReason.INVALID_RANGE, "episode", problem)
             self.last_number = number
             episode = self.episodes[number] = RemoteEpisode(number, [observation], message.reward, now_s)
-            episode.settings = message.settings or self.progress.settings
+            newest = self.progress.settings
+            given = 0 if message.settings is msgspec.UNSET else message.settings
+            episode.settings = given if 0 < given <= newest else newest
             episode.is_assisted = message.taken is not msgspec.UNSET
             return episode
         episode.used_at = now_s

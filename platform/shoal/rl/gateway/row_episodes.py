@@ -206,8 +206,8 @@ class RowEpisodes:
         slots = self._open([rows.episodes[row] for row in at.tolist()])
         self.step[slots], self.length[slots], self.status[slots] = 0, 0, _WAITING
         self.total[slots], self.used_at[slots] = rows.rewards[at], now_s
-        given = rows.settings[at]
-        self.settings[slots] = np.where(given == 0, self._client.progress.settings, given)
+        given, newest = rows.settings[at], self._client.progress.settings
+        self.settings[slots] = np.where((given > 0) & (given <= newest), given, newest)
         self.observations[slots, 0], self.masks[slots, 0] = rows.observations[at], rows.masks[at]
         self._client.last_number = max(
             [self._client.last_number, *rows.numbers[at].tolist()]
