@@ -6,6 +6,7 @@ import { WebSocketTransport } from './transport.js';
 const RETRY_CODES = new Set(['hello_required', 'sequence_gap']);
 const WELCOME_WAIT_MS = 2000;
 const MAX_PAUSE_MS = 1000;
+export const NOT_AWAITED = 'the action before has not come yet: await it';
 const WATCH_MS = 200;
 
 /** The gateway rejects this client, or cannot be reached: `code` is the gateway's, or `no_gateway`, `bad_weights`. */
@@ -197,6 +198,7 @@ export class Session {
   onWelcome(welcome) {
     const hasChanged = this.welcome !== null && this.welcome.run_id !== welcome.run_id;
     if (this.welcome) this.reconnects++;
+    if (hasChanged) this.settingsVersion = -1; // those of another run have numbers of their own
     if (welcome.inference !== this.hello.inference && this.hello.inference === 'remote') throw new ActorError('no_remote_inference', 'the gateway is older');
     this.welcome = welcome;
     this.isWelcomed = true;
