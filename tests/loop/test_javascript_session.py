@@ -139,6 +139,7 @@ const settings = [];
 const onSettings = (values) => settings.push(values.gravity);
 const run = await connect([process.argv[2]], 'token', { inference: 'remote', actorId: 'me', onSettings });
 const say = (error) => error.message;
+const waiting = new Promise((log) => connect('ws://127.0.0.1:1', 'token', { log }));
 run.begin('a');
 const first = run.act('a', [300]);
 const said = [await run.act('a', [1]).catch(say), await first, await run.act('a', [0.5]).catch(say)];
@@ -150,7 +151,8 @@ said.push(await Promise.resolve().then(() => local.act('a', [2])).catch(say));
 run.begin('b');
 const asked = run.act('b', [1]);
 await run.leave('done', 0);
-console.log(JSON.stringify({ said, last: [await asked, await run.act('b', [1])], settings }));
+console.log(JSON.stringify({ said, last: [await asked, await run.act('b', [1])], settings, waiting: await waiting }));
+process.exit(); // while it waits
 """
 
 
@@ -179,4 +181,5 @@ def test_what_a_game_does_wrong_is_an_error_and_it_has_no_answers_after_it_has_l
             NOT_AWAITED, 7, "observation: 0.5 is no uint16", "invalid: the gateway took no step", NOT_AWAITED,
         ],
         "last": [None, None], "settings": [9, 12],
+        "waiting": "ws://127.0.0.1:1 does not answer yet, and is tried again",
     }  # fmt: skip
