@@ -134,12 +134,14 @@ def test_a_session_outlives_its_connections() -> None:
 
 NOT_AWAITED = "agent a: the action before has not come yet: await it"
 MISUSE = """
-const { LocalPlayer, connect } = await import(process.argv[1]);
+const { LocalPlayer, Run, connect } = await import(process.argv[1]);
 const settings = [];
 const onSettings = (values) => settings.push(values.gravity);
 const run = await connect([process.argv[2]], 'token', { inference: 'remote', actorId: 'me', onSettings });
 const say = (error) => error.message;
-const waiting = new Promise((log) => connect('ws://127.0.0.1:1', 'token', { log }));
+let idle;
+const waiting = new Promise((log) => (idle = new Run('ws://127.0.0.1:1', 'token', { log })));
+idle.connect(idle.player).catch(say);
 run.begin('a');
 const first = run.act('a', [300]);
 const said = [await run.act('a', [1]).catch(say), await first, await run.act('a', [0.5]).catch(say)];
@@ -152,7 +154,7 @@ run.begin('b');
 const asked = run.act('b', [1]);
 await run.leave('done', 0);
 console.log(JSON.stringify({ said, last: [await asked, await run.act('b', [1])], settings, waiting: await waiting }));
-process.exit(); // while it waits
+await idle.leave();
 """
 
 
