@@ -140,7 +140,7 @@ const onSettings = (values) => settings.push(values.gravity);
 const run = await connect([process.argv[2]], 'token', { inference: 'remote', actorId: 'me', onSettings });
 const say = (error) => error.message;
 let idle;
-const waiting = new Promise((log) => (idle = new Run('ws://127.0.0.1:1', 'token', { log })));
+const waiting = new Promise((log) => (idle = new Run('ws://127.0.0.1:65535', 'token', { log })));
 idle.connect(idle.player).catch(say);
 run.begin('a');
 const first = run.act('a', [300]);
@@ -183,5 +183,5 @@ def test_what_a_game_does_wrong_is_an_error_and_it_has_no_answers_after_it_has_l
             NOT_AWAITED, 7, "observation: 0.5 is no uint16", "invalid: the gateway took no step", NOT_AWAITED,
         ],
         "last": [None, None], "settings": [9, 12],
-        "waiting": "ws://127.0.0.1:1 does not answer yet, and is tried again",
+        "waiting": "ws://127.0.0.1:65535 does not answer yet, and is tried again",
     }  # fmt: skip
