@@ -155,6 +155,8 @@ const asked = run.act('b', [1]);
 await run.leave('done', 0);
 console.log(JSON.stringify({ said, last: [await asked, await run.act('b', [1])], settings, waiting: await waiting }));
 await idle.leave();
+const { WebSocketTransport } = await import(process.argv[1].replace('index.js', 'lib/transport.js'));
+await new Promise((onClose) => new WebSocketTransport('ws://127.0.0.1:65535', { onClose }));
 """
 
 
