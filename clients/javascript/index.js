@@ -48,7 +48,7 @@ export class Run extends Session {
 
   /**
    * The action for an observation (flat numbers in C order), or a promise of it: `await` it. reward: of the step before.
-   * Null when the run has ended, and with `behaviour`, where no policy acts (with `inference: 'remote'` it says what it
+   * Null when the run has ended or was left, and with `behaviour`, where no policy acts (with `inference: 'remote'` it says what it
    * would do). options: `mask`, 1 for each allowed action, in a run with action masks; `taken`, the action of the step
    * before, where another than the answer was taken.
    */

@@ -6,7 +6,9 @@ import { WebSocketTransport } from './transport.js';
 const RETRY_CODES = new Set(['hello_required', 'sequence_gap']);
 const WELCOME_WAIT_MS = 2000;
 const MAX_PAUSE_MS = 1000;
+export const NOT_AWAITED = 'the action before has not come yet: await it';
 const WATCH_MS = 200;
+const LOGGED_ATTEMPTS = 4; // without an answer: about half a second
 
 /** The gateway rejects this client, or cannot be reached: `code` is the gateway's, or `no_gateway`, `bad_weights`. */
 export class ActorError extends Error {
@@ -110,8 +112,8 @@ export class Session {
     let answeredAt = Date.now();
     while (!this.isOver) {
       if (this.attempts) await sleep(Math.min(MAX_PAUSE_MS, 50 * 2 ** (this.attempts - 1)));
-      this.attempts++;
       if (this.isOver) return;
+      if (this.attempts++ === LOGGED_ATTEMPTS) this.log(`${this.addresses.join(' or ')} does not answer yet, and is tried again`);
       if (Date.now() - answeredAt > this.giveUpAfterMs * (this.welcome ? 5 : 1)) { // a cluster takes a minute to move a gateway
         const lost = `${this.addresses.join(' or ')} does not answer; ${this.player.describeLoss()}`;
         return this.stop(new ActorError('no_gateway', `${lost}; ${this.welcome ? 'it did before' : this.describeCause()}`));
@@ -196,6 +198,7 @@ export class Session {
   onWelcome(welcome) {
     const hasChanged = this.welcome !== null && this.welcome.run_id !== welcome.run_id;
     if (this.welcome) this.reconnects++;
+    if (hasChanged) this.settingsVersion = -1; // those of another run have numbers of their own
     if (welcome.inference !== this.hello.inference && this.hello.inference === 'remote') throw new ActorError('no_remote_inference', 'the gateway is older');
     this.welcome = welcome;
     this.isWelcomed = this.isAnswered = true;

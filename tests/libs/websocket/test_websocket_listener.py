@@ -183,6 +183,9 @@ def test_what_is_typed_wrong_is_named_and_the_session_goes_on() -> None:
         assert game.ask(**ask, observation=[1, 2, 3, "4"])["code"] == "malformed"
         assert game.ask(**ask, observation=[1, 2, 3, 40])["detail"] == "observation: 40.0 is above 10.0"
         assert game.ask("nonsense")["code"] == "unknown_kind"
+        for odd in (b"\1\0\0\0{", "{", b"\1\0\0\0\x80", ""):
+            game.socket.send(odd)
+            assert type(game.socket.recv(WAIT_S)) is type(odd)  # in its dialect, though it is no message
         assert parts.gateway.stats()["actors"][0]["invalid"]["invalid_frames"] == 2
         assert game.act(0, 0)["action"] in (0, 1)
 

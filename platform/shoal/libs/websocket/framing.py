@@ -35,8 +35,13 @@ class Dialect(Enum):
     BINARY_JSON = "binary, its header JSON"
     BINARY = "binary"
 
+    @classmethod
+    def of(cls, is_text: bool, data: bytes) -> Dialect:
+        """That of a message, also where the rest of it cannot be read."""
+        return cls.TEXT if is_text else cls.BINARY_JSON if data[_SIZE.size :].startswith(b"{") else cls.BINARY
 
-def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
+
+def split_binary(data: bytes) -> list[bytes]:
     """The frames of a binary message, its header as msgpack. Raises ProtocolViolation."""
     frames: list[bytes] = []
     begin = 0
@@ -52,10 +57,9 @@ def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
         begin = end + size
     if not frames:
         raise ProtocolViolation("malformed", "a message has at least one frame")
-    if frames[0][:1] != b"{":
-        return Dialect.BINARY, frames
-    frames[0] = _write_msgpack(_read_json(frames[0]))
-    return Dialect.BINARY_JSON, frames
+    if frames[0][:1] == b"{":
+        frames[0] = _write_msgpack(_read_json(frames[0]))
+    return frames
 
 
 def join_binary(frames: Sequence[bytes], dialect: Dialect) -> bytes:
@@ -71,6 +75,15 @@ def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
     """The frames of a text message. dtypes: of the tensors that stand in a header by name, such as `observation`, in
     the order of their frames. Raises ProtocolViolation."""
     header = _read_json(data)
+    try:
+        frames = _take_frames(header, dtypes)
+    except ProtocolViolation as violation:
+        seq = header.get("seq")
+        raise ProtocolViolation(violation.code, violation.message, seq if type(seq) is int else None) from None
+    return [_write_msgpack(header), *frames]
+
+
+def _take_frames(header: dict[str, Any], dtypes: Mapping[str, str]) -> list[bytes]:
     optional = ("rewards", "flags") if header.get("kind") == "acts" else ()  # zeros: empty frames
     frames = [
         _to_frame(name, header.pop(name, []), dtype)
@@ -82,7 +95,7 @@ def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
         for tensor in tensors:
             if isinstance(tensor, dict):
                 frames.append(_to_frame(str(tensor.get("name")), tensor.pop("data", []), str(tensor.get("dtype"))))
-    return [_write_msgpack(header), *frames]
+    return frames
 
 
 def join_text(frames: Sequence[bytes], action: TensorSpec) -> bytes:

@@ -295,11 +295,9 @@ class WebSocketListener:
 
     def _read(self, connection: GameConnection) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation]]:
         for is_text, message in connection.receive():
+            connection.dialect = Dialect.of(is_text, message)
             try:
-                if is_text:
-                    connection.dialect, frames = Dialect.TEXT, split_text(message, self._dtypes)
-                else:
-                    connection.dialect, frames = split_binary(message)
+                frames = split_text(message, self._dtypes) if is_text else split_binary(message)
             except ProtocolViolation as violation:
                 yield connection.route, violation
             else:
