@@ -90,7 +90,8 @@ class LoopPolicy:
         begin_settings(folder, shoal.runs.load(self.spec.resume).folder / self.name if self.spec.resume else None)
         site = DemonstrationSite(self.spec.demonstrations, self.experience, folder, setting.folder_name)
         site.prepare()
-        setting = replace(setting, demonstrations=site)
+        settings = advance_settings(folder, self.spec.settings, self.spec.rules, -math.inf)
+        setting = replace(setting, demonstrations=site, settings=settings)
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
         factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile

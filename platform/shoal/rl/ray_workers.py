@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ class RunSetting:
     has_learnt: bool = False
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
+    settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     @property
     def folder_name(self) -> str:
@@ -108,6 +109,7 @@ class GatewayWorker:
             learns_from_users=spec.learn_from_endpoint,
             policy=setting.policy,
             demonstrations=setting.demonstrations,
+            settings=setting.settings,
         )
         weights = RayWeightSource(start_weight_store(setting.run_id))
         self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError
 from shoal.rl.experience.demonstrations import DemonstrationSite
@@ -31,6 +31,7 @@ class GatewaySetting:
     learns_from_users: it takes the episodes of the endpoint's users
     policy:            its name, which is the path of its WebSocket address; "" where the run gives none
     demonstrations:    where those of others than the policy are stored
+    settings:          what it tells its games at first; a ledger has what an earlier gateway told them last
     """
 
     spec: GatewaySpec
@@ -43,6 +44,7 @@ class GatewaySetting:
     learns_from_users: bool = False
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
+    settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.token:
@@ -82,6 +84,8 @@ class GatewayState:
         if (before := ledger.get_fact("progress")) is not None:
             self.progress.restore(before)
         self.progress.settings, self.settings = json.loads(ledger.get_fact("settings") or "[0, {}]")
+        if self.progress.settings == 0:
+            self.change_settings(self.setting.settings)
 
     def change_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Tell all games these settings, unless they are the present ones."""
