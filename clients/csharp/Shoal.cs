@@ -391,8 +391,10 @@ public sealed class Run : IDisposable {
       var mask = new TensorForm();
       if (extra.Text("name") == "masks" && mask.Read(extra.Map("tensor"))) numChoices = mask.Count;
     }
-    if (runId != "" && runId != header.Text("run_id"))  // another run: it knows none of the episodes
+    if (runId != "" && runId != header.Text("run_id")) {  // another run: it knows none of the episodes
+      settingsVersion = 0;
       foreach (Episode each in episodes.Values.ToList()) { each.Total = 0; if (each.Waits) Refuse(each, Lost[0], ""); }
+    }
     runId = header.Text("run_id"); heartbeatSeconds = Math.Max(0.1, header.Number("heartbeat_s"));
     timeoutSeconds = Math.Max(heartbeatSeconds, header.Number("timeout_s"));
     phase = Phase.Joined; hasRows = true; Resend();
