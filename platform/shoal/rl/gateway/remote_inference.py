@@ -402,7 +402,7 @@ class RemoteInference:
         asked = _Observations(observed.frame, observed.mask, streams, () if episode.step else streams)
         self._queue.enqueue(asked, _Answering(self._answers, client, episode), group=None, tenant=client.key[0])
 
-    # What follows runs in the batcher's thread.
+    # What follows runs in the batcher's thread, or for a short batch in the gateway's.
 
     def _forward(self, batch: PendingBatch[None, _Observations, Choices]) -> list[Choices]:
         asked = [entry.request for entry in batch.requests]
