@@ -296,6 +296,25 @@ def test_several_agents_travel_as_rows_with_masks_and_settings(player: Player) -
         assert player.ask("ask 7 0 1,2,3,4 1,1,1", "wait", "show 7") == "action 0 of 0, over"
 
 
+def test_an_agent_begins_again_in_the_message_with_its_end_and_an_action_has_several_numbers(player: Player) -> None:
+    def play(gateway: Gateway) -> None:
+        gateway.hear()
+        gateway.say({**WELCOME, "spec": describe_spec([2])})
+        gateway.hear()
+        answers = {"kind": "actions", "version": 7}
+        gateway.say({**answers, "episodes": [0, 1], "steps": [0, 0]}, np.array([[1, 2], [3, 4]]).tobytes())
+        header, frames = gateway.hear()
+        assert (header["episodes"], header["steps"], frames[2]) == ([0, 2], [1, 0], [1, 0])
+        gateway.say({**answers, "episodes": [2], "steps": [0], "ended": [0]}, np.array([5, 6]).tobytes())
+        assert gateway.hear()[0] == {"kind": "bye"}
+
+    with scripted(play) as address:
+        player.say(f"join {address}", "connect", "ask 0 0 1,2,3,4", "ask 5 0 1,2,3,4", "wait", "show 0", "show 5")
+        assert [player.hear() for _ in range(3)] == ["gravity 9.5", "action 1 2 of 7", "action 3 4 of 7"]
+        player.say("end 0 1 1 1,2,3,4", "ask 0 0 1,2,3,4", "wait", "show 0", "leave")
+        assert player.hear() == "action 5 6 of 7"
+
+
 def test_what_a_gateway_does_without_is_sent_otherwise(player: Player) -> None:
     """No rows, an episode that it has lost, a question that it does not answer, an action of a person."""
     connections: list[Gateway] = []

@@ -22,7 +22,7 @@ from shoal.wire import DropReason, ExperienceSpec, Segment
 from shoal.wire.action_masks import MASKS, check_masks, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS, TensorSpec
 from shoal.wire.messages import ActionMessage, ActMessage
-from shoal.wire.segment import HUMAN, REWARD, check_bounds, check_values
+from shoal.wire.segment import HUMAN, LARGEST_REWARD, REWARD, check_bounds, check_values
 
 ENDED_EPISODE = "ended_episode"
 UNKNOWN_EPISODE = "unknown_episode"
@@ -146,7 +146,8 @@ def read_observation(
     sizes = [math.prod(spec.shape) * spec.numpy_dtype().itemsize, *([sum(choices)] if choices else [])]
     if [len(frame) for frame in frames] != sizes:
         _raise_misfit(frames, [("observation", spec), ("mask", TensorSpec("bool", tuple(sizes[1:])))][: len(sizes)])
-    check_values("reward", np.array(message.reward), REWARD)
+    if not -LARGEST_REWARD <= message.reward <= LARGEST_REWARD:  # NaN, too
+        check_values("reward", np.array(message.reward), REWARD)
     check_values("observation", np.frombuffer(frames[0], spec.numpy_dtype()), spec)
     if choices and not message.terminated:  # after that, no action is chosen
         read_mask(np.frombuffer(frames[1], np.uint8), choices)
