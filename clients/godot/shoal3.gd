@@ -500,19 +500,8 @@ func _multiply(shape: Array) -> int:
 
 # -- what this version of Godot has: the other file of the add-on differs from here on ------------------------------
 
-# WebSocketClient sends a frame in two parts, for each of which the gateway wakes; so the frames are made here.
-
-const REQUEST := "GET /%s HTTP/1.1\r\nHost: %s\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-const KEY := "Sec-WebSocket-Key: YSBnYW1lIGZvciBzaG9hbA==\r\n\r\n"
-const ACCEPT := "R4cAC4Jwn/jAGjDVdiiUZtCM9sM=" # of the key: both are constant, since nothing is cached
-
-var _tcp := StreamPeerTCP.new()
-var _stream: StreamPeer # _tcp, or TLS over it
-var _request := "" # what has not been sent
-var _host := ""
-var _is_upgraded := false
-var _arrived := PoolByteArray() # and is not read
-var _part := PoolByteArray() # of a message that comes in several frames
+var _socket: WebSocketClient
+var _packets := []
 
 
 func _enter_tree() -> void:
@@ -523,136 +512,36 @@ func _enter_tree() -> void:
 
 
 func _open_socket(address: String) -> void:
-	var is_secure := address.begins_with("wss://")
-	var place := address.substr(address.find("://") + 3).split("/", true, 1)
-	var colon := place[0].find_last(":")
-	if colon < place[0].find_last("]") or colon < 0: # the bracket of an IPv6 address
-		colon = place[0].length()
-	var port := place[0].substr(colon + 1)
-	_host = place[0].substr(0, colon).trim_prefix("[").trim_suffix("]")
-	_request = REQUEST % [place[1] if place.size() > 1 else "", place[0]] + KEY
-	_is_upgraded = false
-	_arrived = PoolByteArray()
-	_part = PoolByteArray()
-	_tcp = StreamPeerTCP.new()
-	_stream = StreamPeerSSL.new() if is_secure else _tcp
-	_tcp.connect_to_host(_host, int(port) if port else 443 if is_secure else 80)
+	_socket = WebSocketClient.new()
+	if certificate:
+		_socket.trusted_ssl_certificate = X509Certificate.new()
+		_socket.trusted_ssl_certificate.load(certificate)
+	_socket.set_buffers(1024, 1024, 16384, 1024)
+	_packets.clear()
+	_socket.connect("data_received", self, "_take_packet")
+	if _socket.connect_to_url(address) == OK:
+		_socket.get_peer(1).set_write_mode(WebSocketPeer.WRITE_MODE_BINARY)
 
 
 func _poll_socket() -> int:
-	var status := _tcp.get_status()
-	if status == StreamPeerTCP.STATUS_CONNECTED and _stream is StreamPeerSSL:
-		status = _poll_tls()
-	if status != StreamPeerTCP.STATUS_CONNECTED: # then all that came has been read
-		_is_upgraded = false
-		return CONNECTING if status == StreamPeerTCP.STATUS_CONNECTING else CLOSED
-	if _request:
-		_tcp.set_no_delay(true)
-		_stream.put_data(_request.to_utf8())
-		_request = ""
-	if not _is_upgraded:
-		_upgrade()
-	return OPEN if _is_upgraded else CONNECTING
-
-
-func _poll_tls() -> int:
-	if _stream.get_status() == StreamPeerSSL.STATUS_DISCONNECTED:
-		var authority = null
-		if certificate:
-			authority = X509Certificate.new()
-			authority.load(certificate)
-		_stream.blocking_handshake = false
-		_stream.connect_to_stream(_tcp, true, _host, authority)
-	_stream.poll()
-	match _stream.get_status():
-		StreamPeerSSL.STATUS_HANDSHAKING:
-			return StreamPeerTCP.STATUS_CONNECTING
-		StreamPeerSSL.STATUS_CONNECTED:
-			return StreamPeerTCP.STATUS_CONNECTED
-	_tcp.disconnect_from_host()
-	return StreamPeerTCP.STATUS_ERROR
-
-
-func _upgrade() -> void:
-	_read()
-	var answer := _arrived.get_string_from_ascii()
-	var end := answer.find("\r\n\r\n")
-	if end < 0:
-		return
-	_is_upgraded = ACCEPT in answer.substr(0, end)
-	_skip(end + 4)
-	if not _is_upgraded:
-		_tcp.disconnect_from_host()
-
-
-func _read() -> void:
-	var count := _stream.get_available_bytes()
-	if count > 0:
-		_arrived.append_array(_stream.get_data(count)[1])
-
-
-func _skip(count: int) -> void:
-	_arrived = _arrived.subarray(count, -1) if count < _arrived.size() else PoolByteArray()
+	_socket.poll()
+	return _socket.get_connection_status()
 
 
 func _receive():
-	if not _is_upgraded:
-		return null
-	_read()
-	while _arrived.size() > 1:
-		var size := _arrived[1]
-		var head := 4 if size == 126 else 10 if size == 127 else 2
-		if _arrived.size() < head:
-			return null
-		if head > 2:
-			size = 0
-		for i in range(2, head):
-			size = size << 8 | _arrived[i]
-		if _arrived.size() < head + size:
-			return null
-		var opcode := _arrived[0] & 15
-		var is_last := _arrived[0] > 127
-		var body := _arrived.subarray(head, head + size - 1) if size else PoolByteArray()
-		_skip(head + size)
-		if opcode == 8:
-			_is_upgraded = false
-			_tcp.disconnect_from_host()
-			return null
-		if opcode == 9:
-			_send_frame(10, body)
-		elif opcode < 3:
-			_part.append_array(body)
-			if is_last:
-				body = _part
-				_part = PoolByteArray()
-				return body
-	return null
+	return _packets.pop_front()
+
+
+func _take_packet() -> void: # at once: those before a `close` are gone after it
+	_packets.append(_socket.get_peer(1).get_packet())
 
 
 func _send(bytes: PoolByteArray) -> void:
-	_send_frame(2, bytes)
-
-
-# The mask is 0: it protects caches from what pages send, and this is none.
-func _send_frame(opcode: int, body: PoolByteArray) -> void:
-	var size := body.size()
-	var frame := PoolByteArray([128 | opcode, 128 | size])
-	if size > 125:
-		var width := 2 if size < 65536 else 8
-		frame[1] = 254 if width == 2 else 255
-		for i in width:
-			frame.append(size >> 8 * (width - 1 - i) & 255)
-	frame.append_array(PoolByteArray([0, 0, 0, 0]))
-	frame.append_array(body)
-	if _is_upgraded:
-		_stream.put_data(frame)
+	_socket.get_peer(1).put_packet(bytes)
 
 
 func _close_socket() -> void:
-	if _poll_socket() == OPEN:
-		_send_frame(8, PoolByteArray([3, 232])) # 1000
-	_is_upgraded = false
-	_tcp.disconnect_from_host()
+	_socket.disconnect_from_host()
 
 
 func _pack_floats(rows: Array) -> PoolByteArray:
