@@ -1,8 +1,9 @@
-"""What others than the policy have shown: kept by the gateway, and learnt from beside the policy's own experience.
+"""What others than the policy have shown: kept by the gateway, and learnt from beside the policy's own experience; and
+episodes of the policy's that the gateway records.
 
-The interfaces of an extension of the group `shoal.demonstrations`, whose words are `check`, `prepare`, `recorder` and
-`learner`.
-Without it, gateways drop demonstrations as NOT_STORED.
+The interfaces of an extension of the group `shoal.demonstrations`, whose words are `check`, `prepare`, `recorder`,
+`learner` and `episodes`.
+Without it, gateways drop demonstrations as NOT_STORED, and record no episodes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.plugins.find import find_extension
-from shoal.rl.part_specs import DemonstrationsSpec
+from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
 from shoal.wire import ExperienceSpec, Segment
 
 if TYPE_CHECKING:
@@ -32,6 +33,20 @@ class DemonstrationRecorder(Protocol):
 
     def get_counts(self) -> dict[str, int]:
         """Segments, steps and complete episodes that are kept."""
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+
+
+class EpisodeRecorder(Protocol):
+    """Called by the gateway, in its thread; never waits for a disk."""
+
+    def add(self, key: tuple[str, int], segment: Segment, version: int, settings: Mapping[str, Any]) -> None:
+        """Take a segment, in the order of its episode, whatever becomes of it. key: of the actor; version, settings: of
+        the game, in this episode"""
+
+    def get_counts(self) -> dict[str, int]:
+        """Episodes that are kept, that were recorded by this gateway, and that could not be."""
 
     def close(self) -> None:
         """Write what waits. Idempotent."""
@@ -88,6 +103,11 @@ class DemonstrationSite:
         """None without the extension."""
         found = self._find_if_any("recorder")
         return None if found is None else cast("DemonstrationRecorder", found(self))
+
+    def open_episodes(self, spec: RecordSpec) -> EpisodeRecorder | None:
+        """None where no episode is recorded, and without the extension. Raises OSError."""
+        found = self._find_if_any("episodes") if spec.share else None
+        return None if found is None else cast("EpisodeRecorder", cast("Any", found)(self, spec))
 
     def open_shown(self) -> ShownExperience | None:
         """None without the extension."""
