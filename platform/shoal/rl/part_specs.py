@@ -88,6 +88,9 @@ class DemonstrationsSpec(Spec):
         default=200_000, ge=1, description="environment steps after the newest one in which the weight falls to 0"
     )
     share: float = Field(default=0.25, ge=0, lt=1, description="of each sample of a replay, of dqn, r2d2 and sac")
+    updates: int = Field(
+        default=0, ge=0, description="on samples of those that the run starts with alone, before its games; likewise"
+    )
     max_mb: float = Field(default=256.0, gt=0, description="MiB that are kept; beyond, the oldest go")
 
     @classmethod

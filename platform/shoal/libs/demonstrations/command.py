@@ -142,13 +142,17 @@ def export_episode(name: str, demonstration: Demonstration) -> dict[str, Any]:
         "success": info.success,
         "settings_version": info.settings,
         "settings": info.values or {},
-        "shapes": {"observation": segment.observations.shape[1:], "action": segment.actions.shape[1:]},
+        "spec": {"observation": _describe(segment.observations), "action": _describe(segment.actions)},
         "observations": _flatten(segment.observations),
         "actions": _flatten(segment.actions) if segment.actions.ndim > 1 else segment.actions.tolist(),
         "rewards": segment.rewards.tolist(),
         "versions": segment.versions.tolist(),
         **({"masks": _flatten(masks.view(np.uint8))} if (masks := segment.extras.get(MASKS)) is not None else {}),
     }
+
+
+def _describe(rows: np.ndarray) -> dict[str, Any]:
+    return {"dtype": rows.dtype.name, "shape": rows.shape[1:]}
 
 
 def _flatten(rows: np.ndarray) -> list[Any]:

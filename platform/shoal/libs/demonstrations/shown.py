@@ -19,6 +19,7 @@ from shoal.wire import Segment
 _log = logging.getLogger(__name__)
 POLL_S = 1.0  # between two looks for new ones
 MAX_CLONING_STEPS = 1000  # between two updates
+MAX_OFFLINE_STEPS = 100  # likewise, of a replay
 BATCH_STEPS = 256  # of the cloning term, at each step of the optimizer, to within one segment
 
 
@@ -41,6 +42,7 @@ class Shown:
         self._known: dict[str, Demonstration] = {}
         self._segments: list[Segment] = []
         self._newest_steps = self._num_steps = 0  # of the run, at the newest demonstration and now
+        self._offline_steps = 0
         self._num_new = 0  # shown steps, since `take_cloning_steps`
         self._random = np.random.default_rng(0)
         self._closing = threading.Event()
@@ -50,6 +52,7 @@ class Shown:
         self._num_steps = num_steps
         if self._thread is None:
             self.poll()  # those that a run starts with count from its first step on
+            self._offline_steps = 0 if num_steps else self._spec.updates  # not of a learner that goes on
             self._thread = threading.Thread(target=self._follow, name="demonstrations", daemon=True)
             self._thread.start()
 
@@ -64,6 +67,11 @@ class Shown:
     def take_cloning_steps(self) -> int:
         taken, self._num_new = self._num_new, 0
         return min(MAX_CLONING_STEPS, round(taken * self._spec.passes / BATCH_STEPS))
+
+    def take_offline_steps(self) -> int:
+        due = min(self._offline_steps, MAX_OFFLINE_STEPS)
+        self._offline_steps -= due
+        return due
 
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]

@@ -70,6 +70,9 @@ class ShownExperience(Protocol):
     def take_cloning_steps(self) -> int:
         """The steps of the optimizer, on `compute_loss` alone, that are due for what has come since the last call."""
 
+    def take_offline_steps(self) -> int:
+        """The steps of a replay's optimizer, on samples of these alone, that are due now."""
+
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
     ) -> tuple[Tensor, Mapping[str, float]] | None:
