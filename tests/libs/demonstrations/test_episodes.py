@@ -19,7 +19,7 @@ import shoal.runs
 from rl_setting import EXPERIENCE, TOKEN, segment, serving
 from shoal.errors import ConfigError
 from shoal.libs.demonstrations.command import episodes
-from shoal.libs.demonstrations.episodes import Recorder
+from shoal.libs.demonstrations.episodes import EpisodeCollector
 from shoal.libs.demonstrations.files import Demonstration, DemonstrationFiles
 from shoal.libs.demonstrations.recorder import copy_source
 from shoal.libs.demonstrations.shown import MAX_OFFLINE_STEPS, Shown
@@ -49,7 +49,7 @@ def end(length: int, total: float, episode_length: int, **fields: object) -> Seg
 
 
 def record(site: DemonstrationSite, *segments: Segment, **spec: object) -> dict[str, int]:
-    recorder = Recorder(site, RecordSpec.parse({"share": 1.0, **spec}))
+    recorder = EpisodeCollector(site, RecordSpec.parse({"share": 1.0, **spec}))
     for each in segments:
         recorder.add(ACTOR, each, 2, {"gravity": 9.5})
     recorder.close()
@@ -104,7 +104,7 @@ def test_what_is_not_whole_is_not_recorded(tmp_path: Path) -> None:
 
 
 def test_a_share_is_drawn_by_episode_and_the_folder_is_bounded(tmp_path: Path) -> None:
-    recorder = Recorder(make_site(tmp_path), RecordSpec(share=0.5, newest=3))
+    recorder = EpisodeCollector(make_site(tmp_path), RecordSpec(share=0.5, newest=3))
     chosen = 0
     for number in range(2000):
         before = len(recorder._open)
@@ -132,7 +132,7 @@ def test_a_share_is_drawn_by_episode_and_the_folder_is_bounded(tmp_path: Path) -
 
 
 def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(make_site(tmp_path), RecordSpec(share=1.0))
+    recorder = EpisodeCollector(make_site(tmp_path), RecordSpec(share=1.0))
     with monkeypatch.context() as patch:
         patch.setattr(type(recorder._files.store), "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
         recorder.add(ACTOR, end(8, 8.0, 8), 0, {})

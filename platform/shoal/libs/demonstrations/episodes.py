@@ -48,16 +48,16 @@ class _Open:
 class _Actor:
     """An actor that sends segments without the numbers of episodes: one agent's follow one another.
 
-    ended: the newest segment ended its episode
-    last:  its last observation
+    is_over: its newest segment ended an episode
+    last:    the last observation of that segment
     """
 
     number: int = 0
-    ended: bool = True
+    is_over: bool = True
     last: bytes = b""
 
 
-class Recorder:
+class EpisodeCollector:
     """An EpisodeRecorder: episodes in the folder of `site`, and in `$SHOAL_STORE`."""
 
     def __init__(self, site: DemonstrationSite, spec: RecordSpec) -> None:
@@ -82,19 +82,23 @@ class Recorder:
 
     def add(self, key: Key, segment: Segment, version: int, settings: Mapping[str, Any]) -> None:
         number = self._count(key, segment) if segment.episode is None else segment.episode
-        place = (key, number, segment.episode is None)
-        if hash(place) & 0xFFFFFFFF >= self._limit:
+        identity = (key, number, segment.episode is None)
+        if hash(identity) & 0xFFFFFFFF >= self._limit:
             return
-        if (episode := self._open.pop(place, None)) is None:
+        ends = segment.terminated or segment.truncated
+        if (episode := self._open.pop(identity, None)) is None:
+            if self._waiting.full():  # what is copied now would not be written
+                self._counts["skipped"] += ends
+                return
             episode = _Open(number, version, settings)
         piece = _copy(segment)
         episode.pieces.append(piece)
         num_bytes = sum(each.nbytes for each in _list_arrays(piece))
         episode.num_bytes += num_bytes
         self._open_bytes += num_bytes
-        self._open[place] = episode
-        if segment.terminated or segment.truncated:
-            self._close_episode(place)
+        self._open[identity] = episode
+        if ends:
+            self._close_episode(identity)
             self._put(key, episode)
         while self._open_bytes > self._max_bytes:
             self._close_episode(next(iter(self._open)))
@@ -117,20 +121,20 @@ class Recorder:
             actor = self._actors[key] = _Actor(self._numbers.get(key, 0))
             if len(self._actors) > MAX_ACTORS:
                 self._actors.pop(next(iter(self._actors)))
-        if not actor.ended and segment.observations[0].tobytes() != actor.last:
+        if not actor.is_over and segment.observations[0].tobytes() != actor.last:
             self._forget(key, actor.number)  # of another agent, or a segment is missing
-            actor.ended = True
-        actor.number += actor.ended
-        actor.ended = segment.terminated or segment.truncated
-        actor.last = b"" if actor.ended else segment.observations[-1].tobytes()
+            actor.is_over = True
+        actor.number += actor.is_over
+        actor.is_over = segment.terminated or segment.truncated
+        actor.last = b"" if actor.is_over else segment.observations[-1].tobytes()
         return actor.number
 
     def _forget(self, key: Key, number: int) -> None:
         if (key, number, True) in self._open:
             self._close_episode((key, number, True))
 
-    def _close_episode(self, place: Hashable) -> None:
-        self._open_bytes -= self._open.pop(place).num_bytes
+    def _close_episode(self, identity: Hashable) -> None:
+        self._open_bytes -= self._open.pop(identity).num_bytes
 
     def _put(self, key: Key, episode: _Open) -> None:
         """Let the thread write it, if it is whole: not one that was under way when this gateway began, and not one in

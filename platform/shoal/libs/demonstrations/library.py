@@ -20,7 +20,7 @@ LIBRARY = Library(
             "prepare": "shoal.libs.demonstrations.recorder:copy_source",
             "recorder": "shoal.libs.demonstrations.recorder:Recorder",
             "learner": "shoal.libs.demonstrations.shown:Shown",
-            "episodes": "shoal.libs.demonstrations.episodes:Recorder",
+            "episodes": "shoal.libs.demonstrations.episodes:EpisodeCollector",
         }
     },
 )

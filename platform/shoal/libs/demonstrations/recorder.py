@@ -59,11 +59,11 @@ class BoundedFolder:
     def infos(self) -> dict[str, Info]:
         return {name: info for name, (info, _) in self._stored.items()}
 
-    def write(self, made: Demonstration) -> list[str]:
+    def write(self, demonstration: Demonstration) -> list[str]:
         """Returns the names that went for it."""
-        payload = made.to_bytes()
-        self.store.write(made.name + SUFFIX, payload)
-        self._add(made.name, made.info, len(payload))
+        payload = demonstration.to_bytes()
+        self.store.write(demonstration.name + SUFFIX, payload)
+        self._add(demonstration.name, demonstration.info, len(payload))
         gone = []
         while len(self._stored) > 1 and (
             self._num_bytes > self._max_bytes or len(self._stored) > (self._newest or inf)

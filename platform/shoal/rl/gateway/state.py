@@ -104,6 +104,17 @@ class GatewayState:
         newest = self.progress.settings
         return {newest: self.settings, newest - 1: self._settings_before}.get(version, {})
 
+    def get_counts(self) -> dict[str, dict[str, int] | None]:
+        """Of the demonstrations and the episodes that are kept; None for what is not."""
+        kept = {"demonstrations": self.demonstrations, "recorded": self.episodes}
+        return {name: None if each is None else each.get_counts() for name, each in kept.items()}
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+        for each in (self.demonstrations, self.episodes):
+            if each is not None:
+                each.close()
+
     @property
     def version(self) -> int:
         """The version of the newest weights; 0 before the first."""
