@@ -23,8 +23,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -380,6 +382,7 @@ struct Options {
   std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}
   std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: at first, and on change
   std::unique_ptr<Transport> transport = nullptr;                 // empty: a SocketTransport
+  std::string replay;  // in place of a run: a file of `shoal episodes RUN --export NAME`, whose actions one agent plays
 };
 
 /// A game's part in a run. Its agents have numbers of the game's choice. It connects within `poll`, `wait` and `act`,
@@ -440,10 +443,11 @@ class Run {
     auto is_ending = [](auto& each) { return each.second.waits && each.second.flags & 3; };
     auto are_ending = [&] { return std::any_of(episodes_.begin(), episodes_.end(), is_ending); };
     for (double last = now() + 1; !is_over() && are_ending() && now() < last; step()) options_.transport->wait(20);
-    if (phase_ == Joined) send("{\"kind\":\"bye\"}");
+    if (phase_ == Joined && options_.replay.empty()) send("{\"kind\":\"bye\"}");
     finish();
   }
   Json settings, welcome;  // the run's newest, and the gateway's
+  int64_t diverged_at = -1;  // the first step of a replay whose observation is not the recorded one
 
  private:
   enum Phase { Away, Joining, Joined, Over };
@@ -547,6 +551,7 @@ class Run {
 
   void step() {
     if (is_over()) return;
+    if (!options_.replay.empty()) return replay();
     double time = now(), pause = std::max(0.0, time - stepped_at_ - 1);  // the game did not poll for so long
     if (stepped_at_ == 0) pause = 0, since_ = time;
     stepped_at_ = time, since_ += pause, heard_at_ += pause;
@@ -755,6 +760,37 @@ class Run {
       if (episodes_.count(number.integer())) release(number.integer(), false);
   }
 
+  /// Answer with the actions of the recorded episode.
+  void replay() {
+    if (phase_ != Joined) {
+      std::ifstream file(options_.replay, std::ios::binary);
+      std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+      if (!recorded_.parse(text) || recorded_["kind"].text != "episode" || recorded_["format"].number != 1 ||
+          !action_.read(recorded_["spec"]["action"]))
+        return finish(Error("no_episode", options_.replay + " is not of `shoal episodes RUN --export NAME`"));
+      phase_ = Joined, apply(recorded_["settings_version"].integer(0), recorded_["settings"]);
+    }
+    for (auto& [agent, each] : agents_) {
+      if (!each.waits) continue;
+      if (replaying_ < 0) replaying_ = agent;
+      if (agent != replaying_) return finish(Error("no_episode", "it is of one agent", agent));
+      const std::vector<Json>&rows = recorded_["observations"].items, &actions = recorded_["actions"].items;
+      size_t step = size_t(each.step);
+      bool is_same = step < rows.size() && rows[step].items.size() == each.observation.size();
+      for (size_t i = 0; is_same && i < each.observation.size(); i++) {
+        double expected = rows[step].items[i].number;
+        is_same = std::abs(each.observation[i] - expected) <= 1e-5 * std::max(1.0, std::abs(expected));
+      }
+      if (!is_same && diverged_at < 0) diverged_at = each.step;
+      if (each.flags & 3 || step >= actions.size()) return finish();
+      std::vector<double> values;
+      if (action_.is_scalar) values = {actions[step].number};
+      for (auto& item : actions[step].items) values.push_back(item.number);
+      if (values.size() != action_.count) return finish(Error("no_episode", "an action of another size", agent));
+      each.action = {std::move(values), 0}, release(each, true);
+    }
+  }
+
   std::vector<std::string> addresses_;
   std::string token_, actor_id_, run_id_, why_;
   Options options_;
@@ -763,6 +799,8 @@ class Run {
   std::map<int64_t, Episode> episodes_;  // the open ones, and those with an end that is unanswered, by number
   std::vector<Error> errors_;
   Error fatal_;
+  Json recorded_;       // of a replay
+  int replaying_ = -1;  // the agent that plays it
   Phase phase_ = Away;
   Form observation_, action_;
   size_t address_ = 0, num_choices_ = 0;

@@ -40,6 +40,7 @@ public sealed class Options {
   public double GiveUpSeconds;        // without a gateway; 0: 60 before the first session, 300 after one
   public string Behaviour = "";       // who acts, as "human"; empty: the run's policy
   public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}
+  public string Replay = "";  // in place of a run: a file of `shoal episodes RUN --export NAME`, for one agent
   public Action<Map> OnSettings;  // called by Poll and Act, with the welcome and on change
 }
 
@@ -95,6 +96,8 @@ public sealed class Run : IDisposable {
   /// <summary>Whether the run has ended, this game has left it, or an error was fatal.</summary>
   public bool IsOver => phase == Phase.Over;
   public bool IsConnected => phase == Phase.Joined;
+  /// <summary>The first step of a replay whose observation is not the recorded one; -1: none.</summary>
+  public long DivergedAt { get; private set; } = -1;
 
   public Run(string address, string token, string actorId, Options options = null)
       : this(new[] { address }, token, actorId, options) { }
@@ -145,7 +148,7 @@ public sealed class Run : IDisposable {
     double last = Now + 1;
     Func<bool> areEnding = () => episodes.Values.Any(each => each.Waits && each.IsEnding);
     for (; !IsOver && areEnding() && Now < last; Step()) connection?.Wait(20);
-    if (IsConnected) Send("{\"kind\":\"bye\"}");
+    if (IsConnected && options.Replay == "") Send("{\"kind\":\"bye\"}");
     connection?.Close();
     Finish();
   }
@@ -228,6 +231,7 @@ public sealed class Run : IDisposable {
 
   void Step() {
     if (IsOver) return;
+    if (options.Replay != "") { Replay(); return; }
     double time = Now, pause = Math.Max(0, time - steppedAt - 1);  // the game did not poll for so long
     if (steppedAt < 0) { pause = 0; since = time; }
     steppedAt = time; since += pause; heardAt += pause;
@@ -446,6 +450,37 @@ public sealed class Run : IDisposable {
     }
     foreach (object number in header.List("ended"))
       if (episodes.TryGetValue(Json.ToInteger(number), out Episode episode)) Release(episode, false);
+  }
+
+  Map recorded;   // of a replay
+  Agent replays;  // the agent that plays it
+
+  /// Answer with the actions of the recorded episode.
+  void Replay() {
+    if (!IsConnected) {
+      recorded = File.Exists(options.Replay) ? Json.Parse(File.ReadAllText(options.Replay)) as Map : null;
+      if (recorded == null || recorded.Text("kind") != "episode" || recorded.Number("format") != 1
+          || !actionForm.Read(recorded.Map("spec").Map("action"))) {
+        Finish(new ShoalException("no_episode", options.Replay + " is not of `shoal episodes RUN --export NAME`"));
+        return;
+      }
+      phase = Phase.Joined; Apply(recorded.Integer("settings_version"), recorded.Map("settings"));
+    }
+    List<object> rows = recorded.List("observations"), actions = recorded.List("actions");
+    foreach (Agent agent in agents.Values.Where(each => each.Waits).ToList()) {
+      replays = replays ?? agent;
+      if (agent != replays) { Finish(new ShoalException("no_episode", "it is of one agent", agent.Number)); return; }
+      int step = (int)agent.Step;
+      var row = step < rows.Count ? ((List<object>)rows[step]).Select(Json.ToNumber) : new double[0];
+      var shown = agent.Observation.Cast<object>().Select(Convert.ToDouble);
+      bool isSame = row.Count() == agent.Observation.Length
+          && row.Zip(shown, (a, b) => Math.Abs(a - b) <= 1e-5 * Math.Max(1, Math.Abs(a))).All(each => each);
+      if (!isSame && DivergedAt < 0) DivergedAt = step;
+      if (IsEnd(agent) || step >= actions.Count) { Finish(); return; }
+      var items = actions[step] as List<object> ?? new List<object> { actions[step] };
+      agent.Action = new AgentAction { Values = items.Select(Json.ToNumber).ToArray() };
+      Release(agent, true);
+    }
   }
 }
 

@@ -77,6 +77,7 @@ class Segment:
     extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
     behaviour: who acted, as "human"; "": the policy. Otherwise log_probabilities and versions are 0
     assisted: others than the policy took some steps of the episode: its return is not the policy's
+    episode: its number, where the gateway has assembled the segment; None: the actor has, and sends no number
     """
 
     observations: np.ndarray
@@ -95,6 +96,7 @@ class Segment:
     settings: int = 0
     behaviour: str = ""
     assisted: bool = False
+    episode: int | None = None
 
     @property
     def num_steps(self) -> int:

@@ -437,3 +437,34 @@ def test_odd_bytes_are_an_error_and_no_crash(player: Player, program: list[str])
     assert ends.keys() <= {"none", "malformed", "rejected", "unreachable", "no_remote_inference"}
     assert ends["none"] < ends.total() / 2
     assert is_mono or ends["malformed"] > NUM_ODD / 4
+
+
+EPISODE = {
+    "kind": "episode",
+    "format": 1,
+    "spec": {"observation": {"dtype": "float32", "shape": [2]}, "action": {"dtype": "int64", "shape": []}},
+    "settings": {"gravity": 9.5},
+    "settings_version": 1,
+    "observations": [[0.25, 1.0], [0.5, 1.0], [0.75, 1.0]],
+    "actions": [2, 0],
+}
+
+
+def test_they_replay_a_recorded_episode(program: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "episode.json"
+    path.write_text(json.dumps(EPISODE))
+    play = ["ask 0 0 0.25,1", "wait", "show 0", "ask 0 1 {},1", "wait", "show 0", "end 0 1 1 0.75,1", "wait", "show 0"]
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"kind": "episode"')
+    lines = [f"join {path}", *play, f"join {path}", *play, f"join {wrong}", "connect"]
+    lines += [f"join {path}", "ask 0 0 0.25,1", "wait", "ask 5 0 0.25,1", "wait"]
+    text = "\n".join(lines).format("0.5", "0.6") + "\n"
+    with started([*program, "-"]) as process:
+        output = process.communicate(text, timeout=600)[0].splitlines()
+    over = "action 0 of 0, over"
+    assert output[:4] == ["gravity 9.5", "action 2 of 0", "action 0 of 0", over]
+    other = ", another game from step 1"
+    assert output[4:8] == ["gravity 9.5", "action 2 of 0", f"action 0 of 0{other}", f"{over}{other}"]
+    assert output[8].startswith("error no_episode -1 no_episode: ")
+    assert output[9] == "gravity 9.5"
+    assert output[10].startswith("error no_episode 5 ")

@@ -160,8 +160,7 @@ class Gateway:
             self._context.destroy(linger=500)
             os.close(self._wake_read)
             os.close(self._wake_write)
-            if self._state.demonstrations is not None:
-                self._state.demonstrations.close()
+            self._state.close()
 
     def stats(self) -> dict[str, Any]:
         """A copy of all counts: progress, actors, queue, accounting. Plain values, ready for JSON."""
@@ -179,7 +178,7 @@ class Gateway:
                 "segments": self.queue.ledger.get_totals().to_dict(),
                 "remote_inference": self._inference.get_counts(),
                 "user_episodes": self._users.get_counts() if self._users else None,
-                "demonstrations": recorder.get_counts() if (recorder := self._state.demonstrations) else None,
+                **self._state.get_counts(),
             }
 
     def answer_user(self, request: EpisodeRequest, timeout_s: float) -> EpisodeAnswer | EpisodeRejection:

@@ -254,6 +254,7 @@ def _take_segment(episode: RemoteEpisode, message: ActMessage | None, experience
         success=last.success if ended and last.success is not msgspec.UNSET else None,
         behaviour=episode.behaviour,
         assisted=episode.is_assisted,
+        episode=episode.number,
     )
     episode.observations, episode.steps = episode.observations[-1:], []
     return segment
