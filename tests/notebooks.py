@@ -35,7 +35,8 @@ def main(name: str) -> None:
     try:
         for number, source in enumerate(read_code(name)):
             head, _, text = source.partition("\n")
-            print(f"--- {source}", flush=True)
+            sys.stdout.write(f"--- {source}\n")
+            sys.stdout.flush()
             if head.startswith("%%writefile "):
                 Path(head.split()[1]).write_text(text)
             elif head == "%%bash --bg":

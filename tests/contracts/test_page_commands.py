@@ -56,7 +56,9 @@ def read_commands(page: Path) -> Iterator[list[str]]:
             except ValueError:  # a quotation that the next line closes
                 continue
             waiting = ""
-            for separates, command in itertools.groupby(words, lambda word: word in ("&", "&&", "|", "{", "}", "};", "}|")):
+            for separates, command in itertools.groupby(
+                words, lambda word: word in ("&", "&&", "|", "{", "}", "};", "}|")
+            ):
                 if not separates:
                     yield list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), command))
         assert not waiting, f"{page}: {waiting}"

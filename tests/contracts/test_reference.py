@@ -1,4 +1,4 @@
-"""The pages of docs/reference are what the code says."""
+"""The pages of docs/reference are what the code says, and the notebooks what the tutorials say."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "docs" / "make_reference.py"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_pages_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("make_reference", PROGRAM)
+@pytest.mark.parametrize("program", ["make_reference", "make_notebooks"])
+def test_what_is_made_from_other_files_is_up_to_date(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location(program, DOCS / f"{program}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--check"])
+    monkeypatch.setattr(sys, "argv", [program, "--check"])
     assert module.main() == 0
