@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -52,7 +52,9 @@ class Access:
 
     def __init__(self, token: str, *, port: int, names: tuple[str, ...] = (), readable: bool = True) -> None:
         self.token, self._readable = token, readable
-        self._hosts = {f"{name}:{port}".removesuffix(":80").lower() for name in (*_LOCAL_NAMES, *names)}
+        own = {f"{name}:{port}".removesuffix(":80") for name in (*_LOCAL_NAMES, *names)}
+        self._hosts = {host.lower() for host in (*own, *names)}  # a name alone: a proxy with TLS is before it
+        self._origins = {f"{scheme}://{host}" for scheme in ("http", "https") for host in self._hosts}
         self.cookie = f"{COOKIE}-{port}"  # a browser sends a cookie to all ports of a host
         self._codes: dict[str, float] = {}  # until when
         self._sessions: dict[str, float] = {}  # likewise
@@ -80,7 +82,7 @@ class Access:
         return host.lower() in self._hosts
 
     def is_own_origin(self, origin: str) -> bool:
-        return origin != "null" and self.is_own_host(urlsplit(origin).netloc)
+        return origin.lower() in self._origins
 
     def make_code(self) -> str:
         """A code that begins one session in place of the token, within CODE_S."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -34,12 +35,17 @@ async def read_body(request: Request) -> dict[str, Any]:
 
 
 def read_number(request: Request, name: str, default: float) -> float:
-    """A number of the query. Raises ConfigError."""
-    text = request.query_params.get(name) or default
+    """A finite number of the query. Raises ConfigError."""
+    text = request.query_params.get(name)
+    if not text:
+        return default
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ConfigError(name, text, "is no number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(name, text, "is no number")
+    return number
 
 
 def load_exactly(run_id: str) -> Run:

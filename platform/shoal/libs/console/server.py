@@ -6,7 +6,9 @@ threads, and a file of `static/pages/` that draws them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import resource
 import socket
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.libs.console import live, parts_api, run_api, runs_api
@@ -24,6 +27,8 @@ from shoal.libs.console.answers import answer_json
 
 STATIC = Path(__file__).parent / "static"
 GRACE_S = 1  # for open answers, when the console ends
+FIRST_REQUEST_S = 10.0  # after which a connection ends that has asked for nothing
+MAX_OPEN_FILES = 20_000
 
 
 def build_app(access: Access) -> Guard:
@@ -42,6 +47,18 @@ def build_app(access: Access) -> Guard:
     return Guard(app, access)
 
 
+class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """HTTP, where a connection that asks for nothing ends: thousands of them leave room for others."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._ending = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        self._ending.cancel()
+        super().data_received(data)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -49,7 +66,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        listening.listen(128)
+        listening.listen(1024)
     except OSError:
         listening.close()
         raise
@@ -64,8 +81,10 @@ def serve(listening: socket.socket, access: Access) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACE_S,
-        limit_concurrency=256,
+        http=ImpatientProtocol,
     )
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MAX_OPEN_FILES), most))
     uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -4,7 +4,8 @@ import { number } from "./format.js";
 
 // Okabe and Ito's colours, which people with any colour vision tell apart, a dash for each further eight.
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a7b00", "#6b6b6b"];
-export const colour = (index) => COLOURS[index % COLOURS.length];
+const ON_DARK = ["#4fb0ee", "#e69f00", "#1fc99a", "#ff8a3d", "#e39ac4", "#a5dcff", "#d9c84a", "#b0b0b0"];
+export const colour = (index) => (document.documentElement.dataset.theme === "dark" ? ON_DARK : COLOURS)[index % COLOURS.length];
 const dash = (index) => (index < COLOURS.length ? undefined : [4 + 2 * Math.floor(index / COLOURS.length), 3]);
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const newest = (ys) => ys.findLast((y) => y !== null && y !== undefined) ?? null;

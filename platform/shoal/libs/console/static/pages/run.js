@@ -49,7 +49,7 @@ function writeNote(path, run) {
 }
 
 async function openCurves(place, run, path, onstatus) {
-  const board = new Board([run], { first: run.best?.name, onstatus: (_, word) => onstatus(word) });
+  const board = new Board([{ ...run, label: "" }], { first: run.best?.name, onstatus: (_, word) => onstatus(word) });
   place.replaceChildren(board.element);
   await board.open();
   return () => board.close();

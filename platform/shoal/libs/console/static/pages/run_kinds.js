@@ -68,8 +68,8 @@ export async function openTraining(place, run, path) {
 export async function openSections(place, run, path) {
   place.replaceChildren(h("p", { class: "muted", role: "status" }, "Drawing …"));
   const sections = await get(`${path}/sections`);
-  place.replaceChildren(sections.length ? sections.map((each) => h("section", {}, h("h2", {}, each.title), h("p", { class: "muted" }, each.note),
+  place.replaceChildren(h("div", {}, sections.length ? sections.map((each) => h("section", {}, h("h2", {}, each.title), h("p", { class: "muted" }, each.note),
     each.figures.map((figure) => h("img", { class: "figure", src: `data:image/svg+xml;base64,${figure}`, alt: `${each.title}. ${each.note}` })),
     each.rows.length ? table(each.header, each.rows) : null,
-    each.commands.map((command) => h("pre", { class: "panel" }, command)))) : h("p", {}, `There are none yet, ${duration(run.duration_s)} after the start.`));
+    each.commands.map((command) => h("pre", { class: "panel" }, command)))) : h("p", {}, `There are none yet, ${duration(run.duration_s)} after the start.`)));
 }
