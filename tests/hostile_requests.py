@@ -1,4 +1,4 @@
-"""Requests that the console must refuse or that must do nothing, as another site, another user or a program sends them."""
+"""Requests that the console must refuse or not obey, as another site, another user or a program sends them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 TOKEN = "the-token-of-this-home"
 RUN = "20260101-000000-aaaa"
+RELEASE = f"/api/runs/{RUN}/release"
+RIGHT = f"token={TOKEN}".encode()
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ REQUESTS = (
     change("change by a broken origin", {"origin": "http://[::1"}),
     change("form by another site", {"origin": "http://evil.example", "content-type": "text/plain"}, method="POST"),
     change("removal by another site", {"origin": "http://evil.example"}, method="DELETE", body=b""),
-    change("release by another site", {"origin": "http://evil.example"}, method="POST", target=f"/api/runs/{RUN}/release"),
+    change("release by another site", {"origin": "http://evil.example"}, target=RELEASE, method="POST"),
     change("end of the session by another site", {"origin": "http://evil.example"}, method="POST", target="/logout"),
     change("question whether a change may be sent", {"origin": "http://evil.example"}, method="OPTIONS", body=b""),
     # Without a session.
@@ -71,7 +73,7 @@ REQUESTS = (
     HostileRequest("reading that says it is a change", headers={"x-http-method-override": "DELETE"}, statuses=(200,)),
     # The login.
     HostileRequest("wrong token", "POST", "/login", {"origin": "http://{host}"}, b"token=wrong"),
-    HostileRequest("token by another site", "POST", "/login", {"origin": "http://evil.example"}, f"token={TOKEN}".encode()),
+    HostileRequest("token by another site", "POST", "/login", {"origin": "http://evil.example"}, RIGHT),
     HostileRequest("login without an end", "POST", "/login", {"origin": "http://{host}"}, b"token=" + b"a" * 100_000),
     # Paths beyond the record and the page.
     HostileRequest("source of the console", target="/static/../access.py", statuses=(404,)),

@@ -99,7 +99,11 @@ def test_scripts_and_frames_of_others_are_impossible(app: Guard) -> None:
         headers = ask(app, "GET", target, {"host": HOST})[1]
         policy = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
         assert "unsafe" not in headers["content-security-policy"]
-        assert (policy["default-src"], policy["script-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+        assert (policy["default-src"], policy["script-src"], policy["frame-ancestors"]) == (
+            "'none'",
+            "'self'",
+            "'none'",
+        )
         assert (headers["x-frame-options"], headers["x-content-type-options"]) == ("DENY", "nosniff")
 
 
