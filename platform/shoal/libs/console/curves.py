@@ -14,7 +14,7 @@ import numpy as np
 from shoal.extend.runs import MetricHistory, Run, read_curves, sample_curves, summarize_metrics
 
 MAX_RUNS = 32
-SAMPLE_STEPS = 1000
+SAMPLE_STEPS = 500
 
 Columns = dict[str, list[float | None] | list[int]]
 

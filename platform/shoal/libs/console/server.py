@@ -7,15 +7,17 @@ threads, and a file of `static/pages/` that draws them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import resource
 import socket
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -33,13 +35,16 @@ MAX_OPEN_FILES = 20_000
 
 def build_app(access: Access) -> Guard:
     """The console as an ASGI application."""
+    version = _hash_static()
+    page = (STATIC / "index.html").read_text().replace("/static/", f"/static/{version}/")
     routes = [
-        Route("/", _send_page),
+        Route("/", lambda request: HTMLResponse(page)),
         Route("/api/session", _describe_session),
         *runs_api.ROUTES,
         *run_api.ROUTES,
         *parts_api.ROUTES,
         *live.ROUTES,
+        Mount(f"/static/{version}", LastingFiles(directory=STATIC)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     app = Starlette(routes=routes, exception_handlers={ShoalError: _send_error})
@@ -88,8 +93,22 @@ def serve(listening: socket.socket, access: Access) -> None:
     uvicorn.Server(config).run(sockets=[listening])
 
 
-async def _send_page(request: Request) -> Response:
-    return FileResponse(STATIC / "index.html")
+class LastingFiles(StaticFiles):
+    """Files that browsers need not ask for again: their address has the version of them all."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "max-age=31536000, immutable"
+        return response
+
+
+def _hash_static() -> str:
+    """Of all files that browsers load."""
+    digest = hashlib.sha256()
+    for path in sorted(STATIC.rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(STATIC).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 async def _describe_session(request: Request) -> Response:

@@ -7,7 +7,9 @@ const POINTS = 1000;
 const EPOCHS = ["train/epoch", "epoch"];
 const HIDDEN = /^(actor_lag|rejected|win_rate|trial-\d+)\/|^queue\/capacity$/; // shown elsewhere, or too many
 
-/** `runs`: [{id, created_at, label, group, incarnation}]; `first`: the metric that is shown first. */
+export const readCurves = (id, query) => get(`/api/runs/${encodeURIComponent(id)}/curves`, { points: POINTS, ...query });
+
+/** `runs`: [{id, created_at, label, group, incarnation, early: their curves, on their way}]; `first`: the metric that is shown first. */
 export class Board {
   constructor(runs, { first = "", onstatus = () => {} } = {}) {
     this.runs = runs.map((run, index) => ({ ...run, index, curves: new Map() }));
@@ -47,7 +49,8 @@ export class Board {
   }
 
   async load(run, query = {}) {
-    const answer = await get(`/api/runs/${encodeURIComponent(run.id)}/curves`, { points: POINTS, ...this.steps, ...query });
+    const early = query.quick ? run.early : null;
+    const answer = await (early ?? readCurves(run.id, { ...this.steps, ...query }));
     if (this.isClosed) return false;
     run.incarnation = answer.incarnation;
     for (const [name, curve] of Object.entries(answer.curves)) {

@@ -1,6 +1,7 @@
 // One run, as it goes: what it is, and one of its parts.
 import { get, send } from "../lib/api.js";
-import { Board } from "../lib/board.js";
+import { complain } from "../lib/ask.js";
+import { Board, readCurves } from "../lib/board.js";
 import { facts, h, say, state } from "../lib/dom.js";
 import { duration, moment, number } from "../lib/format.js";
 import { openLoop, openSections, openTraining } from "./run_kinds.js";
@@ -13,7 +14,10 @@ const PARTS = {
 const ONLY = { loop: ["loop", "stream"], training: ["training", "sweep"] }; // the kinds of runs that have a part
 
 export async function open(main, [id, part = "curves"]) {
-  const path = `/api/runs/${encodeURIComponent(id)}`, run = await get(path);
+  const path = `/api/runs/${encodeURIComponent(id)}`;
+  const early = part === "curves" ? readCurves(id, { quick: 1 }) : null; // while the run itself is read
+  early?.catch(() => {}); // the run's own error is shown
+  const run = await get(path);
   const status = h("span", {}, state(run.status)), place = h("div");
   const names = Object.keys(PARTS).filter((name) => !ONLY[name] || ONLY[name].includes(run.kind))
     .filter((name) => name !== "sections" || run.has_sections);
@@ -33,7 +37,7 @@ export async function open(main, [id, part = "curves"]) {
     h("nav", { class: "parts", "aria-label": "Parts of the run" }, names.map(link)), place,
   );
   const onstatus = (word) => status.replaceChildren(state(word));
-  return PARTS[chosen][1](place, run, path, onstatus);
+  return PARTS[chosen][1](place, { ...run, early }, path, onstatus);
 }
 
 function writeNote(path, run) {
@@ -41,7 +45,7 @@ function writeNote(path, run) {
   const tags = h("input", { "aria-label": "Tags, with commas between them", placeholder: "tags, with commas", value: run.note.tags.join(", ") });
   note.value = run.note.note;
   const write = async (changes) => {
-    try { await send("PATCH", path, changes); say("Written"); } catch (error) { say(error.message); }
+    try { await send("PATCH", path, changes); say("Written"); } catch (error) { complain(error); }
   };
   note.addEventListener("change", () => write({ note: note.value }));
   tags.addEventListener("change", () => write({ tags: tags.value.split(",").map((each) => each.trim()).filter(Boolean) }));

@@ -1,9 +1,11 @@
 // What runs of one kind have: actors and their queue, the parts of a training step, the results of a library.
 import { get, send } from "../lib/api.js";
+import { changing } from "../lib/ask.js";
 import { Chart } from "../lib/charts.js";
-import { facts, h, say } from "../lib/dom.js";
+import { facts, h } from "../lib/dom.js";
 import { bytes, duration, moment, number } from "../lib/format.js";
-import { repeat, table } from "./run_record.js";
+import { poll } from "../lib/poll.js";
+import { POLL_MS, table } from "./run_record.js";
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const tone = (lag) => (lag <= 2 ? "good" : lag <= 10 ? "warn" : "bad");
@@ -20,10 +22,11 @@ function bars(rows, most = Math.max(...rows.map(([, value]) => value), 1e-12)) {
 export async function openLoop(place, run, path) {
   const shown = h("div"), versions = new Chart("weight versions, by seconds");
   place.replaceChildren(shown, versions.element);
-  const release = async (actor) => {
-    try { await send("POST", `${path}/release`, { actor }); say(`${actor} is released`); } catch (error) { say(error.message); }
-  };
-  const end = await repeat(async () => {
+  const release = (actor) => changing(`Release ${actor}`, () => `Release ${actor}?`, "Release", async () => {
+    await send("POST", `${path}/release`, { actor });
+    return `${actor} is released`;
+  });
+  const end = await poll(async () => {
     const loop = await get(`${path}/loop`), { queue } = loop, accused = Object.entries(loop.quarantined);
     const lags = Object.entries(loop.actor_lag).sort(), drops = Object.entries(loop.drops).filter(([, count]) => count);
     const rejected = Object.entries(loop.rejected);
@@ -39,18 +42,18 @@ export async function openLoop(place, run, path) {
       h("section", { class: "panel" }, h("h2", {}, "Drops, by reason"), drops.length ? bars(drops) : h("p", {}, "None."),
         rejected.length ? [h("h3", {}, "Rejected, by actor and reason"), bars(rejected)] : null),
       h("section", { class: "panel" }, h("h2", {}, "Quarantine"),
-        accused.length ? accused.map(([actor, reason]) => h("p", {}, h("strong", {}, actor), ` ${reason} `, h("button", { type: "button", onclick: () => release(actor) }, `Release ${actor}`)))
+        accused.length ? accused.map(([actor, reason]) => h("p", {}, h("strong", {}, actor), ` ${reason} `, release(actor)))
           : h("p", {}, "No actor is in quarantine."))));
     const xs = loop.versions.map(([, , time]) => time - run.created_at);
     if (xs.length) versions.draw([{ label: "version", xs, ys: loop.versions.map(([version]) => version) }]);
-  });
+  }, POLL_MS);
   return () => { end(); versions.close(); };
 }
 
 const UNITS = { bytes, seconds: (s) => (s === null ? "–" : `${number(1000 * s)} ms`), share: percent, count: number, operations: number };
 
 export async function openTraining(place, run, path) {
-  return repeat(async () => {
+  return poll(async () => {
     const { costs, step_s: stepS, shares, began, checkpoints } = await get(`${path}/training`);
     const waits = Object.entries(shares), computing = 1 - waits.reduce((sum, [, value]) => sum + value, 0);
     const cell = (row, word) => (row[word] === null ? "–" : UNITS[row.unit](row[word]));
@@ -62,7 +65,7 @@ export async function openTraining(place, run, path) {
         checkpoints.length ? table(["step", "written", "size"], checkpoints.map((each) => [number(each.step), moment(each.time), bytes(each.size_bytes)])) : h("p", {}, "None on this host."))),
     h("h2", {}, "Cost and memory"),
     costs.length ? table(["", "measured", "predicted"], costs.map((row) => [row.meaning, cell(row, "measured"), cell(row, "predicted")])) : h("p", {}, "Not measured."));
-  });
+  }, 5 * POLL_MS);
 }
 
 export async function openSections(place, run, path) {

@@ -2,17 +2,9 @@
 import { get } from "../lib/api.js";
 import { h, say } from "../lib/dom.js";
 import { duration } from "../lib/format.js";
+import { poll } from "../lib/poll.js";
 
-const POLL_MS = 1000;
-
-/** Calls `step` now, and each second while the page is in sight and `goes()`; returns what ends it. */
-export async function repeat(step, goes = () => true) {
-  await step();
-  const timer = setInterval(() => {
-    if (!document.hidden && goes()) step().catch((error) => say(error.message));
-  }, POLL_MS);
-  return () => clearInterval(timer);
-}
+export const POLL_MS = 1000;
 
 export const table = (heads, rows) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": heads.join(", ") },
   h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
@@ -27,13 +19,13 @@ export async function openEvents(place, run, path) {
   const scroll = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Events" },
     h("table", {}, h("thead", {}, h("tr", {}, columns.map((head) => h("th", { scope: "col" }, head)))), body));
   place.replaceChildren(h("div", { class: "row" }, h("label", {}, follow, " follow")), scroll);
-  return repeat(async () => {
+  return poll(async () => {
     const events = await get(`${path}/events`, { after: last });
     last = events.at(-1)?.number ?? last;
     body.append(...events.map((event) => h("tr", {}, h("td", { class: "number" }, duration(event.time - run.created_at)), h("td", {}, event.kind),
       h("td", { class: "words" }, event.message || Object.entries(event.details).map(([name, value]) => `${name} ${show(value)}`).join(", ")))));
     if (events.length && follow.checked) scroll.scrollTop = scroll.scrollHeight;
-  });
+  }, POLL_MS);
 }
 
 export async function openLog(place, run, path) {
@@ -54,7 +46,7 @@ export async function openLog(place, run, path) {
     if (follow.checked) text.scrollTop = text.scrollHeight;
   };
   place.replaceChildren(h("div", { class: "row" }, choose, h("label", {}, follow, " follow")), text);
-  return repeat(step);
+  return poll(step, POLL_MS);
 }
 
 export async function openSpec(place, run) {

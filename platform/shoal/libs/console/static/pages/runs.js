@@ -1,5 +1,6 @@
 // All runs, one row each: chosen by words, status, owner and tag; with metrics that one pins, notes and tags.
 import { get, send } from "../lib/api.js";
+import { ask, complain } from "../lib/ask.js";
 import { h, say, state } from "../lib/dom.js";
 import { age, duration, number } from "../lib/format.js";
 import { Table } from "../lib/table.js";
@@ -111,7 +112,7 @@ class RunsPage {
     const isArchived = rows.length && rows.every((run) => run.archived);
     this.actions.replaceChildren(...(ids.length ? [
       h("a", { class: "button", href: `#/compare/${ids.map(encodeURIComponent).join("/")}` }, `Compare ${ids.length}`),
-      button("Tag …", () => this.tag(rows)),
+      h("input", { placeholder: "Tag", "aria-label": "Tag the selected runs", maxlength: 40, onchange: (event) => this.tag(rows, event.target.value.trim()) }),
       button(isArchived ? "Take back from the archive" : "Archive", () => this.change(ids, (id) => send("PATCH", runPath(id), { archived: !isArchived }))),
       button("Remove …", () => this.remove(ids)),
       button("Select none", () => { this.selected.clear(); this.redraw(); }),
@@ -127,36 +128,21 @@ class RunsPage {
     try {
       for (const id of ids) await step(id);
       this.selected.clear();
-    } catch (error) { say(error.message); }
+    } catch (error) { complain(error); }
     await this.refresh();
     this.redraw();
   }
 
-  async tag(rows) {
-    const tag = await ask("Tag the runs", `A tag for ${rows.length} runs; one that all have is taken away.`, "Tag", h("input", { name: "tag", required: true, maxlength: 40, "aria-label": "Tag" }));
-    if (!tag) return;
+  /** Gives the runs a tag, or takes away one that all have. */
+  async tag(rows, tag) {
     const isTaken = rows.every((run) => run.tags.includes(tag)), tags = new Map(rows.map((run) => [run.id, isTaken ? run.tags.filter((each) => each !== tag) : [...run.tags, tag]]));
     await this.change([...tags.keys()], (id) => send("PATCH", runPath(id), { tags: tags.get(id) }));
   }
 
   async remove(ids) {
-    const list = h("ul", { class: "scroll" }, ids.map((id) => h("li", {}, id)));
-    const isSure = await ask(`Remove ${ids.length} runs?`, "Their records and files go, in the store too. Registered models stay.", "Remove", list);
-    if (isSure) await this.change(ids, (id) => send("DELETE", runPath(id)));
+    const detail = `Their records and files go, in the store too. Registered models stay. ${ids.join(", ")}`;
+    if (await ask(`Remove ${ids.length} runs?`, "Remove", detail)) await this.change(ids, (id) => send("DELETE", runPath(id)));
   }
 }
 
 const runPath = (id) => `/api/runs/${encodeURIComponent(id)}`;
-
-/** Asks once. The value of the field, or true without one; null for no. */
-function ask(title, text, word, field) {
-  const form = h("form", { method: "dialog" }, h("h2", {}, title), h("p", {}, text), field,
-    h("p", { class: "actions" }, h("button", { value: "yes" }, word), " ", h("button", { class: "quiet", value: "", formnovalidate: true }, "Cancel")));
-  const dialog = h("dialog", { "aria-label": title }, form);
-  document.body.append(dialog);
-  dialog.showModal();
-  return new Promise((resolve) => dialog.addEventListener("close", () => {
-    dialog.remove();
-    resolve(dialog.returnValue ? (field.value ?? true) : null);
-  }));
-}
