@@ -18,9 +18,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.libs.console import live, run_api, runs_api
+from shoal.libs.console import cluster_api, endpoints_api, live, models_api, run_api, runs_api, try_api
 from shoal.libs.console.access import Access, Guard
 from shoal.libs.console.answers import answer_json
+from shoal.libs.console.readings import SharedReading
 
 STATIC = Path(__file__).parent / "static"
 GRACE_S = 1  # for open answers, when the console ends
@@ -34,10 +35,15 @@ def build_app(access: Access) -> Guard:
         *runs_api.ROUTES,
         *run_api.ROUTES,
         *live.ROUTES,
+        *models_api.ROUTES,
+        *endpoints_api.ROUTES,
+        *try_api.ROUTES,
+        *cluster_api.ROUTES,
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     app = Starlette(routes=routes, exception_handlers={ShoalError: _send_error})
     app.state.access = access
+    app.state.endpoints, app.state.clusters = endpoints_api.Endpoints(), SharedReading(cluster_api.read_clusters)
     return Guard(app, access)
 
 

@@ -108,10 +108,10 @@ class AuditLog:
 
 
 def read_audit_log(home: Path) -> Iterator[dict[str, Any]]:
-    """The entries of all files in this folder, in the order in which they were written."""
-    for path in reversed(_name_files(home / AUDIT_FILE)):
+    """The entries of all files in this folder, the newest first."""
+    for path in _name_files(home / AUDIT_FILE):
         if path.exists():
-            yield from map(json.loads, path.read_text().splitlines())
+            yield from map(json.loads, reversed(path.read_text().splitlines()))
 
 
 def _name_files(newest: Path) -> list[Path]:
