@@ -18,10 +18,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.libs.console import cluster_api, endpoints_api, live, models_api, run_api, runs_api, try_api
+from shoal.libs.console import live, run_api, runs_api
 from shoal.libs.console.access import Access, Guard
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.readings import SharedReading
+from shoal.libs.console.serving import cluster_api, endpoints_api, models_api, try_api
+from shoal.libs.console.serving.readings import SharedReading
 
 STATIC = Path(__file__).parent / "static"
 GRACE_S = 1  # for open answers, when the console ends

@@ -19,10 +19,9 @@ Pure: knows nothing of deployed models.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -30,13 +29,11 @@ from shoal.config import merge
 from shoal.errors import ConfigError, InferenceError
 from shoal.registry import split_ref
 from shoal.serve.messages.desired_state import TrafficShares
-from shoal.serve.messages.inference import format_origin, parse_origin
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.model_source import LATEST
 
 ChangeAction = Literal["deploy", "set", "canary", "shadow", "promote", "rollback", "delete", "metric"]
 MAX_REASON_CHARS = 500
-CALLER = r"^([a-z0-9][a-z0-9._-]{0,39})?$"
 MAX_TIMEOUT_S = 3600.0
 
 
@@ -45,7 +42,6 @@ class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     action.
 
     from_version: the version that a rollback is meant to leave, so that it does not go back twice; 0: any
-    caller:       the program that asks on behalf of the key's owner, for the record; "": none
     """
 
     action: ChangeAction
@@ -57,7 +53,6 @@ class ChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metric: str = ""
     value: float | None = None
     reason: str = ""
-    caller: Annotated[str, msgspec.Meta(pattern=CALLER)] = ""
     timeout_s: float = 120.0
 
     @property
@@ -104,13 +99,6 @@ def parse_change(values: Mapping[str, Any]) -> ChangeRequest:
     if len(change.reason) > MAX_REASON_CHARS:
         raise InferenceError(400, f"reason has {len(change.reason)} characters, {MAX_REASON_CHARS} are allowed")
     return change
-
-
-def name_caller(values: Mapping[str, Any], by: str) -> str:
-    """The origin of a change with the program that it names: `administrator (console) from 127.0.0.1`."""
-    name, (owner, address) = values.get("caller"), parse_origin(by)
-    is_named = isinstance(name, str) and name and re.search(CALLER, name)
-    return format_origin(f"{owner} ({name})", address) if is_named else by
 
 
 def parse_options(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

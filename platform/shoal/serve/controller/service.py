@@ -23,7 +23,6 @@ from shoal.cluster.ingress.serve_environment import find_ingress_folder, hold_wh
 from shoal.cluster.ingress.tls import POLL_S, CertificateWatch
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.audit import AUDIT_FILE, AuditLog
-from shoal.serve.controller.change_request import name_caller
 from shoal.serve.controller.config import ControllerConfig
 from shoal.serve.controller.controller import LEASE_S, EndpointController
 from shoal.serve.controller.state import Event, StateFile
@@ -109,7 +108,6 @@ class ControllerService:
         return self._controller.live.fetch_weights(model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
-        by = name_caller(change, by)
         with self._audit.audit_request(str(change.get("action", "")), change, by):
             return self._status.describe_model(await self._admin_api.administer(change, by))
 

@@ -32,7 +32,7 @@ from shoal.extend.serve import (
     request_with_retries,
 )
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.client_code import write_code
+from shoal.libs.console.serving.client_code import write_code
 from shoal.open_inference.messages import ModelMetadata
 
 ANSWER_TIMEOUT_S = 60.0
@@ -90,7 +90,10 @@ async def read_image(request: Request) -> Response:
     except ValueError:
         raise ConfigError("white", asked["white"], "is no number of a pixel", "for example 1 or 255") from None
     name, body = asked.get("name", "the picture"), BytesIO(await _read_bytes(request))
-    return answer_json((await run_in_threadpool(read_picture, body, name, spec, white)).tolist())
+    values = await run_in_threadpool(read_picture, body, name, spec, white)
+    if values.dtype.kind == "f" and values.itemsize < 8:
+        values = values.astype("U").astype(float)  # 0.2039, not 0.20392157137393951
+    return answer_json(values.tolist())
 
 
 async def _find(request: Request) -> FoundEndpoint:

@@ -20,8 +20,8 @@ from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.runs import Run, load
 from shoal.extend.serve import EndpointStatus
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.changes import with_fields
-from shoal.libs.console.endpoints_api import Endpoints
+from shoal.libs.console.serving.changes import with_fields
+from shoal.libs.console.serving.endpoints_api import Endpoints
 from shoal.store import store_url
 
 MAX_DRAWN = 12  # versions of a lineage, beside those with an alias and those that an endpoint serves
@@ -136,7 +136,7 @@ def build_lineage(versions: Sequence[ModelVersion], endpoints: Endpoints, runs: 
         before = f"alias {word}" if by_alias else f"version {number}" if f"version {number}" in nodes else ""
         place = add("endpoint", endpoint, endpoint, each["state"], f"endpoints/{endpoint}", before)
         label = f"{each['requests']:,} requests"
-        note = f"by {name}@{number}, {each['track'] or 'loaded'}, {each['rate']:.3g}/s"
+        note = f"{each['rate']:.3g}/s by {number}, {each['track'] or 'loaded'}"
         add("requests", f"{endpoint} {number}", label, note, f"endpoints/{endpoint}/{name}", place)
     return {"nodes": list(nodes.values()), "edges": list(edges), "left_out": len(versions) - len(drawn)}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,10 +25,10 @@ from shoal.extend.cluster import list_clusters
 from shoal.extend.serve import EndpointStatus, read_audit_log
 from shoal.home import home
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.changes import require_session, with_fields
-from shoal.libs.console.readings import SharedReading
+from shoal.libs.console.serving.changes import require_session, with_fields
+from shoal.libs.console.serving.readings import SharedReading
 
-CALLER = "console"
+PROGRAM = "console"
 STATUS_TIMEOUT_S = 5.0
 CHANGES = ("promote", "rollback", "canary", "shadow")
 MAX_AUDIT, MAX_LINES = 200, 1000
@@ -63,9 +64,13 @@ class Endpoints:
     def _find_reading(self, found: FoundEndpoint) -> SharedReading[EndpointStatus]:
         with self._lock:
             if found.url not in self._statuses:
-                client = Client(found.url, token=token_for(found.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0)
-                self._statuses[found.url] = SharedReading(client.status)
+                self._statuses[found.url] = SharedReading(partial(_read_status, found.url))
             return self._statuses[found.url]
+
+
+def _read_status(url: str) -> EndpointStatus:
+    with Client(url, token=token_for(url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
+        return client.status()
 
 
 def list_all(request: Request) -> Response:
@@ -98,7 +103,7 @@ def change(request: Request, fields: Mapping[str, Any]) -> Response:
     found, reading = request.app.state.endpoints.find(request.path_params["endpoint"])
     given = {name: fields[name] for name in ("version", "from_version", "percent", "reason") if name in fields}
     with Client(found.url, token=token_for(found.url)) as client:
-        now = client.rollout(action, model, caller=CALLER, **given)
+        now = client.rollout(action, model, program=PROGRAM, **given)
     reading.forget()
     return answer_json(msgspec.to_builtins(now))
 

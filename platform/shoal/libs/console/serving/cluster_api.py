@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.extend.cli import describe_status
 from shoal.extend.cluster import ClusterHandle, connect, list_clusters, list_nodes, list_reservations
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.readings import SharedReading
+from shoal.libs.console.serving.readings import SharedReading
 
 MAX_JOBS = 50
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from shoal.extend.cli import begin_curl
 
-MAX_INLINE_CHARS = 4000
+MAX_INLINE_CHARS = 2000
 REQUEST_FILE = "request.json"  # of a longer request, which the page saves
 
 _PYTHON = """\

@@ -30,9 +30,9 @@ class SharedReading(Generic[T]):
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read, self._lock = read, threading.Lock()
-        self._begun_s = -PERIOD_S
-        self._ended = threading.Event()
-        self._ended.set()
+        self._started_s = -PERIOD_S
+        self._done = threading.Event()
+        self._done.set()
         self.value: T | None = None
         self.problem, self.read_at = "", 0.0
 
@@ -40,15 +40,15 @@ class SharedReading(Generic[T]):
         """Begin a reading, unless there is a fresh one or one in progress."""
         with self._lock:
             now_s = time.monotonic()
-            if not self._ended.is_set() or now_s - self._begun_s < PERIOD_S:
+            if not self._done.is_set() or now_s - self._started_s < PERIOD_S:
                 return
-            self._begun_s = now_s
-            self._ended.clear()
+            self._started_s = now_s
+            self._done.clear()
         threading.Thread(target=self._run, name="console-reading", daemon=True).start()
 
     def wait(self) -> T | None:
         """The newest value, of a reading that has begun if that ends soon."""
-        self._ended.wait(PATIENCE_S if self.read_at or self.problem else FIRST_PATIENCE_S)
+        self._done.wait(PATIENCE_S if self.read_at or self.problem else FIRST_PATIENCE_S)
         return self.value
 
     def get(self) -> T | None:
@@ -58,7 +58,7 @@ class SharedReading(Generic[T]):
 
     def forget(self) -> None:
         """The next one who asks gets a new reading: something has been changed."""
-        self._begun_s = -PERIOD_S
+        self._started_s = -PERIOD_S
 
     def _run(self) -> None:
         try:
@@ -66,4 +66,4 @@ class SharedReading(Generic[T]):
         except ShoalError as error:
             self.problem = str(error)
         finally:
-            self._ended.set()
+            self._done.set()
