@@ -54,12 +54,15 @@ class NodeUsage:
 
 @dataclass(frozen=True)
 class Reservation:
-    """What the processes of one job have reserved on one node; `job` is its submission id, or Ray's number.
+    """What the processes of one job have reserved on one node.
 
+    job:       its submission id, or Ray's number of one that was not submitted
+    run:       the run that it was submitted for; "" for a job of others
     processes: their number by kind
     """
 
     job: str
+    run: str
     node: str
     resources: dict[str, float]
     processes: dict[str, int]
@@ -154,7 +157,7 @@ def _parse_node(entry: Mapping[str, Any]) -> NodeUsage:
 def list_reservations(client: httpx2.Client) -> list[Reservation]:
     """What each job has on each node: its actors, and the places of its placement groups. Plain tasks, which last
     seconds, are not among them. Raises ConnectionLost, ClusterError."""
-    jobs = {each["job_id"]: each["submission_id"] for each in request_json(client, "GET", "/api/jobs/")}
+    jobs = {each["job_id"]: each for each in request_json(client, "GET", "/api/jobs/")}
     found: defaultdict[tuple[str, str], tuple[Counter[str], Counter[str]]] = defaultdict(lambda: (Counter(), Counter()))
     for actor in list_state(client, "actors", "ALIVE"):
         resources, processes = found[actor["job_id"], actor["node_id"]]
@@ -164,10 +167,13 @@ def list_reservations(client: httpx2.Client) -> list[Reservation]:
     for group in list_state(client, "placement_groups", "CREATED"):
         for bundle in group["bundles"]:
             found[group["creator_job_id"], bundle["node_id"]][0].update(bundle["unit_resources"])
-    return [
-        Reservation(jobs.get(job) or job, node, {name: resources[name] for name in ("CPU", "GPU")}, dict(processes))
-        for (job, node), (resources, processes) in sorted(found.items())
-    ]
+    reservations = []
+    for (number, node), (resources, processes) in sorted(found.items()):
+        job = jobs.get(number, {})
+        run = ((job.get("runtime_env") or {}).get("env_vars") or {}).get("SHOAL_RUN_ID", "")
+        amounts = {name: float(resources[name]) for name in ("CPU", "GPU")}
+        reservations.append(Reservation(job.get("submission_id") or number, run, node, amounts, dict(processes)))
+    return reservations
 
 
 def list_state(client: httpx2.Client, what: str, state: str = "") -> list[dict[str, Any]]:

@@ -358,7 +358,7 @@ ANSWERS: dict[str, Any] = {
     "/nodes": {"data": {"summary": [NODE, {**NODE, "raylet": {"state": "DEAD"}}]}},
     "/api/jobs/": [
         {"submission_id": "run-1", "job_id": "01", "status": "RUNNING", "entrypoint": "x --token=s3cret",
-         "runtime_env": {"env_vars": {"SHOAL_TOKEN": "s3cret"}}},
+         "runtime_env": {"env_vars": {"SHOAL_TOKEN": "s3cret", "SHOAL_RUN_ID": "2026-a"}}},
         {"submission_id": None, "job_id": "02", "status": "RUNNING", "entrypoint": ""},
     ],
     "/api/v0/actors": list_answer(
@@ -409,6 +409,7 @@ def test_a_cluster_is_shown_with_who_has_what(monkeypatch: pytest.MonkeyPatch) -
     assert node["gpus"] == [{"name": "H200", "percent": 30, "memory_used_bytes": 1 << 20, "memory_bytes": 4 << 20}]
     assert reservation == {
         "job": "run-1",
+        "run": "2026-a",
         "node": "n1",
         "resources": {"CPU": 2.5, "GPU": 1.0},
         "processes": {"Worker": 1, "ServeReplica": 1},

@@ -20,7 +20,7 @@ export async function open(main) {
     drawn = key;
     body.replaceChildren(...[
       now.problem ? h("p", { class: "state bad" }, now.problem) : null,
-      ...(now.clusters ?? []).map((cluster) => drawCluster(cluster, now.runs)),
+      ...(now.clusters ?? []).map(drawCluster),
       now.clusters && !now.clusters.length ? h("div", { class: "panel" },
         h("p", {}, "No cluster is up on this host. ", h("code", {}, "shoal up"), " starts one that stays, and ", h("code", {}, "shoal run JOB"),
           " starts one for a run. RAY_ADDRESS names one elsewhere, before the console starts.")) : null,
@@ -40,11 +40,11 @@ function share(part, whole, words) {
   return h("span", {}, h("meter", { min: 0, max: whole || 1, value: part ?? 0, "aria-hidden": "true" }), ` ${words}`);
 }
 
-function drawCluster(cluster, runs) {
+function drawCluster(cluster) {
   if (cluster.problem) {
     return h("section", {}, h("h2", {}, cluster.address), h("p", { class: "state bad" }, `It does not answer: ${cluster.problem}`));
   }
-  const known = new Set(runs.map((run) => run.id));
+  const runOf = new Map(cluster.reservations.filter((each) => each.run).map((each) => [each.job, each.run]));
   const held = (node, name) => cluster.reservations.filter((each) => each.node === node).reduce((sum, each) => sum + each.resources[name], 0);
   const nodes = cluster.nodes.map((node) => [
     `${node.host} ${node.address}${node.is_head ? ", head" : ""}`,
@@ -55,12 +55,12 @@ function drawCluster(cluster, runs) {
     node.gpus.map((gpu) => h("div", {}, `${gpu.name}: ${gpu.percent ?? "–"} %, ${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_bytes)}`)),
   ]);
   const hosts = new Map(cluster.nodes.map((node) => [node.id, node.host]));
-  const holders = cluster.reservations.filter((each) => amounts(each.resources) || known.has(each.job)).map((each) => [
-    known.has(each.job) ? runLink(each.job) : each.job, hosts.get(each.node) ?? each.node, amounts(each.resources) || "nothing",
+  const holders = cluster.reservations.filter((each) => amounts(each.resources) || each.run).map((each) => [
+    each.run ? runLink(each.run) : each.job, hosts.get(each.node) ?? each.node, amounts(each.resources) || "nothing",
     Object.entries(each.processes).map(([kind, count]) => (count > 1 ? `${count} ${kind}` : kind)).join(", "),
   ]);
   const jobs = cluster.jobs.map((job) => [
-    known.has(job.submission_id) ? runLink(job.submission_id) : job.submission_id, state(job.status.toLowerCase(), TONES[job.status]),
+    runOf.has(job.submission_id) ? runLink(runOf.get(job.submission_id)) : job.submission_id, state(job.status.toLowerCase(), TONES[job.status]),
     age(job.started_at_s), h("code", {}, job.entrypoint.split(" && exec ").at(-1)),
   ]);
   return h("section", {}, h("h2", {}, cluster.address),

@@ -95,7 +95,7 @@ function describe(version) {
   const { model, signature } = version;
   const words = (fields) => Object.entries(fields).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join("; ");
   return facts([
-    ["registered", moment(version.created_at)], ["run", runLink(version.run_id)], ["weights", `version ${version.weights_version} of the run`],
+    ["registered", moment(version.created_at)], ["run", runLink(version.run_id)], ["weights", version.run_id && `version ${version.weights_version} of the run`],
     ["aliases", version.aliases.join(", ")],
     ...signature.inputs.map((spec) => ["input", tensor(spec)]), ...signature.outputs.map((spec) => ["output", tensor(spec)]),
     ["size", bytes(version.size_bytes) + (version.parts.length ? ` in ${version.parts.length} files` : "")],

@@ -139,11 +139,11 @@ function makeForm(model, path, changed) {
   const element = h("div"), more = h("button", { type: "button", onclick: () => { const before = readRow(rows.at(-1)); rows.push(make()); writeRow(rows.at(-1), before); draw(); changed(); } }, "Another row");
   const remove = (index) => { rows.splice(index, 1); draw(); changed(); };
   const head = (field) => [field.label, " ", h("span", { class: "muted" }, field.note)];
-  const draw = () => element.replaceChildren(...(isTable && rows[0].length <= 6 * rows.length || rows.length > 1
+  const draw = () => element.replaceChildren(...((isTable && rows[0].length <= 4) || rows.length > 1
     ? [h("div", { class: "scroll", tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, rows[0].map((field) => h("th", { scope: "col" }, head(field))), rows.length > 1 ? h("th") : null)),
       h("tbody", {}, rows.map((fields, index) => h("tr", {}, fields.map((field) => h("td", {}, field.element)),
         rows.length > 1 ? h("td", {}, h("button", { type: "button", class: "quiet", "aria-label": "Remove the row", onclick: () => remove(index) }, "✕")) : null)))))]
-    : rows[0].map((field) => h("div", { class: "field" }, h("div", {}, head(field)), field.element))), h("div", { class: "row" }, more));
+    : rows[0].map((field) => h("div", { class: field.isSmall ? "field small" : "field" }, h("div", {}, head(field)), field.element))), h("div", { class: "row" }, more));
   draw();
   return { element, read: () => (rows.length === 1 ? readRow(rows[0]) : rows.map(readRow)), write: (row) => writeRow(rows[0], row) };
 }
@@ -177,6 +177,8 @@ function drawValue(value) {
   if (!entries) return typeof value === "number" ? number(value) : String(value);
   if (entries.length > MAX_CELLS || !entries.every(([, each]) => typeof each === "number")) return h("code", {}, JSON.stringify(value).slice(0, 2000));
   const values = entries.map(([, each]) => each), most = Math.max(...values), least = Math.min(0, ...values);
-  return h("table", { class: "bars" }, h("tbody", {}, entries.map(([name, each]) => h("tr", {}, h("th", { scope: "row" }, String(name)),
-    h("td", { class: "number" }, number(each)), h("td", {}, h("meter", { min: least, max: most > least ? most : least + 1, value: each, "aria-hidden": "true" }), each === most && entries.length > 1 ? " largest" : "")))));
+  const largest = values.every((each) => each === most) ? -1 : values.indexOf(most);
+  return h("table", { class: "bars" }, h("tbody", {}, entries.map(([name, each], index) => h("tr", {}, h("th", { scope: "row" }, String(name)),
+    h("td", { class: "number" }, number(each)),
+    h("td", {}, h("meter", { min: least, max: most > least ? most : least + 1, value: each, "aria-hidden": "true" }), index === largest ? " largest" : "")))));
 }
