@@ -112,7 +112,7 @@ def list_audit(request: Request) -> Response:
     """The newest entries of the audit log for this endpoint, newest first. The log is for its owner alone."""
     require_session(request)
     name = request.path_params["endpoint"]
-    entries = (each for each in read_audit_log(home()) if each.get("endpoint") == name)
+    entries = (each for each in read_audit_log(home(), newest_first=True) if each.get("endpoint") == name)
     return answer_json(list(islice(entries, MAX_AUDIT)))
 
 
