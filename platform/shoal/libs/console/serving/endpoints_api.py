@@ -26,7 +26,7 @@ from shoal.extend.serve import EndpointStatus, read_audit_log
 from shoal.home import home
 from shoal.libs.console.answers import answer_json
 from shoal.libs.console.serving.changes import require_session, with_fields
-from shoal.libs.console.serving.readings import SharedReading
+from shoal.libs.console.serving.readings import SharedReading, wait_for_all
 
 PROGRAM = "console"
 STATUS_TIMEOUT_S = 5.0
@@ -43,13 +43,14 @@ class Endpoints:
         self._lock = threading.Lock()
 
     def read_all(self) -> list[tuple[FoundEndpoint, SharedReading[EndpointStatus]]]:
-        """All of them; a reading of each has begun."""
+        """All of them, each with its newest reading."""
         found = self._listed.get() or []
         if not found and self._listed.problem:
             raise RunError(self._listed.problem)
         pairs = [(each, self._find_reading(each)) for each in found]
         for _, reading in pairs:
             reading.begin()
+        wait_for_all([reading for _, reading in pairs])
         return pairs
 
     def find(self, name: str) -> tuple[FoundEndpoint, SharedReading[EndpointStatus]]:
@@ -84,7 +85,7 @@ def describe_endpoint(request: Request) -> Response:
 
 
 def _describe(found: FoundEndpoint, reading: SharedReading[EndpointStatus]) -> dict[str, Any]:
-    status = reading.wait()
+    status = reading.value
     return {
         "name": found.name,
         "url": found.url,

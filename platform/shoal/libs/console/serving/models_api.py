@@ -144,7 +144,7 @@ def build_lineage(versions: Sequence[ModelVersion], endpoints: Endpoints, runs: 
 def _find_served(name: str, endpoints: Endpoints) -> Iterator[dict[str, Any]]:
     """Each version of the model that an endpoint has loaded, with the word by which it was deployed."""
     for found, reading in endpoints.read_all():
-        status = reading.wait() or EndpointStatus(found.name)
+        status = reading.value or EndpointStatus(found.name)
         for model in status.models:
             for each in model.versions if model.name == name else ():
                 yield {

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from shoal.errors import ShoalError
 
 PERIOD_S = 0.9  # below the second after which a page asks again
-PATIENCE_S, FIRST_PATIENCE_S = 0.3, 5.0  # how long a page waits for a newer reading, and for the first one
+PATIENCE_S, FIRST_PATIENCE_S = 0.3, 3.0  # how long a page waits for a newer reading, and for the first one
 T = TypeVar("T")
 
 
@@ -48,7 +48,7 @@ class SharedReading(Generic[T]):
 
     def wait(self) -> T | None:
         """The newest value, of a reading that has begun if that ends soon."""
-        self._done.wait(PATIENCE_S if self.read_at or self.problem else FIRST_PATIENCE_S)
+        wait_for_all([self])
         return self.value
 
     def get(self) -> T | None:
@@ -67,3 +67,14 @@ class SharedReading(Generic[T]):
             self.problem = str(error)
         finally:
             self._done.set()
+
+    @property
+    def _is_first(self) -> bool:
+        return not (self.read_at or self.problem)
+
+
+def wait_for_all(readings: Sequence[SharedReading[Any]]) -> None:
+    """Until all that have begun have ended, or as long as a page waits: for all of them together."""
+    end_s = time.monotonic() + (FIRST_PATIENCE_S if any(each._is_first for each in readings) else PATIENCE_S)
+    for each in readings:
+        each._done.wait(max(0.0, end_s - time.monotonic()))

@@ -14,6 +14,12 @@ export function ask(question, action, detail = "") {
   });
 }
 
+/** Says why something failed; asks one who has not logged in to do that. */
+export function complain(error) {
+  if (error.status === 401) document.getElementById("login").showModal();
+  say(error.message);
+}
+
 /** A button that asks, and then does; says what came of it. `change()` returns the sentence. */
 export function changing(label, question, action, change) {
   const button = h("button", { type: "button", onclick: async () => {
@@ -22,7 +28,7 @@ export function changing(label, question, action, change) {
     try {
       say(await change());
     } catch (error) {
-      say(error.message);
+      complain(error);
     } finally {
       button.disabled = false;
     }

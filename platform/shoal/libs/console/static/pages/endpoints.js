@@ -1,10 +1,11 @@
 // Endpoints as they are now: all of them, or one with its models, their versions side by side, and what was changed.
 import { get, send } from "../lib/api.js";
-import { changing } from "../lib/ask.js";
+import { changing, complain } from "../lib/ask.js";
 import { Chart } from "../lib/charts.js";
-import { facts, h, say, state } from "../lib/dom.js";
+import { facts, h, state } from "../lib/dom.js";
 import { age, duration, moment, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
+import { Rows } from "../lib/rows.js";
 
 const REFRESH_MS = 1000, MAX_POINTS = 300;
 const HEADS = ["version", "share", "requests/s", "p50", "p99", "requests", "errors", "differ"];
@@ -19,11 +20,6 @@ const path = (name) => `/api/endpoints/${encodeURIComponent(name)}`;
 const pageOf = (name, model = "") => `#/endpoints/${encodeURIComponent(name)}${model && `/${encodeURIComponent(model)}`}`;
 const ready = (status) => `${status.replicas.filter((each) => each.ready).length} of ${Math.max(status.replicas.length, status.num_replicas)}`;
 
-function table(heads, rows) {
-  return h("div", { class: "scroll spaced", tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
-    h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell) => h("td", {}, cell)))))));
-}
-
 function cells(model, version) {
   return [
     [h("a", { href: `#/models/${encodeURIComponent(model.name)}/${version.version}` }, `${version.version}`), " ", state(version.track || "loaded", TONES[version.track])],
@@ -37,19 +33,29 @@ export async function open(main, [name, model]) {
 }
 
 async function openAll(main) {
-  const list = h("div");
-  main.replaceChildren(h("h1", {}, "Endpoints"), list);
+  const none = h("p", { class: "panel" }, "No endpoint is up here. ", h("code", {}, "shoal serve deploy MODEL"), " starts one on a cluster that is up.");
+  const list = h("div"), parts = new Map();
+  main.replaceChildren(h("h1", {}, "Endpoints"), list, none);
   return poll(async () => {
     const all = await get("/api/endpoints");
-    const focused = document.activeElement?.closest?.("a")?.hash;
-    list.replaceChildren(...all.map(({ name, url, status, problem }) => h("section", { class: "panel spaced" },
-      h("h2", {}, h("a", { href: pageOf(name) }, name), " ", status && !problem ? word(status) : state("no answer", "bad")),
-      h("p", { class: "muted" }, [url, status?.owner, status && `${ready(status)} replicas`].filter(Boolean).join("  ·  ")),
-      problem ? h("p", { class: "state bad" }, problem) : null,
-      status && table(["model", ...HEADS], status.models.flatMap((each) => each.versions.map((version) =>
-        [h("a", { href: pageOf(name, each.name) }, each.name), ...cells(each, version)]))))));
-    if (!all.length) list.replaceChildren(h("p", { class: "panel" }, "No endpoint is up here. ", h("code", {}, "shoal serve deploy MODEL"), " starts one on a cluster that is up."));
-    if (focused) [...list.querySelectorAll("a")].find((each) => each.hash === focused)?.focus();
+    none.hidden = all.length > 0;
+    for (const name of parts.keys()) {
+      if (all.every((each) => each.name !== name)) { parts.get(name).element.remove(); parts.delete(name); }
+    }
+    for (const { name, url, status, problem } of all) {
+      if (!parts.has(name)) {
+        const part = { word: h("span"), about: h("p", { class: "muted" }), problem: h("p", { class: "state bad" }), rows: new Rows(["model", ...HEADS], `Versions of ${name}`) };
+        part.element = h("section", { class: "panel spaced" }, h("h2", {}, h("a", { href: pageOf(name) }, name), " ", part.word), part.about, part.problem, part.rows.element);
+        parts.set(name, part);
+        list.append(part.element);
+      }
+      const part = parts.get(name);
+      part.word.replaceChildren(status && !problem ? word(status) : state("no answer", "bad"));
+      part.about.textContent = [url, status?.owner, status && `${ready(status)} replicas`].filter(Boolean).join("  ·  ");
+      part.problem.textContent = problem;
+      part.rows.show((status?.models ?? []).flatMap((each) => each.versions.map((version) =>
+        [h("a", { href: pageOf(name, each.name) }, each.name), ...cells(each, version)])));
+    }
   }, REFRESH_MS);
 }
 
@@ -69,9 +75,10 @@ class ModelPart {
   constructor(endpoint, name) {
     this.endpoint = endpoint;
     this.name = name;
-    this.versions = h("div");
+    this.versions = new Rows(HEADS, `Versions of ${name}`);
     this.facts = h("div");
-    this.evidence = h("div");
+    this.evidence = new Rows(["since it was opened", "candidate", "stable", "limit"], `What the candidate of ${name} is judged by`);
+    this.judged = h("div", { hidden: true }, h("h3", {}, "What the candidate is judged by"), this.evidence.element);
     this.rates = new Chart("Requests per second", { height: 150 });
     this.latencies = new Chart("p99 in milliseconds", { height: 150 });
     this.version = h("select", { "aria-label": "Version" });
@@ -90,7 +97,7 @@ class ModelPart {
         "Roll back", () => change("rollback", leaving)));
     this.element = h("section", { class: "panel spaced", id: `model-${name}` }, h("h2", {}, h("a", { href: `#/models/${encodeURIComponent(name)}` }, name), " · ",
       h("a", { href: `#/try/${encodeURIComponent(endpoint)}/${encodeURIComponent(name)}` }, "Try it")),
-      this.facts, this.versions, h("div", { class: "grid" }, this.rates.element, this.latencies.element), this.evidence, this.controls);
+      this.facts, this.versions.element, h("div", { class: "grid" }, this.rates.element, this.latencies.element), this.judged, this.controls);
     this.fill();
   }
 
@@ -105,7 +112,7 @@ class ModelPart {
   update(model, time) {
     this.now = model;
     this.isLive = model.phase === "live" || model.source === "a run";
-    this.versions.replaceChildren(table(HEADS, model.versions.map((version) => cells(model, version))));
+    this.versions.show(model.versions.map((version) => cells(model, version)));
     this.facts.replaceChildren(facts([
       ["state", model.state === "READY" ? null : `${model.state.toLowerCase()} ${model.reason}`], ["reason", model.state === "READY" ? model.reason : null],
       ["follows", model.source], ["phase", model.phase],
@@ -118,7 +125,8 @@ class ModelPart {
       { label: `version ${version.version}`, ...remember(`${this.endpoint} ${this.name} ${version.version} ${what}`, time, read(version)) })));
     draw(this.rates, "rate", (version) => version.requests_per_s);
     draw(this.latencies, "p99", (version) => (version.p99_s === null ? null : version.p99_s * 1000));
-    this.evidence.replaceChildren(...(model.evidence ? [drawEvidence(model)] : []));
+    this.judged.hidden = !model.evidence;
+    if (model.evidence) this.evidence.show(listEvidence(model.evidence));
   }
 
   close() {
@@ -128,8 +136,8 @@ class ModelPart {
 }
 
 /** What the guard judges the candidate by, beside the stable version and the limit. */
-function drawEvidence({ evidence: e, candidate, stable }) {
-  const rows = [
+function listEvidence(e) {
+  return [
     ["requests", number(e.requests), number(e.stable_requests), `judged from ${number(e.min_requests)} on`],
     ["failed", rate(e.errors, e.requests), rate(e.stable_errors, e.stable_requests), e.max_error_rate === null ? "no more than by chance" : `at most ${percent(e.max_error_rate)}`],
     ["compute time", e.latency_ratio === null ? "–" : `${number(e.latency_ratio)} ×`, "1 ×", `at most ${number(e.max_latency_ratio)} ×`],
@@ -137,20 +145,25 @@ function drawEvidence({ evidence: e, candidate, stable }) {
     ["replicas lost", number(e.lost_replicas), "", ""],
     ...(e.metric ? [[e.metric, e.value === null ? "–" : number(e.value), "", `at least ${number(e.min_value)}`]] : []),
   ];
-  return h("div", {}, h("h3", {}, "What the candidate is judged by"), table(["since it was opened", `candidate ${candidate}`, `stable ${stable || ""}`, "limit"], rows));
 }
 
 async function openOne(main, name, wanted) {
   const heading = h("h1", {}, name), about = h("div", { class: "panel" }), problem = h("p", { class: "state bad", role: "status" });
-  const models = h("div"), replicas = h("div"), events = h("div"), more = h("div");
+  const models = h("div"), more = h("div");
+  const replicas = new Rows(["replica", "host", "process", "state", "note"], "Replicas", "There is none now.");
+  const events = new Rows(["time", "what", "version", "by", "reason"], "Decisions", "None yet.");
   const parts = new Map();
   const show = (read, draw) => async () => {
-    try { more.replaceChildren(draw(await get(`${path(name)}/${read}`))); } catch (error) { say(error.message); }
+    try { more.replaceChildren(draw(await get(`${path(name)}/${read}`))); } catch (error) { complain(error); }
   };
-  const audit = (entries) => table(["time", "what", "by", "from", "outcome"], entries.map((each) => [moment(Date.parse(each.time) / 1000),
-    [each.entry, each.action, each.change?.model ?? each.model, each.change?.version ?? each.version].filter(Boolean).join(" "),
-    each.by, each.from ?? "", [each.result, each.status, each.error, each.reason, each.count && `${each.count} times`].filter(Boolean).join(" ")]));
-  main.replaceChildren(heading, problem, about, models, h("h2", {}, "Replicas"), replicas, h("h2", {}, "Decisions"), events,
+  const audit = (entries) => {
+    const rows = new Rows(["time", "what", "by", "from", "outcome"], "Audit log", "It has no entries of this endpoint.");
+    rows.show(entries.map((each) => [moment(Date.parse(each.time) / 1000),
+      [each.entry, each.action, each.change?.model ?? each.model, each.change?.version ?? each.version].filter(Boolean).join(" "),
+      each.by, each.from ?? "", [each.result, each.status, each.error, each.reason, each.count && `${each.count} times`].filter(Boolean).join(" ")]));
+    return rows.element;
+  };
+  main.replaceChildren(heading, problem, about, models, h("h2", {}, "Replicas"), replicas.element, h("h2", {}, "Decisions"), events.element,
     h("h2", {}, "Records"), h("div", { class: "row" }, h("button", { type: "button", onclick: show("audit", audit) }, "Audit log"),
       h("button", { type: "button", onclick: show("logs", (lines) => h("pre", { class: "panel", tabindex: 0 }, lines.map(([process, line]) => `${process} | ${line}\n`))) },
         "What its processes printed")), more);
@@ -174,10 +187,10 @@ async function openOne(main, name, wanted) {
     for (const [each, part] of parts) {
       if (status.models.every((model) => model.name !== each)) { part.close(); part.element.remove(); parts.delete(each); }
     }
-    replicas.replaceChildren(table(["replica", "host", "process", "state", ""], status.replicas.map((each) => [each.id, each.host, number(each.pid),
-      each.ready ? state("ready") : state("not ready", "warn"), [each.generation < status.generation ? "behind the plan" : "", each.error].filter(Boolean).join("; ")])));
-    events.replaceChildren(table(["time", "what", "version", "by", "reason"], status.events.toReversed().map((each) =>
-      [moment(each.time), each.kind, each.version === null ? each.model : `${each.model}@${each.version}`, each.by, each.reason])));
+    replicas.show(status.replicas.map((each) => [each.id, each.host, number(each.pid),
+      each.ready ? state("ready") : state("not ready", "warn"), [each.generation < status.generation ? "behind the plan" : "", each.error].filter(Boolean).join("; ")]));
+    events.show(status.events.toReversed().map((each) =>
+      [moment(each.time), each.kind, each.version === null ? each.model : `${each.model}@${each.version}`, each.by, each.reason]));
   }, REFRESH_MS);
   return () => { end(); parts.forEach((part) => part.close()); };
 }

@@ -5,6 +5,7 @@ import { facts, h } from "../lib/dom.js";
 import { age, bytes, moment, number } from "../lib/format.js";
 import { drawLineage } from "../lib/lineage.js";
 import { poll } from "../lib/poll.js";
+import { Rows } from "../lib/rows.js";
 import { Table } from "../lib/table.js";
 
 const REFRESH_MS = 3000;
@@ -43,7 +44,7 @@ async function openAll(main) {
 
 async function openModel(main, name, chosen, alias) {
   const path = `/api/models/${encodeURIComponent(name)}`;
-  const picture = h("div"), aliases = h("div"), versions = new Table(COLUMNS, { label: "Versions" });
+  const picture = h("div"), aliases = new Rows(["alias", "version", "moved", "change"], "Aliases", "No alias names a version."), versions = new Table(COLUMNS, { label: "Versions" });
   let drawn = "";
   const { versions: all } = await get(path);
   const shown = Number(chosen) || (all.findLast((v) => v.aliases.includes("champion")) ?? all.at(-1)).version;
@@ -52,36 +53,31 @@ async function openModel(main, name, chosen, alias) {
   const refresh = async () => {
     const [lineage, model] = await Promise.all([get(`${path}/lineage`), get(path)]);
     const now = JSON.stringify([lineage, model]);
-    if (now === drawn || picture.contains(document.activeElement) || aliases.contains(document.activeElement)) return;
+    if (now === drawn || picture.contains(document.activeElement)) return;
     drawn = now;
     const older = lineage.left_out ? h("p", { class: "muted" }, `${lineage.left_out} older versions are not drawn.`) : null;
     picture.replaceChildren(drawLineage(lineage, `Lineage of ${name}`), ...(older ? [older] : []));
-    aliases.replaceChildren(drawAliases(model.moves));
+    aliases.show(listAliases(model.moves));
     versions.show(model.versions.reverse());
   };
   const move = async () => {
     const moved = await send("POST", `${path}/${shown}/promote`, { alias: input.value });
-    document.activeElement?.blur();
     await refresh();
     return `${name}@${shown} is ${moved.aliases.join(" and ")} now.`;
   };
-  const drawAliases = (moves) => h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Aliases" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["alias", "version", "moved", ""].map((word) => h("th", { scope: "col" }, word)))),
-    h("tbody", {}, Object.entries(moves).sort().map(([word, list]) => {
-      const last = list.at(-1);
-      const back = list.length > 1 && changing("Roll back", () => `Move ${name}@${word} back by one promotion?`, "Roll back", async () => {
-        const { version } = await send("POST", `${path}/aliases/${encodeURIComponent(word)}/rollback`);
-        document.activeElement?.blur();
-        await refresh();
-        return `${name}@${word} is version ${version} now.`;
-      });
-      return h("tr", {}, h("td", {}, word), h("td", {}, link(name, last.version)),
-        h("td", {}, `${moment(last.time)}, ${last.kind === "promote" ? "promoted" : "rolled back"}`), h("td", {}, back || null));
-    }))));
+  const listAliases = (moves) => Object.entries(moves).sort().map(([word, list]) => {
+    const last = list.at(-1);
+    const back = list.length > 1 ? changing("Roll back", () => `Move ${name}@${word} back by one promotion?`, "Roll back", async () => {
+      const { version } = await send("POST", `${path}/aliases/${encodeURIComponent(word)}/rollback`);
+      await refresh();
+      return `${name}@${word} is version ${version} now.`;
+    }) : "";
+    return [word, link(name, last.version), `${moment(last.time)}, ${last.kind === "promote" ? "promoted" : "rolled back"}`, back];
+  });
   const input = h("input", { value: alias ?? "champion", "aria-label": "Alias", size: 14 });
   const button = changing("Promote", () => `Point ${name}@${input.value} at version ${shown}?`, "Promote", move);
 
-  main.replaceChildren(h("h1", {}, name), picture, h("h2", {}, "Aliases"), aliases,
+  main.replaceChildren(h("h1", {}, name), picture, h("h2", {}, "Aliases"), aliases.element,
     h("h2", {}, `Version ${shown}`),
     h("div", { class: "row" }, h("label", {}, "Move the alias ", input, " to this version "), button),
     h("div", { class: "panel" }, describe(detail)), h("h2", {}, "Versions"), versions.element);

@@ -1,5 +1,6 @@
 // Try a model: a form made from its inputs, the answer, and the code that sends the same request.
 import { get } from "../lib/api.js";
+import { complain } from "../lib/ask.js";
 import { facts, h, say } from "../lib/dom.js";
 import { duration, number } from "../lib/format.js";
 
@@ -16,7 +17,10 @@ export async function open(main, [endpoint, name]) {
   const form = model.action === "rows" ? makeForm(model, path, () => { text.value = JSON.stringify(form.read()); changed(); }) : null;
   const query = () => `?action=${model.action}&version=${version.value}`;
   let timer;
-  const changed = () => { clearTimeout(timer); timer = setTimeout(() => writeCode().catch((error) => say(error.message)), CODE_AFTER_MS); };
+  const changed = () => { clearTimeout(timer); timer = setTimeout(() => writeCode().catch((error) => {
+    if (error.status === 401) code.replaceChildren(h("p", {}, "Log in for the code of this request."));
+    else say(error.message);
+  }), CODE_AFTER_MS); };
   const writeCode = async () => showCode(await post(`${path}/code${query()}`, text.value));
   const showCode = (written) => code.replaceChildren(
     written.file ? h("p", {}, `The code reads the file ${written.file}: `, h("button", { type: "button", onclick: () => save(written.file, text.value) }, "Save it")) : null ?? "",
@@ -31,6 +35,7 @@ export async function open(main, [endpoint, name]) {
       answer.replaceChildren(drawAnswer(await post(`${path}/try${query()}`, text.value), model));
     } catch (error) {
       answer.replaceChildren(h("p", { class: "state bad" }, error.message));
+      if (error.status === 401) complain(error);
     } finally {
       ask.disabled = false;
     }
@@ -48,12 +53,13 @@ export async function open(main, [endpoint, name]) {
   return () => clearTimeout(timer);
 }
 
-/** Sends a text as it is; needs a session. */
+/** Sends a text or a file as it is; needs a session. */
 async function post(path, body) {
-  const response = await fetch(path, { method: "POST", body });
-  if (response.ok) return response.json();
-  const problem = await response.text();
-  try { throw new Error(JSON.parse(problem).error); } catch (error) { throw error instanceof SyntaxError ? new Error(problem) : error; }
+  const response = await fetch(path, { method: "POST", body }), text = await response.text();
+  if (response.ok) return JSON.parse(text);
+  let problem = text;
+  try { problem = JSON.parse(text).error; } catch { /* plain text */ }
+  throw Object.assign(new Error(problem), { status: response.status });
 }
 
 function save(name, content) {
@@ -119,7 +125,7 @@ function makePicture(spec, path, changed) {
       note.textContent = picture.name;
       changed();
     } catch (error) {
-      say(error.message);
+      complain(error);
     }
   };
   const element = h("div", { class: "drop",
