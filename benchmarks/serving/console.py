@@ -6,8 +6,8 @@ and processor time, which a busy machine hardly changes.
 The console is a process of its own. What the pages of an endpoint, of the clusters and of a model's lineage ask for is
 asked for as often as they do it, once a second or every three. The small model answers one row of JSON on 16
 connections. Windows with and without take turns, so that what the machine does besides falls on both. Driver, endpoint
-and console share the cores. Processor time is that of the idle endpoint, all its processes with those of Ray, and of the
-console.
+and console share the cores. Processor time is that of the idle endpoint, with all processes of
+Ray, and of the console.
 """
 
 from __future__ import annotations

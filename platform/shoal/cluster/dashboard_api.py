@@ -37,6 +37,7 @@ class ClusterResources:
 class NodeUsage:
     """A living node. Its load, memory and disk are those of the whole host, and None before Ray has measured them.
 
+    started_at: Unix time
     gpus: name, utilisation in percent, and bytes of memory used and in all
     """
 
@@ -44,6 +45,7 @@ class NodeUsage:
     host: str
     address: str
     is_head: bool
+    started_at: float
     num_cpus: float
     num_gpus: float
     cpu_percent: float | None
@@ -137,6 +139,7 @@ def _parse_node(entry: Mapping[str, Any]) -> NodeUsage:
         host=entry.get("hostname") or raylet.get("nodeManagerHostname", ""),
         address=raylet.get("nodeManagerAddress", ""),
         is_head=bool(raylet.get("isHeadNode")),
+        started_at=int(raylet["startTimeMs"]) / 1000,
         num_cpus=totals.get("CPU", 0.0),
         num_gpus=totals.get("GPU", 0.0),
         cpu_percent=entry.get("cpu"),

@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from shoal.errors import ShoalError
 from shoal.extend.cli import describe_status
-from shoal.extend.cluster import ClusterHandle, connect, list_clusters, list_nodes, list_reservations
+from shoal.extend.cluster import ClusterHandle, connect, list_clusters, list_jobs, list_nodes, list_reservations
+from shoal.extend.runs import mask_command_line
 from shoal.libs.console.answers import answer_json
 from shoal.libs.console.serving.readings import SharedReading
 
@@ -31,20 +32,26 @@ def read_clusters() -> dict[str, Any]:
 
 
 def _describe(cluster: ClusterHandle) -> dict[str, Any]:
-    described = {"address": cluster.address, "dashboard_url": cluster.dashboard_url, "is_local": cluster.is_local}
+    described = {"address": cluster.address, "dashboard_url": cluster.dashboard_url}
     try:
-        status = describe_status(cluster)
         with connect(cluster) as client:
             nodes, reservations = list_nodes(client), list_reservations(client)
+        jobs = list_jobs(cluster)[:MAX_JOBS]
     except ShoalError as error:
         return {**described, "problem": str(error)}
     return {
-        **{name: status["cluster"][name] for name in ("num_nodes", "num_cpus", "num_gpus", "memory_bytes")},
         **described,
-        "started_at": status["cluster"]["started_at_s"],
         "nodes": [asdict(each) for each in nodes],
         "reservations": [asdict(each) for each in reservations],
-        "jobs": status["jobs"][:MAX_JOBS],
+        "jobs": [
+            {
+                "id": job.submission_id,
+                "status": job.status.value,
+                "started_at": job.started_at_s,
+                "command": mask_command_line(job.entrypoint),
+            }
+            for job in jobs
+        ],
     }
 
 

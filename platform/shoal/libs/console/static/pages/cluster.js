@@ -59,8 +59,9 @@ class ClusterPart {
     const runOf = new Map(cluster.reservations.filter((each) => each.run).map((each) => [each.job, each.run]));
     const hosts = new Map(cluster.nodes.map((node) => [node.id, node.host]));
     const held = (node, name) => cluster.reservations.filter((each) => each.node === node).reduce((sum, each) => sum + each.resources[name], 0);
-    this.facts.replaceChildren(facts([["up for", age(cluster.started_at)], ["nodes", String(cluster.nodes.length)], ["CPUs", number(cluster.num_cpus)],
-      ["GPUs", cluster.num_gpus ? number(cluster.num_gpus) : "none"], ["dashboard of Ray", cluster.dashboard_url]]));
+    const sum = (name) => number(cluster.nodes.reduce((total, node) => total + node[name], 0));
+    this.facts.replaceChildren(facts([["up for", cluster.nodes.length && age(cluster.nodes[0].started_at)], ["nodes", String(cluster.nodes.length)],
+      ["CPUs", sum("num_cpus")], ["GPUs", sum("num_gpus")], ["dashboard of Ray", cluster.dashboard_url]]));
     this.nodes.show(cluster.nodes.map((node) => [
       `${node.host} ${node.address}${node.is_head ? ", head" : ""}`,
       share(held(node.id, "CPU"), node.num_cpus, `${number(held(node.id, "CPU"))} of ${number(node.num_cpus)}`),
@@ -74,8 +75,8 @@ class ClusterPart {
       Object.entries(each.processes).map(([kind, count]) => (count > 1 ? `${count} ${kind}` : kind)).join(", "),
     ]));
     this.jobs.show(cluster.jobs.map((job) => [
-      runOf.has(job.submission_id) ? runLink(runOf.get(job.submission_id)) : job.submission_id, state(job.status.toLowerCase(), TONES[job.status]),
-      age(job.started_at_s), h("code", {}, job.entrypoint.split(" && exec ").at(-1)),
+      runOf.has(job.id) ? runLink(runOf.get(job.id)) : job.id, state(job.status.toLowerCase(), TONES[job.status]),
+      age(job.started_at), h("code", {}, job.command.split(" && exec ").at(-1)),
     ]));
   }
 }

@@ -117,6 +117,7 @@ class ModelPart {
       ["state", model.state === "READY" ? null : `${model.state.toLowerCase()} ${model.reason}`], ["reason", model.state === "READY" ? model.reason : null],
       ["follows", model.source], ["phase", model.phase],
       ["batches", model.batch_rows === null ? null : `${number(model.batch_rows)} rows on average, ${model.max_batch_rows} at most`],
+      ["a forward", model.latency.length ? [model.latency[0], model.latency.at(-1)].map(([rows, each]) => `${rows} rows: ${seconds(each)}`).join(", ") : null],
       ["queue", `${number(model.queued_rows)} of ${number(model.max_queued_rows)} rows`], ["refused", number(model.refused)],
       ["a request failed", model.last_failure],
       ["loaded on demand", model.residency && `on ${model.residency.replicas} replicas, ${model.residency.loads} loads, ${model.residency.evictions} evictions`],
