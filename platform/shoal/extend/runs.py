@@ -48,7 +48,13 @@ if TYPE_CHECKING:
     from shoal.runs.output_files import list_outputs, read_output
     from shoal.runs.record.metric_mirror import LogEntry, MetricMirror
     from shoal.runs.record.opening import make_run_id
-    from shoal.runs.record.provenance import format_masked_command, is_secret_name, make_command_variable, split_secrets
+    from shoal.runs.record.provenance import (
+        format_masked_command,
+        is_secret_name,
+        make_command_variable,
+        mask_command_line,
+        split_secrets,
+    )
     from shoal.runs.record.removal import TRIAL_STARTED, remove_runs
     from shoal.runs.record.serialization import escape_text
     from shoal.runs.report import PANELS, ReportPanels, Section, build_ranked_table, find_logarithmic

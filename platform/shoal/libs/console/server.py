@@ -26,6 +26,8 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.libs.console import live, parts_api, run_api, runs_api
 from shoal.libs.console.access import Access, Guard
 from shoal.libs.console.answers import answer_json
+from shoal.libs.console.serving import cluster_api, endpoints_api, models_api, try_api
+from shoal.libs.console.serving.readings import SharedReading
 
 STATIC = Path(__file__).parent / "static"
 GRACE_S = 1  # for open answers, when the console ends
@@ -45,10 +47,15 @@ def build_app(access: Access) -> Guard:
         *parts_api.ROUTES,
         *live.ROUTES,
         Mount(f"/static/{version}", LastingFiles(directory=STATIC)),
+        *models_api.ROUTES,
+        *endpoints_api.ROUTES,
+        *try_api.ROUTES,
+        *cluster_api.ROUTES,
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     app = Starlette(routes=routes, exception_handlers={ShoalError: _send_error})
     app.state.access = access
+    app.state.endpoints, app.state.clusters = endpoints_api.Endpoints(), SharedReading(cluster_api.read_clusters)
     return Guard(app, access)
 
 
