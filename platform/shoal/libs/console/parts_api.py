@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.checkpoint.directory import parse_step
 from shoal.extend.cost import MEASURED, PREDICTED, QUANTITIES
 from shoal.extend.rl import read_run_quarantine, release_in_run
 from shoal.extend.runs import PANELS, ReportPanels, Run, Section, load
@@ -85,6 +84,8 @@ def describe_training(request: Request) -> Response:
 
 def _list_checkpoints(run: Run) -> list[dict[str, Any]]:
     """Of this host, newest first. One that is being removed is left out."""
+    from shoal.checkpoint.directory import parse_step  # loads torch
+
     found = []
     for folder in (run.folder / "checkpoints").glob("step-*"):
         with suppress(FileNotFoundError):
