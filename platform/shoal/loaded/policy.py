@@ -39,8 +39,13 @@ class Network(Protocol):
     def reset(self, stream: Hashable) -> None: ...
 
 
-def open_policy(version: ModelVersion, open_model: Callable[[], LoadedModel], seed: int | None) -> Policy:
-    """Raises ConfigError for a model that is no policy, WeightsError for a damaged one. open_model: needs torch"""
+def open_policy(
+    version: ModelVersion, open_model: Callable[[], LoadedModel], seed: int | None, *, as_served: bool = False
+) -> Policy:
+    """Raises ConfigError for a model that is no policy, WeightsError for a damaged one.
+
+    open_model: needs torch; as_served: by this model, whose outputs are all there are, also where NumPy would do
+    """
     signature = version.manifest.signature
     if "observation" not in {each.name for each in signature.inputs}:
         outputs = ", ".join(each.name for each in signature.outputs)
@@ -49,7 +54,7 @@ def open_policy(version: ModelVersion, open_model: Callable[[], LoadedModel], se
     if EXPERIENCE_FILE in version.manifest.files:
         stored = version.fetch_file(EXPERIENCE_FILE).read_bytes()
         experience = msgspec.json.decode(stored, type=ExperienceSpec)
-        network = _open_in_numpy(version, experience)
+        network = None if as_served else _open_in_numpy(version, experience)
     return Policy(version, experience, network or TorchNetwork(version, open_model()), seed)
 
 
@@ -82,6 +87,12 @@ class Policy:
 
     def act(self, observation: Any, deterministic: bool | None, mask: Any, stream: Hashable) -> Any:
         """See `LocalModel.act`."""
+        return self.decide(observation, deterministic, mask, stream)[0]
+
+    def decide(
+        self, observation: Any, deterministic: bool | None, mask: Any, stream: Hashable
+    ) -> tuple[Any, Mapping[str, np.ndarray]]:
+        """See `LocalModel.decide`."""
         rows, is_batch = flatten_rows(self._space, observation)
         if self._num_choices:
             mask = self._read_mask(observation, mask, len(rows))
@@ -96,8 +107,8 @@ class Policy:
             actions = self._sampler.draw(outputs, self._generator)
         if is_batch or actions.ndim > 1:
             actions = actions if self._dtype is None else actions.astype(self._dtype, copy=False)
-            return actions if is_batch else actions[0]
-        return int(actions[0])
+            return actions if is_batch else actions[0], outputs
+        return int(actions[0]), outputs
 
     def _read_mask(self, observation: Any, mask: Any, num_rows: int) -> np.ndarray:
         if mask is None and isinstance(observation, Mapping):
