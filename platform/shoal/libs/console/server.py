@@ -18,7 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.libs.console import live, run_api, runs_api
+from shoal.libs.console import films_api, live, run_api, runs_api
 from shoal.libs.console.access import Access, Guard
 from shoal.libs.console.answers import answer_json
 
@@ -33,6 +33,7 @@ def build_app(access: Access) -> Guard:
         Route("/api/session", _describe_session),
         *runs_api.ROUTES,
         *run_api.ROUTES,
+        *films_api.ROUTES,
         *live.ROUTES,
         Mount("/static", StaticFiles(directory=STATIC)),
     ]

@@ -1,11 +1,12 @@
 // Pages by the part of the address behind #.
 import { get } from "./lib/api.js";
 import { h, say } from "./lib/dom.js";
+import * as films from "./pages/films.js";
 import * as run from "./pages/run.js";
 import * as runs from "./pages/runs.js";
 
 // Each page has open(main, parts, query), which draws it, and returns what ends it.
-const PAGES = { runs, run };
+const PAGES = { runs, run, films };
 const LINKS = [["runs", "Runs"]];
 
 const main = document.getElementById("main");
