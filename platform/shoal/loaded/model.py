@@ -182,11 +182,20 @@ class LocalModel:
         return self._policy.act(observation, deterministic, mask, stream)
 
     def decide(
-        self, observation: Any, *, deterministic: bool | None = None, mask: Any = None, stream: Hashable = 0
+        self,
+        observation: Any,
+        *,
+        deterministic: bool | None = None,
+        mask: Any = None,
+        stream: Hashable = 0,
+        is_flat: bool = False,
     ) -> tuple[Any, Mapping[str, np.ndarray]]:
         """As `act`, with all outputs of the network, as an endpoint computes them: by name, [B, ...] each, `logits`, or
-        `mean` and `log_std`, and the `value`. Keeps states of its own; needs torch."""
-        return self._served_policy.decide(observation, deterministic, mask, stream)
+        `mean` and `log_std`, and the `value`. Keeps states of its own; needs torch.
+
+        is_flat: the observation is as actors have it, parts of a Dict end to end
+        """
+        return self._served_policy.decide(observation, deterministic, mask, stream, is_flat=is_flat)
 
     def reset(self, stream: Hashable | None = None, rows: Sequence[bool] | np.ndarray | None = None) -> None:
         """The next observation of this stream begins an episode; None: of all streams. rows: of a batch, bool [B]:

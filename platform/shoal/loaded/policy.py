@@ -79,7 +79,8 @@ class Policy:
         self._network, self._generator = network, np.random.default_rng(seed)
         self._sampler = make_sampler(manifest.model, manifest.signature, None)
         observed = experience.observation.shape if experience is not None else tuple(inputs["observation"])
-        self._space = (experience.space if experience is not None else None) or SpaceSpec("Box", observed)
+        self._flat = SpaceSpec("Box", observed)
+        self._space = (experience.space if experience is not None else None) or self._flat
         self._num_choices = inputs.get(INFO_KEY, [0])[0]
         self._dtype = experience.action.numpy_dtype() if experience is not None else None
         self._last: Any = None
@@ -90,10 +91,10 @@ class Policy:
         return self.decide(observation, deterministic, mask, stream)[0]
 
     def decide(
-        self, observation: Any, deterministic: bool | None, mask: Any, stream: Hashable
+        self, observation: Any, deterministic: bool | None, mask: Any, stream: Hashable, *, is_flat: bool = False
     ) -> tuple[Any, Mapping[str, np.ndarray]]:
         """See `LocalModel.decide`."""
-        rows, is_batch = flatten_rows(self._space, observation)
+        rows, is_batch = flatten_rows(self._flat if is_flat else self._space, observation)
         if self._num_choices:
             mask = self._read_mask(observation, mask, len(rows))
         streams: list[Hashable] = [(stream, row) for row in range(len(rows))]

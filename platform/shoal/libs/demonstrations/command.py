@@ -11,6 +11,7 @@ import numpy as np
 from shoal.errors import ConfigError
 from shoal.extend.runs import Run, format_number, load
 from shoal.libs.demonstrations.files import FOLDER, SUFFIX, Demonstration, DemonstrationFiles, open_shared
+from shoal.plugins.find import find_extension
 from shoal.store import open_store
 
 MAX_NUMBERS = 16  # of an observation, in a film
@@ -18,7 +19,7 @@ MAX_NUMBERS = 16  # of an observation, in a film
 
 @click.command()
 @click.argument("run", default="latest")
-@click.option("--film", metavar="NAME", help="Show the steps of one, as text.")
+@click.option("--film", metavar="NAME", help="Show the steps of one, as text, or in --out film.webp.")
 @click.option("--out", type=click.Path(path_type=Path), help="Copy all to a folder, for demonstrations=FOLDER.")
 @click.option("--drop", metavar="NAME", multiple=True, help="Delete one, or all of a behaviour.")
 def demonstrations(run: str, film: str | None, out: Path | None, drop: tuple[str, ...]) -> None:
@@ -28,6 +29,7 @@ def demonstrations(run: str, film: str | None, out: Path | None, drop: tuple[str
     Examples:
       shoal demonstrations
       shoal demonstrations latest --film human-1f0c9ad2-000003
+      shoal demonstrations latest --film human-1f0c9ad2-000003 --out film.webp
       shoal demonstrations latest --out shown/
       shoal demonstrations latest --drop human-1f0c9ad2-000003 --drop script
     """
@@ -45,7 +47,10 @@ def demonstrations(run: str, film: str | None, out: Path | None, drop: tuple[str
     elif film is not None:
         if film not in found:
             raise ConfigError("film", film, f"is no demonstration of {record.id}", "see `shoal demonstrations`")
-        click.echo("\n".join(_film(found[film])))
+        if out is None:
+            click.echo("\n".join(_film(found[film])))
+        else:
+            _draw(found[film], out)
     elif out is not None:
         target = open_store(out)
         for name, each in found.items():
@@ -78,6 +83,19 @@ def _list(run: Run, found: Mapping[str, Demonstration]) -> None:
     for name, (info, _) in found.items():
         shown = "goes on" if info.episode_return is None else format_number(info.episode_return)
         click.echo(f"{name:<36}{info.num_steps:>8,}{shown:>12}  {info.actor_id}")
+
+
+def _draw(demonstration: Demonstration, out: Path) -> None:
+    """As a film, by the library that draws those of policies. Raises ConfigError, MissingExtra."""
+    try:
+        draw = find_extension("draw", "shoal.films", {})
+    except ValueError as error:
+        raise ConfigError("out", str(out), str(error), "install the library films of Shoal") from None
+    info, segment = demonstration
+    ended = "terminated" if info.terminated else "truncated" if info.truncated else ""
+    shown = {"observations": segment.observations, "actions": segment.actions, "rewards": segment.rewards}
+    count = draw(out, title=f"{demonstration.name} · {info.behaviour}", outcome=ended, **shown)
+    click.echo(f"{out}: {count} pictures")
 
 
 def _film(demonstration: Demonstration) -> Iterator[str]:

@@ -59,7 +59,7 @@ def play(
     with needs_extra("films"):
         from shoal.libs.films import film_file
         from shoal.libs.films.episode import MAX_FRAMES, MAX_PICTURES, MIN_FRAMES
-        from shoal.libs.films.play import Game, summarize
+        from shoal.libs.films.play import PlayedGame, summarize
     if record is not None:
         film_file.require_format(record)
     others = dict(_split_agent(each) for each in agents)
@@ -71,7 +71,7 @@ def play(
         _open_players([model, *others.values()], endpoint, action, seed) as players,
         open_environment(env, ignore, draws=record is not None) as environment,
     ):
-        game = Game(env, environment, players[0], dict(zip(others, players[1:], strict=True)), max_steps, note)
+        game = PlayedGame(env, environment, players[0], dict(zip(others, players[1:], strict=True)), max_steps, note)
         played = []
         for number in range(episodes):
             played.append(game.play(number, seed + number, max_frames if number < num_films else 0))
@@ -95,14 +95,14 @@ def _print_episode(number: int, played: Any) -> None:
         format_number(value) if agent is None else f"{agent} {format_number(value)}"
         for agent, value in played.returns.items()
     ]
-    ended = played.ended or "not ended"
-    click.echo(f"episode {number + 1}: return {', '.join(returns)} in {played.num_steps:,} steps, {ended}")
+    outcome = played.outcome or "not ended"
+    click.echo(f"episode {number + 1}: return {', '.join(returns)} in {played.num_steps:,} steps, {outcome}")
 
 
-def _split_agent(word: str) -> tuple[str, str]:
-    agent, _, model = word.partition("=")
+def _split_agent(text: str) -> tuple[str, str]:
+    agent, _, model = text.partition("=")
     if not agent or not model:
-        raise ConfigError("agent", word, "is not AGENT=MODEL", "as in --agent prey=tag-prey")
+        raise ConfigError("agent", text, "is not AGENT=MODEL", "as in --agent prey=tag-prey")
     return agent, model
 
 
@@ -125,7 +125,7 @@ def _open_players(models: list[str], endpoint: str | None, action: Any, seed: in
     with Client(target.url, token=token_for(target.url)) as client:
         players = []
         for each in models:
-            name, word = split_ref(each)
-            version = None if not word else int(word) if word.isdigit() else Registry().get(each).version
+            name, text = split_ref(each)
+            version = None if not text else int(text) if text.isdigit() else Registry().get(each).version
             players.append(EndpointPlayer(client, name, version, action))
         yield players

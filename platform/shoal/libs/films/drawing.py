@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from shoal.extend.runs import COLOURS, INK, MUTED, RULE, format_number
-from shoal.libs.films.episode import CHART_S, FRAMES_PER_S, LAST_S, STEPS_PER_S, WIDTH, Episode, Shot, fit_picture
+from shoal.libs.films.episode import CHART_S, FRAMES_PER_S, LAST_S, STEPS_PER_S, WIDTH, FilmedEpisode, Shot, fit_picture
 
 PAPER = "#ffffff"
 MARGIN, LINE_HEIGHT, CURVE_HEIGHT, BAR_HEIGHT, CHART_HEIGHT = 6, 14, 36, 34, 180
@@ -23,7 +23,7 @@ _FONT_SIZE = 11
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 
-def draw_frames(episode: Episode) -> Iterator[tuple[Image.Image, float]]:
+def draw_frames(episode: FilmedEpisode) -> Iterator[tuple[Image.Image, float]]:
     """The pictures of a film, RGB, all of one size, with the seconds that each is shown."""
     font = ImageFont.load_default(_FONT_SIZE)
     shots = episode.shots or list(_draw_observations(episode, font))
@@ -36,10 +36,10 @@ def draw_frames(episode: Episode) -> Iterator[tuple[Image.Image, float]]:
         yield picture, seconds
 
 
-def _draw_observations(episode: Episode, font: Font) -> Iterator[Shot]:
+def _draw_observations(episode: FilmedEpisode, font: Font) -> Iterator[Shot]:
     """The observations themselves where they are pictures, or else a chart of them with a mark at the step."""
     last, pictures = episode.num_steps - 1, find_pictures(episode.observations)
-    steps = [*range(0, last, -(-episode.num_steps // episode.max_frames)), last]
+    steps = [*range(0, last, max(1, -(-last // (episode.max_frames - 1)))), last]
     seconds = max(1 / FRAMES_PER_S, min(1 / STEPS_PER_S, CHART_S / len(steps)))
     rows = episode.observations.reshape(len(episode.observations), -1)[: episode.num_steps]
     chart = draw_chart(rows.astype(np.float64) if pictures is None else rows[:, :0])
@@ -47,7 +47,7 @@ def _draw_observations(episode: Episode, font: Font) -> Iterator[Shot]:
         if pictures is not None:
             shown = fit_picture(Image.fromarray(pictures[step]))
         else:
-            shown, x = chart.copy(), _place(step, max(1, last))
+            shown, x = chart.copy(), _find_x(step, max(1, last))
             draw = ImageDraw.Draw(shown)
             draw.line([(x, MARGIN), (x, CHART_HEIGHT - MARGIN)], INK)
             for index, number in enumerate(rows[step] if rows.shape[1] <= MAX_LINES else ()):
@@ -59,7 +59,7 @@ def _draw_observations(episode: Episode, font: Font) -> Iterator[Shot]:
 class _Panel:
     """The lower part."""
 
-    def __init__(self, episode: Episode, font: Font) -> None:
+    def __init__(self, episode: FilmedEpisode, font: Font) -> None:
         self._episode, self._font = episode, font
         self._returns = episode.rewards.cumsum()
         self._num_steps = max(1, episode.num_steps - 1)
@@ -83,8 +83,8 @@ class _Panel:
         episode = self._episode
         picture.paste(self._still, (0, top))
         draw = ImageDraw.Draw(picture)
-        ended = f"{episode.ended} after " if is_last and episode.ended else ""
-        steps = f"{ended}{step + 1} steps" if ended else f"step {step + 1}"
+        outcome = f"{episode.outcome} after " if is_last and episode.outcome else ""
+        steps = f"{outcome}{step + 1} steps" if outcome else f"step {step + 1}"
         draw.text((WIDTH - MARGIN, top + 2), steps, MUTED, self._font, anchor="ra")
         y = top + 2 + LINE_HEIGHT
         draw.text((MARGIN, y), f"reward {format_number(episode.rewards[step])}", REWARD, self._font)
@@ -93,7 +93,7 @@ class _Panel:
         if episode.values is not None:
             value = f"value {format_number(episode.values[step])}"
             draw.text((WIDTH - MARGIN, y), value, VALUE, self._font, anchor="ra")
-        x, above = _place(step, self._num_steps), top + MARGIN + 2 * LINE_HEIGHT
+        x, above = _find_x(step, self._num_steps), top + MARGIN + 2 * LINE_HEIGHT
         draw.line([(x, above), (x, above + CURVE_HEIGHT)], INK)
         if self._bars is not None:
             self._draw_bars(draw, step, above + CURVE_HEIGHT + 3)
@@ -109,8 +109,10 @@ class _Panel:
             colour = VALUE if index in chosen else RULE
             draw.rectangle([left, bottom - 1 - share * height, right, bottom], colour)
             if width >= 30:
-                word = f"{index}: {share:.0%}" if self._has_probabilities else str(index)
-                draw.text((left + 2, top), word, INK if index in chosen else MUTED, self._font)
+                text = f"{index}: {share:.0%}" if self._has_probabilities else str(index)
+                if self._episode.actions.dtype.kind == "f":
+                    text += f": {format_number(float(self._episode.actions[step].flat[index]))}"
+                draw.text((left + 2, top), text, INK if index in chosen else MUTED, self._font)
 
 
 def find_pictures(observations: np.ndarray) -> np.ndarray | None:
@@ -153,7 +155,7 @@ def draw_chart(rows: np.ndarray) -> Image.Image:
     return chart
 
 
-def _place(step: int, last: int) -> float:
+def _find_x(step: int, last: int) -> float:
     return MARGIN + (WIDTH - 2 * MARGIN - 1) * min(step, last) / last
 
 
@@ -171,11 +173,11 @@ def _draw_line(
     span = max(high - low, least * max(abs(low), abs(high))) or 1.0
     last = max(1, len(column) - 1)
     steps = np.unique(np.linspace(0, len(column) - 1, min(len(column), 2 * WIDTH)).astype(int)).tolist()
-    points = [(_place(step, last), top + height - 2 - (height - 4) * (column[step] - low) / span) for step in steps]
+    points = [(_find_x(step, last), top + height - 2 - (height - 4) * (column[step] - low) / span) for step in steps]
     draw.line(points if len(points) > 1 else points * 2, colour, width)
 
 
-def _find_bars(episode: Episode) -> tuple[np.ndarray | None, bool]:
+def _find_bars(episode: FilmedEpisode) -> tuple[np.ndarray | None, bool]:
     """Shares [N, K] of what is drawn as columns, and whether they are probabilities."""
     if episode.probabilities is not None:
         return episode.probabilities, True
@@ -188,7 +190,7 @@ def _find_bars(episode: Episode) -> tuple[np.ndarray | None, bool]:
     return ((rows - low) / span if rows.shape[1] <= WIDTH // 2 else None), False
 
 
-def _find_chosen(episode: Episode, step: int, has_probabilities: bool) -> set[int]:
+def _find_chosen(episode: FilmedEpisode, step: int, has_probabilities: bool) -> set[int]:
     action = episode.actions[step]
     if action.ndim == 0 and action.dtype.kind in "iub":
         return {int(action)}

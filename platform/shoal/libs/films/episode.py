@@ -35,13 +35,13 @@ class Shot(NamedTuple):
 
 
 @dataclass
-class Episode:
+class FilmedEpisode:
     """One episode of N steps, of one agent.
 
     observations:  [N, ...] or [N + 1, ...], before each step
     actions:       [N, ...]; rewards, values: [N]
     probabilities: [N, K], of the choices; of a policy without a distribution their `scores` [N, K], such as Q
-    ended:         "terminated", "truncated", or "" where it goes on
+    outcome:       "terminated", "truncated", or "" where it goes on
     shots:         in order, the last one after the episode's end; without any a chart is drawn
     max_frames:    of that chart
     """
@@ -53,7 +53,7 @@ class Episode:
     values: np.ndarray | None = None
     probabilities: np.ndarray | None = None
     scores: np.ndarray | None = None
-    ended: str = ""
+    outcome: str = ""
     shots: list[Shot] = field(default_factory=list)
     max_frames: int = MAX_FRAMES
 
@@ -80,7 +80,7 @@ class Camera:
         if picture is None or np.ndim(picture) != 3:
             return
         self.frames[step] = fit_picture(Image.fromarray(np.asarray(picture, np.uint8)[:, :, :3]))
-        if len(self.frames) > self._max_frames:
+        if len(self.frames) > self._max_frames and not is_last:
             self._every *= 2
             self.frames = {number: each for number, each in self.frames.items() if number % self._every == 0}
 
@@ -130,7 +130,7 @@ class Recording:
         if self._rewards:
             self._rewards[-1] += value
 
-    def finish(self, title: str, ended: str, max_frames: int = MAX_FRAMES) -> Episode | None:
+    def finish(self, title: str, outcome: str, max_frames: int = MAX_FRAMES) -> FilmedEpisode | None:
         """None where the agent has not acted."""
         if not self._numbers:
             return None
@@ -139,7 +139,7 @@ class Recording:
             for name in ("value", "probabilities", "scores")
             if all(name in each for each in self._outputs)
         }
-        episode = Episode(
+        episode = FilmedEpisode(
             title,
             np.stack(self._observations),
             np.stack(self._actions),
@@ -147,7 +147,7 @@ class Recording:
             found.get("value"),
             found.get("probabilities"),
             found.get("scores"),
-            ended,
+            outcome,
             max_frames=max_frames,
         )
         if self._camera is not None:  # of the game's steps: in some of them the agent may not have acted

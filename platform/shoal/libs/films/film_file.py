@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -15,10 +14,13 @@ from PIL import Image
 from shoal.atomic_file import replace_synced
 from shoal.errors import ConfigError, needs_extra
 from shoal.libs.films.drawing import PAPER, draw_frames
-from shoal.libs.films.episode import WIDTH, Episode
+from shoal.libs.films.episode import MAX_FRAMES, WIDTH, FilmedEpisode
 
 SUFFIXES = (".webp", ".mp4")
+# With loss, libwebp leaves pixels as they were that have changed by little since the picture before, so that what moves
+# leaves traces, and what fades does not. Flat drawings are as small without.
 QUALITY = 60
+MAX_BYTES = 1_000_000  # of MAX_FRAMES pictures; above it, a film with loss
 MP4_FRAMES_PER_S = 25
 
 
@@ -30,10 +32,10 @@ def require_format(path: Path) -> None:
         raise ConfigError("record", str(path), f"there is no folder {path.absolute().parent}", "create it first")
     if path.suffix == ".mp4":
         with needs_extra("films"):
-            importlib.import_module("av")
+            import av  # noqa: F401
 
 
-def write_film(path: Path, episodes: Sequence[Episode]) -> int:
+def write_film(path: Path, episodes: Sequence[FilmedEpisode]) -> int:
     """Draw the episodes one after the other into one film; returns the number of its pictures. Raises ConfigError."""
     require_format(path)
     pictures = _match_sizes([draw_frames(each) for each in episodes])
@@ -41,10 +43,10 @@ def write_film(path: Path, episodes: Sequence[Episode]) -> int:
     return write(path, pictures)
 
 
-def draw_film(path: Path, *, title: str, ended: str = "", **arrays: np.ndarray | None) -> int:
+def draw_film(path: Path, *, title: str, outcome: str = "", **arrays: np.ndarray | None) -> int:
     """`write_film` of one episode given as arrays: `observations`, `actions`, `rewards`, and, if known, `values`,
-    `probabilities` or `scores`: see `Episode`."""
-    return write_film(path, [Episode(title, ended=ended, **arrays)])  # type: ignore[arg-type]
+    `probabilities` or `scores`: see `FilmedEpisode`."""
+    return write_film(path, [FilmedEpisode(title, outcome=outcome, **arrays)])  # type: ignore[arg-type]
 
 
 def _match_sizes(films: Sequence[Iterator[tuple[Image.Image, float]]]) -> Iterator[tuple[Image.Image, float]]:
@@ -66,25 +68,19 @@ def _write_webp(path: Path, pictures: Iterator[tuple[Image.Image, float]]) -> in
         durations.append(max(20, round(1000 * each[1])))
         return each[0]
 
-    buffer, first = io.BytesIO(), note(next(pictures))
-    first.save(
-        buffer,
-        "WEBP",
-        save_all=True,
-        append_images=map(note, pictures),
-        duration=durations,  # Pillow reads the duration of a picture after it has taken the picture
-        loop=0,
-        quality=QUALITY,
-        method=0,
-        kmin=100,
-        kmax=200,
-    )
+    first, *others = map(note, pictures)
+    for options in ({"lossless": True, "quality": 20}, {"quality": QUALITY}):
+        buffer = io.BytesIO()
+        first.save(buffer, "WEBP", save_all=True, append_images=others, duration=durations, loop=0, method=0, **options)
+        if buffer.tell() <= MAX_BYTES * max(1.0, len(durations) / MAX_FRAMES):
+            break
     replace_synced(path, buffer.getvalue())
     return len(durations)
 
 
 def _write_mp4(path: Path, pictures: Iterator[tuple[Image.Image, float]]) -> int:
-    av: Any = importlib.import_module("av")  # optional, and not of this project's own environment
+    import av
+
     count, shown_s, buffer = 0, 0.0, io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream: Any = container.add_stream("libx264", rate=MP4_FRAMES_PER_S)

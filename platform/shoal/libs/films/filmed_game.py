@@ -85,13 +85,13 @@ class FilmedGame:
     def _get_own(self, value: Any) -> Any:
         return value if self._agent is None else value.get(self._agent)
 
-    def _write(self, recording: Recording, ended: str) -> None:
+    def _write(self, recording: Recording, outcome: str) -> None:
         began, client = time.monotonic(), self._client
         recording.take(self._step, is_last=True)
         first, version = self._first_version, self._thoughts.version
         versions = f"version {version}" if first == version else f"versions {first} to {version}"
         title = f"{versions} · episode {self._number + 1} · {self._agent or client.actor_id}"
-        if (episode := recording.finish(title, ended)) is None:
+        if (episode := recording.finish(title, outcome)) is None:
             return
         folder = Path(self._folder) if self._folder else home() / "runs" / client.run_id / "films"
         if not self._folder and not folder.parent.is_dir():

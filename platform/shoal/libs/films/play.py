@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.extend.rl import AgentsEpisode, is_parallel, translate_environment_errors
-from shoal.libs.films.episode import Episode, Recording, open_camera
+from shoal.libs.films.episode import FilmedEpisode, Recording, open_camera
 from shoal.libs.films.players import Player, describe_outputs
 
 
@@ -20,12 +20,12 @@ class Played:
 
     returns: dict[Any, float]
     num_steps: int
-    ended: str
-    film: Episode | None = None
+    outcome: str
+    film: FilmedEpisode | None = None
 
 
 @dataclass
-class Game:
+class PlayedGame:
     """A game, and who plays it.
 
     players:   by agent; the agent None, of a game that has one, and others have `first`
@@ -49,13 +49,13 @@ class Game:
         self._sizes = [int(each) for each in getattr(space(self._shown) if callable(space) else space, "nvec", ())]
 
     def play(self, number: int, seed: int | None, max_frames: int = 0) -> Played:
-        """An episode. max_frames: of its film; 0 for none. Raises ConfigError for errors of the game; and as players."""
+        """An episode. max_frames: of its film; 0: none. Raises ConfigError for the game's errors, and as players do."""
         with translate_environment_errors(self.env):
             episode = AgentsEpisode(self.environment, seed)
         for player in {id(each): each for each in (self.first, *self.players.values())}.values():
             player.reset()
         recording = self._begin_recording(number, max_frames) if max_frames else None
-        returns, ended, num_steps = dict[Any, float](), "", 0
+        returns, outcome, num_steps = dict[Any, float](), "", 0
         while episode.observations and num_steps < self.max_steps:
             chosen = {
                 agent: self._find_player(agent).act(observation, episode.get_mask(agent), agent)
@@ -75,13 +75,13 @@ class Game:
             if recording is not None:
                 recording.reward(episode.rewards.get(self._shown, 0.0))
             if self._shown in episode.outcomes:
-                ended = "truncated" if episode.outcomes[self._shown][1] else "terminated"
+                outcome = "truncated" if episode.outcomes[self._shown][1] else "terminated"
         film = None
         if recording is not None:
             recording.take(num_steps, is_last=True)
             words = [self._find_player(self._shown).name, f"episode {number + 1}", self._shown]
-            film = recording.finish(" · ".join(map(str, filter(None, words))), ended, max_frames)
-        return Played(returns, num_steps, ended, film)
+            film = recording.finish(" · ".join(map(str, filter(None, words))), outcome, max_frames)
+        return Played(returns, num_steps, outcome, film)
 
     def _find_player(self, agent: Any) -> Player:
         return self.players.get(agent, self.first)

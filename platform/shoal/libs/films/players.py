@@ -36,8 +36,9 @@ class LocalPlayer:
         self._deterministic = None if acting is None else acting == "best"
 
     def act(self, observation: Any, mask: Any, agent: Hashable) -> tuple[Any, Outputs]:
-        options: dict[str, Any] = {"deterministic": self._deterministic, "mask": mask, "stream": agent}
-        action, outputs = self._model.decide(observation, **options)
+        action, outputs = self._model.decide(
+            observation, deterministic=self._deterministic, mask=mask, stream=agent, is_flat=True
+        )
         return action, {name: rows[0] for name, rows in outputs.items()}
 
     def reset(self) -> None:
