@@ -49,6 +49,18 @@ def draw_film(path: Path, *, title: str, outcome: str = "", **arrays: np.ndarray
     return write_film(path, [FilmedEpisode(title, outcome=outcome, **arrays)])  # type: ignore[arg-type]
 
 
+def thin_out(written: list[Path], most: int) -> list[Path]:
+    """Those that stay: of more than `most` every second one is deleted, with what has its name; neither the first nor
+    the last."""
+    if len(written) <= most:
+        return written
+    dropped = written[1:-1:2]
+    for path in dropped:
+        for each in path.parent.glob(f"{path.stem}.*"):
+            each.unlink(missing_ok=True)
+    return [each for each in written if each not in dropped]
+
+
 def _match_sizes(films: Sequence[Iterator[tuple[Image.Image, float]]]) -> Iterator[tuple[Image.Image, float]]:
     """All as high as the first: an episode without choices has a lower panel."""
     size: tuple[int, int] | None = None

@@ -15,7 +15,7 @@ from shoal.atomic_file import make_folder
 from shoal.extend.rl import ActorClient, is_parallel, make_policy
 from shoal.home import home
 from shoal.libs.films.episode import Recording, open_camera
-from shoal.libs.films.film_file import write_film
+from shoal.libs.films.film_file import thin_out, write_film
 from shoal.libs.films.players import describe_outputs
 from shoal.wire.action_masks import INFO_KEY
 
@@ -100,12 +100,9 @@ class FilmedGame:
         actor = re.sub(r"[^A-Za-z0-9_-]", "-", client.actor_id)
         path = folder / f"v{version:06d}-e{self._number + 1:06d}-r{self._return:.6g}-{actor}.webp"
         write_film(path, [episode])
-        self._written.append(path)
-        if len(self._written) > MAX_FILMS:
-            for each in self._written[1:-1:2]:
-                each.unlink(missing_ok=True)
-            self._written = [each for each in self._written if each not in self._written[1:-1:2]]
-            self._every *= 2
+        count = len(self._written) + 1
+        self._written = thin_out([*self._written, path], MAX_FILMS)
+        self._every *= 1 + (len(self._written) < count)
         now = time.monotonic()
         self._rest_until = now + (self._spent_s + now - began) * (1 / MAX_SHARE - 1)
 

@@ -9,6 +9,7 @@ LIBRARY = Library(
         "shoal.films": {
             "draw": "shoal.libs.films.film_file:draw_film",
             "actor": "shoal.libs.films.filmed_game:FilmedGame",
+            "samples": "shoal.libs.films.samples:SampleSheet",
         }
     },
 )
