@@ -11,7 +11,7 @@ PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriv
 PROTOCOL := platform/shoal/libs/grpc
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo game recommender test soak rehearse compat gpu check format proto bench bench-check clean
+.PHONY: help setup demo game recommender test soak rehearse compat gpu check format proto bench bench-check docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -111,5 +111,16 @@ bench: $(READY) $(addsuffix /.ready,$(PEERS))  ## Measure every bar beside its p
 bench-check: $(READY)  ## Say which bars the committed results miss
 	@$(BIN)/python -m benchmarks.table --check
 
+DOCS := .venv-docs
+$(DOCS)/.ready:
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 'mkdocstrings[python]==1.0.8' black
+	@touch $@
+
+docs: $(READY) $(DOCS)/.ready  ## Build the pages as a site in build/site, which is searched without a server
+	@$(BIN)/python docs/make_reference.py
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
 clean:  ## Remove the environments and caches
-	rm -rf $(VENV) $(SMOLLM2) $(CLIENTS) $(COMPAT) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(SMOLLM2) $(CLIENTS) $(COMPAT) $(NODE) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

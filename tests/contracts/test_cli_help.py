@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
-from shoal.cli import COMMANDS, cli, main
+from shoal.cli import COMMANDS, HEADINGS, cli, find_commands, main
+from shoal.config import Spec
+from shoal.config.field_help import choose_main, list_field_help
+from shoal.errors import ConfigError
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+from shoal.libs.population.loop.spec import RLPopulationSpec
+from shoal.libs.stream.spec import StreamSpec
+from shoal.libs.sweep.spec import SweepSpec
+from shoal.train.spec import TrainSpec
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
@@ -20,6 +32,21 @@ def test_help_of_every_verb_has_an_example(verb: str, capfd: pytest.CaptureFixtu
 def test_the_program_without_words_lists_its_verbs() -> None:
     result = CliRunner().invoke(cli, ["--help"])
     assert all(verb in result.output for verb in COMMANDS)
+
+
+def test_every_verb_has_a_heading() -> None:
+    assert {verb: heading for verb, (_, heading, _) in find_commands().items() if heading not in HEADINGS} == {}
+
+
+@pytest.mark.parametrize("spec", [TrainSpec, ActorLearnerSpec, StreamSpec, SweepSpec, RLPopulationSpec])
+def test_the_help_of_a_job_begins_with_about_ten_fields_and_names_its_page(spec: type[Spec]) -> None:
+    fields = list(list_field_help(spec()))
+    main = choose_main(fields, spec.main_fields)
+    assert [path for path in spec.main_fields if not any(f"{each.path}.".startswith(f"{path}.") for each in main)] == []
+    assert 6 <= len(main) <= 12
+    assert (ROOT / "docs" / spec.page).is_file()
+    with pytest.raises(ConfigError, match=f"no such field.*See docs/{spec.page}$"):
+        spec().override(["no_such_thing=1"])
 
 
 def test_a_mistake_is_one_line_with_a_remedy(

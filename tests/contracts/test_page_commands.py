@@ -94,7 +94,8 @@ def check_shoal(verb: str, words: list[str]) -> None:
         inner = found.get_command(context, words.pop(0))
         assert inner is not None
         found = inner
-    with found.make_context(verb, [each for each in words if each != "--help"]) as context:
+    shown = ("--help", "--all") if "--help" in words else ()  # `--all` is of the help of a job
+    with found.make_context(verb, [each for each in words if each not in shown]) as context:
         if verb == "run":
             check_fields(find_file(context.params["job"]), context.params["overrides"])
 

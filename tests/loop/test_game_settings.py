@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import shoal
 from loop.test_local_loop import EXPERIENCE, SPEC, SignGame
-from rl_setting import TOKEN, segment
+from rl_setting import TOKEN, segment, serving
 from shoal.actor import ActorClient, play
 from shoal.actor.remote import RemoteClient, run_remote_actor
 from shoal.cli.commands.runs import set_settings
@@ -72,6 +72,14 @@ def test_a_game_is_told_at_welcome_and_on_change_and_returns_are_counted_by_vers
         assert again.gateway.stats()["by_settings"][2]["episodes"] >= 3
 
 
+def test_the_first_welcome_has_the_settings_and_after_a_restart_those_that_were_told_last(tmp_path: Path) -> None:
+    with serving(tmp_path, setting={"settings": {"gravity": 9}}) as first:
+        assert (first.gateway.stats()["settings"], first.gateway.stats()["settings_version"]) == ({"gravity": 9}, 1)
+        first.gateway.set_settings({"gravity": 1})
+    with serving(tmp_path, setting={"settings": {"gravity": 9}}) as again:
+        assert (again.gateway.stats()["settings"], again.gateway.stats()["settings_version"]) == ({"gravity": 1}, 2)
+
+
 @pytest.mark.parametrize(("said", "version"), [(1, 1), (None, 2), (3, 2), (-1, 2)])
 def test_an_episode_is_counted_with_the_settings_that_its_game_names(said: int | None, version: int) -> None:
     progress, actor = RunProgress(), ActorProgress("one", 1)
@@ -95,12 +103,50 @@ def unpack(sent: Segment) -> Segment:
 def test_rules_come_into_force_one_after_the_other_and_stay(tmp_path: Path) -> None:
     rules = [SettingsRule(above=10, set={"gravity": 12}), SettingsRule(above=20, set={"gravity": 15, "wind": True})]
     begin_settings(tmp_path)
-    found = [advance_settings(tmp_path, {"gravity": 9.8}, rules, each)["gravity"] for each in (-math.inf, 9, 10, 0, 30)]
+    sent: dict[str, Any] = {"gravity": 9.8}
+    found = []
+    for mean_return in (-math.inf, 9, 10, 0, 30):
+        sent = advance_settings(tmp_path, {"gravity": 9.8}, rules, mean_return, sent)
+        found.append(sent["gravity"])
     assert found == [9.8, 9.8, 12, 12, 15]
-    again = tmp_path / "again"
-    again.mkdir()
-    begin_settings(again, tmp_path)
-    assert read_settings(again) == ({"gravity": 15, "wind": True}, 2)
+    begin_settings(tmp_path)  # resumed
+    assert read_settings(tmp_path) == ({"gravity": 15, "wind": True}, 2)
+
+
+def test_a_rule_takes_no_return_of_earlier_settings(tmp_path: Path) -> None:
+    rules = [SettingsRule(above=10, set={"gravity": 12}), SettingsRule(above=20, set={"gravity": 15})]
+    begin_settings(tmp_path)
+    sent = {"gravity": 9.8}  # as the counts say that came before the gateway had sent those of the first rule
+    assert [advance_settings(tmp_path, sent, rules, 30, sent)["gravity"] for _ in range(2)] == [12, 12]
+
+
+def test_a_gateway_that_is_killed_after_a_change_counts_no_return_of_earlier_settings(tmp_path: Path) -> None:
+    with serving(tmp_path, heartbeat_s=20.0) as parts:
+        state = parts.gateway._state
+        episode = segment(2, terminated=True, episode_return=1.0, episode_length=2)
+        state.progress.record_segment(ActorProgress("one", 1), episode)
+        state.change_settings({"gravity": 9})
+        known = {name: parts.ledger.get_fact(name) or "" for name in ("progress", "settings")}
+    restored = RunProgress()
+    restored.restore(known["progress"])
+    assert (known["settings"], list(restored.returns), restored.by_settings) == (
+        '[1, {"gravity": 9}]',
+        [],
+        {0: (1, 1.0)},
+    )
+
+
+def test_a_loop_without_a_job_follows_no_rules_and_says_so(tmp_path: Path) -> None:
+    spec = SPEC.override(["rules=[{above: 3, set: {gravity: 12}}]"])
+    with pytest.raises(ConfigError, match=r"rules = .*shoal run actor_learner"):
+        LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN)
+
+
+def test_the_first_game_has_the_settings_with_which_a_run_begins(tmp_path: Path) -> None:
+    for _ in range(2):  # also after a restart
+        with serving(tmp_path, setting={"settings": {"gravity": 9}}) as parts:
+            stats = parts.gateway.stats()
+        assert (stats["settings"], stats["settings_version"]) == ({"gravity": 9}, 1)
 
 
 def test_settings_are_typed() -> None:
@@ -131,6 +177,7 @@ def test_settings_are_changed_from_the_command_line() -> None:
         wrong = CliRunner().invoke(set_settings, ["one", "gravity"])
         assert wrong.exit_code == 2
         assert "NAME=VALUE" in wrong.output
+    assert CliRunner().invoke(set_settings, ["one", "gravity=7"]).output == "run one once it is resumed: gravity=7\n"
     with shoal.runs.create("train", "", "two"):
         refused = CliRunner().invoke(set_settings, ["two", "gravity=9"])
         assert "has no games" in str(refused.exception)

@@ -83,7 +83,7 @@ def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path) -> No
 
     with (
         LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=2.0) as loop,
-        node_actor(f"ws://127.0.0.1:1|{loop.websocket_address}", "--actor-id", "node") as process,
+        node_actor(f"ws://127.0.0.1:65535|{loop.websocket_address}", "--actor-id", "node") as process,
     ):
 
         def count_steps(actor_id: str) -> int:
@@ -249,6 +249,33 @@ def test_what_a_person_does_is_a_demonstration_for_a_session_or_for_a_while(tmp_
         assert (stats["steps"], stats["episodes"]) == (7 + 7, 0)  # an assisted episode's return is not the policy's
         assert all(each["invalid"] == {} for each in stats["actors"])
     assert loop.ledger.get_totals().is_balanced
+
+
+def test_an_episode_that_its_gateway_has_lost_goes_on_as_one_in_which_a_person_has_acted() -> None:
+    program = """
+        const { RemotePlayer } = await import(process.argv[1]);
+        const spec = { observation: { dtype: 'float32', shape: [1] }, action: { dtype: 'int64', shape: [] } };
+        const posted = [];
+        const session = { spec, isWelcomed: true, post: ({ step, taken }) => posted.push([step, taken ?? null]) };
+        const player = new RemotePlayer(session);
+        const answer = (episode, step, reason = '') => new Promise((resolve) => setTimeout(() => {
+          player.onMessage({ kind: 'action', episode, step, action: 1, reason });
+          resolve();
+        }));
+        player.begin('me');
+        const play = async (taken, ...answers) => {
+          const asked = player.act('me', [0], 1, { taken });
+          for (const each of answers) await answer(...each);
+          await asked;
+        };
+        await play(undefined, [0, 0]);
+        await play(1, [0, 1]);
+        await play(undefined, [0, 2, 'unknown_episode'], [1, 0]);
+        console.log(JSON.stringify(posted));
+    """
+    command = [*NODE, "--input-type=module", "-e", program, str(CLIENT / "lib/remote.js")]
+    ran = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert json.loads(ran.stdout) == [[0, None], [1, 1], [2, None], [0, 0]]  # any `taken` at step 0 says so
 
 
 def test_another_game_than_the_run_learns_is_refused_by_its_spaces(tmp_path: Path) -> None:

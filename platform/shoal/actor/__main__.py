@@ -35,7 +35,7 @@ SHOAL_TOKEN to what that file holds there.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play until the run is over or a signal comes; returns the exit status."""
-    options = _make_parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     words = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if options.lifeline:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "shoal actor", description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -13,32 +13,36 @@ from shoal.cli.support.groups import SuggestingGroup
 from shoal.errors import ConfigError, InferenceError, NotReached, ShoalError
 from shoal.plugins.library import LIBRARIES, find_libraries
 
-# command -> (module, help text); `find_commands` adds those of libraries
+HEADINGS = ("begin", "train", "play", "serve", "look", "operate")  # of `shoal --help`
+# command -> (module, heading, help text); `find_commands` adds those of libraries
 COMMANDS = {
-    "up": ("cluster", "Start a Ray cluster for Shoal on this machine, in the background."),
-    "down": ("cluster", "Stop the cluster that `shoal up` started."),
-    "status": ("cluster", "Show what is running: the cluster, its jobs, gateways and endpoints."),
-    "run": ("run", "Run a job, with a live display."),
-    "actor": ("actor", "Play an environment and send the experience to a gateway."),
-    "runs": ("runs", "List the runs, show one, or remove some."),
-    "logs": ("runs", "Show what the processes of a run printed."),
-    "models": ("models", "List, show, add, promote, roll back and remove registered models."),
-    "serve": ("serve", "Serve models: deploy, show, roll out, roll back, delete."),
-    "set": ("runs:set_settings", "Change the settings of a run's games."),
-    "release": ("runs", "Release an actor of a run from quarantine."),
+    "run": ("run", "begin", "Run a job, with a live display."),
+    "actor": ("actor", "play", "Play an environment and send the experience to a gateway."),
+    "set": ("runs:set_settings", "play", "Change the settings of a run's games."),
+    "models": ("models", "serve", "List, show, add, promote, roll back and remove registered models."),
+    "serve": ("serve", "serve", "Serve models: deploy, show, roll out, roll back, delete."),
+    "runs": ("runs", "look", "List the runs, show one, or remove some."),
+    "logs": ("runs", "look", "Show what the processes of a run printed."),
+    "status": ("cluster", "look", "Show what is running: the cluster, its jobs, gateways and endpoints."),
+    "up": ("cluster", "operate", "Start a Ray cluster for Shoal on this machine, in the background."),
+    "down": ("cluster", "operate", "Stop the cluster that `shoal up` started."),
+    "release": ("runs", "operate", "Release an actor of a run from quarantine."),
 }
 
 
-def find_commands() -> dict[str, tuple[str, str]]:
-    """The `module:command` and the help text of each verb, but for those within a group of ours.
+def find_commands() -> dict[str, tuple[str, str, str]]:
+    """The `module:command`, the heading and the help text of each verb, but for those within a group of ours.
 
     Raises ConfigError where two have one verb.
     """
-    own = {verb: (place if ":" in place else f"{place}:{verb}", text) for verb, (place, text) in COMMANDS.items()}
-    commands = {verb: (f"shoal.cli.commands.{place}", text) for verb, (place, text) in own.items()}
+    commands = {}
+    for verb, (place, heading, text) in COMMANDS.items():
+        commands[verb] = (f"shoal.cli.commands.{place}" + ("" if ":" in place else f":{verb}"), heading, text)
     owners = dict.fromkeys(commands, "shoal")
     for library in find_libraries():
-        verbs = {verb: each for verb, each in library.verbs.items() if " " not in verb}
+        verbs = {
+            verb: (place, library.heading, text) for verb, (place, text) in library.verbs.items() if " " not in verb
+        }
         if twice := owners.keys() & verbs.keys():
             verb = min(twice)
             problem = f"has the verb {verb}, which {owners[verb]} has too"
@@ -68,8 +72,14 @@ class _LazyCommandGroup(SuggestingGroup):
             ctx.exit(128 + signal.SIGINT)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(verb, text) for verb, (_, text) in find_commands().items()])
+        commands = find_commands()
+        for shown in HEADINGS:
+            here = [verb for verb, (_, heading, _) in commands.items() if heading == shown]
+            others = [
+                verb for verb, (_, heading, _) in commands.items() if heading not in HEADINGS and shown == "operate"
+            ]
+            with formatter.section(shown.capitalize()):
+                formatter.write_dl([(verb, commands[verb][2]) for verb in here + others])
 
 
 @click.group(cls=_LazyCommandGroup, context_settings={"help_option_names": ["-h", "--help"]})

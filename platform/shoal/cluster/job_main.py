@@ -20,7 +20,7 @@ from typing import TypeVar
 import shoal.runs
 from shoal.cluster.cluster_handle import HIDE_GPUS, ClusterHandle, set_environment
 from shoal.config import Spec, last_override
-from shoal.config.field_help import FieldHelp, format_field_help, list_field_help
+from shoal.config.field_help import FieldHelp, choose_main, format_field_help, list_field_help
 from shoal.errors import ClusterError, ConfigError, NotReached, ShoalError
 from shoal.home import home
 from shoal.runs.event_messages import format_warning
@@ -33,7 +33,7 @@ from shoal.runs.run_kind import RunKind, find_kind
 SpecT = TypeVar("SpecT", bound=Spec)
 RUN_ID = "SHOAL_RUN_ID"
 PROGRAM = "SHOAL_PROGRAM"  # what was typed in place of `python FILE`, for `--help`
-CHECK, HELP = "--check", ("-h", "--help")
+CHECK, HELP, ALL = "--check", ("-h", "--help"), "--all"
 ACTORS_INFERENCE = "SHOAL_ACTORS_INFERENCE"  # where the actors of `shoal run` have their policy: for the job's check
 
 
@@ -54,13 +54,13 @@ def job_main(
     needs_cluster: False where, without $RAY_ADDRESS, this process is enough
     list_arguments: further words, for `--help`
 
-    `--help` prints the fields. `--check` validates the overrides, runs `check` and exits. `resume=RUN` takes every
-    field without an override from that run's record.
+    `--help` prints the main fields, with `--all` every one. `--check` validates the overrides, runs `check` and exits.
+    `resume=RUN` takes every field without an override from that run's record.
     """
     sys.path.append(os.getcwd())  # overrides may name modules there; the job's own folder is in it already
     try:
         words = translate(restore_secrets(sys.argv[1:]))
-        fields = [word for word in words if word not in (CHECK, *HELP)]
+        fields = [word for word in words if word not in (CHECK, ALL, *HELP)]
         if not isinstance(spec, Spec):
             base = spec(fields)
         elif resumed := last_override(fields, "resume"):
@@ -69,7 +69,7 @@ def job_main(
             base = spec
         _require_kind(base, last_override(fields, "resume"))
         if not set(HELP).isdisjoint(words):
-            _print_help(chosen := base.override(fields), list_arguments(chosen))
+            _print_help(chosen := base.override(fields), list_arguments(chosen), has_all=ALL in words)
             return
         chosen = base.override(fields)
         check(chosen)
@@ -125,7 +125,7 @@ def _require_kind(spec: Spec, resumed: str) -> None:
         raise ConfigError("resume", resumed, problem, f"`shoal runs {resumed}` has the command that resumes it")
 
 
-def _print_help(spec: Spec, others: Iterable[FieldHelp]) -> None:
+def _print_help(spec: Spec, others: Iterable[FieldHelp], *, has_all: bool) -> None:
     main = sys.modules["__main__"]
     module = main.__spec__  # of `-m`
     ran = f"-m {module.name.removesuffix('.__main__')}" if module else sys.argv[0]
@@ -133,8 +133,13 @@ def _print_help(spec: Spec, others: Iterable[FieldHelp]) -> None:
     print(f"usage: {program} [field=value ...]\n")
     if about := (main.__doc__ or "").strip():
         print(f"{about}\n")
+    fields = list(list_field_help(spec))
+    shown = fields if has_all else choose_main(fields, spec.main_fields)
     heading = "fields, with their present values, types and meanings"
-    print(f"{heading}:\n{format_field_help([*others, *list_field_help(spec)])}")
+    print(f"{heading}:\n{format_field_help([*others, *shown])}")
+    if len(shown) < len(fields):
+        page = f"; docs/{spec.page} explains them" if spec.page else ""
+        print(f"\n{len(fields) - len(shown)} further fields: {program} --help --all{page}")
 
 
 def expected_run_id() -> str | None:

@@ -58,9 +58,13 @@ class Spec(_Model):
     names the first invalid field, with secrets masked.
 
     recorded_always: fields that readers of a record need, whatever their value
+    main_fields:     paths of those that the help of a job shows first, or of a nested spec all; (): all
+    page:            of docs/, for errors: where the fields are explained
     """
 
     recorded_always: ClassVar[tuple[str, ...]] = ()
+    main_fields: ClassVar[tuple[str, ...]] = ()
+    page: ClassVar[str] = ""
     model_config = ConfigDict(
         ser_json_inf_nan="constants", extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
@@ -301,7 +305,7 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
     owner: FieldOwner = spec
     while len(names := _join_entry_name(owner, node, names)) > 1:
         name = names.pop(0)
-        _require_field(owner, name, path, value)
+        _require_field(owner, name, path, value, spec)
         if name not in node:
             node[name] = _dump_default(owner, name) if with_defaults else {}
         owner = find_field_owner(owner, name)
@@ -316,7 +320,7 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{name!r} has no fields of its own")
     (leaf,) = names
-    _require_field(owner, leaf, path, value)
+    _require_field(owner, leaf, path, value, spec)
     inner = find_field_owner(owner, leaf)
     before = node[leaf] if leaf in node else _dump_default(owner, leaf)
     if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
@@ -373,10 +377,17 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
         raise _to_config_error(owner, error) from None
 
 
-def _require_field(owner: FieldOwner, name: str, path: str, value: object) -> None:
+def _require_field(owner: FieldOwner, name: str, path: str, value: object, spec: type[BaseModel]) -> None:
     if isinstance(owner, type) and name not in owner.model_fields:
         prefix, _, _ = f".{path}.".partition(f".{name}.")
-        raise ConfigError(path, value, "no such field", _suggest(name, owner, f"{prefix}.".removeprefix(".")))
+        remedy = _suggest(name, owner, f"{prefix}.".removeprefix("."))
+        raise ConfigError(path, value, "no such field", _add_page(remedy, spec))
+
+
+def _add_page(remedy: str, spec: type[BaseModel]) -> str:
+    """A remedy, and the page of docs/ that explains the fields of a spec."""
+    page = spec.page if issubclass(spec, Spec) else ""
+    return f"{remedy}{'' if remedy.endswith('?') else '.'} See docs/{page}" if page else remedy
 
 
 def _suggest(name: str, owner: type[BaseModel], prefix: str = "") -> str:
@@ -418,7 +429,7 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
         *outer, name = map(str, first["loc"])
         prefix = "".join(f"{each}." for each in outer)
         remedy = _suggest(name, owner, prefix) if isinstance(owner, type) else ""
-        return ConfigError(field, value, "no such field", remedy)
+        return ConfigError(field, value, "no such field", _add_page(remedy, spec))
     problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]  # our own message
     if first["type"] in ("tuple_type", "list_type"):
         remedy = f"write a list, as in {field}='[{value}]'"

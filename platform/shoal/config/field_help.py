@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -49,6 +49,13 @@ def list_field_help(spec: BaseModel, prefix: str = "") -> Iterator[FieldHelp]:
         ]
         described = ", ".join([format_type(field.annotation), *bounds])
         yield FieldHelp(path, format_value(value), described, field.description or meanings.get(name, ""))
+
+
+def choose_main(fields: Iterable[FieldHelp], paths: Collection[str]) -> list[FieldHelp]:
+    """Of the fields, those at `paths`, and of a spec there all of its fields; in the order of `paths`; (): all."""
+    listed = list(fields)
+    chosen = [each for path in paths for each in listed if f"{each.path}.".startswith(f"{path}.")]
+    return chosen if paths else listed
 
 
 def list_argument_help(function: Any, given: Mapping[str, Any]) -> Iterator[FieldHelp]:

@@ -26,6 +26,11 @@ class ActorLearnerSpec(RLSpec):
     """One run of the loop. `resume` names an earlier run to continue."""
 
     recorded_always: ClassVar = ("target_return",)
+    main_fields: ClassVar = (
+        *("env", "model", "target_return", "max_wall_s", "algorithm.name", "algorithm.learning_rate"),
+        *("learner.batch_steps", "gateway.port", "gateway.websocket", "demonstrations.source", "resume"),
+    )
+    page: ClassVar = "algorithms.md"
 
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(

@@ -27,7 +27,7 @@ from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.gateway.game_settings import advance_settings, begin_settings
+from shoal.rl.gateway.game_settings import advance_settings, begin_settings, read_settings
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
@@ -87,10 +87,11 @@ class LoopPolicy:
         name = self.name or self.spec.model_name
         setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt, name)
         self._folder, self._folder_name = folder, setting.folder_name
-        begin_settings(folder, shoal.runs.load(self.spec.resume).folder / self.name if self.spec.resume else None)
+        begin_settings(folder)
         site = DemonstrationSite(self.spec.demonstrations, self.experience, folder, setting.folder_name)
         site.prepare()
-        setting = replace(setting, demonstrations=site)
+        values = {**self.spec.settings, **read_settings(folder)[0]}
+        setting = replace(setting, demonstrations=site, settings=values)
         self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
         factory, signature = describe_policy_model(self.spec, self.experience)
         factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile
@@ -197,8 +198,9 @@ class LoopPolicy:
     def _follow_settings(self, gateway: Mapping[str, Any]) -> None:
         """Let the gateway tell the games what holds now."""
         mean_return = gateway["mean_return"] if gateway["episodes_in_window"] >= MIN_SETTINGS_EPISODES else -math.inf
-        values = advance_settings(self._folder, self.spec.settings, self.spec.rules, mean_return)
-        if values != gateway["settings"]:
+        sent = gateway["settings"]
+        values = advance_settings(self._folder, self.spec.settings, self.spec.rules, mean_return, sent)
+        if values != sent:
             self.workers.set_settings(values)
 
     def store_address(self) -> str:
@@ -250,9 +252,9 @@ class LoopPolicy:
             self.retained, self._retained_return, self._retained_at = snapshot, self.mean_return, time.monotonic()
 
     def choose_best(self, newest: WeightSnapshot) -> WeightSnapshot:
-        """The version to register without its target: that of the best mean return, which the store then has again."""
-        if self.retained is None or self.retained.version == newest.version or self.spec.self_play.is_on:
-            return newest
+        """The version to register without a trial: that of the best mean return, which the store then has again."""
+        if self.retained is None or self.mean_return >= self._retained_return or self.spec.self_play.is_on:
+            return newest  # also while KEEP_S has not passed, in which a policy may learn all that it can
         return self.workers.republish(self.retained)
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:

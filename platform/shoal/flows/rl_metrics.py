@@ -17,6 +17,7 @@ from shoal.wire import DropReason
 
 MAX_LAG_METRICS = 16  # actors with a lag metric of their own
 MAX_REJECTIONS = 16  # pairs of actor and reason with a count of their own
+MAX_SETTINGS = 8  # versions of the games' settings with a mean return of their own
 MAX_WIN_RATES = 16  # opponents with a win rate of their own
 POLLS_PER_EFOLD = 7200  # that enter the history while the run's age grows by a factor of e
 
@@ -90,6 +91,8 @@ class ActorLearnerMetrics:
             metrics |= {f"demonstrations/{name}": count for name, count in shown.items()}
         metrics |= _summarize_opponents(gateway)
         if version := gateway.get("settings_version"):
+            newest = sorted(gateway["by_settings"].items())[-MAX_SETTINGS:]
+            metrics |= {f"settings/return_{each}": counts["mean_return"] for each, counts in newest}
             metrics["settings/version"] = version
         return {name: float(value) for name, value in metrics.items()}
 

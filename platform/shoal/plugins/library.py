@@ -27,6 +27,7 @@ class Library:
     extensions: by a group of entry points, such as "shoal.algorithms": the `module:name` of each word that specs name;
                 in the group "shoal.report_panels" by the kind of a run: its `ReportPanels`
     names:      attributes of the package `shoal`: a module, or `module:name`
+    heading:    of its verbs in `shoal --help`: "begin", "train", "play", "serve", "look" or "operate"
     """
 
     name: str
@@ -34,6 +35,7 @@ class Library:
     displays: Mapping[str, str] = field(default_factory=dict)
     extensions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    heading: str = "operate"
 
 
 @cache

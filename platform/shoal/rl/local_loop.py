@@ -51,6 +51,9 @@ class LocalLoop:
         if spec.gateway.durable == "store":
             problem = "is for a gateway that may begin again elsewhere, and this loop is one process"
             raise ConfigError("gateway.durable", "store", problem, "use disk, or shoal run")
+        if spec.rules:
+            problem = "are followed by the job of a run, and this loop is one of several"
+            raise ConfigError("rules", list(spec.rules), problem, "leave them out, or shoal run actor_learner")
         make_folder(folder)
         with ExitStack() as closing:
             closing.callback(torch.set_num_threads, torch.get_num_threads())  # the learner sets the process's
@@ -69,10 +72,11 @@ class LocalLoop:
                 is_synchronous=spec.algorithm.pauses_actors,
                 learns_from_users=spec.learn_from_endpoint,
                 demonstrations=site,
+                settings=spec.settings,
             )
+            self._settings = spec.settings
             opponents = OpponentPool.of_run(spec.self_play, folder)
             self.gateway = Gateway(setting, self.queue, self.store, opponents)
-            self._settings = spec.settings
             checkpoints, shown = folder / "checkpoints", site.open_shown()
             self.learner = Learner(spec, experience, self.queue, self.store, checkpoints, demonstrations=shown)
             self._closing = closing.pop_all()
@@ -104,7 +108,7 @@ class LocalLoop:
 
     def start(self) -> None:
         self.gateway.start()
-        self.change_settings(self._settings)
+        self.change_settings(self._settings)  # where the ledger has others
         self._thread.start()
 
     @property

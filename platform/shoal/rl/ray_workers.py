@@ -11,7 +11,9 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
+from shoal.rl.first_game import name_first_game
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.opponent_pool import OpponentPool
@@ -67,7 +70,7 @@ USER_TIMEOUT_S = 10.0  # for the answer to a user of the endpoint
 @dataclass(frozen=True)
 class RunSetting:
     """The settings that both workers need. `has_learnt`: the run is resumed, and has published weights before.
-    `policy`: its name, in addresses"""
+    `policy`: its name, in addresses. `settings`: of the game, at first"""
 
     run_id: str
     folder: Path
@@ -77,6 +80,7 @@ class RunSetting:
     has_learnt: bool = False
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
+    settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     @property
     def folder_name(self) -> str:
@@ -108,10 +112,11 @@ class GatewayWorker:
             learns_from_users=spec.learn_from_endpoint,
             policy=setting.policy,
             demonstrations=setting.demonstrations,
+            settings=setting.settings,
         )
         weights = RayWeightSource(start_weight_store(setting.run_id))
         self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)
-        self._gateway.start(START_TIMEOUT_S)
+        self._gateway.start(START_TIMEOUT_S, partial(_release_ports, setting.run_id))
 
     def address(self) -> str:
         """Its address for actors: `gateway.advertise`, or where it listens."""
@@ -411,6 +416,13 @@ def uses_gpu(spec: RLSpec) -> bool:
     if spec.learner.device != "auto":
         return spec.learner.device == "cuda"
     return count_gpu_slots(spec.learner.num_gpus, gpus_by_host()) >= spec.learner.replicas
+
+
+def _release_ports(run_id: str) -> None:
+    """Close the first game's listener of a run that has asked for its spaces, if it is there still."""
+    with suppress(ValueError, ray.exceptions.RayError):
+        first_game: Any = ray.get_actor(name_first_game(run_id), NAMESPACE)
+        ray.get(first_game.close.remote(), timeout=CALL_TIMEOUT_S)
 
 
 def _gateway_name(run_id: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -137,6 +138,16 @@ def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path:
     assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
 
 
+def test_a_learner_that_has_restarted_clones_what_has_come_since(tmp_path: Path) -> None:
+    site = make_site(tmp_path, passes=256)
+    recorder = record(site, shown_segment())
+    recorder.store(ACTOR, 1, shown_segment(4), 100)
+    shown = Shown(site)
+    shown.advance(100)
+    shown.close()
+    assert (shown.take_cloning_steps(), shown.take_cloning_steps()) == (4, 0)
+
+
 def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     site = make_site(tmp_path)
     record(site, shown_segment(), shown_segment(rewards=np.full(8, 9.0, np.float32)))
@@ -152,6 +163,45 @@ def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.Lo
     result = shown.compute_loss(compute_log_pi)
     assert result is not None
     assert result[1]["learner/cloning_loss"] == 1.0
+
+
+def test_a_recurrent_policy_is_unrolled_over_all_that_was_shown_of_an_episode(tmp_path: Path) -> None:
+    """The states that came with later segments are of the network as it was then."""
+    torch.manual_seed(0)
+    spec, experience, whole = make_case("gru", tmp_path)
+    algorithm: Any = make_algorithm(spec, experience)
+    others_state = {"state": np.full((1, 5), 9.0, np.float32)}
+
+    def cut(begin: int, end: int, **changes: object) -> Segment:
+        return replace(
+            whole,
+            observations=whole.observations[begin : end + 1],
+            actions=whole.actions[begin:end],
+            rewards=whole.rewards[begin:end],
+            **changes,  # type: ignore[arg-type]
+        )
+
+    site = make_site(tmp_path, experience)
+    parts = [cut(0, 3), cut(3, 6, extras=others_state), cut(6, 8, extras=others_state, truncated=True)]
+    other = segment(8, behaviour="script", extras=others_state)
+    record(site, *parts[:2], other, parts[2])  # of two episodes at once
+    shown = algorithm.demonstrations = Shown(site)
+    shown.poll()
+    assert [each.num_steps for each in shown.get_segments()] == [3, 3, 8, 2]  # as a replay takes them
+    result = shown.compute_loss(algorithm.compute_log_pi)
+    assert result is not None
+    separate = algorithm.compute_log_pi([whole, other])
+    assert result[1]["learner/cloning_loss"] == pytest.approx(-separate.mean().item(), rel=1e-5)
+
+
+def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    site = make_site(tmp_path)
+    record(site, shown_segment())
+    (tmp_path / "demonstrations/human-x.safetensors").write_bytes(b"half a file")
+    shown = Shown(site)
+    shown.poll()
+    shown.poll()
+    assert (shown.generation, caplog.text.count("human-x")) == (1, 1)  # a replay is not made again
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
@@ -203,8 +253,11 @@ def test_a_run_starts_with_those_of_another_and_names_what_does_not_fit(tmp_path
         copy_source(make_site(tmp_path / "other", other, source=source))
     spec = RLSpec(core="gru")
     recurrent = experience_spec(gymnasium.spaces.Box(-10, 10, (4,), np.float32), gymnasium.spaces.Discrete(2), spec)
-    with pytest.raises(ConfigError, match="state: is missing"):
-        copy_source(make_site(tmp_path / "gru", recurrent, source=source))
+    copied = make_site(tmp_path / "gru", recurrent, source=source)
+    copy_source(copied)  # another network's state says nothing to it
+    files = open_files(copied)
+    states = [each.segment.extras["state"] for each in files.read_sound(files.list_names()).values()]
+    assert [(state.shape, state.any()) for state in states] == [((1, spec.core_size), False)] * 2
     with pytest.raises(ConfigError, match="has no demonstrations"):
         copy_source(make_site(tmp_path / "none", source=str(tmp_path)))
     assert RLSpec().override([f"demonstrations={source}", "demonstrations.share=0.5"]).demonstrations.source == source

@@ -29,6 +29,7 @@ TRIES = {
     "run my_task.py": "shoal run train task=my_task.py:Line stop.epochs=3",
     "run my_task.py:Line": "train it: shoal run train task=my_task.py:Line stop.epochs=3",
     "run lennet --help": "did you mean 'lenet'",
+    "run train --all": "No such option '--all'",
     "run train --actors x": "'x' is not a valid integer",
     "run train --actors -1": "-1 is not in the range",
     "run train --env NOPE": "env = 'NOPE': is not set in this process",

@@ -54,6 +54,16 @@ def test_what_is_dropped_is_counted_and_who_has_left_lags_no_more() -> None:
     assert math.isnan(metrics.compute(gateway(3.0, 10), {}, 8.0, 3.0)["lag/max"])
 
 
+def test_returns_are_compared_by_the_versions_of_the_settings() -> None:
+    by_settings = {version: {"episodes": 5, "mean_return": float(version)} for version in (3, 1, 2)}
+    stats = {**gateway(1.0, 10), "settings_version": 3, "by_settings": by_settings}
+    found = ActorLearnerMetrics().compute(stats, {}, 0.0, 1.0)
+    assert {name: each for name, each in found.items() if name.startswith("settings/")} == {
+        "settings/version": 3.0,
+        **{f"settings/return_{version}": float(version) for version in (1, 2, 3)},
+    }
+
+
 def test_a_run_with_many_actors_has_as_many_curves_as_one_with_few() -> None:
     metrics = ActorLearnerMetrics()
     with runs.create("job", "", "one") as run:

@@ -8,23 +8,24 @@ import click
 
 from shoal.cli.commands.run_session import RunArguments, launch_run
 from shoal.cli.support.jobs import show_fields
+from shoal.cluster.job_main import ALL
 from shoal.cluster.runtime_env import format_options, parse_job_environment
 
 FILE = click.Path(path_type=Path)
 
 
 class _RunCommand(click.Command):
-    """`shoal run NAME --help` has the fields of NAME, and `shoal run --help` the options."""
+    """`shoal run NAME --help [--all]` has the fields of NAME, and `shoal run --help` the options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rest = [word for word in args if word not in ctx.help_option_names]
-        if len(rest) == len(args) or "--" in args:
+        if set(ctx.help_option_names).isdisjoint(args) or "--" in args:
             return super().parse_args(ctx, args)
+        rest = [word for word in args if word not in (ALL, *ctx.help_option_names)]
         try:
             super().parse_args(ctx, rest)
         except click.UsageError:  # no NAME
             return super().parse_args(ctx, args)
-        ctx.exit(show_fields(ctx.params["job"], ctx.params["overrides"]))
+        ctx.exit(show_fields(ctx.params["job"], [*ctx.params["overrides"], *([ALL] if ALL in args else [])]))
 
 
 @click.command(
@@ -78,7 +79,7 @@ def run(
 ) -> None:
     """Run JOB, a file or the name of one in ./jobs, with fields of its spec set by A.B=C words.
 
-    `shoal run JOB --help` lists these fields, with types, present values and meanings.
+    `shoal run JOB --help` lists the main fields, with types, present values and meanings; with --all, every one.
 
     Without a cluster (see `shoal up`), one is started for this run and ends with it. Values of --env are in no record:
     --env NAME takes the value from this command's own environment.

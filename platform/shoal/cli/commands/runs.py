@@ -262,7 +262,9 @@ def set_settings(run: str, settings: tuple[str, ...]) -> None:
         raise click.BadParameter(str(error)) from None
     if not change_settings(record.folder, changed):
         raise ConfigError("run", record.id, "has no games", "name a run of actors")
-    click.echo(f"run {record.id}: {', '.join(f'{name}={value}' for name, value in changed.items())}")
+    is_over = record.status not in (Status.CREATED, Status.RUNNING)
+    when = " once it is resumed" if is_over else ""
+    click.echo(f"run {record.id}{when}: {', '.join(f'{name}={value}' for name, value in changed.items())}")
 
 
 def _make_cells(run: Run) -> list[str | Text]:

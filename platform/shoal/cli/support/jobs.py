@@ -30,7 +30,7 @@ from shoal.store import store_variable
 CHECKED_RUN = "SHOAL_CHECKED_RUN"  # see shoal/train/launch/checked_run.py
 _PREFIX, _MAX_VARIABLE_CHARS = "checked run: ", 100_000  # Linux takes 131,072 bytes
 # In the file of a job that parses overrides by Shoal.
-_TAKES_CHECK = re.compile(r"\b((job|stream|sweep|train)_main|RunFlow)\b")
+_TAKES_CHECK = re.compile(r"(?:job|population|stream|sweep|train)_main\b|\bRunFlow\b")
 
 _TAKES_SPEC_FROM_OVERRIDES = re.compile(r"^    (train|sweep)_main\(\)", re.MULTILINE)
 

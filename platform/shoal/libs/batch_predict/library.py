@@ -10,4 +10,5 @@ LIBRARY = Library(
             "Predict every row of a file or folder with a registered model.",
         ),
     },
+    heading="serve",
 )

@@ -11,4 +11,5 @@ LIBRARY = Library(
         ),
     },
     extensions={"shoal.capacity": {"simulated": "shoal.libs.capacity.replica_set:SustainableRates"}},
+    heading="serve",
 )

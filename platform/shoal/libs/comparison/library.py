@@ -11,4 +11,5 @@ LIBRARY = Library(
         ),
         "compare": ("shoal.libs.comparison.compare:compare", "Put runs side by side, in a table and a picture."),
     },
+    heading="look",
 )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -15,11 +16,15 @@ from torch import Tensor
 from shoal.extend.rl import DemonstrationSite, DemonstrationsSpec
 from shoal.libs.demonstrations.files import Demonstration, open_files
 from shoal.wire import Segment
+from shoal.wire.action_masks import MASKS
+from shoal.wire.experience_spec import STATE
 
 _log = logging.getLogger(__name__)
 POLL_S = 1.0  # between two looks for new ones
 MAX_CLONING_STEPS = 1000  # between two updates
+MAX_OFFLINE_STEPS = 100  # likewise, of a replay
 BATCH_STEPS = 256  # of the cloning term, at each step of the optimizer, to within one segment
+JOINED_STEPS = 1024  # over which a recurrent policy is unrolled at once
 
 
 def cloning_loss(log_pi: Tensor) -> Tensor:
@@ -32,16 +37,52 @@ def fade(spec: DemonstrationsSpec, num_steps: int) -> float:
     return spec.weight * min(1.0, max(0.0, 1.0 - num_steps / spec.fade_steps))
 
 
+def join_segments(demonstrations: Iterable[Demonstration]) -> list[Segment]:
+    """The segments of a recurrent policy, those of an episode in one, of at most JOINED_STEPS: the state that came with
+    a later one is of the policy as it was then, and the present one reads another."""
+    joined: list[list[Segment]] = []
+    ends: dict[tuple[str, int, bytes], list[Segment]] = {}  # by the observation at which an episode goes on
+    for info, segment in sorted(demonstrations, key=lambda each: each.info.seq):
+        parts = ends.pop((info.actor_id, info.incarnation, segment.observations[0].tobytes()), [])
+        if not parts or info.num_steps + sum(part.num_steps for part in parts) > JOINED_STEPS:
+            joined.append(parts := [])
+        parts.append(segment)
+        if not (info.terminated or info.truncated):
+            ends[info.actor_id, info.incarnation, segment.observations[-1].tobytes()] = parts
+    return [parts[0] if len(parts) == 1 else _join(parts) for parts in joined]
+
+
+def _join(parts: Sequence[Segment]) -> Segment:
+    def join_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([*(each[:-1] for each in arrays[:-1]), arrays[-1]])
+
+    first = parts[0]
+    masks = {MASKS: join_rows([each.extras[MASKS] for each in parts])} if MASKS in first.extras else {}
+    return replace(
+        first,
+        observations=join_rows([each.observations for each in parts]),
+        actions=np.concatenate([each.actions for each in parts]),
+        rewards=np.concatenate([each.rewards for each in parts]),
+        log_probabilities=np.concatenate([each.log_probabilities for each in parts]),
+        versions=np.concatenate([each.versions for each in parts]),
+        extras={**first.extras, **masks},
+    )
+
+
 class Shown:
     """A ShownExperience: the demonstrations of a run, read in the background."""
 
     def __init__(self, site: DemonstrationSite) -> None:
         self._spec, self.share, self.generation = site.spec, site.spec.share, 0
         self._files = open_files(site)
+        self._names: list[str] = []  # of files, those that cannot be read among them
         self._known: dict[str, Demonstration] = {}
         self._segments: list[Segment] = []
+        self._is_recurrent = any(each.name == STATE for each in site.experience.extras)
+        self._cloned: list[Segment] = []  # in the cloning term: those, or a recurrent policy's joined
         self._newest_steps = self._num_steps = 0  # of the run, at the newest demonstration and now
-        self._num_new = 0  # shown steps, since `take_cloning_steps`
+        self._num_shown = self._num_taken = 0  # shown steps, and those of `take_cloning_steps`
+        self._offline_steps = 0
         self._random = np.random.default_rng(0)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -50,6 +91,9 @@ class Shown:
         self._num_steps = num_steps
         if self._thread is None:
             self.poll()  # those that a run starts with count from its first step on
+            known = [each.info for each in self._known.values()]  # to a learner that has restarted, but for the newest
+            self._num_taken = sum(info.num_steps for info in known if info.run_steps < num_steps)
+            self._offline_steps = 0 if num_steps else self._spec.updates  # not of a learner that goes on
             self._thread = threading.Thread(target=self._follow, name="demonstrations", daemon=True)
             self._thread.start()
 
@@ -62,14 +106,22 @@ class Shown:
         return self._segments
 
     def take_cloning_steps(self) -> int:
-        taken, self._num_new = self._num_new, 0
-        return min(MAX_CLONING_STEPS, round(taken * self._spec.passes / BATCH_STEPS))
+        num_shown = self._num_shown
+        num_new, self._num_taken = num_shown - self._num_taken, num_shown
+        longest = max((each.num_steps for each in self._cloned), default=0)
+        batch_steps = max(BATCH_STEPS, longest)
+        return round(min(MAX_CLONING_STEPS * BATCH_STEPS, num_new * self._spec.passes) / batch_steps)
+
+    def take_offline_steps(self) -> int:
+        due = min(self._offline_steps, MAX_OFFLINE_STEPS)
+        self._offline_steps -= due
+        return due
 
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
     ) -> tuple[Tensor, Mapping[str, float]] | None:
-        segments, weight = self._segments, self.weight
-        if not segments or not self._spec.weight:
+        segments, weight = self._cloned, self.weight
+        if not segments or not weight:
             return None
         drawn = self._draw(segments)
         loss = cloning_loss(compute_log_pi(drawn))
@@ -81,14 +133,15 @@ class Shown:
     def poll(self) -> None:
         """Read those that are new, and forget those that are gone."""
         names = self._files.list_names()
-        new = self._files.read_sound(name for name in names if name not in self._known)
-        if not new and len(names) == len(self._known):
+        if names == self._names:
             return
+        new = self._files.read_sound(name for name in names if name not in self._names)
         known = self._known | new
-        self._known = {name: known[name] for name in names if name in known}
+        self._names, self._known = names, {name: known[name] for name in names if name in known}
         self._newest_steps = max((each.info.run_steps for each in self._known.values()), default=0)
-        self._num_new += sum(each.info.num_steps for each in new.values())
+        self._num_shown += sum(each.info.num_steps for each in new.values())
         self._segments = [each.segment for each in self._known.values()]
+        self._cloned = join_segments(self._known.values()) if self._is_recurrent else self._segments
         self.generation += 1
 
     def close(self) -> None:
@@ -105,9 +158,10 @@ class Shown:
 
     def _leave_out(self, segments: Sequence[Segment]) -> None:
         """Forget what would spoil each loss: numbers within the spec, and too large for the network."""
-        bad = {name for name, each in self._known.items() if any(each.segment is one for one in segments)}
-        _log.warning("the loss of %s is not finite: they are left out", ", ".join(sorted(bad)) or "what was drawn")
-        self._segments = [each.segment for name, each in self._known.items() if name not in bad]
+        bad = {id(each) for each in segments}
+        names = sorted(name for name, each in self._known.items() if id(each.segment) in bad)
+        _log.warning("the loss of %s is not finite: they are left out", ", ".join(names) or "what was drawn")
+        self._cloned = [each for each in self._cloned if id(each) not in bad]
 
     def _draw(self, segments: Sequence[Segment]) -> list[Segment]:
         drawn, num_steps = [], 0

@@ -7,4 +7,5 @@ LIBRARY = Library(
     verbs={
         "doctor": ("shoal.libs.doctor.command:doctor", "Check this machine and show the remedy for each problem."),
     },
+    heading="begin",
 )

@@ -19,4 +19,5 @@ LIBRARY = Library(
             "torchscript": f"{_FORMATS}:TORCHSCRIPT",
         },
     },
+    heading="serve",
 )

@@ -10,4 +10,5 @@ LIBRARY = Library(
             "Try smaller versions of a model, measure each, and register the fastest that is as good.",
         ),
     },
+    heading="serve",
 )

@@ -13,4 +13,5 @@ LIBRARY = Library(
         ),
     },
     extensions={"shoal.estimators": {"planning": "shoal.libs.planning.predict.predict:predict_cost"}},
+    heading="train",
 )

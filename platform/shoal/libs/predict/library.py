@@ -5,4 +5,5 @@ from shoal.plugins.library import Library
 LIBRARY = Library(
     "predict",
     verbs={"predict": ("shoal.libs.predict.command:predict", "Send requests to a model of an endpoint.")},
+    heading="serve",
 )

@@ -6,4 +6,5 @@ LIBRARY = Library(
     "report",
     verbs={"report": ("shoal.libs.report.command:report", "Write the one-page HTML report of a run.")},
     extensions={"shoal.reports": {"page": "shoal.libs.report.page:write_page"}},
+    heading="look",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
@@ -123,6 +123,12 @@ class StreamSpec(Spec):
     register_every_s: between two versions
     resume:           the run to go on with; `auto`, in a process alone: the newest of this name, or a new one
     """
+
+    main_fields: ClassVar = (
+        *("mqtt.broker", "mqtt.topic", "files", "sensors", "rate_hz"),
+        *("max_messages", "name", "resume"),
+    )
+    page: ClassVar = "libs/stream.md"
 
     mqtt: SensorTopicSpec = SensorTopicSpec()
     files: tuple[str, ...] = ()

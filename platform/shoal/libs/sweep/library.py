@@ -13,4 +13,5 @@ LIBRARY = Library(
     displays={"sweep": "shoal.libs.sweep.display"},
     extensions={"shoal.report_panels": {"sweep": "shoal.libs.sweep.report:PANELS"}},
     names={"sweep": "shoal.libs.sweep.api:sweep"},
+    heading="train",
 )

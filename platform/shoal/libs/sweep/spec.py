@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -90,6 +90,12 @@ class SweepSpec(Spec):
     track:          where the sweep's own record is mirrored to; that of each trial with `train.track`, `loop.track`
     retry_failed:   with `resume`: run the failed trials again, from their last checkpoints
     """
+
+    main_fields: ClassVar = (
+        *("train.task", "train.stop.epochs", "space", "trials", "search", "scheduler"),
+        *("metric", "direction", "concurrent", "registers", "resume"),
+    )
+    page: ClassVar = "sweeps.md"
 
     train: TrainSpec = TrainSpec()
     loop: LoopTrialSpec | None = None

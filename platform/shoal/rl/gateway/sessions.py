@@ -272,6 +272,8 @@ def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[st
         return "malformed", "actor_id takes 1 to 64 printable characters"
     if not 0 <= hello.incarnation < 2**63:
         return "malformed", "incarnation takes 0 to 2^63-1"
+    if not 0 <= hello.acknowledged < 2**53:
+        return "malformed", "acknowledged takes 0 to 2^53-1"
     if newest_incarnation is not None and hello.incarnation < newest_incarnation:
         return "stale_incarnation", f"incarnation {newest_incarnation} has been seen: use a larger one"
     if hello.inference not in (LOCAL, REMOTE):

@@ -35,6 +35,12 @@ class RLPopulationSpec(RLSpec):
 
     recorded_always: ClassVar = ("space",)
 
+    main_fields: ClassVar = (
+        *("env", "members", "actors", "rounds", "steps_per_round"),
+        *("space", "algorithm.name", "model_name"),
+    )
+    page: ClassVar = "libs/population.md"
+
     members: int = Field(default=4, ge=1)
     actors: int = Field(default=1, ge=1)
     rounds: int = Field(default=10, ge=1)

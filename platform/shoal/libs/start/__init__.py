@@ -1,0 +1,1 @@
+"""Files to begin with: `shoal new`."""
