@@ -69,3 +69,20 @@ def test_a_run_without_films_has_none(console: TestClient) -> None:
         pass
     assert console.get("/api/runs/plain/films").json() == []
     assert console.get("/api/runs/nowhere/films").status_code == 404
+
+
+def test_sheets_of_predictions_are_listed_and_sent(console: TestClient, folder: Path) -> None:
+    samples = folder.parent / "samples"
+    samples.mkdir()
+    for name in ("e00002.00-s000000020", "e00001.00-s000000010"):
+        (samples / f"{name}.json").write_text('{"fixed": []}')
+    (samples / "e00001.00-s000000010.webp").write_bytes(b"RIFF")
+    (samples / "e00003.00-s000000030.json").symlink_to("/etc/passwd")
+    (samples / "notes.json").write_text("{}")
+    listed = console.get("/api/runs/filmed/samples").json()
+    assert [(each["epoch"], each["step"], each["drawn"]) for each in listed] == [(1, 10, True), (2, 20, False)]
+    sent = console.get("/api/runs/filmed/samples/e00001.00-s000000010.webp")
+    assert (sent.status_code, sent.headers["content-type"]) == (200, "image/webp")
+    assert console.get("/api/runs/filmed/samples/e00002.00-s000000020").json() == {"fixed": []}
+    for name in ("e00002.00-s000000020.webp", "e00003.00-s000000030", "notes", "..%2Fspec", "notes.json"):
+        assert console.get(f"/api/runs/filmed/samples/{name}").status_code == 404

@@ -1,4 +1,4 @@
-"""The films of a run and the sheets of its predictions: what its folder has, sent by their names and as nothing else."""
+"""The films of a run and sheets of its predictions: files of its folder, sent by their names and as nothing else."""
 
 from __future__ import annotations
 
