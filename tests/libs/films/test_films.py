@@ -292,3 +292,49 @@ def test_policies_of_films_are_those_of_actors() -> None:
     _, log_probability = policy.act(observation)
     found = thoughts.find(observation, None)["probabilities"]
     assert np.isclose(found, np.exp(log_probability)).any()
+
+
+def test_an_episode_without_end_is_filmed_as_far_as_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.libs.films.episode.MAX_STEPS", 10)
+    client = _Client(ActorLearnerSpec(env=BLINKS).override(["algorithm=ppo", "hidden=[4]"]))
+    game = FilmedGame(Blinks(), [client], str(tmp_path), 1)  # type: ignore[list-item]
+    game.reset()
+    for _ in range(30):
+        game.step(1)
+    (film,) = tmp_path.iterdir()
+    assert "-r10-" in film.name
+    player = LocalPlayer(LocalModel(find_version(register(BLINKS) and "game")), "best")
+    played = PlayedGame(BLINKS, Blinks(), player).play(0, 0, 50)
+    assert played.num_steps == LENGTH
+    assert played.film is not None
+    assert played.film.num_steps == 10
+
+
+def test_an_actor_with_record_plays_a_filmed_game(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from shoal.actor import __main__ as program
+
+    played = list[Any]()
+
+    class Connected:
+        inference, actor_id = "local", "a"
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            played.append(self)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setenv("SHOAL_TOKEN", "secret")
+    monkeypatch.setattr(program, "ActorClient", Connected)
+    monkeypatch.setattr(program, "play", lambda environments, *_, **__: played.extend(environments))
+    words = ["--connect", "tcp://127.0.0.1:1", "--env", BLINKS, "--envs", "2"]
+    assert program.main([*words, "--record", str(tmp_path), "--record-every", "7"]) == 0
+    client, filmed, other = played
+    assert isinstance(filmed, FilmedGame)
+    assert (filmed._folder, filmed._every, filmed._client) == (str(tmp_path), 7, client)
+    assert (filmed.render_mode, other.render_mode) == ("rgb_array", None)
+    assert program.main([*words, "--record", "--record-every", "0"]) == 0
+    assert not isinstance(played[-1], FilmedGame), "further processes of an actor take no films"

@@ -22,6 +22,7 @@ WIDTH = 320  # pixels, of a film
 MAX_FRAMES, MIN_FRAMES = 250, 25  # of an episode
 MAX_PICTURES = 500  # of a film: so many are in memory at once
 FRAMES_PER_S = 25.0  # at most
+MAX_STEPS, MAX_BYTES = 20_000, 64 << 20  # of what is recorded of an episode; the rest of it is in no film
 STEPS_PER_S = 10.0  # of a game that does not say
 CHART_S, LAST_S = 10.0, 1.0  # a chart takes so long, and the end of an episode
 
@@ -38,7 +39,7 @@ class Shot(NamedTuple):
 class FilmedEpisode:
     """One episode of N steps, of one agent.
 
-    observations:  [N, ...] or [N + 1, ...], before each step
+    observations:  [N, ...] or [N + 1, ...], before each step; empty where there are shots
     actions:       [N, ...]; rewards, values: [N]
     probabilities: [N, K], of the choices; of a policy without a distribution their `scores` [N, K], such as Q
     outcome:       "terminated", "truncated", or "" where it goes on
@@ -111,6 +112,12 @@ class Recording:
         self._actions: list[np.ndarray] = []
         self._rewards: list[float] = []
         self._outputs: list[Mapping[str, np.ndarray]] = []
+        self._num_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the episode is longer than its film can be."""
+        return len(self._numbers) >= MAX_STEPS or self._num_bytes >= MAX_BYTES
 
     def take(self, number: int, *, is_last: bool = False) -> None:
         """A picture before step `number` of the game, or after the last one."""
@@ -120,7 +127,8 @@ class Recording:
     def add(self, number: int, observation: Any, action: Any, outputs: Mapping[str, np.ndarray]) -> None:
         """An action, of step `number` of the game. outputs: `probabilities` or `scores` [K], and `value`, if known"""
         self._numbers.append(number)
-        self._observations.append(np.array(observation))
+        self._observations.append(np.array(observation if self._camera is None else ()))
+        self._num_bytes += self._observations[-1].nbytes
         self._actions.append(np.array(action))
         self._outputs.append(outputs)
         self._rewards.append(0.0)

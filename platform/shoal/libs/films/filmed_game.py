@@ -77,8 +77,8 @@ class FilmedGame:
         reward, terminated, truncated = (self._get_own(each) for each in result[1:4])
         self._recording.reward(float(reward or 0.0))
         self._return += float(reward or 0.0)
-        if terminated or truncated:
-            self._write(self._recording, "terminated" if terminated else "truncated")
+        if terminated or truncated or self._recording.is_full:
+            self._write(self._recording, "terminated" if terminated else "truncated" if truncated else "")
             self._recording = None
         return result
 

@@ -61,7 +61,8 @@ class PlayedGame:
                 agent: self._find_player(agent).act(observation, episode.get_mask(agent), agent)
                 for agent, observation in episode.observations.items()
             }
-            if recording is not None:
+            is_filmed = recording is not None and not recording.is_full
+            if recording is not None and is_filmed:
                 recording.take(num_steps)
                 if self._shown in chosen:
                     action, outputs = chosen[self._shown]
@@ -72,13 +73,13 @@ class PlayedGame:
             num_steps += 1
             for agent, reward in episode.rewards.items():
                 returns[agent] = returns.get(agent, 0.0) + reward
-            if recording is not None:
+            if recording is not None and is_filmed:
                 recording.reward(episode.rewards.get(self._shown, 0.0))
             if self._shown in episode.outcomes:
                 outcome = "truncated" if episode.outcomes[self._shown][1] else "terminated"
         film = None
         if recording is not None:
-            recording.take(num_steps, is_last=True)
+            recording.take(num_steps, is_last=not recording.is_full)
             words = [self._find_player(self._shown).name, f"episode {number + 1}", self._shown]
             film = recording.finish(" · ".join(map(str, filter(None, words))), outcome, max_frames)
         return Played(returns, num_steps, outcome, film)
