@@ -134,6 +134,7 @@ class EvaluateSpec(Spec):
     every_steps: int | None = Field(default=None, ge=1, description="None: by every_epochs")
     every_epochs: float = Field(default=1.0, gt=0, description="unless every_steps is given")
     batch_size: int | None = Field(default=None, ge=1, description="global; that of training when None")
+    samples: int = Field(default=0, ge=0, le=64, description="whose predictions each evaluation draws; 0: none")
 
 
 class CheckpointSpec(Spec):
