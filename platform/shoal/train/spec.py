@@ -47,6 +47,7 @@ class OptimizerSpec(Spec):
 class ScheduleSpec(Spec):
     """The learning rate by step, as a share of `optimizer.learning_rate`.
 
+    name:      its shape
     one_cycle: up from 1/25 to 1 within `warmup` of the run (0.3 when 0), down to 1e-4, both by cosines; the momentum
                goes from 0.95 to 0.85 and back (arXiv:1708.07120)
     cosine:    after the warm-up, down to `final` by half a cosine (arXiv:1608.03983)
