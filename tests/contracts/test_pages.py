@@ -43,6 +43,16 @@ def test_the_page_of_extensions_has_every_group() -> None:
     assert {group for group in groups if f"`{group}`" not in page} == set()
 
 
+MAX_PAGE = 2500  # words
+LONG = {"protocol.md", "inference-protocol.md", "measured.md"}  # beside the reference
+LONG |= {"architecture.md", "operations.md", "serving.md", "serving-models.md", "what-did-not-work.md"}
+
+
+def test_pages_are_short() -> None:
+    pages = [page for page in PAGES if page.parent.name != "reference" and page.name not in LONG]
+    assert {page.name for page in pages if len(page.read_text().split()) > MAX_PAGE} == set()
+
+
 PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sorted((ROOT / place).rglob("*.py"))]
 MAX_FUNCTION, MAX_FILE = 50, 400  # lines without docstrings
 
