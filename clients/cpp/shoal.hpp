@@ -770,8 +770,9 @@ class Run {
         return finish(Error("no_episode", options_.replay + " is not of `shoal episodes RUN --export NAME`"));
       phase_ = Joined, apply(recorded_["settings_version"].integer(0), recorded_["settings"]);
     }
-    for (auto& [agent, each] : agents_) {
+    for (auto& [number, each] : episodes_) {
       if (!each.waits) continue;
+      int agent = each.agent;
       if (replaying_ < 0) replaying_ = agent;
       if (agent != replaying_) return finish(Error("no_episode", "it is of one agent", agent));
       const std::vector<Json>&rows = recorded_["observations"].items, &actions = recorded_["actions"].items;
@@ -787,7 +788,7 @@ class Run {
       if (action_.is_scalar) values = {actions[step].number};
       for (auto& item : actions[step].items) values.push_back(item.number);
       if (values.size() != action_.count) return finish(Error("no_episode", "an action of another size", agent));
-      each.action = {std::move(values), 0}, release(each, true);
+      agents_[agent].action = {std::move(values), 0}, release(number, true);
     }
   }
 

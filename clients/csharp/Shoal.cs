@@ -467,19 +467,20 @@ public sealed class Run : IDisposable {
       phase = Phase.Joined; Apply(recorded.Integer("settings_version"), recorded.Map("settings"));
     }
     List<object> rows = recorded.List("observations"), actions = recorded.List("actions");
-    foreach (Agent agent in agents.Values.Where(each => each.Waits).ToList()) {
+    foreach (Episode episode in episodes.Values.Where(each => each.Waits).ToList()) {
+      Agent agent = episode.Agent;
       replays = replays ?? agent;
       if (agent != replays) { Finish(new ShoalException("no_episode", "it is of one agent", agent.Number)); return; }
-      int step = (int)agent.Step;
+      int step = (int)episode.Step;
       var row = step < rows.Count ? ((List<object>)rows[step]).Select(Json.ToNumber) : new double[0];
-      var shown = agent.Observation.Cast<object>().Select(Convert.ToDouble);
-      bool isSame = row.Count() == agent.Observation.Length
+      var shown = episode.Observation.Cast<object>().Select(Convert.ToDouble);
+      bool isSame = row.Count() == episode.Observation.Length
           && row.Zip(shown, (a, b) => Math.Abs(a - b) <= 1e-5 * Math.Max(1, Math.Abs(a))).All(each => each);
       if (!isSame && DivergedAt < 0) DivergedAt = step;
-      if (IsEnd(agent) || step >= actions.Count) { Finish(); return; }
+      if (episode.IsEnding || step >= actions.Count) { Finish(); return; }
       var items = actions[step] as List<object> ?? new List<object> { actions[step] };
       agent.Action = new AgentAction { Values = items.Select(Json.ToNumber).ToArray() };
-      Release(agent, true);
+      Release(episode, true);
     }
   }
 }

@@ -171,7 +171,7 @@ class Gateway:
                 **self._progress.to_dict(),
                 "settings": dict(self._state.settings),
                 "queue_depth": len(self.queue),
-                "queue_capacity": self.queue.capacity,
+                "queue_slots": self._sessions.count_slots(),
                 "actors": [actor.to_dict(self._state.weights) for actor in self._state.actors],
                 "quarantined": dict(self.queue.ledger.quarantined),
                 "counted_at": time.time(),

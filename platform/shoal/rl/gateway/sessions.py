@@ -121,6 +121,10 @@ class Sessions(dict[bytes, Session]):
             route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
         }
 
+    def count_slots(self) -> dict[str, int]:
+        """How many slots the queue has, and how many of them sessions may fill."""
+        return {"capacity": self._queue.capacity, "credit": sum(self.compute_open_credit().values())}
+
     def count_free(self) -> int:
         """How many slots of the queue no session may fill; below 0: fewer than those that they may."""
         return self._queue.capacity - len(self._queue) - sum(self.compute_open_credit().values())
