@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -88,6 +89,7 @@ def test_the_python_of_the_page_for_games_runs(
         assert parts.gateway.stats()["episodes"] == 1
         assert parts.gateway.stats()["steps"] == 20
     exec(compile(grid, "python.md", "exec"), {})
+    del gymnasium.registry["Grid-v0"]  # another test registers it, too
     exec(compile(game, "python.md", "exec"), names)
     monkeypatch.setattr("shoal.home.load_access_token", lambda: TOKEN)
     with serving() as parts:

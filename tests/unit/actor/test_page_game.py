@@ -26,6 +26,7 @@ def test_it_can_be_played_from_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "grid_of_page.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     game = make_environment("grid_of_page:Grid-v0")
+    del gymnasium.registry["Grid-v0"]  # another test registers it, too
     _, info = reset_environment(game, "Grid-v0")
     check_step(game, "Grid-v0", info)
     game.reset(seed=1)
