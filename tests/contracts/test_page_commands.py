@@ -181,3 +181,11 @@ def test_every_command_of_the_pages_is_understood(place: Path) -> None:
 def test_what_would_fail_is_noticed(place: Path, command: str) -> None:
     with pytest.raises((AssertionError, click.ClickException, ShoalError)):
         check_command(shlex.split(command))
+
+
+def test_ones_own_game_takes_eight_commands(tmp_path: Path) -> None:
+    """From a clone until it is trained, watched and served."""
+    page, is_there, _ = (ROOT / "docs/tutorials/your-game.md").read_text().partition("## Clear up")
+    assert is_there
+    (tmp_path / "page.md").write_text(page)
+    assert len([words for words in read_commands(tmp_path / "page.md") if words]) <= 8
