@@ -43,6 +43,13 @@ def test_the_page_of_extensions_has_every_group() -> None:
     assert {group for group in groups if f"`{group}`" not in page} == set()
 
 
+def test_the_page_of_the_architecture_has_every_room_and_library() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    folders = {path.parent for path in (ROOT / "platform" / "shoal").glob("**/__init__.py")}
+    rooms = {folder.name for folder in folders if folder.parent.name in ("shoal", "libs")} - {"libs"}
+    assert {room for room in rooms if not re.search(rf"^\|.*`{room}/?`.* \|", page, re.MULTILINE)} == set()
+
+
 PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sorted((ROOT / place).rglob("*.py"))]
 MAX_FUNCTION, MAX_FILE = 50, 400  # lines without docstrings
 
