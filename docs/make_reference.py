@@ -66,7 +66,7 @@ def write_commands() -> Iterator[str]:
     yield "# Every command\n"
     yield "The program's own help, by `docs/make_reference.py`. [The command line](../commands.md) has examples.\n"
     commands = find_commands()
-    with click.Context(cli, info_name="shoal") as context:
+    with click.Context(cli, info_name="shoal", **cli.context_settings) as context:
         for heading in HEADINGS:
             yield f"## {heading.capitalize()}\n"
             for verb in [each for each, (_, belongs, _) in commands.items() if belongs == heading]:

@@ -50,6 +50,12 @@ class Chromium:
             self._session = session
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
+        answer = self._ask(method, params)
+        assert "error" not in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def _ask(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         session = {"sessionId": self._session} if self._session else {}
@@ -59,16 +65,14 @@ class Chromium:
             while (letter := self._answers.read(1)) != b"\0":
                 assert letter, "chromium ended"
                 letters += letter
-            answer = json.loads(letters)
+            answer: dict[str, Any] = json.loads(letters)
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer
-                result: dict[str, Any] = answer["result"]
-                return result
+                return answer
 
     def run(self, script: str) -> Any:
         """The value of a script in the page; None while it is being replaced."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)["result"]
-        return found.get("value")
+        answer = self._ask("Runtime.evaluate", {"expression": script, "returnByValue": True})
+        return answer.get("result", {}).get("result", {}).get("value")
 
     def close(self) -> None:
         family = [self.process.pid, *(each.pid for each in psutil.Process(self.process.pid).children(recursive=True))]

@@ -38,13 +38,12 @@ void play(shoal::Run& run) {
 /// Several games side by side: what they ask travels as one message, and so do the actions.
 void play_many(shoal::Run& run, size_t count) {
   std::vector<Catch> games(count);
-  std::vector<bool> are_open(count);
-  for (; !run.is_over(); run.wait())
+  for (size_t i = 0; i < count; i++) run.ask(int(i), games[i].observe());
+  for (run.wait(); !run.is_over(); run.wait())
     for (size_t i = 0; i < count; i++) {
-      float reward = are_open[i] ? games[i].step(run.action(int(i))) : 0;
-      are_open[i] = !games[i].is_over();
-      if (are_open[i]) run.ask(int(i), games[i].observe(), reward);
-      else run.end(int(i), games[i].observe(), reward), games[i] = Catch();
+      float reward = games[i].step(run.action(int(i)));
+      if (games[i].is_over()) run.end(int(i), games[i].observe(), reward), games[i] = Catch();
+      run.ask(int(i), games[i].observe(), reward);
     }
 }
 

@@ -23,8 +23,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -380,6 +382,7 @@ struct Options {
   std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}
   std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: at first, and on change
   std::unique_ptr<Transport> transport = nullptr;                 // empty: a SocketTransport
+  std::string replay;  // in place of a run: a file of `shoal episodes RUN --export NAME`, whose actions one agent plays
 };
 
 /// A game's part in a run. Its agents have numbers of the game's choice. It connects within `poll`, `wait` and `act`,
@@ -400,7 +403,6 @@ class Run {
   /// The next action of an agent; its first observation begins an episode. `reward` is that of the action before.
   /// Waits for the answer, at most `wait_s`. When the run ends meanwhile, `is_over` says so, and the action is 0.
   Action act(int agent, const Tensor& observation, float reward = 0, const Tensor& mask = {}) {
-    wait_until([&] { return !is_waiting(agent); });  // for the answer to its last episode's end
     ask(agent, observation, reward, mask);
     wait_until([&] { return !is_waiting(agent); });
     return action(agent);
@@ -409,17 +411,22 @@ class Run {
   void ask(int agent, const Tensor& observation, float reward = 0, const Tensor& mask = {}) {
     put(agent, observation, reward, 0, mask);
   }
-  /// End an agent's episode with its last observation. Never waits; the agent waits until it has arrived.
+  /// End an agent's episode with its last observation. It is sent as by `ask`, and the agent may ask at once for another.
   void end(int agent, const Tensor& observation, float reward = 0, int how = Terminated, const Tensor& mask = {}) {
     put(agent, observation, reward, how, mask);
   }
   /// The action that a person took in place of the newest answer, before the next `ask` or `end` of this agent.
   void take_over(int agent, const Tensor& taken) { agents_[agent].taken = taken; }
-  /// Send what was asked, receive, reconnect; never waits. True when no agent waits.
+  /// Send what was asked, receive, reconnect; never waits. True when nothing is unanswered.
   bool poll() { return step(), report(), waiting_ == 0; }
-  /// Wait until no agent does, at most `wait_s`.
+  /// Wait until everything is answered, also ends, at most `wait_s`.
   void wait() { wait_until([&] { return waiting_ == 0; }); }
-  bool is_waiting(int agent) { return agents_[agent].waits; }
+  /// Whether the agent's action has not come yet.
+  bool is_waiting(int agent) const {
+    auto at = agents_.find(agent);
+    auto open = at == agents_.end() ? episodes_.end() : episodes_.find(at->second.episode);
+    return open != episodes_.end() && open->second.waits;
+  }
   /// The newest answer.
   const Action& action(int agent) { return agents_[agent].action; }
   /// Whether the run has ended, this game has left it, or an error was fatal.
@@ -434,12 +441,13 @@ class Run {
   /// Send the ends of episodes, which takes a second at most, and say goodbye. Open episodes are not counted.
   void leave() {
     auto is_ending = [](auto& each) { return each.second.waits && each.second.flags & 3; };
-    auto are_ending = [&] { return std::any_of(agents_.begin(), agents_.end(), is_ending); };
+    auto are_ending = [&] { return std::any_of(episodes_.begin(), episodes_.end(), is_ending); };
     for (double last = now() + 1; !is_over() && are_ending() && now() < last; step()) options_.transport->wait(20);
-    if (phase_ == Joined) send("{\"kind\":\"bye\"}");
+    if (phase_ == Joined && options_.replay.empty()) send("{\"kind\":\"bye\"}");
     finish();
   }
   Json settings, welcome;  // the run's newest, and the gateway's
+  int64_t diverged_at = -1;  // the first step of a replay whose observation is not the recorded one
 
  private:
   enum Phase { Away, Joining, Joined, Over };
@@ -457,52 +465,65 @@ class Run {
     }
   };
   struct Agent {
-    int64_t episode = -1, step = 0;  // -1: none is open
-    int64_t settings = 0;            // the version that its episode began with
+    int64_t episode = -1;  // -1: none is open
+    Tensor taken;          // before its next step
+    Action action;
+  };
+  struct Episode {
+    int agent = -1;
+    int64_t step = 0, settings = 0;  // the version that it began with
     double total = 0;                // the return, with `reward`
     float reward = 0;
     int flags = 0;
-    bool waits = false, is_sent = false, is_assisted = false;  // a person has acted in the episode
+    bool waits = false, is_sent = false, is_assisted = false;  // a person has acted in it
     Tensor observation, mask, taken;
-    Action action;
   };
   static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 
-  void put(int agent, const Tensor& observation, float reward, int flags, const Tensor& mask) {
-    Agent& each = agents_[agent];
+  void put(int number, const Tensor& observation, float reward, int flags, const Tensor& mask) {
+    Agent& agent = agents_[number];
+    auto at = episodes_.find(agent.episode);
+    bool is_open = at != episodes_.end();
     if (is_over()) return report();
-    if (each.waits) return raise(Error("busy", "the agent waits for an answer", agent));
-    if (!std::isfinite(reward)) return raise(Error("invalid", "reward: not finite", agent));
-    if (each.episode < 0 && flags) return raise(Error("invalid", "the agent has no episode to end", agent));
-    each.observation = observation, each.mask = mask, each.flags = flags, each.waits = true;
-    waiting_++;
-    if (each.episode < 0) {
-      each.total = 0, each.is_assisted = false, each.settings = settings_version_;
-      return renew(agent, each);
-    }
-    each.is_assisted |= !each.taken.empty();
-    each.step++, each.reward = reward, each.total += reward, each.is_sent = false;
+    if (is_open && at->second.waits) return raise(Error("busy", "the agent waits for an answer", number));
+    if (!std::isfinite(reward)) return raise(Error("invalid", "reward: not finite", number));
+    if (!is_open && flags) return raise(Error("invalid", "the agent has no episode to end", number));
+    Episode& each = is_open ? at->second : episodes_[agent.episode = next_episode_++];
+    if (is_open) {
+      each.step++, each.reward = reward, each.total += reward;
+      each.taken.swap(agent.taken), each.is_assisted |= !each.taken.empty();
+    } else each.agent = number, each.settings = settings_version_;
+    each.observation = observation, each.mask = mask, each.flags = flags, each.waits = true, each.is_sent = false;
+    agent.taken.clear(), waiting_++;
+    if (flags & 3) agent.episode = -1;
   }
-  /// Begin an episode, or go on with one that the gateway has not, under another number.
-  void renew(int agent, Agent& each) {
-    episodes_.erase(each.episode);
-    each.episode = next_episode_++, each.step = 0, each.reward = float(each.total), each.is_sent = false;
-    episodes_[each.episode] = agent, each.taken.assign(each.is_assisted ? action_.count : 0, 0);
+  /// Go on with an episode that the gateway has not, under another number.
+  void renew(int64_t number) {
+    auto open = episodes_.extract(number);
+    Episode& each = open.mapped();
+    each.step = 0, each.reward = float(each.total), each.is_sent = false;
+    each.taken.assign(each.is_assisted ? action_.count : 0, 0);
+    open.key() = agents_[each.agent].episode = next_episode_++;
+    episodes_.insert(std::move(open));
   }
-  void release(Agent& each, bool is_open) {
-    if (each.waits) waiting_--;
-    each.waits = false, each.taken.clear();
-    if (!is_open) episodes_.erase(each.episode), each.episode = -1;
+  void release(int64_t number, bool is_open) {
+    Episode& each = episodes_[number];
+    waiting_ -= each.waits, each.waits = false, each.taken.clear();
+    if (is_open) return;
+    if (agents_[each.agent].episode == number) agents_[each.agent].episode = -1;
+    episodes_.erase(number);
   }
-  void refuse(int agent, Agent& each, const std::string& reason, const std::string& detail) {
+  void refuse(int64_t number, const std::string& reason, const std::string& detail) {
+    Episode& each = episodes_[number];
+    int64_t& newest = agents_[each.agent].episode;
     bool is_lost = reason == "unknown_episode" || reason == "ended_episode" || reason == "failed";
-    if (is_lost && !(each.flags & 3)) return renew(agent, each);
-    if (!is_lost) errors_.emplace_back(reason, detail, agent);
-    if (reason != "invalid" || each.step == 0) return release(each, false);
-    each.step--, each.total -= each.reward;  // it may be asked once more
-    release(each, true);
+    if (is_lost && !(each.flags & 3)) return renew(number);
+    if (!is_lost) errors_.emplace_back(reason, detail, each.agent);
+    bool is_open = reason == "invalid" && each.step > 0 && (newest == number || newest < 0);
+    if (is_open) each.step--, each.total -= each.reward, newest = number;  // it may be asked once more
+    release(number, is_open);
   }
 
   template <class F> void wait_until(F is_done) {
@@ -524,11 +545,13 @@ class Run {
   void finish(Error error = Error()) {
     if (!is_over()) fatal_ = std::move(error);
     phase_ = Over, waiting_ = 0, options_.transport.reset();
-    for (auto& each : agents_) each.second.waits = false, each.second.action.values.assign(action_.count, 0);
+    episodes_.clear();
+    for (auto& each : agents_) each.second.action.values.assign(action_.count, 0);
   }
 
   void step() {
     if (is_over()) return;
+    if (!options_.replay.empty()) return replay();
     double time = now(), pause = std::max(0.0, time - stepped_at_ - 1);  // the game did not poll for so long
     if (stepped_at_ == 0) pause = 0, since_ = time;
     stepped_at_ = time, since_ += pause, heard_at_ += pause;
@@ -588,11 +611,10 @@ class Run {
 
   /// Send what is unsent: one agent's as `act`, those of several as rows of `acts`.
   void flush(double time) {
-    std::vector<int> unsent;
-    for (auto& [agent, each] : agents_)
-      if (each.waits && !each.is_sent) unsent.push_back(agent);
+    std::vector<int64_t> unsent;
+    for (auto& [number, each] : episodes_)
+      if (each.waits && !each.is_sent) unsent.push_back(number);
     if (unsent.empty()) return;
-    std::sort(unsent.begin(), unsent.end(), [&](int a, int b) { return agents_[a].episode < agents_[b].episode; });
     asked_at_ = time;
     std::vector<std::string> frames(num_choices_ ? 2 : 1), rows;
     std::string episodes, steps, settings_of;
@@ -603,19 +625,19 @@ class Run {
       episodes.clear(), steps.clear(), settings_of.clear(), rows.assign(num_choices_ ? 4 : 3, ""), count = 0;
     };
     send_rows();
-    for (int agent : unsent) {
-      Agent& each = agents_[agent];
+    for (int64_t number : unsent) {
+      Episode& each = episodes_[number];
       std::string problem = pack(each, frames);
       if (!problem.empty()) {
-        refuse(agent, each, "invalid", problem);
+        refuse(number, "invalid", problem);
         continue;
       }
       each.is_sent = true;
       if (!has_rows_ || unsent.size() == 1 || !each.taken.empty()) {
-        send(describe(each), frames);
+        send(describe(number, each), frames);
         continue;
       }
-      episodes += (count ? "," : "") + std::to_string(each.episode);
+      episodes += (count ? "," : "") + std::to_string(number);
       steps += (count ? "," : "") + std::to_string(each.step);
       settings_of += (count ? "," : "") + std::to_string(each.step ? 0 : each.settings);
       rows[0] += frames[0], rows[1].append(reinterpret_cast<const char*>(&each.reward), 4), rows[2] += char(each.flags);
@@ -625,7 +647,7 @@ class Run {
     send_rows();
   }
   /// The frames of an observation and its mask. Returns what is wrong with them, or "".
-  std::string pack(const Agent& each, std::vector<std::string>& frames) {
+  std::string pack(const Episode& each, std::vector<std::string>& frames) {
     frames.assign(frames.size(), "");
     if (each.observation.size() != observation_.count || !observation_.dtype->put(each.observation, frames[0]))
       return "observation: " + std::to_string(each.observation.size()) + " numbers, expected " + observation_.text;
@@ -635,8 +657,8 @@ class Run {
       return "mask: " + std::to_string(each.mask.size()) + " numbers, not " + std::to_string(num_choices_) + " of bool";
     return "";
   }
-  std::string describe(const Agent& each) {
-    std::string header = "{\"kind\":\"act\",\"episode\":" + std::to_string(each.episode) +
+  std::string describe(int64_t number, const Episode& each) {
+    std::string header = "{\"kind\":\"act\",\"episode\":" + std::to_string(number) +
                          ",\"step\":" + std::to_string(each.step) + ",\"reward\":" + Json::format(each.reward), taken;
     if (each.flags & 3) header += each.flags & Terminated ? ",\"terminated\":true" : ",\"truncated\":true";
     if (each.flags & Failed) header += each.flags & 8 ? ",\"success\":true" : ",\"success\":false";
@@ -666,13 +688,13 @@ class Run {
     if (kind == "bye") return header["finished"].number ? finish() : lose(Error("", header["reason"].text));
     if (phase_ != Joined) return;
     if (kind == "action" || kind == "actions") attempts_ = 0;
-    if (kind == "action") answer(header["episode"], header["step"], header["action"], header);
-    if (kind == "actions") answer_rows(header, frames);
+    if (kind == "action") take_action(header);
+    if (kind == "actions") take_actions(header, frames);
     if (kind == "settings") apply(header["version"].integer(0), header["values"]);
     if (kind == "ping") send("{\"kind\":\"pong\",\"nonce\":" + Json::format(header["nonce"].number) + "}");
   }
   void reject(const std::string& what) { finish(Error("malformed", "the gateway sent " + what)); }
-  void resend() { for (auto& each : agents_) each.second.is_sent = false; }
+  void resend() { for (auto& each : episodes_) each.second.is_sent = false; }
 
   void join(const Json& header) {
     welcome = header;
@@ -684,8 +706,10 @@ class Run {
     for (auto& extra : spec["extras"].items)
       if (Form mask; extra["name"].text == "masks" && mask.read(extra["tensor"])) num_choices_ = mask.count;
     bool is_other = !run_id_.empty() && run_id_ != header["run_id"].text;  // it knows none of the episodes
-    for (auto& [agent, each] : agents_)
-      if (is_other) each.total = 0, each.waits ? refuse(agent, each, "unknown_episode", "") : void();
+    std::vector<int64_t> waiting;
+    for (auto& [number, each] : episodes_)
+      if (is_other) each.total = 0, each.waits ? waiting.push_back(number) : void();
+    for (int64_t number : waiting) refuse(number, "unknown_episode", "");
     if (is_other) settings_version_ = 0;
     run_id_ = header["run_id"].text, heartbeat_s_ = std::max(0.1, header["heartbeat_s"].number);
     timeout_s_ = std::max(heartbeat_s_, header["timeout_s"].number);
@@ -697,53 +721,87 @@ class Run {
     settings_version_ = version, settings = values;
     if (options_.on_settings) options_.on_settings(settings);
   }
-  /// The agent that waits for the answer to this step, or null: it came twice.
-  Agent* find(const Json& episode, const Json& step, int& agent) {
-    auto at = episodes_.find(episode.integer());
-    if (at == episodes_.end()) return nullptr;
-    Agent& each = agents_[agent = at->second];
-    return each.waits && each.step == step.integer() ? &each : nullptr;
+  /// Whether this step waits for its answer; else it came twice.
+  bool awaits(int64_t number, const Json& step) const {
+    auto at = episodes_.find(number);
+    return at != episodes_.end() && at->second.waits && at->second.step == step.integer();
   }
-  void answer(const Json& episode, const Json& step, const Json& action, const Json& header) {
-    int agent = -1;
-    Agent* each = find(episode, step, agent);
-    if (!each) return;
-    if (!header["reason"].text.empty()) return refuse(agent, *each, header["reason"].text, header["detail"].text);
-    if (each->flags & 3) return release(*each, false);
+  void take_action(const Json& header) {
+    int64_t number = header["episode"].integer();
+    const Json &action = header["action"], &reason = header["reason"];
+    if (!awaits(number, header["step"])) return;
+    if (!reason.text.empty()) return refuse(number, reason.text, header["detail"].text);
+    Episode& each = episodes_[number];
+    if (each.flags & 3) return release(number, false);
     std::vector<double> values;
     if (action.kind == Json::Number) values = {action.number};
     for (auto& item : action.items) values.push_back(item.number);
     if (values.size() != action_.count) return reject("an action of " + std::to_string(values.size()) + " numbers");
-    each->action = {std::move(values), header["version"].integer(0)}, release(*each, true);
+    agents_[each.agent].action = {std::move(values), header["version"].integer(0)}, release(number, true);
   }
-  void answer_rows(const Json& header, const std::vector<std::string>& frames) {
-    auto &episodes = header["episodes"].items, &steps = header["steps"].items;
+  void take_actions(const Json& header, const std::vector<std::string>& frames) {
+    auto &numbers = header["episodes"].items, &steps = header["steps"].items;
     size_t size = action_.dtype->size * action_.count;
-    if (episodes.size() != steps.size() || frames.size() < 2 || frames[1].size() != size * episodes.size())
+    if (numbers.size() != steps.size() || frames.size() < 2 || frames[1].size() != size * numbers.size())
       return reject("actions of other sizes");
-    int agent = -1;
-    for (size_t row = 0; row < episodes.size(); row++) {
-      Agent* each = find(episodes[row], steps[row], agent);
-      if (!each) continue;
+    for (size_t row = 0; row < numbers.size(); row++) {
+      int64_t number = numbers[row].integer();
+      if (!awaits(number, steps[row])) continue;
+      Action& action = agents_[episodes_[number].agent].action;
+      action.values.resize(action_.count);
       for (size_t i = 0; i < action_.count; i++)
-        each->action.values[i] = action_.dtype->get(&frames[1][row * size + i * action_.dtype->size]);
-      each->action.version = header["version"].integer(0), release(*each, true);
+        action.values[i] = action_.dtype->get(&frames[1][row * size + i * action_.dtype->size]);
+      action.version = header["version"].integer(0), release(number, true);
     }
     for (auto& row : header["refused"].items)
-      if (Agent* each = find(row["episode"], row["step"], agent))
-        refuse(agent, *each, row["reason"].text, row["detail"].text);
-    for (auto& episode : header["ended"].items)
-      if (auto at = episodes_.find(episode.integer()); at != episodes_.end()) release(agents_[at->second], false);
+      if (awaits(row["episode"].integer(), row["step"]))
+        refuse(row["episode"].integer(), row["reason"].text, row["detail"].text);
+    for (auto& number : header["ended"].items)
+      if (episodes_.count(number.integer())) release(number.integer(), false);
+  }
+
+  /// Answer with the actions of the recorded episode.
+  void replay() {
+    if (phase_ != Joined) {
+      std::ifstream file(options_.replay, std::ios::binary);
+      std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+      if (!recorded_.parse(text) || recorded_["kind"].text != "episode" || recorded_["format"].number != 1 ||
+          !action_.read(recorded_["spec"]["action"]))
+        return finish(Error("no_episode", options_.replay + " is not of `shoal episodes RUN --export NAME`"));
+      phase_ = Joined, apply(recorded_["settings_version"].integer(0), recorded_["settings"]);
+    }
+    for (auto& [number, each] : episodes_) {
+      if (!each.waits) continue;
+      int agent = each.agent;
+      if (replaying_ < 0) replaying_ = agent;
+      if (agent != replaying_) return finish(Error("no_episode", "it is of one agent", agent));
+      const std::vector<Json>&rows = recorded_["observations"].items, &actions = recorded_["actions"].items;
+      size_t step = size_t(each.step);
+      bool is_same = step < rows.size() && rows[step].items.size() == each.observation.size();
+      for (size_t i = 0; is_same && i < each.observation.size(); i++) {
+        double expected = rows[step].items[i].number;
+        is_same = std::abs(each.observation[i] - expected) <= 1e-5 * std::max(1.0, std::abs(expected));
+      }
+      if (!is_same && diverged_at < 0) diverged_at = each.step;
+      if (each.flags & 3 || step >= actions.size()) return finish();
+      std::vector<double> values;
+      if (action_.is_scalar) values = {actions[step].number};
+      for (auto& item : actions[step].items) values.push_back(item.number);
+      if (values.size() != action_.count) return finish(Error("no_episode", "an action of another size", agent));
+      agents_[agent].action = {std::move(values), 0}, release(number, true);
+    }
   }
 
   std::vector<std::string> addresses_;
   std::string token_, actor_id_, run_id_, why_;
   Options options_;
   int64_t incarnation_ = 0, next_episode_ = 0, settings_version_ = 0;
-  std::map<int, Agent> agents_;
-  std::unordered_map<int64_t, int> episodes_;  // the agent of each open one
+  std::unordered_map<int, Agent> agents_;
+  std::map<int64_t, Episode> episodes_;  // the open ones, and those with an end that is unanswered, by number
   std::vector<Error> errors_;
   Error fatal_;
+  Json recorded_;       // of a replay
+  int replaying_ = -1;  // the agent that plays it
   Phase phase_ = Away;
   Form observation_, action_;
   size_t address_ = 0, num_choices_ = 0;

@@ -35,13 +35,12 @@ sealed class Catch {
   /// Several games side by side: what they ask travels as one message, and so do the actions.
   static void PlayMany(Run run, int count) {
     var games = new Catch[count];
-    var areOpen = new bool[count];
-    for (; !run.IsOver; run.Wait())
+    for (int i = 0; i < count; i++) run.Ask(i, (games[i] = new Catch()).Observe());
+    for (run.Wait(); !run.IsOver; run.Wait())
       for (int i = 0; i < count; i++) {
-        float reward = areOpen[i] ? games[i].Step(run.ActionOf(i)) : 0;
-        if (!areOpen[i]) games[i] = new Catch();
-        areOpen[i] = !games[i].IsOver;
-        if (areOpen[i]) run.Ask(i, games[i].Observe(), reward); else run.End(i, games[i].Observe(), reward);
+        float reward = games[i].Step(run.ActionOf(i));
+        if (games[i].IsOver) { run.End(i, games[i].Observe(), reward); games[i] = new Catch(); }
+        run.Ask(i, games[i].Observe(), reward);
       }
   }
 

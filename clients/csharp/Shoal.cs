@@ -40,6 +40,7 @@ public sealed class Options {
   public double GiveUpSeconds;        // without a gateway; 0: 60 before the first session, 300 after one
   public string Behaviour = "";       // who acts, as "human"; empty: the run's policy
   public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}
+  public string Replay = "";  // in place of a run: a file of `shoal episodes RUN --export NAME`, for one agent
   public Action<Map> OnSettings;  // called by Poll and Act, with the welcome and on change
 }
 
@@ -53,14 +54,21 @@ public sealed class Run : IDisposable {
 
   sealed class Agent {
     public int Number;
-    public long Episode = -1, Step;  // -1: none is open
-    public long Settings;            // the version that its episode began with
-    public double Total;             // the return, with Reward
-    public float Reward;
-    public int Flags;                // 1 terminated, 2 truncated, 4 success is known, 8 success
-    public bool Waits, IsSent, IsAssisted;  // a person has acted in the episode
-    public Array Observation, Mask, Taken;
+    public Episode Episode;  // null: none is open
+    public Array Taken;      // before its next step
     public AgentAction Action = new AgentAction();
+  }
+
+  sealed class Episode {
+    public Agent Agent;
+    public long Number, Step;
+    public long Settings;  // the version that it began with
+    public double Total;   // the return, with Reward
+    public float Reward;
+    public int Flags;      // 1 terminated, 2 truncated, 4 success is known, 8 success
+    public bool Waits, IsSent, IsAssisted;  // a person has acted in it
+    public Array Observation, Mask, Taken;
+    public bool IsEnding => (Flags & 3) != 0;
   }
 
   readonly string[] addresses;
@@ -68,8 +76,9 @@ public sealed class Run : IDisposable {
   readonly Options options;
   readonly long incarnation = (DateTime.UtcNow - new DateTime(1970, 1, 1)).Ticks / TimeSpan.TicksPerMillisecond;
   readonly Stopwatch clock = Stopwatch.StartNew();
-  readonly SortedDictionary<int, Agent> agents = new SortedDictionary<int, Agent>();
-  readonly Dictionary<long, Agent> episodes = new Dictionary<long, Agent>();
+  readonly Dictionary<int, Agent> agents = new Dictionary<int, Agent>();
+  /// The open ones, and those with an end that is unanswered, by number.
+  readonly SortedDictionary<long, Episode> episodes = new SortedDictionary<long, Episode>();
   readonly Queue<ShoalException> errors = new Queue<ShoalException>();
   ShoalException fatal;
   Connection connection;
@@ -87,6 +96,8 @@ public sealed class Run : IDisposable {
   /// <summary>Whether the run has ended, this game has left it, or an error was fatal.</summary>
   public bool IsOver => phase == Phase.Over;
   public bool IsConnected => phase == Phase.Joined;
+  /// <summary>The first step of a replay whose observation is not the recorded one; -1: none.</summary>
+  public long DivergedAt { get; private set; } = -1;
 
   public Run(string address, string token, string actorId, Options options = null)
       : this(new[] { address }, token, actorId, options) { }
@@ -101,7 +112,6 @@ public sealed class Run : IDisposable {
   /// <summary>The next action of an agent; its first observation begins an episode. `reward` is that of the action
   /// before. Waits for the answer, at most WaitSeconds. When the run ends meanwhile, IsOver is true.</summary>
   public AgentAction Act(int agent, Array observation, float reward = 0, Array mask = null) {
-    WaitUntil(() => !IsWaiting(agent));  // for the answer to its last episode's end
     Ask(agent, observation, reward, mask);
     WaitUntil(() => !IsWaiting(agent));
     return ActionOf(agent);
@@ -112,7 +122,8 @@ public sealed class Run : IDisposable {
     Put(agent, observation, reward, 0, mask);
   }
 
-  /// <summary>End an agent's episode with its last observation. Never waits; the agent does, for its arrival.</summary>
+  /// <summary>End an agent's episode with its last observation. It is sent as by Ask, and the agent may ask at once for
+  /// another.</summary>
   public void End(int agent, Array observation, float reward = 0, End how = Shoal.End.Terminated, bool? success = null,
                   Array mask = null) {
     Put(agent, observation, reward, (int)how | (success == null ? 0 : success.Value ? 12 : 4), mask);
@@ -121,28 +132,28 @@ public sealed class Run : IDisposable {
   /// <summary>The action that a person took in place of the newest answer, before the next Ask or End.</summary>
   public void TakeOver(int agent, Array taken) => Find(agent).Taken = taken;
 
-  /// <summary>Send what was asked, receive, reconnect; never waits. True when no agent waits.</summary>
+  /// <summary>Send what was asked, receive, reconnect; never waits. True when nothing is unanswered.</summary>
   public bool Poll() { Step(); Check(); return numWaiting == 0; }
 
-  /// <summary>Wait until no agent does, at most WaitSeconds.</summary>
+  /// <summary>Wait until everything is answered, also ends, at most WaitSeconds.</summary>
   public void Wait() => WaitUntil(() => numWaiting == 0);
 
-  public bool IsWaiting(int agent) => Find(agent).Waits;
+  /// <summary>Whether the agent's action has not come yet.</summary>
+  public bool IsWaiting(int agent) => Find(agent).Episode?.Waits == true;
   /// <summary>The newest answer.</summary>
   public AgentAction ActionOf(int agent) => Find(agent).Action;
 
   /// <summary>Send the ends of episodes, within a second, and say goodbye. Open episodes are not counted.</summary>
   public void Dispose() {
     double last = Now + 1;
-    Func<bool> areEnding = () => agents.Values.Any(each => each.Waits && IsEnd(each));
+    Func<bool> areEnding = () => episodes.Values.Any(each => each.Waits && each.IsEnding);
     for (; !IsOver && areEnding() && Now < last; Step()) connection?.Wait(20);
-    if (IsConnected) Send("{\"kind\":\"bye\"}");
+    if (IsConnected && options.Replay == "") Send("{\"kind\":\"bye\"}");
     connection?.Close();
     Finish();
   }
 
   double Now => clock.Elapsed.TotalSeconds;
-  static bool IsEnd(Agent agent) => (agent.Flags & 3) != 0;
 
   Agent Find(int number) {
     if (!agents.TryGetValue(number, out Agent agent)) agents[number] = agent = new Agent { Number = number };
@@ -151,42 +162,48 @@ public sealed class Run : IDisposable {
 
   void Put(int number, Array observation, float reward, int flags, Array mask) {
     Agent agent = Find(number);
+    Episode episode = agent.Episode;
     if (IsOver) { Check(); return; }
-    if (agent.Waits) throw new ShoalException("busy", "the agent waits for an answer", number);
+    if (episode != null && episode.Waits) throw new ShoalException("busy", "the agent waits for an answer", number);
     if (!(Math.Abs(reward) <= float.MaxValue)) throw new ShoalException("invalid", "reward: not finite", number);
-    if (agent.Episode < 0 && flags != 0) throw new ShoalException("invalid", "the agent has no episode to end", number);
-    agent.Observation = (Array)observation.Clone(); agent.Mask = (Array)mask?.Clone();
-    agent.Flags = flags; agent.Waits = true; numWaiting++;
-    if (agent.Episode < 0) {
-      agent.Total = 0; agent.IsAssisted = false; agent.Settings = settingsVersion;
-      Renew(agent);
-      return;
+    if (episode == null && flags != 0) throw new ShoalException("invalid", "the agent has no episode to end", number);
+    if (episode == null) {
+      episode = agent.Episode = new Episode { Agent = agent, Number = nextEpisode++, Settings = settingsVersion };
+      episodes[episode.Number] = episode;
+    } else {
+      episode.Step++; episode.Reward = reward; episode.Total += reward;
+      episode.Taken = agent.Taken; episode.IsAssisted |= agent.Taken != null;
     }
-    agent.IsAssisted |= agent.Taken != null;
-    agent.Step++; agent.Reward = reward; agent.Total += reward; agent.IsSent = false;
+    episode.Observation = (Array)observation.Clone(); episode.Mask = (Array)mask?.Clone();
+    episode.Flags = flags; episode.Waits = true; episode.IsSent = false;
+    agent.Taken = null; numWaiting++;
+    if (episode.IsEnding) agent.Episode = null;
   }
 
-  /// Begin an episode, or go on with one that the gateway has not, under another number.
-  void Renew(Agent agent) {
-    episodes.Remove(agent.Episode);
-    agent.Episode = nextEpisode++; agent.Step = 0; agent.Reward = (float)agent.Total; agent.IsSent = false;
-    agent.Taken = agent.IsAssisted ? new double[actionForm.Count] : null;
-    episodes[agent.Episode] = agent;
+  /// Go on with an episode that the gateway has not, under another number.
+  void Renew(Episode episode) {
+    episodes.Remove(episode.Number);
+    episode.Number = nextEpisode++; episode.Step = 0; episode.Reward = (float)episode.Total; episode.IsSent = false;
+    episode.Taken = episode.IsAssisted ? new double[actionForm.Count] : null;
+    episodes[episode.Number] = episode;
   }
 
-  void Release(Agent agent, bool isOpen) {
-    if (agent.Waits) numWaiting--;
-    agent.Waits = false; agent.Taken = null;
-    if (!isOpen) { episodes.Remove(agent.Episode); agent.Episode = -1; }
+  void Release(Episode episode, bool isOpen) {
+    if (episode.Waits) numWaiting--;
+    episode.Waits = false; episode.Taken = null;
+    if (isOpen) return;
+    episodes.Remove(episode.Number);
+    if (episode.Agent.Episode == episode) episode.Agent.Episode = null;
   }
 
-  void Refuse(Agent agent, string reason, string detail) {
+  void Refuse(Episode episode, string reason, string detail) {
     bool isLost = Lost.Contains(reason);
-    if (isLost && !IsEnd(agent)) { Renew(agent); return; }
+    Agent agent = episode.Agent;
+    if (isLost && !episode.IsEnding) { Renew(episode); return; }
     if (!isLost) errors.Enqueue(new ShoalException(reason, detail, agent.Number));
-    bool isOpen = reason == "invalid" && agent.Step > 0;
-    if (isOpen) { agent.Step--; agent.Total -= agent.Reward; }  // it may be asked once more
-    Release(agent, isOpen);
+    bool isOpen = reason == "invalid" && episode.Step > 0 && (agent.Episode ?? episode) == episode;
+    if (isOpen) { episode.Step--; episode.Total -= episode.Reward; agent.Episode = episode; }  // it may be asked again
+    Release(episode, isOpen);
   }
 
   void WaitUntil(Func<bool> isDone) {
@@ -207,13 +224,14 @@ public sealed class Run : IDisposable {
   void Finish(ShoalException error = null) {
     fatal = fatal ?? error; phase = Phase.Over; numWaiting = 0; connection?.Abort();
     foreach (Agent agent in agents.Values) {
-      agent.Waits = false;
+      agent.Episode = null;
       agent.Action = new AgentAction { Values = new double[actionForm.Count] };
     }
   }
 
   void Step() {
     if (IsOver) return;
+    if (options.Replay != "") { Replay(); return; }
     double time = Now, pause = Math.Max(0, time - steppedAt - 1);  // the game did not poll for so long
     if (steppedAt < 0) { pause = 0; since = time; }
     steppedAt = time; since += pause; heardAt += pause;
@@ -273,31 +291,31 @@ public sealed class Run : IDisposable {
 
   /// Send what is unsent: one agent's as `act`, those of several as rows of `acts`.
   void Flush(double time) {
-    var unsent = agents.Values.Where(each => each.Waits && !each.IsSent).OrderBy(each => each.Episode).ToList();
+    var unsent = episodes.Values.Where(each => each.Waits && !each.IsSent).ToList();
     if (unsent.Count == 0) return;
     askedAt = time;
-    var rows = new List<Agent>();
+    var rows = new List<Episode>();
     var frames = new[] { new MemoryStream(), new MemoryStream(), new MemoryStream(), new MemoryStream() };
-    foreach (Agent agent in unsent) {
-      string problem = Pack(agent, out byte[] observation, out byte[] mask);
-      if (problem != null) { Refuse(agent, "invalid", problem); continue; }
-      agent.IsSent = true;
-      if (!hasRows || unsent.Count == 1 || agent.Taken != null) {
-        if (mask == null) Send(Describe(agent), observation); else Send(Describe(agent), observation, mask);
+    foreach (Episode episode in unsent) {
+      string problem = Pack(episode, out byte[] observation, out byte[] mask);
+      if (problem != null) { Refuse(episode, "invalid", problem); continue; }
+      episode.IsSent = true;
+      if (!hasRows || unsent.Count == 1 || episode.Taken != null) {
+        if (mask == null) Send(Describe(episode), observation); else Send(Describe(episode), observation, mask);
         continue;
       }
-      rows.Add(agent);
+      rows.Add(episode);
       frames[0].Write(observation, 0, observation.Length);
-      frames[1].Write(BitConverter.GetBytes(agent.Reward), 0, 4);
-      frames[2].WriteByte((byte)agent.Flags);
+      frames[1].Write(BitConverter.GetBytes(episode.Reward), 0, 4);
+      frames[2].WriteByte((byte)episode.Flags);
       if (mask != null) frames[3].Write(mask, 0, mask.Length);
       if (rows.Count == MaxRows) SendRows(rows, frames);
     }
     if (rows.Count > 0) SendRows(rows, frames);
   }
 
-  void SendRows(List<Agent> rows, MemoryStream[] frames) {
-    string numbers = string.Join(",", rows.Select(each => each.Episode));
+  void SendRows(List<Episode> rows, MemoryStream[] frames) {
+    string numbers = string.Join(",", rows.Select(each => each.Number));
     string steps = string.Join(",", rows.Select(each => each.Step));
     string settings = string.Join(",", rows.Select(each => each.Step == 0 ? each.Settings : 0));
     if (settingsVersion > 0) steps += "],\"settings\":[" + settings;
@@ -308,26 +326,26 @@ public sealed class Run : IDisposable {
   }
 
   /// The frames of an observation and its mask. Returns what is wrong with them, or null.
-  string Pack(Agent agent, out byte[] observation, out byte[] mask) {
+  string Pack(Episode episode, out byte[] observation, out byte[] mask) {
     mask = null;
-    observation = observationForm.Pack(agent.Observation);
+    observation = observationForm.Pack(episode.Observation);
     if (observation == null)
-      return "observation: " + agent.Observation.Length + " numbers, expected " + observationForm;
+      return "observation: " + episode.Observation.Length + " numbers, expected " + observationForm;
     if (numChoices == 0) return null;
-    if (agent.Mask == null && (agent.Flags & 1) != 0) mask = Enumerable.Repeat((byte)1, numChoices).ToArray();
-    else if (agent.Mask != null) mask = new TensorForm { Count = numChoices, Dtype = "bool" }.Pack(agent.Mask);
+    if (episode.Mask == null && (episode.Flags & 1) != 0) mask = Enumerable.Repeat((byte)1, numChoices).ToArray();
+    else if (episode.Mask != null) mask = new TensorForm { Count = numChoices, Dtype = "bool" }.Pack(episode.Mask);
     if (mask != null) return null;
-    return "mask: " + (agent.Mask?.Length ?? 0) + " numbers, expected " + numChoices + " of bool";
+    return "mask: " + (episode.Mask?.Length ?? 0) + " numbers, expected " + numChoices + " of bool";
   }
 
-  string Describe(Agent agent) {
-    var header = new StringBuilder("{\"kind\":\"act\",\"episode\":" + agent.Episode + ",\"step\":" + agent.Step);
-    header.Append(",\"reward\":" + Json.Format(agent.Reward));
-    if (IsEnd(agent)) header.Append((agent.Flags & 1) != 0 ? ",\"terminated\":true" : ",\"truncated\":true");
-    if ((agent.Flags & 4) != 0) header.Append((agent.Flags & 8) != 0 ? ",\"success\":true" : ",\"success\":false");
-    if (agent.Step == 0 && agent.Settings > 0) header.Append(",\"settings\":" + agent.Settings);
-    if (agent.Taken != null) {
-      string taken = string.Join(",", agent.Taken.Cast<object>().Select(each => Json.Format(Convert.ToDouble(each))));
+  string Describe(Episode episode) {
+    var header = new StringBuilder("{\"kind\":\"act\",\"episode\":" + episode.Number + ",\"step\":" + episode.Step);
+    header.Append(",\"reward\":" + Json.Format(episode.Reward));
+    if (episode.IsEnding) header.Append((episode.Flags & 1) != 0 ? ",\"terminated\":true" : ",\"truncated\":true");
+    if ((episode.Flags & 4) != 0) header.Append((episode.Flags & 8) != 0 ? ",\"success\":true" : ",\"success\":false");
+    if (episode.Step == 0 && episode.Settings > 0) header.Append(",\"settings\":" + episode.Settings);
+    if (episode.Taken != null) {
+      string taken = string.Join(",", episode.Taken.Cast<object>().Select(each => Json.Format(Convert.ToDouble(each))));
       header.Append(",\"taken\":" + (actionForm.IsScalar ? taken : "[" + taken + "]"));
     }
     return header.Append('}').ToString();
@@ -362,7 +380,7 @@ public sealed class Run : IDisposable {
 
   void Reject(string what) => Finish(new ShoalException("malformed", "the gateway sent " + what));
 
-  void Resend() { foreach (Agent agent in agents.Values) agent.IsSent = false; }
+  void Resend() { foreach (Episode each in episodes.Values) each.IsSent = false; }
 
   void Join(Map header) {
     Welcome = header;
@@ -377,8 +395,10 @@ public sealed class Run : IDisposable {
       var mask = new TensorForm();
       if (extra.Text("name") == "masks" && mask.Read(extra.Map("tensor"))) numChoices = mask.Count;
     }
-    if (runId != "" && runId != header.Text("run_id"))  // another run: it knows none of the episodes
-      foreach (Agent agent in agents.Values) { agent.Total = 0; if (agent.Waits) Refuse(agent, Lost[0], ""); }
+    if (runId != "" && runId != header.Text("run_id")) {  // another run: it knows none of the episodes
+      settingsVersion = 0;
+      foreach (Episode each in episodes.Values.ToList()) { each.Total = 0; if (each.Waits) Refuse(each, Lost[0], ""); }
+    }
     runId = header.Text("run_id"); heartbeatSeconds = Math.Max(0.1, header.Number("heartbeat_s"));
     timeoutSeconds = Math.Max(heartbeatSeconds, header.Number("timeout_s"));
     phase = Phase.Joined; hasRows = true; Resend();
@@ -391,23 +411,23 @@ public sealed class Run : IDisposable {
     options.OnSettings?.Invoke(values);
   }
 
-  /// The agent that waits for the answer to this step, or null: it came twice.
-  Agent FindWaiting(object episode, object step) {
-    episodes.TryGetValue(Json.ToInteger(episode), out Agent agent);
-    return agent != null && agent.Waits && agent.Step == Json.ToInteger(step) ? agent : null;
+  /// The episode that waits for the answer to this step, or null: it came twice.
+  Episode FindWaiting(object number, object step) {
+    episodes.TryGetValue(Json.ToInteger(number), out Episode episode);
+    return episode != null && episode.Waits && episode.Step == Json.ToInteger(step) ? episode : null;
   }
 
   void TakeAction(Map header) {
-    Agent agent = FindWaiting(header.Get("episode"), header.Get("step"));
+    Episode episode = FindWaiting(header.Get("episode"), header.Get("step"));
     attempts = 0;
-    if (agent == null) return;
-    if (header.Text("reason") != "") { Refuse(agent, header.Text("reason"), header.Text("detail")); return; }
-    if (IsEnd(agent)) { Release(agent, false); return; }
+    if (episode == null) return;
+    if (header.Text("reason") != "") { Refuse(episode, header.Text("reason"), header.Text("detail")); return; }
+    if (episode.IsEnding) { Release(episode, false); return; }
     var items = header.Get("action") is double ? new List<object> { header.Get("action") } : header.List("action");
     double[] values = items.Select(Json.ToNumber).ToArray();
     if (values.Length != actionForm.Count) { Reject("an action of " + values.Length + " numbers"); return; }
-    agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
-    Release(agent, true);
+    episode.Agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
+    Release(episode, true);
   }
 
   void TakeActions(Map header, List<ArraySegment<byte>> frames) {
@@ -418,18 +438,50 @@ public sealed class Run : IDisposable {
       return;
     }
     for (int row = 0; row < numbers.Count; row++) {
-      Agent agent = FindWaiting(numbers[row], steps[row]);
-      if (agent == null) continue;
+      Episode episode = FindWaiting(numbers[row], steps[row]);
+      if (episode == null) continue;
       double[] values = actionForm.Unpack(frames[1].Array, frames[1].Offset + row * actionForm.Size);
-      agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
-      Release(agent, true);
+      episode.Agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
+      Release(episode, true);
     }
     foreach (var row in header.List("refused").OfType<Map>()) {
-      Agent agent = FindWaiting(row.Get("episode"), row.Get("step"));
-      if (agent != null) Refuse(agent, row.Text("reason"), row.Text("detail"));
+      Episode episode = FindWaiting(row.Get("episode"), row.Get("step"));
+      if (episode != null) Refuse(episode, row.Text("reason"), row.Text("detail"));
     }
     foreach (object number in header.List("ended"))
-      if (episodes.TryGetValue(Json.ToInteger(number), out Agent agent)) Release(agent, false);
+      if (episodes.TryGetValue(Json.ToInteger(number), out Episode episode)) Release(episode, false);
+  }
+
+  Map recorded;   // of a replay
+  Agent replays;  // the agent that plays it
+
+  /// Answer with the actions of the recorded episode.
+  void Replay() {
+    if (!IsConnected) {
+      recorded = File.Exists(options.Replay) ? Json.Parse(File.ReadAllText(options.Replay)) as Map : null;
+      if (recorded == null || recorded.Text("kind") != "episode" || recorded.Number("format") != 1
+          || !actionForm.Read(recorded.Map("spec").Map("action"))) {
+        Finish(new ShoalException("no_episode", options.Replay + " is not of `shoal episodes RUN --export NAME`"));
+        return;
+      }
+      phase = Phase.Joined; Apply(recorded.Integer("settings_version"), recorded.Map("settings"));
+    }
+    List<object> rows = recorded.List("observations"), actions = recorded.List("actions");
+    foreach (Episode episode in episodes.Values.Where(each => each.Waits).ToList()) {
+      Agent agent = episode.Agent;
+      replays = replays ?? agent;
+      if (agent != replays) { Finish(new ShoalException("no_episode", "it is of one agent", agent.Number)); return; }
+      int step = (int)episode.Step;
+      var row = step < rows.Count ? ((List<object>)rows[step]).Select(Json.ToNumber) : new double[0];
+      var shown = episode.Observation.Cast<object>().Select(Convert.ToDouble);
+      bool isSame = row.Count() == episode.Observation.Length
+          && row.Zip(shown, (a, b) => Math.Abs(a - b) <= 1e-5 * Math.Max(1, Math.Abs(a))).All(each => each);
+      if (!isSame && DivergedAt < 0) DivergedAt = step;
+      if (episode.IsEnding || step >= actions.Count) { Finish(); return; }
+      var items = actions[step] as List<object> ?? new List<object> { actions[step] };
+      agent.Action = new AgentAction { Values = items.Select(Json.ToNumber).ToArray() };
+      Release(episode, true);
+    }
   }
 }
 

@@ -170,6 +170,9 @@ func _physics_process(_delta) -> void:
 
 
 func _turn() -> void:
+	if _recorded:
+		_replay_steps()
+		return
 	if _outbox and _state != IDLE:
 		var episodes := _take_outbox()
 		if _state == PLAYING:
@@ -498,6 +501,52 @@ func _multiply(shape: Array) -> int:
 	return product
 
 
+# -- a recorded episode ------------------------------------------------------------------------------------------------
+
+var diverged_at := -1 # the first step whose observation is not the recorded one
+
+var _recorded := {}
+
+
+# In place of `join`: one agent plays the actions of a recorded episode, a file of `shoal episodes RUN --export NAME`.
+func replay(path: String) -> void:
+	var episode = _from_json(_read_text(path))
+	if not episode is Dictionary or episode.get("kind") != "episode" or episode.get("format") != 1:
+		_finish("%s is no episode of `shoal episodes RUN --export NAME`" % path, false)
+		return
+	_recorded = episode
+	_state = RESTING
+	spec = episode.spec
+	emit_signal("joined", spec)
+	_take_settings(episode.settings, episode.settings_version)
+
+
+func _replay_steps() -> void:
+	for episode in _take_outbox():
+		var step: int = episode.step
+		if str(_recorded.get("agent", episode.agent)) != str(episode.agent):
+			_finish("agent %s: the episode is of one agent, which %s is" % [episode.agent, _recorded.agent], false)
+			return
+		_recorded.agent = episode.agent
+		if diverged_at < 0 and _differs(episode.observation, _recorded.observations, step):
+			diverged_at = step
+			push_warning("shoal: step %d: the observation is another than the recorded one" % step)
+		if episode.flags or step >= _recorded.actions.size():
+			_recorded = {}
+			_finish("the recorded episode is over", true)
+			return
+		_answer(episode, _to_action(_recorded.actions[step]))
+
+
+func _differs(observation, recorded: Array, step: int) -> bool:
+	if step >= recorded.size() or observation.size() != recorded[step].size():
+		return true
+	for i in observation.size():
+		if not abs(observation[i] - recorded[step][i]) <= 1e-5 * max(1.0, abs(recorded[step][i])):
+			return true
+	return false
+
+
 # -- what this version of Godot has: the other file of the add-on differs from here on ------------------------------
 
 var _socket: WebSocketPeer
@@ -572,3 +621,7 @@ func _ticks_ms() -> int:
 
 func _clock_ms() -> int:
 	return int(1000 * Time.get_unix_time_from_system())
+
+
+func _read_text(path: String) -> String:
+	return FileAccess.get_file_as_string(path)

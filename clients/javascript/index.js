@@ -2,7 +2,7 @@
 
 import { LocalPlayer } from './lib/local.js';
 import { RemotePlayer } from './lib/remote.js';
-import { Session } from './lib/session.js';
+import { ActorError, Session } from './lib/session.js';
 
 export { LocalPlayer } from './lib/local.js';
 export { MlpPolicy, parseSafetensors } from './lib/policy.js';
@@ -48,7 +48,7 @@ export class Run extends Session {
 
   /**
    * The action for an observation (flat numbers in C order), or a promise of it: `await` it. reward: of the step before.
-   * Null when the run has ended, and with `behaviour`, where no policy acts (with `inference: 'remote'` it says what it
+   * Null when the run has ended or was left, and with `behaviour`, where no policy acts (with `inference: 'remote'` it says what it
    * would do). options: `mask`, 1 for each allowed action, in a run with action masks; `taken`, the action of the step
    * before, where another than the answer was taken.
    */
@@ -60,4 +60,38 @@ export class Run extends Session {
   async end(agent, observation, reward = 0, { truncated = false, ...options } = {}) {
     await this.player.act(agent, observation, reward, { ...options, truncated, terminated: !truncated });
   }
+}
+
+/**
+ * A recorded episode in place of a run: it has `begin`, `act` and `end`, and `act` gives the recorded actions of one agent.
+ *
+ * text: the JSON of `shoal episodes RUN --export NAME`; onSettings: called with the settings that the episode was played with.
+ * `finished` is true after its end, `divergedAt` the first step whose observation is not the recorded one, or null.
+ */
+export function replay(text, { onSettings, log = console.error } = {}) {
+  const episode = typeof text === 'string' ? JSON.parse(text) : text;
+  if (episode?.kind !== 'episode' || episode.format !== 1) throw new ActorError('no_episode', 'this is not what `shoal episodes RUN --export NAME` prints');
+  const run = { episode, settings: episode.settings, finished: false, divergedAt: null, step: 0 };
+  const compare = (agent, observation) => {
+    if ((run.agent ??= agent) !== agent) throw new ActorError('no_episode', `agent ${agent}: the episode is of one agent, which ${run.agent} is`);
+    const recorded = episode.observations[run.step] ?? [];
+    const differs = observation.length !== recorded.length || recorded.some((each, i) => !(Math.abs(each - observation[i]) <= 1e-5 * Math.max(1, Math.abs(each))));
+    if (!differs || run.divergedAt !== null) return;
+    run.divergedAt = run.step;
+    log(`step ${run.step}: the observation is [${Array.from(observation)}], and [${recorded}] was recorded: the game goes another way`);
+  };
+  onSettings?.(run.settings, episode.settings_version);
+  return Object.assign(run, {
+    begin() {},
+    async act(agent, observation) {
+      if (!run.finished) compare(agent, observation);
+      run.finished ||= run.step >= episode.actions.length;
+      return run.finished ? null : episode.actions[run.step++];
+    },
+    async end(agent, observation) {
+      compare(agent, observation);
+      run.finished = true;
+    },
+    async leave() { run.finished = true; },
+  });
 }

@@ -48,6 +48,7 @@ EXCEPTIONS = {
     "pipeline_cuts": "a method of users' Tasks, and a field of specs",
     "self_play": "self-play is the field's term, and a field of specs",
     "modified_in_place": "of tensors, as PyTorch says it",
+    "connection_made": "a method of asyncio's protocols",
 }
 
 # What users type, or what is stored: each with its file and the reason.

@@ -72,6 +72,14 @@ def test_a_game_is_told_at_welcome_and_on_change_and_returns_are_counted_by_vers
         assert again.gateway.stats()["by_settings"][2]["episodes"] >= 3
 
 
+def test_the_first_welcome_has_the_settings_and_after_a_restart_those_that_were_told_last(tmp_path: Path) -> None:
+    with serving(tmp_path, setting={"settings": {"gravity": 9}}) as first:
+        assert (first.gateway.stats()["settings"], first.gateway.stats()["settings_version"]) == ({"gravity": 9}, 1)
+        first.gateway.set_settings({"gravity": 1})
+    with serving(tmp_path, setting={"settings": {"gravity": 9}}) as again:
+        assert (again.gateway.stats()["settings"], again.gateway.stats()["settings_version"]) == ({"gravity": 1}, 2)
+
+
 @pytest.mark.parametrize(("said", "version"), [(1, 1), (None, 2), (3, 2), (-1, 2)])
 def test_an_episode_is_counted_with_the_settings_that_its_game_names(said: int | None, version: int) -> None:
     progress, actor = RunProgress(), ActorProgress("one", 1)

@@ -42,6 +42,7 @@ def test_a_flood_of_wrong_tokens_is_counted_and_leaves_the_other_events_alone() 
         (Hello(1, TOKEN, "x" * 65, 1), "malformed", "actor_id"),
         (Hello(1, TOKEN, "one", -1), "malformed", "incarnation"),
         (Hello(1, TOKEN, "one", 2**63), "malformed", "incarnation"),
+        (Hello(1, TOKEN, "one", 1, acknowledged=2**64 - 1), "malformed", "acknowledged"),
         (Hello(1, TOKEN, USERS_ACTOR_ID, 2**62), "malformed", "is the endpoint's"),
         (Hello(1, TOKEN, "one", 1, inference="elsewhere"), "malformed", "inference"),
         (Ping(1), "hello_required", ""),

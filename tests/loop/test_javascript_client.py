@@ -83,7 +83,7 @@ def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path) -> No
 
     with (
         LocalLoop(SPEC, experience, tmp_path / "run", TOKEN, target_return=2.0) as loop,
-        node_actor(f"ws://127.0.0.1:1|{loop.websocket_address}", "--actor-id", "node") as process,
+        node_actor(f"ws://127.0.0.1:65535|{loop.websocket_address}", "--actor-id", "node") as process,
     ):
 
         def count_steps(actor_id: str) -> int:

@@ -130,3 +130,60 @@ def test_a_session_outlives_its_connections() -> None:
     assert json.loads(done.stdout) == {
         "first": [6, 7], "lost": 8, "last": None, "settings": [[1, 9], [2, 3]], "reconnects": 2, "finished": True,
     }  # fmt: skip
+
+
+NOT_AWAITED = "agent a: the action before has not come yet: await it"
+MISUSE = """
+const { LocalPlayer, Run, connect } = await import(process.argv[1]);
+const settings = [];
+const onSettings = (values) => settings.push(values.gravity);
+const run = await connect([process.argv[2]], 'token', { inference: 'remote', actorId: 'me', onSettings });
+const say = (error) => error.message;
+let idle;
+const waiting = new Promise((log) => (idle = new Run('ws://127.0.0.1:65535', 'token', { log })));
+idle.connect(idle.player).catch(say);
+run.begin('a');
+const first = run.act('a', [300]);
+const said = [await run.act('a', [1]).catch(say), await first, await run.act('a', [0.5]).catch(say)];
+said.push(await run.end('a', [1]).catch(say));
+const local = new LocalPlayer({ hello: {}, spec: run.spec, until: () => new Promise(() => {}) }); // without weights
+local.begin('a');
+local.act('a', [1]);
+said.push(await Promise.resolve().then(() => local.act('a', [2])).catch(say));
+run.begin('b');
+const asked = run.act('b', [1]);
+await run.leave('done', 0);
+console.log(JSON.stringify({ said, last: [await asked, await run.act('b', [1])], settings, waiting: await waiting }));
+await idle.leave();
+const { WebSocketTransport } = await import(process.argv[1].replace('index.js', 'lib/transport.js'));
+await new Promise((onClose) => new WebSocketTransport('ws://127.0.0.1:65535', { onClose }));
+"""
+
+
+def test_what_a_game_does_wrong_is_an_error_and_it_has_no_answers_after_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def break_off(peer: Peer) -> None:
+        assert peer.expect("act")["episode"] == 0
+        monkeypatch.setitem(WELCOME, "run_id", "run-2")
+        monkeypatch.setitem(WELCOME, "settings", {"gravity": 12})
+
+    def reject_the_end(peer: Peer) -> None:
+        peer.answer(peer.expect("act"), 7)
+        peer.answer(peer.expect("act"), None, "invalid")
+        assert peer.expect("act")["episode"] == 1
+        assert peer.expect("bye")["reason"] == "done"
+
+    spec = SPEC | {"observation": {"dtype": "uint16", "shape": [1]}}
+    monkeypatch.setitem(WELCOME, "spec", spec)
+    with gateway([break_off, reject_the_end]) as address:
+        command = ["node", "--experimental-websocket", "--input-type=module", "-e", MISUSE, str(CLIENT), address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "said": [
+            NOT_AWAITED, 7, "observation: 0.5 is no uint16", "invalid: the gateway took no step", NOT_AWAITED,
+        ],
+        "last": [None, None], "settings": [9, 12],
+        "waiting": "ws://127.0.0.1:65535 does not answer yet, and is tried again",
+    }  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import safetensors.numpy
 from gateway_asking import Raw
 from msgspec.structs import replace
 
@@ -13,6 +14,7 @@ from rl_setting import EXPERIENCE, segment, serving
 from shoal.wire import MessageLimits, decode, encode
 from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import ActionMessage, ActionsMessage, ActMessage, ActsMessage, ErrorMessage, RefusedRow
+from waiting import wait_for
 
 MASKED = replace(EXPERIENCE, extras=(describe_masks(EXPERIENCE.action, ()),))
 
@@ -62,6 +64,20 @@ def test_each_row_is_a_step_of_the_ledger_and_survives_a_reconnect() -> None:
             2,
         )  # with the reward of step 0, the return until then
         assert parts.ledger.get_totals().received == 1
+
+
+def test_the_agents_of_one_message_are_recorded_apart(tmp_path: Path) -> None:
+    with serving(tmp_path, record="100%") as parts, Raw(parts) as raw:
+        raw.enter(inference="remote")
+        for step in range(21):  # 16 of a segment
+            columns = np.repeat(np.array([1, 2], np.float32), 4) / 8, np.full(2, step > 0, np.float32)
+            header = encode(ActsMessage((1, 2), (step, step)))
+            raw.socket.send_multipart([header, *(each.tobytes() for each in columns), bytes([step == 20] * 2)])
+            hear(raw)
+        wait_for(lambda: parts.gateway.stats()["recorded"]["recorded"] == 2)
+    found = [safetensors.numpy.load_file(path) for path in (tmp_path / "episodes").glob("*.safetensors")]
+    assert sorted({float(number) for number in each["observations"].ravel()}.pop() for each in found) == [0.125, 0.25]
+    assert [len(each["actions"]) for each in found] == [20, 20]
 
 
 def test_a_restarted_gateway_names_the_rows_that_it_does_not_know(tmp_path: Path) -> None:

@@ -139,6 +139,18 @@ def test_a_run_that_has_collapsed_registers_the_version_of_its_best_returns(
     assert ("kept_version" in [kind for kind, _ in flow.events]) == is_registered
 
 
+@pytest.mark.parametrize(("mean_return", "version"), [(4.7, 7), (-2.6, 3)])
+def test_without_a_trial_the_version_of_the_best_returns_is_registered(mean_return: float, version: int) -> None:
+    flow = FakeFlow(played(9.0, 7), env="ask", target_return=4.5)
+    (policy,) = flow.policies
+    attach_republishing(flow, SimpleNamespace(latest=lambda: WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})))
+    policy.gateway = make_stats(mean_return=-2.5, episodes=100)
+    policy.keep_best()
+    policy.gateway = make_stats(mean_return=mean_return, episodes=200)
+    policy.keep_best()  # a moment later
+    assert policy.choose_best(SNAPSHOT).version == version
+
+
 def test_a_run_registers_its_newest_version_if_the_one_of_its_best_returns_cannot_be_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -289,6 +301,7 @@ def test_a_run_without_an_environment_registers_the_version_of_its_games_best_re
     policy = flow.policies[0]
     policy.store_address = lambda: "tcp://h:1"
     policy.retained = best = WeightSnapshot(5, SNAPSHOT.payload, SNAPSHOT.sha256, 0.0)
+    policy._retained_return = 490.0
     policy.workers.republish = lambda each: each
     flow.learn()
     assert flow._candidates == [best]
@@ -412,6 +425,7 @@ def test_several_policies_whose_time_is_up_miss_their_targets_by_name(monkeypatc
     some = make_stats(steps=64, mean_return=1.5)
     flow, _ = make_policies_flow(monkeypatch, hunters=some, prey=some)
     flow.policies[0].retained = best = WeightSnapshot(5, SNAPSHOT.payload, SNAPSHOT.sha256, 0.0)
+    flow.policies[0]._retained_return = 1.9
     flow.policies[0].workers.republish = lambda each: each
     flow.learn()
     assert "hunters 1.5, prey 1.5 after 0 s, the target is hunters 2.0: lower policies" in flow.missed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,13 +30,17 @@ def test_the_first_game_brings_the_spaces_which_the_record_keeps(
 ) -> None:
     from shoal.flows.rl_policy import keep_spaces
     from shoal.rl.ray_first_game import take_spaces
+    from shoal.rl.ray_workers import _release_ports
 
     answers: list[Any] = []
     said: list[str] = []
 
+    def find_address() -> str:
+        return next(word for word in said[0].split() if "://" in word)
+
     def join() -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as game:
-            game.connect(next(word for word in said[0].split() if "://" in word))
+            game.connect(find_address())
             game.send(encode(Hello(1, TOKEN, "catch-1", 1, offers=OFFERS)))
             answers.append(decode(game.recv_multipart(), MessageLimits()))
 
@@ -45,15 +50,25 @@ def test_the_first_game_brings_the_spaces_which_the_record_keeps(
             threading.Thread(target=join, daemon=True).start()
 
     spec = ActorLearnerSpec(env="ask")
-    with shoal.runs.create("actor_learner", spec.to_record(), "asks") as recorder:
-        taken = take_spaces(spec, recorder, TOKEN, say)
-        assert take_spaces(taken, recorder, TOKEN, pytest.fail) is taken
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            busy = spec.update({"gateway": {"port": other.getsockname()[1]}})
-            with pytest.raises(ClusterError, match=r"wait for its first game: gateway.port = \d+: cannot be bound"):
-                take_spaces(busy, recorder, TOKEN, pytest.fail)
+    with (
+        shoal.runs.create("actor_learner", spec.to_record(), "asks") as recorder,
+        shoal.runs.create("actor_learner", spec.to_record(), "other") as other,
+        ExitStack() as staying,
+    ):
+        taken = take_spaces(spec, recorder, TOKEN, staying, say)
+        wait_for(lambda: answers)
+        join()  # until a gateway comes, games are told to connect again
+        assert take_spaces(taken, recorder, TOKEN, staying, pytest.fail) is taken
+        _release_ports("asks")
+        host, _, port = find_address().removeprefix("tcp://").rpartition(":")
+        busy, problem = (
+            spec.update({"gateway": {"port": int(port)}}),
+            r"first game: gateway.port = \d+: cannot be bound",
+        )
+        with socket.create_server((host, int(port))), pytest.raises(ClusterError, match=problem):
+            take_spaces(busy, other, TOKEN, staying, pytest.fail)
     assert (taken.given, taken.model_name) == (OFFERS, "catch")
-    assert isinstance(wait_for(lambda: answers)[0], Bye)
+    assert [type(each) for each in answers] == [Bye, Bye]
     events = shoal.runs.load("asks").last_events()
     assert events["spaces_asked"]["addresses"][0] in said[0]
     assert events["spaces_taken"] == {"actor_id": "catch-1", "spaces": json.dumps(OFFERS)}

@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from leftovers import listening_ports
 from shoal.cli import cli
 from shoal.cluster import jobs
-from shoal.cluster.attach import find_cluster, find_running_cluster
+from shoal.cluster.attach import find_cluster, find_running_cluster, list_clusters
 from shoal.cluster.cluster_handle import load_handle
+from shoal.cluster.dashboard_api import connect, list_nodes, list_reservations
 from shoal.cluster.embedded_cluster import FORK_VARIABLE
 from shoal.cluster.processes import find_cluster_processes
 from shoal.errors import ClusterError
@@ -95,11 +96,16 @@ def test_up_status_and_down_which_lets_jobs_save_what_they_have(shell: Shell) ->
     assert shown["cluster"]["num_cpus"] == 3
     assert [job["status"] for job in shown["jobs"]] == ["SUCCEEDED"]
     assert f"RAY_API_SERVER_ADDRESS={handle.dashboard_url}" in shell.call("status")
+    assert list_clusters() == [handle]
 
     saved = shell.home / "saved"
     (shell.home / "job.py").write_text(JOB.format(saved=str(saved)))
     job = jobs.submit(handle, ["python", "job.py"], working_dir=shell.home)
     wait_for(lambda: "ready" in job.read_logs(), STATE_S, "first line")
+    with connect(handle) as client:  # what Ray's dashboard calls things
+        ((node,), reservations) = list_nodes(client), list_reservations(client)
+    assert (node.is_head, node.num_cpus, node.num_gpus) == (True, 3.0, 0.0)
+    assert [(each.node, each.processes) for each in reservations] == [(node.id, {"JobSupervisor": 1})]
     with pytest.raises(ClusterError, match="still RUNNING after"):
         job.wait(timeout_s=0.1)
     ports = listening_ports([process.pid for process in find_cluster_processes(handle.cluster_id, handle.temp_dir)])

@@ -6,6 +6,7 @@ import { Catch } from '../catch/catch.js';
 const NUM_COPIES = 8;
 const SHOW_MS = 50;
 const MEAN_OF = 100; // episodes
+const CATCH_UP_MS = 100; // of the time in which it could not keep the speed
 const games = Array.from({ length: NUM_COPIES }, () => new Catch());
 const returns = []; // of the newest episodes
 let stepsPerSecond = 100; // of each copy; Infinity: as fast as it goes
@@ -27,7 +28,7 @@ onmessage = async ({ data }) => {
 };
 
 async function play(game, agent) {
-  for (let startedAt = performance.now(), taken = 0; !run.finished; ) {
+  for (let due = performance.now(); !run.finished; ) {
     let outcome = { observation: game.reset(), reward: 0 };
     let total = 0;
     run.begin(agent);
@@ -37,9 +38,9 @@ async function play(game, agent) {
       outcome = game.step(action);
       total += outcome.reward;
       steps++;
-      const aheadMs = startedAt + (++taken * 1000) / stepsPerSecond - performance.now();
-      if (aheadMs > 4) await new Promise((resolve) => setTimeout(resolve, aheadMs));
-      else if (aheadMs < -1000) [startedAt, taken] = [performance.now(), 0]; // slower than wished, or the speed has changed
+      const now = performance.now();
+      due = Math.max(due + 1000 / stepsPerSecond, now - CATCH_UP_MS);
+      if (due > now + 4) await new Promise((resolve) => setTimeout(resolve, due - now));
     }
     await run.end(agent, outcome.observation, outcome.reward);
     episodes++;
@@ -51,5 +52,5 @@ async function play(game, agent) {
 function show() {
   const fields = games.map(({ row, column, basket }) => ({ row, column, basket }));
   const mean = returns.length ? returns.reduce((sum, each) => sum + each, 0) / returns.length : null;
-  postMessage({ fields, mean, steps, episodes, version: run.version });
+  postMessage({ fields, mean, steps, episodes, version: run.version, isConnected: run.isWelcomed });
 }

@@ -5,14 +5,17 @@ import { Catch } from '../catch/catch.js';
 
 const STEP_MS = 220; // of the game that is shown large
 const find = (id) => document.getElementById(id);
+const [PLAYER, SCORE] = ['player', 'score'].map((id) => find(id).textContent);
 const token = decodeURIComponent(location.hash.slice(1)) || prompt('The token of the run, from ~/.shoal/token:') || '';
 history.replaceState(null, '', location.pathname); // out of sight
 
 // -- you, or the champion -------------------------------------------------------------------------------------
 
 const mine = new Catch();
-let pressed = 1; // the action: left, stay, right
+let held = 1; // the action, left, stay or right, of a key or finger that is down
+let pressed = 1; // since the last step, though it may be up again
 let isPlayed = false; // this episode, by you: what falls while you are away is no lesson
+let meanOfCopies = 0;
 let champion = null;
 let isChampionPlaying = false;
 let lesson = null; // a session in which you show how
@@ -20,16 +23,24 @@ let outcome = { observation: mine.reset(), reward: 0 };
 let total = 0;
 const totals = [];
 
-addEventListener('keydown', ({ key }) => {
-  const action = { ArrowLeft: 0, ArrowRight: 2 }[key];
-  if (action === undefined) return;
-  pressed = action;
-  isPlayed = true;
+const ACTIONS = { ArrowLeft: 0, ArrowRight: 2 };
+addEventListener('keydown', (event) => {
+  if (!(event.key in ACTIONS) || event.altKey || event.ctrlKey || event.metaKey) return;
+  event.preventDefault(); // or the slider moves, too
+  press(ACTIONS[event.key]);
 });
+addEventListener('keyup', ({ key }) => { if (ACTIONS[key] === held) held = 1; });
+find('you').onpointerdown = ({ offsetX, target }) => press(offsetX < target.clientWidth / 2 ? 0 : 2);
+for (const kind of ['pointerup', 'pointercancel', 'blur']) addEventListener(kind, () => (held = 1));
+
+function press(action) {
+  held = pressed = action;
+  isPlayed = true;
+}
 
 setInterval(() => {
   const action = isChampionPlaying ? champion.choose(outcome.observation) : pressed;
-  pressed = 1;
+  pressed = held;
   outcome = mine.step(action);
   total += outcome.reward;
   if (lesson && !lesson.isOver && !isChampionPlaying) teach(action);
@@ -51,10 +62,10 @@ function beginLesson() {
   lesson.act('you', outcome.observation);
 }
 
-/** What you did is a demonstration: it does not count as the policy's. */
+/** What you did is a demonstration: it does not count as the policy's. A bad one would be learnt as a good one is. */
 function teach(taken) {
   if (!outcome.terminated) lesson.act('you', outcome.observation, outcome.reward, { taken });
-  else if (isPlayed) lesson.end('you', outcome.observation, outcome.reward, { taken });
+  else if (isPlayed && total > Math.max(0, meanOfCopies)) lesson.end('you', outcome.observation, outcome.reward, { taken });
 }
 
 find('champion').onclick = () => {
@@ -62,7 +73,8 @@ find('champion').onclick = () => {
   [totals.length, total, outcome] = [0, 0, { observation: mine.reset(), reward: 0 }];
   beginLesson();
   find('champion').textContent = isChampionPlaying ? 'Play yourself' : 'Watch the champion';
-  find('player').textContent = isChampionPlaying ? `The champion plays: version ${champion.version}.` : 'You play: ← and → move.';
+  find('player').textContent = isChampionPlaying ? `The champion plays: version ${champion.version}.` : PLAYER;
+  find('score').textContent = SCORE;
 };
 
 // -- the copies -----------------------------------------------------------------------------------------------
@@ -70,7 +82,7 @@ find('champion').onclick = () => {
 const canvases = Array.from({ length: 8 }, () => Object.assign(document.createElement('canvas'), { width: 120, height: 144 }));
 find('copies').append(...canvases);
 const copies = new Worker(new URL('copies.js', import.meta.url), { type: 'module' });
-const curve = []; // [steps, mean return]
+let curve = []; // [steps, mean return]
 const painter = new Catch();
 let rated = { steps: 0, at: performance.now() };
 
@@ -82,7 +94,8 @@ copies.onmessage = ({ data }) => {
   find('return').textContent = data.mean === null ? '–' : data.mean.toFixed(2);
   find('episodes').textContent = data.episodes.toLocaleString();
   find('steps').textContent = data.steps.toLocaleString();
-  find('news').textContent = 'The copies learn. Can you keep ahead of them?';
+  find('news').textContent = data.isConnected ? 'The copies learn, also from you while you are ahead.' : 'The run does not answer. Trying again …';
+  meanOfCopies = data.mean;
   const now = performance.now();
   if (now - rated.at > 1000) {
     find('rate').textContent = `${Math.round((1000 * (data.steps - rated.steps)) / (now - rated.at)).toLocaleString()} steps a second`;
@@ -92,7 +105,7 @@ copies.onmessage = ({ data }) => {
 };
 
 function drawCurve({ steps, mean }) {
-  curve.push([steps, mean]);
+  if (curve.push([steps, mean]) > 1000) curve = curve.filter((_, place) => place % 2);
   const canvas = find('curve');
   const context = canvas.getContext('2d');
   const place = ([x, y]) => [12 + ((canvas.width - 24) * x) / steps, canvas.height - 12 - ((canvas.height - 24) * (y + 5)) / 10];
@@ -118,7 +131,7 @@ function crown({ version, spec, weights }) {
   champion.load(version, weights);
   find('champion').disabled = false;
   find('champion').click();
-  find('news').textContent = `The run is over: version ${version} is the champion.`;
+  find('news').textContent = `The run is over: this is its newest version, ${version}.`;
 }
 
 find('speed').oninput = ({ target }) => {
@@ -128,7 +141,7 @@ find('speed').oninput = ({ target }) => {
 
 let address = '';
 while (!address) { // the run starts
-  address = await fetch('/address').then((answer) => answer.text());
+  address = await fetch('/address').then((answer) => answer.text()).catch(() => (find('news').textContent = 'The run has ended.', ''));
   if (!address) await new Promise((resolve) => setTimeout(resolve, 300));
 }
 copies.postMessage({ address, token });

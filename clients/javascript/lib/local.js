@@ -3,7 +3,7 @@
 
 import { MlpPolicy, parseSafetensors } from './policy.js';
 import { SegmentBuilder } from './segments.js';
-import { ActorError } from './session.js';
+import { ActorError, NOT_AWAITED } from './session.js';
 
 const DISCARD_CODES = new Set(['malformed', 'too_large']);
 const MAX_HEADER_BYTES = 65536;
@@ -54,19 +54,24 @@ export class LocalPlayer {
   /** The action, or a promise of it while the learner is busy; null after the end of the episode, or of the run, and of a demonstrator. */
   act(agent, observation, reward = 0, options = {}) {
     const { session } = this;
-    if (session.finished) return null;
     if (session.error) throw session.error;
+    if (session.isOver) return null;
     const episode = this.episodes.get(agent);
     if (!episode || episode.isOver) throw new Error(`agent ${agent}: begin an episode first`);
+    if (episode.isAsked && !this.isDemonstrator) throw new Error(`agent ${agent}: ${NOT_AWAITED}`);
     this.record(episode, observation, reward, options);
-    const choose = () => (options.terminated || options.truncated || session.finished ? null : this.choose(episode, observation, options.mask));
+    episode.isAsked = true;
+    const choose = () => {
+      episode.isAsked = false;
+      return options.terminated || options.truncated || session.isOver ? null : this.choose(episode, observation, options.mask);
+    };
     if (++this.numSteps % STEPS_A_TURN && this.numSent === this.retained.length && this.acts) return choose();
     return this.wait().then(choose);
   }
 
   async wait() {
     await nextTurn();
-    await this.session.until(() => this.session.finished || (this.acts && this.numSent === this.retained.length));
+    await this.session.until(() => this.session.isOver || (this.acts && this.numSent === this.retained.length));
   }
 
   record(episode, observation, reward, { mask, taken, terminated = false, truncated = false, success }) {

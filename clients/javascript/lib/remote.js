@@ -1,7 +1,7 @@
 // Episodes with the policy at the gateway: an observation goes there, an action comes back. Observations that are sent in
 // one turn of the event loop, of several agents, travel in one message.
 
-import { ActorError } from './session.js';
+import { ActorError, NOT_AWAITED } from './session.js';
 import { maskSize, packTensor, unpackTensor } from './segments.js';
 
 const LOST_REASONS = new Set(['unknown_episode', 'ended_episode', 'failed']);
@@ -29,14 +29,15 @@ export class RemotePlayer {
 
   /** Resolves to the action; null after the end of the episode, or of the run. */
   async act(agent, observation, reward = 0, { mask, taken, terminated = false, truncated = false, success } = {}) {
-    const { spec, finished, error } = this.session;
-    if (finished) return null;
+    const { spec, isOver, error } = this.session;
     if (error) throw error;
+    if (isOver) return null;
     const episode = this.episodes.get(agent);
     if (!episode) throw new Error(`agent ${agent}: begin an episode first`);
+    if (this.unanswered.has(episode.number)) throw new Error(`agent ${agent}: ${NOT_AWAITED}`);
     const hasEnded = terminated || truncated;
     if (hasEnded) this.episodes.delete(agent);
-    const frame = packTensor('observation', spec.observation.dtype, spec.observation.shape, observation).frame;
+    const frame = packTensor('observation', spec.observation.dtype, spec.observation.shape ?? [], observation);
     const size = maskSize(spec);
     if (size && !mask && !terminated) throw new Error('this run has action masks: give `mask`');
     const maskFrame = size ? Uint8Array.from(terminated ? Array(size).fill(1) : mask, Number) : null;
@@ -50,13 +51,14 @@ export class RemotePlayer {
       const { number, step, settings, isAssisted } = episode; // at step 0, any `taken` says that a person has acted
       const asked = step ? { reward, taken } : { reward: episode.total, taken: isAssisted ? 0 : undefined };
       const answer = await this.ask({ number, step, frame, maskFrame, flags, settings, ...asked });
+      const isLost = LOST_REASONS.has(answer?.reason);
+      if (answer?.reason && !isLost) throw new ActorError(answer.reason, answer.detail || 'the gateway took no step');
       if (!answer || hasEnded) return null; // an episode that the gateway has lost is over, too
-      if (!answer.reason) {
+      if (!isLost) {
         episode.step++;
         this.version = answer.version;
         return answer.action;
       }
-      if (!LOST_REASONS.has(answer.reason)) throw new ActorError(answer.reason, answer.detail || 'the gateway took no step');
       Object.assign(episode, { number: this.numBegun++, step: 0 }); // it has restarted, or the game paused long: go on under a new number
     }
   }

@@ -14,13 +14,11 @@ function getArray(name, dtype) {
 const isBig = (Type) => Type === BigInt64Array || Type === BigUint64Array;
 const toBytes = (array, length) => new Uint8Array(array.slice(0, length).buffer);
 
-/** {header, frame} of a tensor; `values` are flat, in C order, or a number. Throws when they do not fill the shape. */
+/** The frame of a tensor; `values` are flat, in C order, or a number. Throws when they do not fill the shape, or are not of the dtype. */
 export function packTensor(name, dtype, shape, values) {
-  const Type = getArray(name, dtype);
-  const flat = typeof values === 'number' ? [values] : values;
-  const length = shape.reduce((product, size) => product * size, 1);
-  if (flat.length !== length) throw new Error(`${name} has ${flat.length} values, not ${length}`);
-  return { header: { name, dtype, shape }, frame: toBytes(isBig(Type) ? Type.from(flat, BigInt) : Type.from(flat, Number)) };
+  const row = new Rows(name, dtype, shape, 1);
+  row.set(0, values);
+  return row.pack(1).frame;
 }
 
 /** The numbers of a frame. */
@@ -40,19 +38,21 @@ class Rows {
   constructor(name, dtype, shape, capacity) {
     const Type = getArray(name, dtype);
     this.size = shape.reduce((product, size) => product * size, 1);
-    Object.assign(this, { name, dtype, shape, convert: isBig(Type) ? BigInt : null });
+    Object.assign(this, { name, dtype, shape, convert: isBig(Type) ? BigInt : null, isCut: !isBig(Type) && !dtype.startsWith('float') });
     this.array = new Type(capacity * this.size);
   }
 
   set(row, values) {
-    const { array, size, convert } = this;
-    if (typeof values !== 'object') {
-      if (size !== 1) throw new Error(`${this.name} has 1 value, not ${size}`);
-      array[row] = convert ? convert(values) : values;
-      return;
-    }
-    if (values.length !== size) throw new Error(`${this.name} has ${values.length} values, not ${size}`);
-    for (let i = 0; i < size; i++) array[row * size + i] = convert ? convert(values[i]) : values[i];
+    const isOne = typeof values !== 'object';
+    const count = isOne ? 1 : values.length;
+    if (count !== this.size) throw new Error(`${this.name} has ${count} values, not ${this.size}`);
+    if (isOne) this.put(row, values);
+    else for (let i = 0, at = row * count; i < count; i++, at++) this.put(at, values[i]);
+  }
+
+  put(at, value) {
+    this.array[at] = this.convert ? this.convert(value) : value; // a fraction throws, or is cut
+    if (this.isCut && this.array[at] !== Number(value)) throw new Error(`${this.name}: ${value} is no ${this.dtype}`);
   }
 
   pack(length) {

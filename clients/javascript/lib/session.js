@@ -6,7 +6,9 @@ import { WebSocketTransport } from './transport.js';
 const RETRY_CODES = new Set(['hello_required', 'sequence_gap']);
 const WELCOME_WAIT_MS = 2000;
 const MAX_PAUSE_MS = 1000;
+export const NOT_AWAITED = 'the action before has not come yet: await it';
 const WATCH_MS = 200;
+const LOGGED_ATTEMPTS = 4; // without an answer: about half a second
 
 /** The gateway rejects this client, or cannot be reached: `code` is the gateway's, or `no_gateway`, `bad_weights`. */
 export class ActorError extends Error {
@@ -110,8 +112,8 @@ export class Session {
     let answeredAt = Date.now();
     while (!this.isOver) {
       if (this.attempts) await sleep(Math.min(MAX_PAUSE_MS, 50 * 2 ** (this.attempts - 1)));
-      this.attempts++;
       if (this.isOver) return;
+      if (this.attempts++ === LOGGED_ATTEMPTS) this.log(`${this.addresses.join(' or ')} does not answer yet, and is tried again`);
       if (Date.now() - answeredAt > this.giveUpAfterMs * (this.welcome ? 5 : 1)) { // a cluster takes a minute to move a gateway
         const lost = `${this.addresses.join(' or ')} does not answer; ${this.player.describeLoss()}`;
         return this.stop(new ActorError('no_gateway', `${lost}; ${this.welcome ? 'it did before' : this.describeCause()}`));
@@ -131,10 +133,10 @@ export class Session {
     return 'if it prints a server key, it answers only actors that have it; a page also needs its origin among gateway.origins';
   }
 
-  /** One connection, until it is lost. Returns whether the gateway has welcomed it. */
+  /** One connection, until it is lost. Returns whether a gateway is there: it has said welcome, or that its run begins. */
   async serve(address) {
     const Transport = address.startsWith('tcp') ? (await import('./zeromq.js')).ZeroMqTransport : WebSocketTransport;
-    this.isWelcomed = this.isSuspect = false;
+    this.isWelcomed = this.isSuspect = this.isAnswered = false;
     this.pingedAt = 0;
     this.receivedAt = this.sentAt = Date.now();
     const watch = setInterval(() => this.watch(), WATCH_MS);
@@ -147,9 +149,8 @@ export class Session {
       this.bytesSent += this.transport?.bytesSent ?? 0;
       this.transport = null;
     }
-    const wasWelcomed = this.isWelcomed;
     this.isWelcomed = false;
-    return wasWelcomed;
+    return this.isAnswered;
   }
 
   /**
@@ -187,7 +188,7 @@ export class Session {
     try {
       if (message.kind === 'welcome') this.onWelcome(message);
       else if (message.kind === 'error') this.onError(message);
-      else if (this.isWelcomed) this.onMessage(message, frames);
+      else if (this.isWelcomed || message.kind === 'bye') this.onMessage(message, frames);
     } catch (error) {
       this.stop(error);
     }
@@ -197,9 +198,10 @@ export class Session {
   onWelcome(welcome) {
     const hasChanged = this.welcome !== null && this.welcome.run_id !== welcome.run_id;
     if (this.welcome) this.reconnects++;
+    if (hasChanged) this.settingsVersion = -1; // those of another run have numbers of their own
     if (welcome.inference !== this.hello.inference && this.hello.inference === 'remote') throw new ActorError('no_remote_inference', 'the gateway is older');
     this.welcome = welcome;
-    this.isWelcomed = true;
+    this.isWelcomed = this.isAnswered = true;
     this.applySettings({ version: welcome.settings_version ?? 0, values: welcome.settings ?? {} });
     this.player.onWelcome(hasChanged);
   }
@@ -209,6 +211,8 @@ export class Session {
     else if (message.kind === 'settings') this.applySettings(message);
     else if (message.kind === 'bye') {
       this.finished = Boolean(message.finished);
+      this.isAnswered = true;
+      if (!this.isWelcomed && this.problem !== message.reason) this.log(`${this.addresses.join(' or ')}: ${(this.problem = message.reason)}`);
       this.transport.close(); // what is retained: no gateway takes it after the end; otherwise it is sent again
     } else if (this.player.onMessage(message, frames)) this.attempts = 0; // an answer to what was played
   }

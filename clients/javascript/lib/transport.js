@@ -41,8 +41,7 @@ export class WebSocketTransport {
     this.socket.binaryType = 'arraybuffer';
     this.socket.onopen = () => this.events?.onOpen();
     this.socket.onmessage = ({ data }) => this.events?.onMessage(...splitFrames(data));
-    this.socket.onclose = () => this.close();
-    this.socket.onerror = () => {}; // `onclose` follows
+    this.socket.onclose = this.socket.onerror = () => this.close(); // Node 20 has no `close` after a connection that fails
   }
 
   send(header, frames) {

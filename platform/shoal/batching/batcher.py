@@ -76,7 +76,7 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         self._slots: BatcherState[GroupT, RequestT, AnswerT] = BatcherState(
             slots, clock, loop or asyncio.get_running_loop(), self._prepare_batch
         )
-        self._is_sound = True
+        self._is_sound, self._yields = True, loop is None
         self._queues: list[BatchQueue[GroupT, RequestT, AnswerT]] = []
         self._on_thread_start = on_thread_start
         self._closed = False
@@ -152,13 +152,15 @@ class Batcher(Generic[GroupT, RequestT, AnswerT]):
         """Wake the thread that was claimed, or compute a short batch here in the next turn of the loop.
 
         A processor that the ingress shares with this process goes to the ingress first: it may have more requests. Else
-        each request wakes this process, displaces the sender of the next one, and is computed alone.
+        each request wakes this process, displaces the sender of the next one, and is computed alone. A loop that is not
+        asyncio's has no ingress: there a learner that computes would get the processor, for milliseconds.
         """
         slots = self._slots
         with slots.lock:
             is_short = slots.scheduler.is_next_short(slots.clock())
         if is_short:
-            os.sched_yield()
+            if self._yields:
+                os.sched_yield()
             slots.loop.call_soon(self._start_batch)
         else:
             slots.wakeups.put(None)

@@ -215,7 +215,8 @@ class _ClientBase:
 
         action: canary, promote, rollback, shadow, deploy, set, delete, metric
         details: the change's fields; `from_version` is the version that a rollback should leave, so that it cannot go
-                 back twice, and `timeout_s` limits the wait
+                 back twice, `timeout_s` limits the wait, and
+                 `program` is the word by which the audit log names the program that asks
         """
         request = requests.build_rollout_request({"action": action, "model": model, **details})
         policy = self._build_change_policy(details.get("timeout_s"))

@@ -57,6 +57,33 @@ class ResidencyStatus(msgspec.Struct, frozen=True):
     waited: int = 0
 
 
+class EvidenceStatus(msgspec.Struct, frozen=True):
+    """What a candidate is judged by: the counts since it was opened, and the limits of the model's guard.
+
+    requests, errors, stable_requests, stable_errors: without those that fail on both versions
+    latency_ratio:  its compute time over the stable version's, for batches of equal size; None before there are some
+    metric, value:  the user's, as it was last reported; None before that
+    max_error_rate: None: it may not fail more often than the stable version by more than chance
+    min_requests:   before a judgement
+    """
+
+    requests: int = 0
+    errors: int = 0
+    stable_requests: int = 0
+    stable_errors: int = 0
+    compared: int = 0
+    disagreed: int = 0
+    lost_replicas: int = 0
+    latency_ratio: float | None = None
+    metric: str = ""
+    value: float | None = None
+    max_error_rate: float | None = None
+    max_latency_ratio: float = 0.0
+    max_disagreement: float | None = None
+    min_value: float = 0.0
+    min_requests: int = 0
+
+
 class ModelStatus(msgspec.Struct, frozen=True):
     """One model of the endpoint.
 
@@ -72,6 +99,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     refused:    requests answered with 429 or 504 since the start, over all replicas
     latency:    measured (rows, seconds) of a forward, ascending, for `shoal serve simulate`
     residency:  of a model that is loaded when it is requested; None for one that every replica has
+    evidence:   of its open candidate; None without one
     last_failure: a request that the model failed on, and the reference that its caller received; "" for none
     """
 
@@ -94,6 +122,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     latency: list[tuple[int, float]] = []
     last_failure: str = ""
     residency: ResidencyStatus | None = None
+    evidence: EvidenceStatus | None = None
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):

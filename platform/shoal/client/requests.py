@@ -76,7 +76,8 @@ def build_unload_request(model: str) -> EndpointRequest:
 def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
     """Request a change of the rollout; fields of None are left out."""
     fields = {name: _spell_infinity(value) for name, value in change.items() if value is not None}
-    return EndpointRequest("POST", ROLLOUT_PATH, _JSON, msgspec.json.encode(fields))
+    program = {"shoal-program": str(fields.pop("program"))} if "program" in fields else {}
+    return EndpointRequest("POST", ROLLOUT_PATH, {**_JSON, **program}, msgspec.json.encode(fields))
 
 
 def _spell_infinity(value: Any) -> Any:

@@ -7,7 +7,7 @@ Called by the CLI before it starts an embedded cluster. Owns `$SHOAL_HOME/cluste
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,6 +38,19 @@ def find_running_cluster() -> ClusterHandle | None:
     """The cluster that `shoal up` started on this host, if it is still alive."""
     handle = _load_local_handle()
     return handle if handle is not None and handle.is_head_alive() else None
+
+
+def list_clusters() -> list[ClusterHandle]:
+    """The cluster that `find_cluster` finds, and those that runs of this $SHOAL_HOME have started for themselves."""
+    found = find_cluster()
+    clusters = {} if found is None else {found.dashboard_url: found}
+    for path in sorted(Path("/tmp").glob("shoal-*/cluster.json")):
+        with suppress(ClusterError, OSError):  # of another user, or of a cluster that ends
+            handle = load_handle(path)
+            ours = handle is not None and handle.environment.get("RAY_AUTH_TOKEN_PATH") == str(ray_token_path())
+            if handle is not None and ours and handle.is_on_this_host and handle.is_head_alive():
+                clusters.setdefault(handle.dashboard_url, handle)
+    return list(clusters.values())
 
 
 def load_saved_cluster() -> ClusterHandle | None:

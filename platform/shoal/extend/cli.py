@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
+    from shoal.cli.commands.cluster import describe_status
     from shoal.cli.commands.run_session import RunArguments, launch_run
+    from shoal.cli.commands.serve_deploy import list_jobs_by_endpoint
+    from shoal.cli.display.first_request import begin_curl, can_be_picture, make_request
     from shoal.cli.display.panels import RunView, extend_history, find_phase, render_cells, render_fact
     from shoal.cli.support.console import (
         CommandGroup,
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
         print_json,
         strip_task_key,
     )
+    from shoal.cli.support.endpoint_logs import EndpointLogs
     from shoal.cli.support.jobs import (
         JobLogReader,
         describe_failure,

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from shoal.rl.algorithms.normalization import Normalizer
     from shoal.rl.algorithms.segments import to_observations
     from shoal.rl.experience.demonstrations import DemonstrationSite
+    from shoal.rl.experience.quarantine import read_run_quarantine, release_in_run
     from shoal.rl.experience.queue import ExperienceBatch
     from shoal.rl.gateway.listener import Listener
     from shoal.rl.gateway.state import GatewaySetting
     from shoal.rl.learner_group import SampleShare
-    from shoal.rl.part_specs import DemonstrationsSpec
+    from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
     from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
 
 __getattr__ = load_on_demand(__name__)

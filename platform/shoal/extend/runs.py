@@ -6,8 +6,16 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.runs import Run, RunKind, RunRecorder, Status, load
-    from shoal.runs.curves import MetricSummary, read_values, sample_values, summarize_metrics
-    from shoal.runs.event_messages import NO_CHECKPOINT, WAITING
+    from shoal.runs.curves import (
+        MetricHistory,
+        NewestValue,
+        list_metric_names,
+        read_curves,
+        read_newest,
+        sample_curves,
+        summarize_metrics,
+    )
+    from shoal.runs.event_messages import NO_CHECKPOINT, WAITING, format_warning
     from shoal.runs.figures import (
         COLOURS,
         INK,
@@ -37,10 +45,17 @@ if TYPE_CHECKING:
         format_value,
     )
     from shoal.runs.json_lines import LogFormat
+    from shoal.runs.output_files import list_outputs, read_output
     from shoal.runs.record.metric_mirror import LogEntry, MetricMirror
     from shoal.runs.record.opening import make_run_id
-    from shoal.runs.record.provenance import format_masked_command, is_secret_name, make_command_variable, split_secrets
-    from shoal.runs.record.removal import TRIAL_STARTED
+    from shoal.runs.record.provenance import (
+        format_masked_command,
+        is_secret_name,
+        make_command_variable,
+        mask_command_line,
+        split_secrets,
+    )
+    from shoal.runs.record.removal import TRIAL_STARTED, remove_runs
     from shoal.runs.record.serialization import escape_text
     from shoal.runs.report import PANELS, ReportPanels, Section, build_ranked_table, find_logarithmic
     from shoal.runs.run_reader import (

@@ -6,10 +6,15 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.batching.batcher import PendingBatch, Prediction
+    from shoal.client.endpoint_status import EndpointStatus
     from shoal.client.payload import ArrayLike
+    from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries
+    from shoal.client.transport import AsyncTransport
     from shoal.open_inference.binary_tensors import from_binary, to_binary
+    from shoal.open_inference.pictures import is_integer, read_picture, summarize_error
     from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
     from shoal.open_inference.rows import decode_rows
+    from shoal.serve.controller.audit import read_audit_log
     from shoal.serve.http.codec import HttpCodec
     from shoal.serve.messages.inference import (
         CLIENT_GONE,

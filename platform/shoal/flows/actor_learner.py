@@ -96,10 +96,12 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
         spec.to_record(), job, begun="gateway_ready", kind=kind, resumed=spec.resume, run_id=run_id
     )
     with ExitStack() as closing, record as recorder:
-        spec = take_spaces(spec, recorder, load_access_token())
+        staying = closing.enter_context(ExitStack())
+        spec = take_spaces(spec, recorder, load_access_token(), staying)
         run = LoopRun(spec, recorder, checked or check(spec))
         try:
             run.start(closing)
+            staying.close()
             run.learn()
             run.finish()
             for each in run.policies:
@@ -426,7 +428,7 @@ class LoopRun:
             has_saved = list(threads.map(lambda each: each.workers.finish_learner(FINISH_S), started))
         if all(has_saved):
             self._record_published()
-        for each in started:
+        for each in reversed(started):  # the first one relays the games of the others
             each.close_gateway(self.recorder, max(0.0, deadline - time.monotonic()))
         for name, (kind, address) in self._addresses.items():
             self.recorder.record_endpoint(name, kind, address, "closed")

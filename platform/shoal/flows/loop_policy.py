@@ -252,9 +252,9 @@ class LoopPolicy:
             self.retained, self._retained_return, self._retained_at = snapshot, self.mean_return, time.monotonic()
 
     def choose_best(self, newest: WeightSnapshot) -> WeightSnapshot:
-        """The version to register without its target: that of the best mean return, which the store then has again."""
-        if self.retained is None or self.retained.version == newest.version or self.spec.self_play.is_on:
-            return newest
+        """The version to register without a trial: that of the best mean return, which the store then has again."""
+        if self.retained is None or self.mean_return >= self._retained_return or self.spec.self_play.is_on:
+            return newest  # also while KEEP_S has not passed, in which a policy may learn all that it can
         return self.workers.republish(self.retained)
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:

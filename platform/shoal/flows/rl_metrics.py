@@ -85,6 +85,7 @@ class ActorLearnerMetrics:
             "learner/updates": learner.get("updates", 0),
             **learner.get("metrics", {}),
         }
+        metrics |= {f"queue/{name}": count for name, count in gateway.get("queue_slots", {}).items()}
         metrics |= {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
         metrics |= {f"episode/{name}": value for name, value in gateway.get("episode_spread", {}).items()}
         if (shown := gateway.get("demonstrations")) and shown["segments"]:

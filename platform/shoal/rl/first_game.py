@@ -1,13 +1,14 @@
 """The gateway of a run that has no spaces yet: it listens where the gateway will, until a game has brought them.
 
-A run with `env=ask` has it first. A `hello` with `offers` that the run can learn from ends it: the games are told to
-connect again, and the run begins. Spaces and ports are facts of the ledger: the gateway takes the same ports, and a run
-that is resumed has its spaces. Called by `LocalLoop.open`, and by a Ray worker.
+A run with `env=ask` has it first. After a `hello` with `offers` that the run can learn from, games are told to connect
+again, until the gateway takes the same ports. Spaces and ports are facts of the ledger: a run that is resumed has them.
+Called by `LocalLoop.open`, and by a Ray worker.
 """
 
 from __future__ import annotations
 
 import hmac
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,12 @@ from shoal.wire import ExperienceSpec, MessageLimits, PolicySpec, TensorSpec, de
 from shoal.wire.given_spaces import GivenSpaces, find_wrong_spaces
 from shoal.wire.messages import PROTOCOL_VERSION, Bye, ErrorMessage, Hello, Message, reject_version
 
+STAY_S = 0.05  # between two looks at whether the gateway comes
 WAITING_PRINT_S = 30.0  # between two lines that say what a run waits for
 EXAMPLE = '"offers": {"observation": [4], "action": 3}'
 print_line = partial(print, flush=True)
 _NOTHING = ExperienceSpec(TensorSpec("float32"), TensorSpec("int64"), 1, PolicySpec("", "", ()))
+_BEGINS = Bye("the run begins, and its learner starts: connect again")
 _FATAL = ("bad_version", "bad_token", "wrong_spaces")
 
 
@@ -65,6 +68,10 @@ class FirstGame:
             raise
         self._routes: dict[bytes, None] = {}  # of those that have the token
         self._sweep_at = 0.0
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if self._listener is not None:
+            self._poller.register(self._listener.fileno(), zmq.POLLIN)
 
     def format_addresses(self, host: str = "") -> list[str]:
         """Where games may connect: by ZeroMQ, and by WebSocket where the run has that. host: by default the
@@ -78,39 +85,44 @@ class FirstGame:
 
     def wait(self, timeout_s: float) -> bool:
         """Answer games until one has brought the spaces, or the time is over; returns whether one has."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        if self._listener is not None:
-            poller.register(self._listener.fileno(), zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
         while not self.env and (left_s := deadline - time.monotonic()) > 0:
-            ready = dict(poller.poll(int(1000 * min(left_s, self.spec.gateway.heartbeat_s)) + 1))
-            if self._socket in ready:
-                route, *frames = self._socket.recv_multipart()
-                self._take(route, frames)
-            if self._listener is not None and self._listener.fileno() in ready:
-                for route, received in self._listener.receive(is_busy=False):
-                    if received is not None:
-                        self._take(route, received)
-                    else:
-                        self._routes.pop(route, None)
-            if self._listener is not None and time.monotonic() >= self._sweep_at:
-                self._sweep_at = time.monotonic() + self.spec.gateway.heartbeat_s
-                list(self._listener.sweep(()))
+            self._answer(left_s)
         return bool(self.env)
 
+    def stay(self, closing: threading.Event) -> None:
+        """Tell games that the run begins, until then."""
+        while not closing.is_set():
+            self._answer(STAY_S)
+
     def close(self) -> None:
-        """Send the games away, to connect again where the gateway will be soon; free the ports."""
+        """Free the ports. Idempotent."""
+        if self._context.closed:
+            return
         for route in self._routes:
-            self._send(route, Bye("the run begins: connect again" if self.env else "the run has ended", not self.env))
+            self._send(route, Bye("the run has ended", True))
         if self._listener is not None:
             self._listener.close()
         self._context.destroy(linger=500)
         self._ledger.close()
 
+    def _answer(self, timeout_s: float) -> None:
+        """Wait this long for messages, and answer a round of them."""
+        ready = dict(self._poller.poll(int(1000 * min(timeout_s, self.spec.gateway.heartbeat_s)) + 1))
+        if self._socket in ready:
+            route, *frames = self._socket.recv_multipart()
+            self._take(route, frames)
+        if self._listener is not None:
+            for route, received in self._listener.receive(is_busy=False):
+                if received is not None:
+                    self._take(route, received)
+                else:
+                    self._routes.pop(route, None)
+        if self._listener is not None and time.monotonic() >= self._sweep_at:
+            self._sweep_at = time.monotonic() + self.spec.gateway.heartbeat_s
+            list(self._listener.sweep(()))
+
     def _take(self, route: bytes, frames: list[bytes] | ProtocolViolation) -> None:
-        if self.env:
-            return  # it is told to connect again
         try:
             if isinstance(frames, ProtocolViolation):
                 raise frames
@@ -126,9 +138,11 @@ class FirstGame:
             raise reject_version(hello.protocol)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise ProtocolViolation("bad_token", "the token is not the one of this gateway")
-        self._routes[route] = None
         if (problem := find_hello_problem(hello, None)) is not None:
             raise ProtocolViolation(*problem)
+        if self.env:
+            return self._send(route, _BEGINS)
+        self._routes[route] = None
         if not hello.offers:
             remedy = f"add them to hello, as {EXAMPLE}"
             raise ProtocolViolation("no_spaces", f"this run takes its spaces from the first game that joins: {remedy}")
@@ -144,6 +158,10 @@ class FirstGame:
         self._ledger.set_fact("spaces", self.env)
         self._ledger.set_fact("spaces_from", self.brought_by)
         self._ledger.commit()
+        self._ledger.close()
+        for each in self._routes:
+            self._send(each, _BEGINS)
+        self._routes.clear()
 
     def _send(self, route: bytes, message: Message) -> None:
         if self._listener is not None and route in self._listener:
@@ -166,6 +184,11 @@ def describe_given(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     given = GivenSpaces.parse(spec.given)
     experience = experience_spec(given.observation, given.action, spec, given.has_masks)
     return experience, given.make_first_observation()
+
+
+def name_first_game(run_id: str) -> str:
+    """Of its Ray worker, for the gateway that takes its ports."""
+    return f"first-game-{run_id}"
 
 
 def describe_waiting(addresses: list[str], server_key: str = "", token: str = "") -> str:

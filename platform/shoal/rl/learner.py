@@ -165,6 +165,8 @@ class Learner:
     def _take_and_learn(self) -> bool:
         batch = self._lease.take(self.version if self.spec.algorithm.pauses_actors else 0)
         if batch is None:
+            if self._learn_shown():
+                self.updates += 1
             if self.updates != self._versions.updates:
                 self._publish_if_due()
             self._save_if_due()
@@ -233,10 +235,7 @@ class Learner:
         """Learn from a batch; False when not one step was taken, since its loss was not finite."""
         started = time.perf_counter()
         num_updates, metrics = 0, self._metrics  # a batch without a step leaves them
-        if self.algorithm.demonstrations is not None:
-            self.algorithm.demonstrations.advance(self.steps)
-            if self.algorithm.take_demonstrations() and self._hub is not None:
-                self._hub.renew_weights()
+        self._learn_shown()
         share = batch if self._divided_by is None else self._divided_by.distribute(batch, self.algorithm.serialize)
         try:
             for step_metrics in self.algorithm.update(share):
@@ -257,6 +256,16 @@ class Learner:
             if self._hub is not None:
                 self._metrics["learner/replicas"] = float(1 + len(self._hub.pids))
         return True
+
+    def _learn_shown(self) -> bool:
+        """Take in what others have shown, also while no game plays; whether the weights have changed."""
+        if self.algorithm.demonstrations is None:
+            return False
+        self.algorithm.demonstrations.advance(self.steps)
+        has_changed = self.algorithm.take_demonstrations()
+        if has_changed and self._hub is not None:
+            self._hub.renew_weights()
+        return has_changed
 
     def _publish_if_due(self) -> None:
         if self._versions.is_due(self.spec.publish_interval_s):

@@ -72,10 +72,11 @@ class LocalLoop:
                 is_synchronous=spec.algorithm.pauses_actors,
                 learns_from_users=spec.learn_from_endpoint,
                 demonstrations=site,
+                settings=spec.settings,
             )
+            self._settings = spec.settings
             opponents = OpponentPool.of_run(spec.self_play, folder)
             self.gateway = Gateway(setting, self.queue, self.store, opponents)
-            self._settings = spec.settings
             checkpoints, shown = folder / "checkpoints", site.open_shown()
             self.learner = Learner(spec, experience, self.queue, self.store, checkpoints, demonstrations=shown)
             self._closing = closing.pop_all()
@@ -107,7 +108,7 @@ class LocalLoop:
 
     def start(self) -> None:
         self.gateway.start()
-        self.change_settings(self._settings)
+        self.change_settings(self._settings)  # where the ledger has others
         self._thread.start()
 
     @property

@@ -88,12 +88,39 @@ class DemonstrationsSpec(Spec):
         default=200_000, ge=1, description="environment steps after the newest one in which the weight falls to 0"
     )
     share: float = Field(default=0.25, ge=0, lt=1, description="of each sample of a replay, of dqn, r2d2 and sac")
+    updates: int = Field(
+        default=0, ge=0, description="on samples of those that the run starts with alone, before its games; likewise"
+    )
     max_mb: float = Field(default=256.0, gt=0, description="MiB that are kept; beyond, the oldest go")
 
     @classmethod
     def from_override(cls, text: str, before: Mapping[str, Any]) -> object:
         """`demonstrations=RUN`"""
         return {**before, "source": text}
+
+
+class RecordSpec(Spec):
+    """Which episodes of the games a gateway stores in the run's folder `episodes`, and how many of them stay there."""
+
+    share: float = Field(default=0.0, ge=0, le=1, description="of the episodes, drawn evenly; 0: none")
+    newest: int = Field(default=1000, ge=1, description="episodes that are kept; beyond, the oldest go")
+    max_mb: float = Field(default=256.0, gt=0, description="MiB that are kept; beyond, the oldest go")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: object) -> object:
+        """`1%`: a share of the episodes; `50`: the newest 50 of all."""
+        if isinstance(given, Mapping | RecordSpec):
+            return given
+        number = re.fullmatch(r"(\d+(?:\.\d+)?)%|([1-9]\d*)", str(given))
+        if number is None or float(number[1] or 0) > 100:
+            raise ValueError("is neither a share, as 1%, nor a number of episodes, as 50 for the newest 50")
+        return {"share": float(number[1]) / 100} if number[1] else {"share": 1.0, "newest": int(number[2])}
+
+    @classmethod
+    def from_override(cls, text: str, before: Mapping[str, Any]) -> object:
+        """`gateway.record=1%`: the other fields stay."""
+        return {**before, "share": float(text[:-1]) / 100} if re.fullmatch(r"\d+(\.\d+)?%", text) else text
 
 
 class GatewayTls(Spec):
@@ -141,6 +168,7 @@ class GatewaySpec(Spec):
         default=(), description="of pages that may connect, as https://game.example; default: pages of the same address"
     )
     tls: GatewayTls | None = Field(default=None, description="of the port for WebSocket: its address is then wss://")
+    record: RecordSpec = RecordSpec()
     pause_s: float = Field(
         default=300.0,
         gt=0,

@@ -11,7 +11,9 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.experience.segment_log import open_log
+from shoal.rl.first_game import name_first_game
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.opponent_pool import OpponentPool
@@ -113,7 +116,7 @@ class GatewayWorker:
         )
         weights = RayWeightSource(start_weight_store(setting.run_id))
         self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)
-        self._gateway.start(START_TIMEOUT_S)
+        self._gateway.start(START_TIMEOUT_S, partial(_release_ports, setting.run_id))
 
     def address(self) -> str:
         """Its address for actors: `gateway.advertise`, or where it listens."""
@@ -413,6 +416,13 @@ def uses_gpu(spec: RLSpec) -> bool:
     if spec.learner.device != "auto":
         return spec.learner.device == "cuda"
     return count_gpu_slots(spec.learner.num_gpus, gpus_by_host()) >= spec.learner.replicas
+
+
+def _release_ports(run_id: str) -> None:
+    """Close the first game's listener of a run that has asked for its spaces, if it is there still."""
+    with suppress(ValueError, ray.exceptions.RayError):
+        first_game: Any = ray.get_actor(name_first_game(run_id), NAMESPACE)
+        ray.get(first_game.close.remote(), timeout=CALL_TIMEOUT_S)
 
 
 def _gateway_name(run_id: str) -> str:

@@ -6,15 +6,30 @@ Called by what draws a run live. A run of a million values is read in a second; 
 from __future__ import annotations
 
 import math
-import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.runs.run_reader import MetricValue, Run
+import numpy as np
+
+from shoal.home import home
+from shoal.runs.record.database import read_connection
+from shoal.runs.run_reader import Run
 
 _COLUMNS = "SELECT step, name, time, value FROM metrics WHERE run = :run"
+_ROWS_AT_ONCE = 2000  # that fit into the processor's cache
 
 
-class MetricSummary(NamedTuple):
+@dataclass
+class MetricHistory:
+    """Of one metric. steps, times, values [N], ordered by step; times in Unix seconds."""
+
+    steps: np.ndarray
+    times: np.ndarray
+    values: np.ndarray
+
+
+class NewestValue(NamedTuple):
     """The newest value of a metric, and its finite extremes (None: there is no finite value).
 
     time: when it was logged; Unix time in seconds
@@ -28,14 +43,35 @@ class MetricSummary(NamedTuple):
     highest: float | None
 
 
-def summarize_metrics(run: Run) -> list[MetricSummary]:
+def summarize_metrics(run: Run) -> list[NewestValue]:
     """Of each metric, by name; costs the number of metrics, not the length of the run."""
     rows = run.query("SELECT name, step, time, value, lowest, highest FROM summaries WHERE run = :run ORDER BY name")
-    return [MetricSummary(row[0], row[1], row[2], _read_value(row[3]), row[4], row[5]) for row in rows]
+    return [NewestValue(row[0], row[1], row[2], _read_value(row[3]), row[4], row[5]) for row in rows]
 
 
-def sample_values(run: Run, num_steps: int) -> list[MetricValue]:
-    """All values of about `num_steps` steps, evenly between the first and the last; ordered by step.
+def read_newest(runs: Sequence[Run], names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The newest values of some metrics, by the run's id and the metric's name; one query for all runs."""
+    if not runs or not names:
+        return {}
+    ids = {run._number: run.id for run in runs}
+    found: dict[str, dict[str, float]] = {}
+    with read_connection(home()) as connection:
+        marks = ",".join("?" * len(names))
+        for row in connection.execute(f"SELECT run, name, value FROM summaries WHERE name IN ({marks})", names):
+            if row["run"] in ids:
+                found.setdefault(ids[row["run"]], {})[row["name"]] = _read_value(row["value"])
+    return found
+
+
+def list_metric_names() -> list[str]:
+    """Of all runs; those of the most runs first."""
+    with read_connection(home()) as connection:
+        sql = "SELECT name FROM summaries GROUP BY name ORDER BY count(*) DESC, name"
+        return [row["name"] for row in connection.execute(sql)]
+
+
+def sample_curves(run: Run, num_steps: int) -> dict[str, MetricHistory]:
+    """All values of about `num_steps` steps, evenly between the first and the last, by metric.
 
     A metric that was logged at other steps is missing or sparse here.
     """
@@ -43,8 +79,9 @@ def sample_values(run: Run, num_steps: int) -> list[MetricValue]:
         "SELECT (SELECT min(step) FROM metrics WHERE run = :run), (SELECT max(step) FROM metrics WHERE run = :run)"
     )[0]
     if first is None:
-        return []
-    rows = run.query(
+        return {}
+    return _read_curves(
+        run,
         "WITH RECURSIVE wanted(place) AS (SELECT 0 UNION ALL SELECT place + 1 FROM wanted WHERE place < :last_place),"
         " steps(step) AS (SELECT DISTINCT (SELECT step FROM metrics WHERE run = :run"
         " AND step >= :first + place * (:last - :first) / :last_place ORDER BY step LIMIT 1) FROM wanted)"
@@ -53,16 +90,32 @@ def sample_values(run: Run, num_steps: int) -> list[MetricValue]:
         last=last,
         last_place=num_steps - 1,
     )
-    return _to_values(rows)
 
 
-def read_values(run: Run, after_step: int = -1) -> list[MetricValue]:
-    """All values of the steps after one, ordered by step."""
-    return _to_values(run.query(f"{_COLUMNS} AND step > :after ORDER BY step", after=after_step))
+def read_curves(run: Run, *, after_step: int = -1, after_time: float = -math.inf) -> dict[str, MetricHistory]:
+    """All values of the steps after one, or logged after a time (Unix seconds), by metric.
+
+    Those of the last steps cost their number; those after a time the length of the run.
+    """
+    if math.isfinite(after_time):
+        return _read_curves(run, f"{_COLUMNS} AND time > :after ORDER BY step", after=after_time)
+    return _read_curves(run, f"{_COLUMNS} AND step > :after ORDER BY step", after=after_step)
 
 
-def _to_values(rows: list[sqlite3.Row]) -> list[MetricValue]:
-    return [MetricValue(row[0], row[1], row[2], _read_value(row[3])) for row in rows]
+def _read_curves(run: Run, sql: str, **parameters: float) -> dict[str, MetricHistory]:
+    numbers: dict[str, int] = {}
+    parts = []
+    for rows in run.query_parts(sql, _ROWS_AT_ONCE, **parameters):
+        steps, names, times, values = zip(*rows, strict=True)
+        for name in dict.fromkeys(names):
+            numbers.setdefault(name, len(numbers))
+        of_names = np.array(list(map(numbers.__getitem__, names)))
+        parts.append((np.array(steps), of_names, np.array(times), np.array(values, float)))  # None is NaN
+    if not parts:
+        return {}
+    all_steps, all_names, all_times, all_values = map(np.concatenate, zip(*parts, strict=True))
+    chosen = {name: np.flatnonzero(all_names == number) for name, number in numbers.items()}
+    return {name: MetricHistory(all_steps[own], all_times[own], all_values[own]) for name, own in chosen.items()}
 
 
 def _read_value(value: float | None) -> float:

@@ -84,6 +84,26 @@ def append_output(folder: Path, process: str, text: bytes) -> None:
         copy.write(text)
 
 
+def list_outputs(folder: Path) -> dict[str, Path]:
+    """The file of each process of a run, by the process's name, of the driver first."""
+    paths = [*folder.glob(f"{FOLDER}/*.log"), *folder.glob("*.log")]
+    return {path.stem: path for path in sorted(paths, key=lambda each: (each.stem != DRIVER, each.stem))}
+
+
+def read_output(path: Path, begin: int | None, most: int) -> tuple[str, int, int]:
+    """A part of a process's output, where it begins and where it ends, in bytes.
+
+    begin: None: the last `most` bytes
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        begin = max(0, size - most) if begin is None else min(max(0, begin), size)
+        file.seek(begin)
+        part = file.read(most)
+    whole = part[: part.rfind(b"\n") + 1] or part
+    return codecs.decode(whole, errors="replace"), begin, begin + len(whole)
+
+
 class OutputReader:
     """Reads what is in a run's folder, from the beginning, and then what has come since."""
 
@@ -99,12 +119,11 @@ class OutputReader:
     def read_new_lines(self, *, is_over: bool) -> list[tuple[str, str]]:
         """The process and the line, of the driver first. is_over: an incomplete last line is one."""
         found = []
-        paths = [*self._folder.glob(f"{FOLDER}/*.log"), *self._folder.glob("*.log")]
-        for path in sorted(paths, key=lambda each: (each.stem != DRIVER, each.stem)):
+        for process, path in list_outputs(self._folder).items():
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 new = file.read()
             whole = new if is_over else new[: new.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            found += [(path.stem, line) for line in codecs.decode(whole, errors="replace").splitlines()]
+            found += [(process, line) for line in codecs.decode(whole, errors="replace").splitlines()]
         return found

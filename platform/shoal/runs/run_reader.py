@@ -13,7 +13,7 @@ import re
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -136,19 +136,21 @@ def _refresh_copies(folder: Path, ref: str = "") -> None:
 
 def find_run_row(connection: sqlite3.Connection, ref: str) -> sqlite3.Row:
     """The row of `runs` for `ref`; `latest` is one of this host, if there is any. Raises RunError."""
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM runs WHERE id = ?", (ref,)).fetchone()
+    if row is not None:
+        return row
     ids = list_run_ids(connection)
     if not ids:
         raise RunError(f"there is no run {ref!r}, and no other: start one with `shoal run`")
-    matches = [ids[-1]] if ref == "latest" else [one for one in ids if one == ref]
-    matches = matches or [one for one in ids if ref and one.startswith(ref)]
+    matches = [ids[-1]] if ref == "latest" else [one for one in ids if ref and one.startswith(ref)]
     if len(matches) > 1:
         raise RunError(f"{ref!r} begins {len(matches)} runs: {', '.join(matches[-3:])}: type more of the id")
     if not matches:
         near = difflib.get_close_matches(ref, ids, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"the newest is {ids[-1]}."
         raise RunError(f"there is no run {ref!r}: {hint} `shoal runs` lists them all")
-    row: sqlite3.Row = connection.execute("SELECT * FROM runs WHERE id = ?", (matches[0],)).fetchone()
-    return row
+    found: sqlite3.Row = connection.execute("SELECT * FROM runs WHERE id = ?", (matches[0],)).fetchone()
+    return found
 
 
 def infer_direction(metric: str) -> bool | None:
@@ -169,7 +171,7 @@ def is_higher_better(metric: str) -> bool:
 # Of `runs`, which are fields of `Run` as they are.
 _COLUMNS = (
     *("id", "job", "spec", "command", "git_revision", "created_at", "finished_at", "heartbeat_at"),
-    *("host", "pid", "incarnation", "error"),
+    *("host", "pid", "incarnation", "error", "copied_from", "owner"),
 )
 
 
@@ -185,6 +187,7 @@ class Run:
     git_dirty: tracked files differed from git_revision
     incarnation: how often it was started: 1, and one more for each resume
     copied_from: the host that records the run, if it was read from the store; None for a run of this host
+    owner:     USER@HOST of who has started it; None for a run of an older Shoal
     """
 
     id: str
@@ -206,6 +209,7 @@ class Run:
     _number: int = field(repr=False)
     _kind: str | None = field(repr=False)
     copied_from: str | None = None
+    owner: str | None = None
 
     @classmethod
     def _from_row(cls, row: sqlite3.Row, folder: Path) -> Self:
@@ -218,7 +222,6 @@ class Run:
             _home=folder,
             _number=row["number"],
             _kind=row["kind"],
-            copied_from=row["copied_from"],
         )
 
     def reload(self) -> Run:
@@ -373,7 +376,7 @@ class Run:
             **{name: getattr(self, name) for name in ("id", "job", "title", "spec", "command", "git_revision")},
             "git_dirty": self.git_dirty,
             **{name: getattr(self, name) for name in ("created_at", "finished_at", "duration_s", "heartbeat_at")},
-            **{name: getattr(self, name) for name in ("host", "pid", "copied_from", "error")},
+            **{name: getattr(self, name) for name in ("host", "pid", "copied_from", "owner", "error")},
             "status": self.status.value,
             "queue": self.read_queue_entry(),
             "folder": str(self.folder),
@@ -392,6 +395,15 @@ class Run:
         parameters = {"run": self._number, "created_at": self.created_at, **others}
         with read_connection(self._home) as connection:
             return connection.execute(sql, parameters).fetchall()
+
+    def query_parts(self, sql: str, size: int, **others: float) -> Iterator[list[tuple[Any, ...]]]:
+        """The rows of `query` as tuples, so many at once: of a long history, which would fill the memory."""
+        parameters = {"run": self._number, "created_at": self.created_at, **others}
+        with read_connection(self._home) as connection:
+            connection.row_factory = None
+            rows = connection.execute(sql, parameters)
+            while part := rows.fetchmany(size):
+                yield part
 
 
 def _choose_best(rows: list[sqlite3.Row]) -> tuple[str, float] | None:

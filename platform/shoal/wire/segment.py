@@ -77,6 +77,7 @@ class Segment:
     extras: further tensors by name: [1, ...] of the segment's first observation, or [L+1, ...] of each
     behaviour: who acted, as "human"; "": the policy. Otherwise log_probabilities and versions are 0
     assisted: others than the policy took some steps of the episode: its return is not the policy's
+    episode: its number, where the gateway has assembled the segment; None: the actor has, and sends no number
     """
 
     observations: np.ndarray
@@ -95,6 +96,7 @@ class Segment:
     settings: int = 0
     behaviour: str = ""
     assisted: bool = False
+    episode: int | None = None
 
     @property
     def num_steps(self) -> int:
@@ -257,20 +259,21 @@ def _read_tensor(
 def check_values(name: str, array: np.ndarray, spec: TensorSpec) -> None:
     """Raise InvalidSegment for a number that is not finite in float32, in which the learner computes, or lies outside
     of the spec's range, and for a bool other than 0 and 1."""
-    if array.dtype.kind == "f":
-        check_finite(name, array)
-    if array.dtype.kind == "b" and array.view(np.uint8).max(initial=0) > 1:
+    if not array.size:
+        return
+    if array.dtype.kind == "b" and array.view(np.uint8).max() > 1:
         raise InvalidSegment(DropReason.INVALID_RANGE, name, "has a bool that is neither 0 nor 1")
-    if array.size and spec.low is not None and array.min() < spec.low:
-        raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{array.min()} is below {spec.low}")
-    if array.size and spec.high is not None and array.max() > spec.high:
-        raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{array.max()} is above {spec.high}")
+    low, high = array.min(), array.max()  # two extremes cost no array, as isfinite does; NaN reaches both
+    if array.dtype.kind == "f":
+        check_finite(name, float(low), float(high))
+    if spec.low is not None and low < spec.low:
+        raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{low} is below {spec.low}")
+    if spec.high is not None and high > spec.high:
+        raise InvalidSegment(DropReason.INVALID_RANGE, name, f"{high} is above {spec.high}")
 
 
-def check_finite(name: str, array: np.ndarray) -> None:
-    """Raise InvalidSegment for a float that is not finite in float32. Two extremes cost no array, as isfinite does; NaN
-    reaches both."""
-    low, high = float(array.min(initial=0)), float(array.max(initial=0))
+def check_finite(name: str, low: float, high: float) -> None:
+    """Raise InvalidSegment where one of the two extremes is not finite in float32."""
     if not (low >= -LARGEST_FLOAT32 and high <= LARGEST_FLOAT32):
         value = low if low < -LARGEST_FLOAT32 else high
         raise InvalidSegment(DropReason.NON_FINITE, name, f"{value:g} is not finite in float32")

@@ -23,6 +23,10 @@ class FakeShown:
 
     def __init__(self, share: float, *segments: Segment) -> None:
         self.share, self.generation, self._segments = share, 1, segments
+        self.offline_steps = 0
+
+    def take_offline_steps(self) -> int:
+        return self.offline_steps
 
     def get_segments(self) -> tuple[Segment, ...]:
         return self._segments
@@ -71,3 +75,21 @@ def test_a_quarter_of_a_sample_was_shown_and_has_priorities_of_its_own(name: str
     algorithm.take_demonstrations()
     *_, metrics = algorithm.update(random_batch(4, [8], **fields))
     assert "learner/demonstration_share" not in metrics
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac"])
+def test_it_learns_from_what_was_shown_alone_before_any_game_has_played(name: str) -> None:
+    torch.manual_seed(0)
+    spec, experience, fields = make_case(name)
+    algorithm: Any = make_algorithm(spec, experience)
+    algorithm.demonstrations = FakeShown(0.25, segment(behaviour="human", **fields))
+    algorithm.demonstrations.offline_steps = 3
+    before = [each.detach().clone() for each in algorithm.model.parameters()]
+    assert algorithm.take_demonstrations() is True
+    assert any(not torch.equal(*each) for each in zip(before, algorithm.model.parameters(), strict=True))
+    assert algorithm._replay.num_steps == 0
+    algorithm.demonstrations.offline_steps = 0
+    assert algorithm.take_demonstrations() is False
+    arrays = {"rewards": np.full(8, 77.0, np.float32)}
+    algorithm.insert(random_batch(1, [8], **fields, **arrays), algorithm._replay)  # and then draws from both again
+    algorithm.draw()

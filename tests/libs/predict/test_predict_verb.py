@@ -248,7 +248,7 @@ def test_deep_pictures_keep_their_greys(tmp_path: Path) -> None:
     (found,) = rows("picture", "--image", "deep.png")
     np.testing.assert_allclose(found["image"], GREY[None] / 255, atol=1e-6)
     Image.fromarray(GREY.astype(np.float32)).save(tmp_path / "float.tiff")
-    assert "has 32 bits a pixel (mode F). use --npy" in complaint("picture", "--image", "float.tiff")
+    assert "has 32 bits a pixel (mode F). send an array (--npy)" in complaint("picture", "--image", "float.tiff")
 
 
 def test_pictures_in_the_models_size_and_channels(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_table_for_people_and_who_answered() -> None:
         (["m", "--input", "1,2"], "input 'x': expected FP32 [-1, 3]"),
         (["m", "--json", "."], "'.': cannot be read: Is a directory. give a file, or -"),
         *((["nobody", each, "x=none"], "'x=none': is not there") for each in ("--json", "--csv", "--npy", "--image")),
-        (["m", "--image", "."], "which is no picture. use --npy"),
+        (["m", "--image", "."], "which is no picture. send an array (--npy)"),
         (["nobody", "--input", "1"], "there is no model 'nobody'"),
         (["m@77", "--input", "1,2,3"], "has no version '77'"),
         (["m", "--input", "1,2,3", "--track", "left"], "expected stable or candidate"),

@@ -22,7 +22,8 @@ static class NativeGame {
       run.End(agent, ReadNumbers(words, 4), reward, (End)(how & 3), how < 4 ? (bool?)null : how >= 12, ReadNumbers(words, 5));
     } else {
       var values = run.ActionOf(agent).Values.Select(each => each.ToString(CultureInfo.InvariantCulture));
-      Console.WriteLine("action " + string.Join(" ", values) + " of " + run.ActionOf(agent).Version + (run.IsOver ? ", over" : ""));
+      Console.WriteLine("action " + string.Join(" ", values) + " of " + run.ActionOf(agent).Version + (run.IsOver ? ", over" : "")
+          + (run.DivergedAt >= 0 ? ", another game from step " + run.DivergedAt : ""));
     }
   }
 
@@ -34,7 +35,7 @@ static class NativeGame {
       try {
         if (words[0] != "join") { Obey(run, words); continue; }
         run?.Dispose();
-        run = new Run(words[1], "a \"token\"", "game", new Options {
+        run = new Run(words[1], "a \"token\"", "game", new Options { Replay = words[1].EndsWith(".json") ? words[1] : "",
           GiveUpSeconds = words.Length > 2 ? double.Parse(words[2], CultureInfo.InvariantCulture) : 0, Behaviour = "human", Offers = "{\"action\":{\"dtype\":\"int64\"}}",
           OnSettings = values => Console.WriteLine("gravity " + string.Join(" ", values.Values.Select(each => Convert.ToString(each, CultureInfo.InvariantCulture)))) });
       } catch (ShoalException error) {

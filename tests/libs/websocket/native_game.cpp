@@ -22,7 +22,9 @@ void obey(shoal::Run& run, std::istringstream& line, const std::string& verb) {
   if (verb == "show") {
     std::cout << "action";
     for (double each : run.action(agent).values) std::cout << " " << each;
-    std::cout << " of " << run.action(agent).version << (run.is_over() ? ", over" : "") << std::endl;
+    std::cout << " of " << run.action(agent).version << (run.is_over() ? ", over" : "");
+    if (run.diverged_at >= 0) std::cout << ", another game from step " << run.diverged_at;
+    std::cout << std::endl;
     return;
   }
   line >> reward;
@@ -44,6 +46,7 @@ int main(int argc, char** argv) {
         shoal::Options options;
         line >> options.give_up_s, options.behaviour = "human", options.offers = "{\"action\":{\"dtype\":\"int64\"}}";
         options.on_settings = [](const shoal::Json& values) { std::cout << "gravity " << values["gravity"].number << std::endl; };
+        if (address.find(".json") != std::string::npos) options.replay = address;
         run.reset();
         run = std::make_unique<shoal::Run>(std::vector<std::string>{address}, "a \"token\"", "game", std::move(options));
       } else obey(*run, line, verb);

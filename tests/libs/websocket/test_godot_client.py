@@ -272,3 +272,60 @@ def test_the_files_for_both_versions_differ_in_what_the_engine_has() -> None:
     assert declare(engine4) <= declare(engine3)
     for gone in ("Pool", "yield", "OS.get_ticks", "parse_json", "pause_mode", ".empty()"):
         assert gone not in other + engine4, f"{gone} is of Godot 3"
+
+
+REPLAYING = """
+extends Node
+var shoal = preload("res://shoal.gd").new()
+var step := 0
+
+func _ready() -> void:
+	add_child(shoal)
+	shoal.connect("joined", self, "_on_joined")
+	shoal.connect("action", self, "_on_action")
+	shoal.connect("settings_changed", self, "_on_settings")
+	shoal.connect("left", self, "_on_left")
+	shoal.replay(OS.get_environment("EPISODE"))
+	shoal.act("hero", [0.25, 1])
+
+func _on_joined(spec) -> void: print("joined ", spec.observation.shape)
+
+func _on_settings(values) -> void: print("gravity ", values.gravity)
+
+func _on_left(reason, finished) -> void:
+	print("left ", reason, " ", finished, " ", shoal.diverged_at)
+	get_tree().quit()
+
+func _on_action(agent, action) -> void:
+	print(agent, " ", action)
+	step += 1
+	if step == 2:
+		shoal.end(agent, [0.75, 1], 1.0)
+	shoal.act(agent, [float(OS.get_environment("SECOND")), 1], 0.5)
+"""
+EPISODE = {
+    "kind": "episode",
+    "format": 1,
+    "spec": {"observation": {"dtype": "float32", "shape": [2]}, "action": {"dtype": "int64", "shape": []}},
+    "settings": {"gravity": 9.5},
+    "settings_version": 1,
+    "observations": [[0.25, 1.0], [0.5, 1.0], [0.75, 1.0]],
+    "actions": [2, 0],
+}
+
+
+def test_it_replays_a_recorded_episode(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    (tmp_path / "game.gd").write_text(REPLAYING)
+    path = tmp_path / "episode.json"
+    path.write_text(json.dumps(EPISODE))
+    for second, diverged_at in (("0.5", -1), ("0.6", 1)):
+        with game(tmp_path, EPISODE=str(path), SECOND=second) as process:
+            output = process.communicate(timeout=600)[0]
+        lines = [line for line in output.splitlines() if line.startswith(("joined", "gravity", "hero", "left"))]
+        played = ["joined [2]", "gravity 9.5", "hero 2", "hero 0"]
+        assert lines == [*played, f"left the recorded episode is over True {diverged_at}"], output
+    path.write_text("[]")
+    with game(tmp_path, EPISODE=str(path)) as process:
+        output = process.communicate(timeout=600)[0]
+    assert f"left {path} is no episode of `shoal episodes RUN --export NAME` False -1" in output

@@ -296,6 +296,25 @@ def test_several_agents_travel_as_rows_with_masks_and_settings(player: Player) -
         assert player.ask("ask 7 0 1,2,3,4 1,1,1", "wait", "show 7") == "action 0 of 0, over"
 
 
+def test_an_agent_begins_again_in_the_message_with_its_end_and_an_action_has_several_numbers(player: Player) -> None:
+    def play(gateway: Gateway) -> None:
+        gateway.hear()
+        gateway.say({**WELCOME, "spec": describe_spec([2])})
+        gateway.hear()
+        answers = {"kind": "actions", "version": 7}
+        gateway.say({**answers, "episodes": [0, 1], "steps": [0, 0]}, np.array([[1, 2], [3, 4]]).tobytes())
+        header, frames = gateway.hear()
+        assert (header["episodes"], header["steps"], frames[2]) == ([0, 2], [1, 0], [1, 0])
+        gateway.say({**answers, "episodes": [2], "steps": [0], "ended": [0]}, np.array([5, 6]).tobytes())
+        assert gateway.hear()[0] == {"kind": "bye"}
+
+    with scripted(play) as address:
+        player.say(f"join {address}", "connect", "ask 0 0 1,2,3,4", "ask 5 0 1,2,3,4", "wait", "show 0", "show 5")
+        assert [player.hear() for _ in range(3)] == ["gravity 9.5", "action 1 2 of 7", "action 3 4 of 7"]
+        player.say("end 0 1 1 1,2,3,4", "ask 0 0 1,2,3,4", "wait", "show 0", "leave")
+        assert player.hear() == "action 5 6 of 7"
+
+
 def test_what_a_gateway_does_without_is_sent_otherwise(player: Player) -> None:
     """No rows, an episode that it has lost, a question that it does not answer, an action of a person."""
     connections: list[Gateway] = []
@@ -418,3 +437,34 @@ def test_odd_bytes_are_an_error_and_no_crash(player: Player, program: list[str])
     assert ends.keys() <= {"none", "malformed", "rejected", "unreachable", "no_remote_inference"}
     assert ends["none"] < ends.total() / 2
     assert is_mono or ends["malformed"] > NUM_ODD / 4
+
+
+EPISODE = {
+    "kind": "episode",
+    "format": 1,
+    "spec": {"observation": {"dtype": "float32", "shape": [2]}, "action": {"dtype": "int64", "shape": []}},
+    "settings": {"gravity": 9.5},
+    "settings_version": 1,
+    "observations": [[0.25, 1.0], [0.5, 1.0], [0.75, 1.0]],
+    "actions": [2, 0],
+}
+
+
+def test_they_replay_a_recorded_episode(program: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "episode.json"
+    path.write_text(json.dumps(EPISODE))
+    play = ["ask 0 0 0.25,1", "wait", "show 0", "ask 0 1 {},1", "wait", "show 0", "end 0 1 1 0.75,1", "wait", "show 0"]
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"kind": "episode"')
+    lines = [f"join {path}", *play, f"join {path}", *play, f"join {wrong}", "connect"]
+    lines += [f"join {path}", "ask 0 0 0.25,1", "wait", "ask 5 0 0.25,1", "wait"]
+    text = "\n".join(lines).format("0.5", "0.6") + "\n"
+    with started([*program, "-"]) as process:
+        output = process.communicate(text, timeout=600)[0].splitlines()
+    over = "action 0 of 0, over"
+    assert output[:4] == ["gravity 9.5", "action 2 of 0", "action 0 of 0", over]
+    other = ", another game from step 1"
+    assert output[4:8] == ["gravity 9.5", "action 2 of 0", f"action 0 of 0{other}", f"{over}{other}"]
+    assert output[8].startswith("error no_episode -1 no_episode: ")
+    assert output[9] == "gravity 9.5"
+    assert output[10].startswith("error no_episode 5 ")

@@ -128,13 +128,15 @@ class Side:
         if are_together:
             columns = [observations, np.array(rewards, np.float32).tobytes(), bytes(flags), *masks]
             return self.inference.take_message(
-                KEY, ActsMessage(episodes, steps, tuple(number % 3 for number in episodes)), columns
+                KEY, ActsMessage(episodes, steps, tuple((0, 1, 2**63 - 1)[number % 3] for number in episodes)), columns
             )
         bits: dict[str, Any] = {"taken": self._taken} if flags[0] == TAKEN else {}
         bits |= {"terminated": bool(flags[0] & 1), "truncated": bool(flags[0] & 2)}
         bits |= {"success": bool(flags[0] & 8)} if flags[0] & 4 else {}
         self.inference.take_message(
-            KEY, ActMessage(episodes[0], steps[0], rewards[0], settings=episodes[0] % 3, **bits), [observations, *masks]
+            KEY,
+            ActMessage(episodes[0], steps[0], rewards[0], settings=(0, 1, 2**64 - 1)[episodes[0] % 3], **bits),
+            [observations, *masks],
         )
 
     def count_open(self) -> tuple[int, Counter[str]]:

@@ -188,5 +188,7 @@ def test_a_full_file_is_followed_by_another_and_the_oldest_goes(
     assert all(each.stat().st_size <= 1000 and stat.S_IMODE(each.stat().st_mode) == 0o600 for each in files)
     versions = [entry["change"]["version"] for entry in read_audit_log(path.parent)]
     assert versions == list(range(40 - len(versions), 40))
+    newest = [entry["change"]["version"] for entry in read_audit_log(path.parent, newest_first=True)]
+    assert newest == versions[::-1]
     assert len(versions) > len(written(path))
     assert not caplog.records

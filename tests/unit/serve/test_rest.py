@@ -93,13 +93,15 @@ def test_a_load_goes_on_when_its_client_has_gone() -> None:
         gone = asyncio.get_running_loop().create_future()
         gone.set_result(None)
         host = Slow()
-        reply = await client(host, token="t").call(
-            "POST", "/v2/repository/models/m/load", headers={"authorization": "Bearer t"}, then=gone
-        )
-        assert reply.status == 200
+        for program in ("console", "guard from 1.2.3.4"):  # the second would name another address
+            headers = {"authorization": "Bearer t", "shoal-program": program}
+            path = "/v2/repository/models/m/load"
+            reply = await client(host, token="t").call("POST", path, headers=headers, then=gone)
+            assert reply.status == 200
         return host
 
-    assert asyncio.run(run()).changes == [{"loaded": "m", "by": "administrator"}]
+    by = ["administrator (console)", "administrator"]
+    assert asyncio.run(run()).changes == [{"loaded": "m", "by": each} for each in by]
 
 
 def test_administration() -> None:

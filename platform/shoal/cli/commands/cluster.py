@@ -151,30 +151,29 @@ examples:
 def status(address: str | None, as_json: bool) -> None:
     """Show what is running: the cluster, its jobs, and the gateways and endpoints of running runs."""
     cluster = find_cluster(address)
+    if as_json:
+        print_json(describe_status(cluster))
+        return
     offer = get_resources(cluster) if cluster is not None else None
     jobs = list_jobs(cluster) if cluster is not None else []
-    running = list_running()
-    if as_json:
-        print_json(_as_dict(cluster, offer, jobs, running))
-        return
-    console = make_literal_console()
+    console, running = make_literal_console(), list_running()
     _show_cluster(console, cluster, offer)
     _show_jobs(console, jobs)
     _show_queue(console, running)
     _show_runs(console, running)
 
 
-def _as_dict(
-    cluster: ClusterHandle | None, offer: ClusterResources | None, jobs: list[JobInfo], running: list[Run]
-) -> dict[str, object]:
+def describe_status(cluster: ClusterHandle | None) -> dict[str, Any]:
+    """The document of `shoal status --json`. Raises ConnectionLost, ClusterError."""
     described: dict[str, object] | None = None
-    if cluster is not None and offer is not None:
+    jobs, running = list_jobs(cluster) if cluster is not None else [], list_running()
+    if cluster is not None:
         described = {
             "address": cluster.address,
             "dashboard_url": cluster.dashboard_url,
             "is_local": cluster.is_local,
             "temp_dir": str(cluster.temp_dir) if cluster.temp_dir is not None else None,
-            **asdict(offer),
+            **asdict(get_resources(cluster)),
             "environment": {name: value for name, value in cluster.environment.items() if name != "RAY_AUTH_TOKEN"},
         }
     return {

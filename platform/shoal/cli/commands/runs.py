@@ -32,7 +32,7 @@ from shoal.cli.support.console import (
 from shoal.cli.support.jobs import RAY_LOG_LINE
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
-from shoal.rl.experience.quarantine import find_ledgers, read_run_quarantine, release_actor
+from shoal.rl.experience.quarantine import release_in_run
 from shoal.rl.gateway.game_settings import change_settings, parse_settings
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
@@ -238,10 +238,7 @@ def release(run: str, actor: str) -> None:
       shoal release latest actor-3
     """
     record = load(run)
-    released = [release_actor(ledger, actor) for ledger in find_ledgers(record.folder)]  # at all gateways of the run
-    if not any(released):
-        names = ", ".join(sorted(read_run_quarantine(record.folder))) or "none"
-        raise ConfigError("actor", actor, f"is not in quarantine in run {record.id}", f"these are: {names}")
+    release_in_run(record.folder, actor)
     click.echo(f"{actor} is released: run {record.id} takes its segments again")
 
 

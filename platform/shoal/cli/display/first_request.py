@@ -1,6 +1,6 @@
 """The first requests to a model that was deployed: `shoal predict` and `curl`, with values that fit it.
 
-Called by `shoal serve deploy`. Functions of the model's registered version, which send nothing.
+Called by `shoal serve deploy`, and by libraries that try a model. Functions of a signature, which send nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.home import home
-from shoal.registry import ModelVersion, TensorSignature
+from shoal.open_inference.messages import TensorDescription
+from shoal.registry import ModelVersion
 from shoal.serve.spec.batch_layout import has_batch_first
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -28,31 +29,43 @@ def suggest_predict_command(version: ModelVersion) -> str:
     """`shoal predict` with a row of zeros, a text, or the name of an image; `--help` where that would be too long."""
     inputs = version.manifest.signature.inputs
     if version.manifest.example or any(spec.kind for spec in inputs):
-        return shlex.join(["shoal", "predict", version.name, json.dumps(_make_row(version), ensure_ascii=False)])
-    words = ["--image", "FILE"] if len(inputs) == 1 and _can_be_picture(inputs[0]) else _make_row_options(inputs)
+        row = _make_row(inputs, version.manifest.example)
+        return shlex.join(["shoal", "predict", version.name, json.dumps(row, ensure_ascii=False)])
+    words = ["--image", "FILE"] if len(inputs) == 1 and can_be_picture(inputs[0]) else _make_row_options(inputs)
     return shlex.join(["shoal", "predict", version.name, *(words or ["--help"])])
 
 
 def suggest_curl_command(version: ModelVersion, options: ModelOptions, url: str) -> str:
     """A request that this model answers, with the token of this machine: a row, or tensors where it takes no rows."""
-    inputs, path = version.manifest.signature.inputs, f"{url}/v2/models/{version.name}"
-    token = "$SHOAL_TOKEN" if os.environ.get("SHOAL_TOKEN") else f"$(cat {shlex.quote(str(home() / 'token'))})"
-    words = ["curl -s", f'-H "Authorization: Bearer {token}"', *(["--cacert FILE"] * url.startswith("https:"))]
-    if options.max_batch_size and not options.batch_dim:
-        request, path = _make_row(version), f"{path}/rows"
-    else:
-        request, path = {"inputs": [_make_tensor(spec, options) for spec in inputs]}, f"{path}/infer"
-    body = json.dumps(request, ensure_ascii=False)
+    action, request = make_request(version.manifest.signature.inputs, options, version.manifest.example)
+    curl, body = begin_curl(f"{url}/v2/models/{version.name}/{action}"), json.dumps(request, ensure_ascii=False)
     if len(body) <= MAX_BODY_CHARS:
-        return " ".join([*words, path, "-d", shlex.quote(body)])
+        return f"{curl} -d {shlex.quote(body)}"
     make = f"python3 -c {shlex.quote(f'import json; print(json.dumps({_write_code(request)}))')}"
-    return f"{make} | {' '.join([*words, path, '-d @-'])}"
+    return f"{make} | {curl} -d @-"
 
 
-def _make_row(version: ModelVersion) -> dict[str, Any]:
+def begin_curl(url: str) -> str:
+    """`curl` with the token of this machine, which is not in the text, up to the body."""
+    token = "$SHOAL_TOKEN" if os.environ.get("SHOAL_TOKEN") else f"$(cat {shlex.quote(str(home() / 'token'))})"
+    return " ".join(
+        ["curl -s", f'-H "Authorization: Bearer {token}"', *(["--cacert FILE"] * url.startswith("https:")), url]
+    )
+
+
+def make_request(
+    inputs: Sequence[TensorDescription], options: ModelOptions, example: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The last word of the path, `rows` or `infer`, and a body: a row, or tensors where the model takes no rows."""
+    if options.max_batch_size and not options.batch_dim:
+        return "rows", _make_row(inputs, example)
+    return "infer", {"inputs": [_make_tensor(spec, options) for spec in inputs]}
+
+
+def _make_row(inputs: Sequence[TensorDescription], example: Mapping[str, Any]) -> dict[str, Any]:
     """The example of the version, or a row of zeros, texts and gaps."""
-    row: dict[str, Any] = dict(version.manifest.example)
-    for spec in version.manifest.signature.inputs:
+    row: dict[str, Any] = dict(example)
+    for spec in inputs:
         if spec.columns and len(spec.shape) == 2:
             row |= {name: _ZEROS.get(spec.datatype, 0) for name in spec.columns if name not in row}
         elif spec.name not in row:
@@ -60,7 +73,7 @@ def _make_row(version: ModelVersion) -> dict[str, Any]:
     return row
 
 
-def _make_tensor(spec: TensorSignature, options: ModelOptions) -> dict[str, Any]:
+def _make_tensor(spec: TensorDescription, options: ModelOptions) -> dict[str, Any]:
     batch = options.get_batch_dim(spec.name)
     shape = [(1 if index == batch else OPEN_SIZE) if size == -1 else size for index, size in enumerate(spec.shape)]
     data = [_ZEROS.get(spec.datatype, 0)] * math.prod(shape)
@@ -85,7 +98,7 @@ def _write_code(value: Any) -> str:
     return f"[{', '.join(map(_write_code, value))}]"
 
 
-def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
+def _make_row_options(inputs: Sequence[TensorDescription]) -> list[str]:
     """Options that give one row of every input; [] when an input is too large."""
     words: list[str] = []
     for spec in inputs:
@@ -98,11 +111,11 @@ def _make_row_options(inputs: Sequence[TensorSignature]) -> list[str]:
     return words
 
 
-def _get_row_shape(spec: TensorSignature) -> list[int]:
+def _get_row_shape(spec: TensorDescription) -> list[int]:
     return spec.shape[1:] if has_batch_first(spec) else spec.shape
 
 
-def _can_be_picture(spec: TensorSignature) -> bool:
+def can_be_picture(spec: TensorDescription) -> bool:
     """[1 or 3, H, W] or [H, W, 1 or 3]."""
     sizes = _get_row_shape(spec)
     if len(sizes) != 3 or spec.datatype == "BYTES":

@@ -6,17 +6,16 @@ Called by `shoal serve logs`. Asks the cluster's dashboard, which reads the file
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import httpx2
 
 from shoal.cli.support.jobs import RAY_LOG_LINE, JobLogReader
 from shoal.cluster.cluster_handle import ClusterHandle
-from shoal.cluster.dashboard_api import connect, request_json
+from shoal.cluster.dashboard_api import connect, list_state, request_json
 from shoal.cluster.jobs import JobHandle
 
 _MARKS = (":job_id:", ":actor_name:", ":task_name:")
-_API, _MOST = "/api/v0", 10_000  # actors that Ray lists
+_API = "/api/v0"
 
 
 class EndpointLogs:
@@ -46,9 +45,9 @@ class EndpointLogs:
 
     def _list_files(self, client: httpx2.Client) -> Iterator[tuple[str, str]]:
         """The process of each file, with its host where there are several, and the path by which it is read."""
-        hosts = {each["node_id"]: each["node_name"] for each in _list(client, "nodes") if each["state"] == "ALIVE"}
+        hosts = {each["node_id"]: each["node_name"] for each in list_state(client, "nodes") if each["state"] == "ALIVE"}
         processes: dict[str, dict[str, str]] = {}  # by host, and by the end of the file's name
-        for actor in _list(client, "actors"):
+        for actor in list_state(client, "actors"):
             is_replica = actor["class_name"].startswith(f"ServeReplica:{self._endpoint}:")
             if is_replica or actor["repr_name"] == f"EndpointController:{self._endpoint}":
                 process = f"replica-{actor['pid']}" if is_replica else "controller"
@@ -59,9 +58,3 @@ class EndpointLogs:
             for file in (each for files in listed.values() for each in files):
                 if found := processes[host].get(file.rpartition(".")[0].split("-", 2)[2]):
                     yield f"{found}{at}", f"{_API}/logs/file?node_id={host}&filename={file}&lines=-1"
-
-
-def _list(client: httpx2.Client, what: str) -> list[dict[str, Any]]:
-    answer = request_json(client, "GET", f"{_API}/{what}?detail=1&limit={_MOST}")
-    found: list[dict[str, Any]] = answer["data"]["result"]["result"]
-    return found

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,6 +25,7 @@ COOKIE = "shoal-console"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 100
 MAX_LOGIN_BYTES = 4096
+CODE_S = 60.0
 MAX_FAILED_LOGINS, FAILED_LOGINS_S = 10, 60.0
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
@@ -51,17 +52,22 @@ class Access:
 
     def __init__(self, token: str, *, port: int, names: tuple[str, ...] = (), readable: bool = True) -> None:
         self.token, self._readable = token, readable
-        self._hosts = {f"{name}:{port}".removesuffix(":80").lower() for name in (*_LOCAL_NAMES, *names)}
-        self._sessions: dict[str, float] = {}  # until when
+        own = {f"{name}:{port}".removesuffix(":80") for name in (*_LOCAL_NAMES, *names)}
+        self._hosts = {host.lower() for host in (*own, *names)}  # a name alone: a proxy with TLS is before it
+        self._origins = {f"{scheme}://{host}" for scheme in ("http", "https") for host in self._hosts}
+        self.cookie = f"{COOKIE}-{port}"  # a browser sends a cookie to all ports of a host
+        self._codes: dict[str, float] = {}  # until when
+        self._sessions: dict[str, float] = {}  # likewise
         self._failures: deque[float] = deque(maxlen=MAX_FAILED_LOGINS)
 
-    def find_refusal(
+    def find_rejection(
         self, method: str, path: str, headers: Mapping[str, str], *, may_write: bool
     ) -> tuple[int, str] | None:
         """The status and the text with which a request is refused; None for one that is answered."""
         is_change = method not in _SAFE_METHODS
         is_navigation = headers.get("sec-fetch-mode") == "navigate"
-        is_foreign = headers.get("sec-fetch-site") == "cross-site" and not is_navigation
+        # "same-site" is another port of this host: a server that another user of it may have.
+        is_foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_navigation
         if not self.is_own_host(headers.get("host", "")):
             return 421, "this console has another name: start it with --name for each name of its host"
         if path == "/login" and method == "POST":
@@ -76,16 +82,32 @@ class Access:
         return host.lower() in self._hosts
 
     def is_own_origin(self, origin: str) -> bool:
-        return origin != "null" and self.is_own_host(urlsplit(origin).netloc)
+        return origin.lower() in self._origins
 
-    def begin_session(self, token: str) -> str | None:
-        """The cookie of a new session; None for a wrong token, and after too many wrong ones for a while."""
+    def make_code(self) -> str:
+        """A code that begins one session in place of the token, within CODE_S."""
+        code = secrets.token_urlsafe(32)
+        self._codes[code] = time.monotonic() + CODE_S
+        return code
+
+    def begin_session(self, token: str, *, is_own: bool = True) -> str | None:
+        """The cookie of a new session; None for a wrong token, and after too many wrong ones for a while.
+
+        is_own: False: a page of another site has sent it: only a code counts, and nothing is counted as wrong
+        """
         now = time.monotonic()
+        if self._codes.pop(token, 0.0) > now:
+            return self._make_session(now)
+        if not is_own:
+            return None
         if len(self._failures) == MAX_FAILED_LOGINS and now - self._failures[0] < FAILED_LOGINS_S:
             return None
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             self._failures.append(now)
             return None
+        return self._make_session(now)
+
+    def _make_session(self, now: float) -> str:
         self._sessions = {name: until for name, until in self._sessions.items() if until > now}
         while len(self._sessions) >= MAX_SESSIONS:
             self._sessions.pop(next(iter(self._sessions)))
@@ -119,21 +141,22 @@ class Guard:
             await send(message)
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        session = read_session(headers)
+        session = read_session(headers, self._access.cookie)
         scope.setdefault("state", {})["may_write"] = may_write = self._access.is_session(session)
-        refusal = self._access.find_refusal(scope["method"], scope["path"], headers, may_write=may_write)
-        if refusal is not None:
-            await send_text(send_guarded, *refusal)
+        rejection = self._access.find_rejection(scope["method"], scope["path"], headers, may_write=may_write)
+        if rejection is not None:
+            await send_text(send_guarded, *rejection)
         elif scope["path"] == "/login" and scope["method"] == "POST":
-            await self._log_in(receive, send_guarded)
+            is_own = self._access.is_own_origin(headers.get("origin", "null"))
+            await self._log_in(receive, send_guarded, is_own)
         elif scope["path"] == "/logout" and scope["method"] == "POST":
             self._access.end_session(session)
             await send_text(send_guarded, 204, "")
         else:
             await self._app(scope, receive, send_guarded)
 
-    async def _log_in(self, receive: Receive, send: Send) -> None:
-        """Of any origin: who has the token may log in, and a page of another site does not have it."""
+    async def _log_in(self, receive: Receive, send: Send, is_own: bool) -> None:
+        """With the token by the console's own page, with a code by any: that of `--open` is a file."""
         body, more = b"", True
         while more and len(body) <= MAX_LOGIN_BYTES:
             message = await receive()
@@ -141,22 +164,22 @@ class Guard:
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
         token = parse_qs(body[:MAX_LOGIN_BYTES].decode("latin-1")).get("token", [""])[0].strip()
-        session = self._access.begin_session(token)
+        session = self._access.begin_session(token, is_own=is_own)
         if session is None:
             await send_text(
                 send, 403, "this is not the access token, or too many wrong ones came: see `shoal console --help`"
             )
             return
-        cookie = f"{COOKIE}={session}; Path=/; HttpOnly; SameSite=Strict; Max-Age={int(SESSION_S)}"
+        cookie = f"{self._access.cookie}={session}; Path=/; HttpOnly; SameSite=Strict; Max-Age={int(SESSION_S)}"
         headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), (b"content-length", b"0")]
         await send({"type": "http.response.start", "status": 303, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
 
-def read_session(headers: Mapping[str, str]) -> str:
+def read_session(headers: Mapping[str, str], cookie: str) -> str:
     """The session that a request's cookie names; "" for none."""
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        found = SimpleCookie(headers.get("cookie", "")).get(cookie)
     except CookieError:
         return ""
     return found.value if found else ""

@@ -1,13 +1,56 @@
-"""How the console answers."""
+"""What the console reads of a request, and how it answers."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
+
+from shoal.errors import ConfigError
+from shoal.extend.runs import Run, load
+
+MAX_BODY_BYTES = 1 << 20
 
 
 def answer_json(content: Any, status: int = 200) -> Response:
     """JSON, in which numbers that are not finite are null."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The JSON object of a request for a change. Raises ConfigError for another body, and one that is too long."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ConfigError("body", f"{len(body):,} bytes", "is too long", f"send {MAX_BODY_BYTES:,} at most")
+    try:
+        content: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("body", "***", f"is no JSON object: {error}") from None
+    return content
+
+
+def read_number(request: Request, name: str, default: float) -> float:
+    """A finite number of the query. Raises ConfigError."""
+    text = request.query_params.get(name)
+    if not text:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(name, text, "is no number")
+    return number
+
+
+def load_exactly(run_id: str) -> Run:
+    """The run of this id: a change needs its full name. Raises RunError, and ConfigError for a shorter one."""
+    run = load(run_id)
+    if run.id != run_id:
+        raise ConfigError("run", run_id, "is not the full name of a run", f"is it {run.id}?")
+    return run

@@ -54,7 +54,7 @@ def console(port: int, host: str, names: tuple[str, ...], open_page: bool) -> No
         click.echo(
             "Browsers send the token unencrypted there: use a network that you trust, a tunnel, or a proxy with TLS"
         )
-    page = _write_login(url, access.token) if open_page else None
+    page = _write_login(url, access.make_code()) if open_page else None
     try:
         if page is not None:
             webbrowser.open(page.as_uri())
@@ -64,13 +64,13 @@ def console(port: int, host: str, names: tuple[str, ...], open_page: bool) -> No
             page.unlink(missing_ok=True)
 
 
-def _write_login(url: str, token: str) -> Path:
-    """A page that only its owner can read, and that sends the token in a form: it is in no URL and no argument list."""
+def _write_login(url: str, code: str) -> Path:
+    """A page that only its owner can read, and that sends a code in a form: it is in no URL and no argument list."""
     descriptor, name = tempfile.mkstemp(prefix="shoal-console-", suffix=".html")
     with os.fdopen(descriptor, "w") as file:
         file.write(
             f'<!doctype html><title>Shoal</title><form method="post" action="{escape(url)}login">'
-            f'<input type="hidden" name="token" value="{escape(token)}"><button>Open the console</button></form>'
+            f'<input type="hidden" name="token" value="{escape(code)}"><button>Open the console</button></form>'
             "<script>document.forms[0].submit()</script>"
         )
     return Path(name)

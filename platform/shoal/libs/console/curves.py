@@ -7,39 +7,26 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.extend.runs import MetricValue, Run, read_values, sample_values, summarize_metrics
+from shoal.extend.runs import MetricHistory, Run, read_curves, sample_curves, summarize_metrics
 
-MAX_RUNS = 16
-SAMPLE_STEPS = 1000
+MAX_RUNS = 32
+SAMPLE_STEPS = 500
 
 Columns = dict[str, list[float | None] | list[int]]
 
 
-@dataclass
-class Curve:
-    """Of one metric. steps, times [N]: with the values [N], ordered by step; times in Unix seconds."""
-
-    steps: np.ndarray
-    times: np.ndarray
-    values: np.ndarray
-
-    def thin(self, num_points: int, first: float, last: float) -> Columns:
-        """Columns of at most about `num_points` points between two steps."""
-        begin, end = (int(self.steps.searchsorted(*each)) for each in ((first, "left"), (last, "right")))
-        begin, end = max(0, begin - 1), min(len(self.steps), end + 1)  # one beyond each side: the line leaves there
-        chosen = np.arange(begin, end)
-        if len(chosen) > num_points:
-            chosen = begin + choose_extremes(self.values[begin:end], num_points)
-        return {
-            "steps": self.steps[chosen].tolist(),
-            "times": self.times[chosen].tolist(),
-            "values": self.values[chosen].tolist(),
-        }
+def thin(curve: MetricHistory, num_points: int, first: float, last: float) -> Columns:
+    """Columns of at most about `num_points` points between two steps, and one beyond each: the line leaves there."""
+    begin, end = (int(curve.steps.searchsorted(*each)) for each in ((first, "left"), (last, "right")))
+    begin, end = max(0, begin - 1), min(len(curve.steps), end + 1)
+    chosen = np.arange(begin, end)
+    if len(chosen) > num_points:
+        chosen = begin + choose_extremes(curve.values[begin:end], num_points)
+    return {name: getattr(curve, name)[chosen].tolist() for name in ("steps", "times", "values")}
 
 
 def choose_extremes(values: np.ndarray, num_points: int) -> np.ndarray:
@@ -54,25 +41,46 @@ def choose_extremes(values: np.ndarray, num_points: int) -> np.ndarray:
     return places[places < len(values)]
 
 
-def split_by_name(values: Iterable[MetricValue]) -> dict[str, Curve]:
-    """The curve of each metric among values that are ordered by step."""
-    columns: dict[str, tuple[list[int], list[float], list[float]]] = {}
-    for step, name, time, value in values:
-        steps, times, numbers = columns.setdefault(name, ([], [], []))
-        steps.append(step)
-        times.append(time)
-        numbers.append(value)
-    return {name: Curve(np.array(each[0]), np.array(each[1]), np.array(each[2])) for name, each in columns.items()}
-
-
 @dataclass
 class RunCurves:
-    """Of one run. incarnation: a run that is resumed replaces values, and is read again"""
+    """Of one run.
+
+    incarnation: a run that is resumed replaces values, and is read again
+    read_times:  when the newest value of each metric was logged that had been read; Unix seconds
+    """
 
     incarnation: int
-    curves: dict[str, Curve]
-    last_step: int
+    curves: dict[str, MetricHistory] = field(default_factory=dict)
+    last_step: int = -1
+    read_times: dict[str, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def extend(self, run: Run) -> None:
+        """Read what is new: the values of later steps, or, where one came for an earlier step, by their time."""
+        summaries = summarize_metrics(run)  # before the values, which are then at least as new
+        read_until = [
+            self.read_times.get(each.name, 0.0)
+            for each in summaries
+            if each.step <= self.last_step and each.time > self.read_times.get(each.name, 0.0)
+        ]
+        if read_until:
+            new = read_curves(run, after_time=min(read_until))
+        else:
+            new = read_curves(run, after_step=self.last_step)
+        self.read_times = {each.name: each.time for each in summaries}
+        for name, curve in new.items():
+            self.curves[name] = _join(self.curves[name], curve) if name in self.curves else curve
+        self.last_step = max([self.last_step, *(int(curve.steps[-1]) for curve in new.values())])
+
+
+def _join(before: MetricHistory, new: MetricHistory) -> MetricHistory:
+    """Both, ordered by step; of one step the new value."""
+    columns = [np.concatenate([getattr(each, name) for each in (before, new)]) for name in ("steps", "times", "values")]
+    if new.steps[0] <= before.steps[-1]:
+        order = columns[0].argsort(kind="stable")
+        is_last = np.append(np.diff(columns[0][order]) > 0, True)
+        columns = [column[order][is_last] for column in columns]
+    return MetricHistory(*columns)
 
 
 class CurveCache:
@@ -82,49 +90,22 @@ class CurveCache:
         self._runs: OrderedDict[str, RunCurves] = OrderedDict()
         self._lock = threading.Lock()
 
-    def sample(self, run: Run) -> dict[str, Curve] | None:
+    def sample(self, run: Run) -> dict[str, MetricHistory] | None:
         """Curves of a sample of the steps, at once; None when all values are in memory."""
         with self._lock:
             if run.id in self._runs:
                 return None
-        return split_by_name(sample_values(run, SAMPLE_STEPS))
+        return sample_curves(run, SAMPLE_STEPS)
 
-    def read(self, run: Run) -> dict[str, Curve]:
+    def read(self, run: Run) -> dict[str, MetricHistory]:
         """All curves as they are now."""
         with self._lock:
             known = self._runs.get(run.id)
             if known is None or known.incarnation != run.incarnation:
-                known = self._runs[run.id] = RunCurves(run.incarnation, {}, -1)
+                known = self._runs[run.id] = RunCurves(run.incarnation)
             self._runs.move_to_end(run.id)
             while len(self._runs) > MAX_RUNS:
                 self._runs.popitem(last=False)
         with known.lock:
-            self._extend(known, run)
+            known.extend(run)
             return dict(known.curves)
-
-    def _extend(self, known: RunCurves, run: Run) -> None:
-        """Read the values of later steps; all again where one came for an earlier step."""
-        new = split_by_name(read_values(run, known.last_step))
-        seen = {
-            name: max(curve.times[-1], new[name].times[-1] if name in new else 0)
-            for name, curve in known.curves.items()
-        }
-        late = [
-            each.name
-            for each in summarize_metrics(run)
-            if each.step <= known.last_step and each.time > seen.get(each.name, 0.0)
-        ]
-        if late:
-            known.curves, new = {}, split_by_name(read_values(run))
-        for name, curve in new.items():
-            before = known.curves.get(name)
-            known.curves[name] = (
-                curve
-                if before is None
-                else Curve(
-                    np.concatenate([before.steps, curve.steps]),
-                    np.concatenate([before.times, curve.times]),
-                    np.concatenate([before.values, curve.values]),
-                )
-            )
-        known.last_step = max([known.last_step, *(int(curve.steps[-1]) for curve in new.values())])

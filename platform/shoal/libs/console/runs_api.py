@@ -1,40 +1,72 @@
-"""The list of runs: all of this host's record and of the store, each as one row of the page's table."""
+"""The list of runs: all of this host's record and of the store, a row each; and their notes."""
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import asdict
 from typing import Any
 
-import yaml
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.extend.runs import Run, list_with_best
-from shoal.libs.console.answers import answer_json
+from shoal.extend.runs import Run, Status, list_metric_names, list_with_best, read_newest, remove_runs
+from shoal.libs.console.answers import answer_json, load_exactly, read_body, read_number
+from shoal.libs.console.notes import RunNote, change_note, read_notes, remove_notes
 
 MAX_RUNS = 10_000
+_FIELDS = (
+    *("id", "job", "title", "created_at", "finished_at"),
+    *("host", "owner", "copied_from", "error", "git_revision"),
+)
 
 
 def list_rows(request: Request) -> Response:
-    """Every run, newest first."""
-    limit = min(MAX_RUNS, int(request.query_params.get("limit") or MAX_RUNS))
-    return answer_json([_describe(run, best) for run, best in list_with_best(limit)])
+    """Every run, newest first, with the newest values of the `metrics`."""
+    limit = min(MAX_RUNS, int(read_number(request, "limit", MAX_RUNS)))
+    listed, notes = list_with_best(limit), read_notes()
+    pinned = read_newest([run for run, _ in listed], request.query_params.getlist("metrics"))
+    rows = [{**_describe(run, best, notes.get(run.id)), "values": pinned.get(run.id, {})} for run, best in listed]
+    return answer_json(rows)
 
 
-def _describe(run: Run, best: tuple[str, float] | None) -> dict[str, Any]:
+def _describe(run: Run, best: tuple[str, float] | None, note: RunNote | None) -> dict[str, Any]:
     return {
-        **{name: getattr(run, name) for name in ("id", "job", "title", "created_at", "finished_at", "duration_s")},
-        **{name: getattr(run, name) for name in ("host", "copied_from", "error", "git_revision")},
+        **{name: getattr(run, name) for name in _FIELDS},
+        **asdict(note or RunNote()),
         "status": run.status.value,
+        "duration_s": None if run.status is Status.RUNNING else run.duration_s,  # so that rows without news are equal
         "kind": run.kind.value,
         "best": best,
     }
 
 
-def read_spec(run: Run) -> dict[str, Any]:
-    """The fields of the spec that a run was created with."""
-    loaded = yaml.safe_load(run.spec)
-    return loaded if isinstance(loaded, dict) else {}
+def list_metrics(request: Request) -> Response:
+    """The names of all metrics, those of the most runs first."""
+    return answer_json(list_metric_names())
 
 
-ROUTES = [Route("/api/runs", list_rows)]
+async def change(request: Request) -> Response:
+    """Change the note, the tags, or whether it is archived."""
+    changes = await read_body(request)
+    return answer_json(await asyncio.to_thread(_change, request.path_params["run"], changes))
+
+
+def _change(run_id: str, changes: dict[str, Any]) -> dict[str, Any]:
+    return asdict(change_note(load_exactly(run_id).id, changes))
+
+
+def remove(request: Request) -> Response:
+    """Remove a run as `shoal runs rm` does: its record, its files, in the store too."""
+    run = load_exactly(request.path_params["run"])
+    remove_runs([run])
+    remove_notes([run.id])
+    return answer_json({"removed": run.id})
+
+
+ROUTES = [
+    Route("/api/runs", list_rows),
+    Route("/api/metrics", list_metrics),
+    Route("/api/runs/{run}", change, methods=["PATCH"]),
+    Route("/api/runs/{run}", remove, methods=["DELETE"]),
+]

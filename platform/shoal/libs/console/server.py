@@ -6,39 +6,69 @@ threads, and a file of `static/pages/` that draws them.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
+import resource
 import socket
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.libs.console import live, run_api, runs_api
+from shoal.libs.console import live, parts_api, run_api, runs_api
 from shoal.libs.console.access import Access, Guard
 from shoal.libs.console.answers import answer_json
+from shoal.libs.console.serving import cluster_api, endpoints_api, models_api, try_api
+from shoal.libs.console.serving.readings import SharedReading
 
 STATIC = Path(__file__).parent / "static"
 GRACE_S = 1  # for open answers, when the console ends
+FIRST_REQUEST_S = 10.0  # after which a connection ends that has asked for nothing
+MAX_OPEN_FILES = 20_000
 
 
 def build_app(access: Access) -> Guard:
     """The console as an ASGI application."""
+    version = _hash_static()
+    page = (STATIC / "index.html").read_text().replace("/static/", f"/static/{version}/")
     routes = [
-        Route("/", _send_page),
+        Route("/", lambda request: HTMLResponse(page)),
         Route("/api/session", _describe_session),
         *runs_api.ROUTES,
         *run_api.ROUTES,
+        *parts_api.ROUTES,
         *live.ROUTES,
+        Mount(f"/static/{version}", LastingFiles(directory=STATIC)),
+        *models_api.ROUTES,
+        *endpoints_api.ROUTES,
+        *try_api.ROUTES,
+        *cluster_api.ROUTES,
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     app = Starlette(routes=routes, exception_handlers={ShoalError: _send_error})
     app.state.access = access
+    app.state.endpoints, app.state.clusters = endpoints_api.Endpoints(), SharedReading(cluster_api.read_clusters)
     return Guard(app, access)
+
+
+class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """HTTP, where a connection that asks for nothing ends: thousands of them leave room for others."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._ending = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        self._ending.cancel()
+        super().data_received(data)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -48,7 +78,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        listening.listen(128)
+        listening.listen(1024)
     except OSError:
         listening.close()
         raise
@@ -63,13 +93,29 @@ def serve(listening: socket.socket, access: Access) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACE_S,
-        limit_concurrency=256,
+        http=ImpatientProtocol,
     )
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MAX_OPEN_FILES), most))
     uvicorn.Server(config).run(sockets=[listening])
 
 
-async def _send_page(request: Request) -> Response:
-    return FileResponse(STATIC / "index.html")
+class LastingFiles(StaticFiles):
+    """Files that browsers need not ask for again: their address has the version of them all."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "max-age=31536000, immutable"
+        return response
+
+
+def _hash_static() -> str:
+    """Of all files that browsers load."""
+    digest = hashlib.sha256()
+    for path in sorted(STATIC.rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(STATIC).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 async def _describe_session(request: Request) -> Response:

@@ -1,27 +1,63 @@
-"""`shoal demonstrations`: what people and scripts have shown to a run."""
+"""`shoal demonstrations` and `shoal episodes`: what was shown to a run, and what it has recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.extend.runs import Run, format_number, load
-from shoal.libs.demonstrations.files import FOLDER, SUFFIX, Demonstration, DemonstrationFiles, open_shared
+from shoal.libs.demonstrations.files import (
+    EPISODES,
+    FOLDER,
+    SUFFIX,
+    Demonstration,
+    DemonstrationFiles,
+    Info,
+    open_shared,
+)
 from shoal.store import open_store
+from shoal.wire.action_masks import MASKS
 
 MAX_NUMBERS = 16  # of an observation, in a film
 
 
+class _Verb(NamedTuple):
+    """folder: of a run; nouns: what one of its files is, and several; empty: the line without any"""
+
+    folder: str
+    noun: str
+    nouns: str
+    empty: str
+
+
+_SHOWN = _Verb(
+    FOLDER, "demonstration", "demonstrations", "nobody has shown anything to {}: docs/games/demonstrations.md"
+)
+_RECORDED = _Verb(EPISODES, "episode", "episodes", "{} has recorded no episodes: gateway.record=1% does")
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--drop", metavar="NAME", multiple=True, help="Delete one, or all of a behaviour."),
+        click.option("--above", type=float, metavar="RETURN", help="Only complete episodes of a higher return."),
+        click.option("--out", type=click.Path(path_type=Path), help="Copy all to a folder, for demonstrations=FOLDER."),
+        click.option("--export", metavar="NAME", help="Print one as JSON, which the clients of games replay."),
+        click.option("--film", metavar="NAME", help="Show the steps of one, as text."),
+        click.argument("run", default="latest"),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.argument("run", default="latest")
-@click.option("--film", metavar="NAME", help="Show the steps of one, as text.")
-@click.option("--out", type=click.Path(path_type=Path), help="Copy all to a folder, for demonstrations=FOLDER.")
-@click.option("--drop", metavar="NAME", multiple=True, help="Delete one, or all of a behaviour.")
-def demonstrations(run: str, film: str | None, out: Path | None, drop: tuple[str, ...]) -> None:
+@_options
+def demonstrations(run: str, **options: Any) -> None:
     """What people and scripts have shown to a RUN (the newest when left out).
 
     \b
@@ -31,45 +67,116 @@ def demonstrations(run: str, film: str | None, out: Path | None, drop: tuple[str
       shoal demonstrations latest --out shown/
       shoal demonstrations latest --drop human-1f0c9ad2-000003 --drop script
     """
+    _run(_SHOWN, run, **options)
+
+
+@click.command()
+@_options
+def episodes(run: str, **options: Any) -> None:
+    """The episodes that a RUN (the newest when left out) has recorded, with gateway.record=1%.
+
+    \b
+    Examples:
+      shoal episodes
+      shoal episodes latest --film policy-1f0c9ad2-000412
+      shoal episodes latest --export policy-1f0c9ad2-000412 > episode.json
+      shoal episodes latest --above 4 --out good/
+      shoal episodes latest --drop policy-1f0c9ad2-000412
+    """
+    _run(_RECORDED, run, **options)
+
+
+def _run(
+    verb: _Verb,
+    run: str,
+    film: str | None,
+    export: str | None,
+    out: Path | None,
+    above: float | None,
+    drop: tuple[str, ...],
+) -> None:
     record = load(run)
-    files = _open(record)
+    files = _open(record, verb.folder)
     found = files.read_sound(files.list_names())
+    if above is not None:
+        returns = {name: each.info.episode_return for name, each in found.items()}
+        found = {name: each for name, each in found.items() if (total := returns[name]) is not None and total > above}
+    for option, name in (("film", film), ("export", export)):
+        if name is not None and name not in found:
+            raise ConfigError(option, name, f"is no {verb.noun} of {record.id}", f"see `shoal {verb.nouns}`")
     if drop:
-        dropped = {name for name, each in found.items() if name in drop or each.info.behaviour in drop}
-        unknown = set(drop) - dropped - {found[name].info.behaviour for name in dropped}
+        dropped = {name for name, each in found.items() if name in drop or _format_behaviour(each.info) in drop}
+        unknown = set(drop) - dropped - {_format_behaviour(found[name].info) for name in dropped}
         if unknown:
-            problem = f"is no demonstration of {record.id}, and no behaviour"
-            raise ConfigError("drop", ", ".join(sorted(unknown)), problem, "see `shoal demonstrations`")
+            problem = f"is no {verb.noun} of {record.id}, and no behaviour"
+            raise ConfigError("drop", ", ".join(sorted(unknown)), problem, f"see `shoal {verb.nouns}`")
         files.delete(dropped)
         click.echo(f"dropped {len(dropped)} of {len(found)}")
     elif film is not None:
-        if film not in found:
-            raise ConfigError("film", film, f"is no demonstration of {record.id}", "see `shoal demonstrations`")
-        click.echo("\n".join(_film(found[film])))
+        click.echo("\n".join(_film(film, found[film])))
+    elif export is not None:
+        click.echo(json.dumps(export_episode(export, found[export])))
     elif out is not None:
         target = open_store(out)
         for name, each in found.items():
             target.write(name + SUFFIX, each.to_bytes())
-        click.echo(f"{len(found)} demonstrations in {out}: shoal run ... demonstrations={out}")
+        click.echo(f"{len(found)} {verb.nouns} in {out}: shoal run ... demonstrations={out}")
+    elif found:
+        _list(found)
     else:
-        _list(record, found)
+        click.echo(verb.empty.format(record.id))
 
 
-def _open(run: Run) -> DemonstrationFiles:
+def export_episode(name: str, demonstration: Demonstration) -> dict[str, Any]:
+    """An episode for the clients of games: one map of JSON, its tensors flat in each step."""
+    info, segment = demonstration
+    return {
+        "kind": "episode",
+        "format": 1,
+        "name": name,
+        "actor_id": info.actor_id,
+        "behaviour": info.behaviour,
+        "return": info.episode_return,
+        "terminated": info.terminated,
+        "truncated": info.truncated,
+        "success": info.success,
+        "settings_version": info.settings,
+        "settings": info.values or {},
+        "spec": {"observation": _describe(segment.observations), "action": _describe(segment.actions)},
+        "observations": _flatten(segment.observations),
+        "actions": _flatten(segment.actions) if segment.actions.ndim > 1 else segment.actions.tolist(),
+        "rewards": segment.rewards.tolist(),
+        "versions": segment.versions.tolist(),
+        **({"masks": _flatten(masks.view(np.uint8))} if (masks := segment.extras.get(MASKS)) is not None else {}),
+    }
+
+
+def _describe(rows: np.ndarray) -> dict[str, Any]:
+    return {"dtype": rows.dtype.name, "shape": rows.shape[1:]}
+
+
+def _flatten(rows: np.ndarray) -> list[Any]:
+    result: list[Any] = rows.reshape(len(rows), -1).tolist()
+    return result
+
+
+def _format_behaviour(info: Info) -> str:
+    return info.behaviour or "policy"
+
+
+def _open(run: Run, folder: str) -> DemonstrationFiles:
     """Those of a run, or of all of its policies."""
-    policies = sorted(path.parent.name for path in run.folder.glob(f"*/{FOLDER}"))
+    policies = sorted(path.parent.name for path in run.folder.glob(f"*/{folder}"))
     names = [run.id, *(f"{run.id}/{policy}" for policy in policies)]
-    folders = [path for path in (run.folder / FOLDER, *sorted(run.folder.glob(f"*/{FOLDER}"))) if path.is_dir()]
-    shared = [store for name in names if (store := open_shared(name)) is not None]
+    folders = [path for path in (run.folder / folder, *sorted(run.folder.glob(f"*/{folder}"))) if path.is_dir()]
+    shared = [store for name in names if (store := open_shared(name, folder)) is not None]
     return DemonstrationFiles([*map(open_store, folders), *shared])
 
 
-def _list(run: Run, found: Mapping[str, Demonstration]) -> None:
-    if not found:
-        return click.echo(f"nobody has shown anything to {run.id}: docs/games/demonstrations.md says how")
+def _list(found: Mapping[str, Demonstration]) -> None:
     click.echo(f"{'behaviour':<16}{'episodes':>10}{'segments':>10}{'steps':>10}{'mean return':>14}")
-    for behaviour in sorted({each.info.behaviour for each in found.values()}):
-        infos = [each.info for each in found.values() if each.info.behaviour == behaviour]
+    for behaviour in sorted({_format_behaviour(each.info) for each in found.values()}):
+        infos = [each.info for each in found.values() if _format_behaviour(each.info) == behaviour]
         returns = [each.episode_return for each in infos if each.episode_return is not None]
         mean = format_number(float(np.mean(returns))) if returns else "-"
         steps = sum(each.num_steps for each in infos)
@@ -80,10 +187,10 @@ def _list(run: Run, found: Mapping[str, Demonstration]) -> None:
         click.echo(f"{name:<36}{info.num_steps:>8,}{shown:>12}  {info.actor_id}")
 
 
-def _film(demonstration: Demonstration) -> Iterator[str]:
+def _film(name: str, demonstration: Demonstration) -> Iterator[str]:
     """A line for each step."""
     info, segment = demonstration
-    yield f"{demonstration.name}: {info.num_steps} steps of {info.behaviour}"
+    yield f"{name}: {info.num_steps} steps of {_format_behaviour(info)}"
     yield f"{'step':>6}{'action':>12}{'reward':>10}  observation"
     with np.printoptions(
         precision=3, suppress=True, threshold=MAX_NUMBERS, edgeitems=MAX_NUMBERS // 2, linewidth=10**6

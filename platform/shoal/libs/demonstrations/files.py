@@ -1,6 +1,8 @@
-"""Demonstrations as files: a segment each, in safetensors, its facts in the metadata.
+"""Demonstrations as files: a segment each, in safetensors, its facts in the metadata; and recorded episodes, an episode
+each, which are several segments end to end.
 
     RUN/demonstrations/human-1f0c9ad2-000003.safetensors
+    RUN/episodes/policy-5b20e1c7-000412.safetensors
 
 They lie in the folder of a run on the gateway's host, and in `$SHOAL_STORE`, for hosts that share no files.
 """
@@ -13,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -24,16 +26,21 @@ from shoal.home import home
 from shoal.store import Store, open_shared_store, open_store, store_url
 from shoal.wire import ExperienceSpec, PackedSegment, Segment, unpack_segment
 
-FOLDER = "demonstrations"  # of a run
+FOLDER, EPISODES = "demonstrations", "episodes"  # of a run
 SUFFIX = ".safetensors"
 FORMAT = 1
 _INFO = "demonstration"  # in the metadata
 _EXTRA = "extra."  # before the name of an extra
+_PER_STEP = ("actions", "rewards", "log_probabilities", "versions")
 _log = logging.getLogger(__name__)
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a demonstration. run_steps: the steps of the run's policy when it came"""
+    """The facts of a demonstration, or of an episode. run_steps: the steps of the run's policy when it came
+
+    lengths, behaviours: of an episode, the steps of each segment, and who took them
+    settings, values:    the version of the game's settings, and these; None: unknown
+    """
 
     behaviour: str
     actor_id: str
@@ -48,6 +55,11 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     episode_length: int | None = None
     assisted: bool = False
     format: int = FORMAT
+    lengths: tuple[int, ...] = ()
+    behaviours: tuple[str, ...] = ()
+    success: bool | None = None
+    settings: int = 0
+    values: dict[str, bool | int | float | str] | None = None
 
 
 class Demonstration(NamedTuple):
@@ -58,7 +70,7 @@ class Demonstration(NamedTuple):
     def name(self) -> str:
         """Of its file, and of that of the same segment that comes again."""
         who = sha256(f"{self.info.actor_id} {self.info.incarnation}".encode()).hexdigest()[:8]
-        return f"{self.info.behaviour}-{who}-{self.info.seq:06d}"
+        return f"{self.info.behaviour or 'policy'}-{who}-{self.info.seq:06d}"
 
     @classmethod
     def of(cls, actor: tuple[str, int], seq: int, segment: Segment, run_steps: int) -> Demonstration:
@@ -75,12 +87,16 @@ class Demonstration(NamedTuple):
             episode_return=segment.episode_return,
             episode_length=segment.episode_length,
             assisted=segment.assisted,
+            success=segment.success,
+            settings=segment.settings,
         )
         return cls(info, segment)
 
     def to_bytes(self) -> bytes:
         segment = self.segment
         arrays = {"observations": segment.observations, "actions": segment.actions, "rewards": segment.rewards}
+        if not segment.behaviour:
+            arrays |= {"log_probabilities": segment.log_probabilities, "versions": segment.versions}
         arrays |= {_EXTRA + name: each for name, each in segment.extras.items()}
         contiguous = {name: np.asarray(each, order="C") for name, each in arrays.items()}
         return bytes(safetensors.numpy.save(contiguous, {_INFO: msgspec.json.encode(self.info).decode()}))
@@ -97,8 +113,8 @@ class Demonstration(NamedTuple):
                 arrays["observations"],
                 arrays["actions"],
                 rewards,
-                np.zeros(len(rewards), np.float32),
-                np.zeros(len(rewards), np.int64),
+                arrays.get("log_probabilities", np.zeros(len(rewards), np.float32)),
+                arrays.get("versions", np.zeros(len(rewards), np.int64)),
                 info.terminated,
                 info.truncated,
                 info.episode_return,
@@ -106,7 +122,11 @@ class Demonstration(NamedTuple):
                 extras,
                 behaviour=info.behaviour,
                 assisted=info.assisted,
+                success=info.success,
+                settings=info.settings,
             )
+            if sum(info.lengths) not in (0, len(rewards)) or len(info.behaviours) != len(info.lengths):
+                raise ValueError("is no demonstration (its segments are not as long as it is)")
         except (safetensors.SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"is no demonstration ({error})") from None
         return cls(info, segment)
@@ -126,6 +146,56 @@ class Demonstration(NamedTuple):
             packed.header, packed.tensors, msgspec.structs.replace(experience, segment_length=length)
         )
         return Demonstration(msgspec.structs.replace(self.info, run_steps=0), checked)
+
+    @classmethod
+    def join(cls, actor: tuple[str, int], number: int, pieces: Sequence[Segment]) -> Demonstration:
+        """An episode of its segments, in order; `split` takes it apart. number: among those of the actor"""
+        last = pieces[-1]
+        ends = [*(each.num_steps for each in pieces[:-1]), None]  # the next one begins where each ends
+        extras = {}
+        for name in last.extras:
+            rows = [each.extras[name] for each in pieces]  # of each observation, or one of the segment
+            extras[name] = np.concatenate(
+                [each if len(each) == 1 else each[:end] for each, end in zip(rows, ends, strict=True)]
+            )
+        joined = replace(
+            last,
+            observations=np.concatenate([each.observations[:end] for each, end in zip(pieces, ends, strict=True)]),
+            **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in _PER_STEP},
+            extras=extras,
+            behaviour="",
+        )
+        info = cls.of(actor, number, joined, run_steps=0).info
+        lengths, behaviours = tuple(each.num_steps for each in pieces), tuple(each.behaviour for each in pieces)
+        return cls(msgspec.structs.replace(info, lengths=lengths, behaviours=behaviours), joined)
+
+    def split(self) -> list[Demonstration]:
+        """The segments of an episode, each by itself; a demonstration is one."""
+        info, whole = self
+        pieces, begin = [], 0
+        for index, (length, behaviour) in enumerate(zip(info.lengths, info.behaviours, strict=True)):
+            end, is_last = begin + length, index == len(info.lengths) - 1
+            facts: dict[str, Any] = {
+                "terminated": info.terminated and is_last,
+                "truncated": info.truncated and is_last,
+                "episode_return": info.episode_return if is_last else None,
+                "episode_length": info.episode_length if is_last else None,
+                "behaviour": behaviour,
+            }
+            piece = replace(
+                whole,
+                observations=whole.observations[begin : end + 1],
+                **{name: getattr(whole, name)[begin:end] for name in _PER_STEP},
+                extras={
+                    name: each[begin : end + 1] if len(each) == whole.num_steps + 1 else each[index : index + 1]
+                    for name, each in whole.extras.items()
+                },
+                **facts,
+            )
+            own = msgspec.structs.replace(info, num_steps=length, lengths=(), behaviours=(), **facts)
+            pieces.append(Demonstration(own, piece))
+            begin = end
+        return pieces or [self]
 
 
 def read_info(payload: bytes) -> Info:
@@ -179,13 +249,13 @@ class DemonstrationFiles:
             store.delete(keys)
 
 
-def open_files(site: DemonstrationSite) -> DemonstrationFiles:
+def open_files(site: DemonstrationSite, folder: str = FOLDER) -> DemonstrationFiles:
     """Those of one policy of a run. Raises OSError, ConfigError."""
-    shared = open_shared(site.name)
-    return DemonstrationFiles([open_store(site.folder / FOLDER), *([] if shared is None else [shared])])
+    shared = open_shared(site.name, folder)
+    return DemonstrationFiles([open_store(site.folder / folder), *([] if shared is None else [shared])])
 
 
-def open_shared(name: str) -> Store | None:
+def open_shared(name: str, folder: str = FOLDER) -> Store | None:
     """Where those of a policy lie in `$SHOAL_STORE`; None if that is not set, or is `$SHOAL_HOME`. name: as a site's"""
     store = open_shared_store(home(), store_url()) if name else None
-    return None if store is None else store.open_folder(f"runs/{name}/{FOLDER}").without_waiting()
+    return None if store is None else store.open_folder(f"runs/{name}/{folder}").without_waiting()

@@ -13,12 +13,14 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from shoal.errors import ConfigError, InvalidSegment, RunError
 from shoal.extend.rl import DemonstrationSite
 from shoal.extend.runs import load
 from shoal.libs.demonstrations.files import (
+    EPISODES,
     FOLDER,
     SUFFIX,
     Demonstration,
@@ -36,40 +38,67 @@ _MARK = "copied-from"  # the source that a run has started with
 _log = logging.getLogger(__name__)
 
 
+class BoundedFolder:
+    """Demonstrations or episodes in a folder, of `max_mb` and `newest` at most: beyond, the oldest go. Raises
+    OSError."""
+
+    def __init__(self, folder: Store, max_mb: float, newest: int | None = None) -> None:
+        self.store, self._max_bytes, self._newest = folder, int(max_mb * 2**20), newest
+        self._num_bytes = 0
+        self._stored: dict[str, tuple[Info, int]] = {}  # facts and bytes, the oldest first
+        files = DemonstrationFiles([folder])
+        for name, (info, _) in files.read_sound(files.list_names()).items():
+            self._add(name, info, folder.find(name + SUFFIX).size_bytes)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def infos(self) -> dict[str, Info]:
+        return {name: info for name, (info, _) in self._stored.items()}
+
+    def write(self, demonstration: Demonstration) -> list[str]:
+        """Returns the names that went for it."""
+        payload = demonstration.to_bytes()
+        self.store.write(demonstration.name + SUFFIX, payload)
+        self._add(demonstration.name, demonstration.info, len(payload))
+        gone = []
+        while len(self._stored) > 1 and (
+            self._num_bytes > self._max_bytes or len(self._stored) > (self._newest or inf)
+        ):
+            gone.append(oldest := next(iter(self._stored)))
+            self._num_bytes -= self._stored.pop(oldest)[1]
+        self.store.delete(name + SUFFIX for name in gone)
+        return gone
+
+    def _add(self, name: str, info: Info, size_bytes: int) -> None:
+        self._num_bytes += size_bytes - self._stored.pop(name, (info, 0))[1]
+        self._stored[name] = info, size_bytes
+
+
 class Recorder:
     """A DemonstrationRecorder in the folder of `site`, of at most `max_mb`; mirrored to the store in the background."""
 
     def __init__(self, site: DemonstrationSite) -> None:
-        self._folder = open_store(site.folder / FOLDER)
-        self._max_bytes, self._num_bytes = int(site.spec.max_mb * 2**20), 0
-        self._stored: dict[str, tuple[Info, int]] = {}  # facts and bytes, the oldest first
-        files = DemonstrationFiles([self._folder])
-        for name, (info, _) in files.read_sound(files.list_names()).items():
-            self._add(name, info, self._folder.find(name + SUFFIX).size_bytes)
+        self._files = BoundedFolder(open_store(site.folder / FOLDER), site.spec.max_mb)
+        self._folder = self._files.store
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names that changed; None: the end
         self._thread: threading.Thread | None = None
         if (shared := open_shared(site.name)) is not None:
-            for name in self._stored:
+            for name in self._files.infos:
                 self._waiting.put(name)
             self._thread = threading.Thread(target=self._mirror, args=[shared], name="demonstrations", daemon=True)
             self._thread.start()
 
     def store(self, key: tuple[str, int], seq: int, segment: Segment, run_steps: int) -> None:
         made = Demonstration.of(key, seq, segment, run_steps)
-        payload = made.to_bytes()
-        self._folder.write(made.name + SUFFIX, payload)
-        changed = [made.name]
-        self._add(made.name, made.info, len(payload))
-        while self._num_bytes > self._max_bytes and len(self._stored) > 1:
-            changed.append(oldest := next(iter(self._stored)))
-            self._num_bytes -= self._stored.pop(oldest)[1]
-        self._folder.delete(name + SUFFIX for name in changed[1:])
+        gone = self._files.write(made)
         if self._thread is not None:
-            for name in changed:
+            for name in (made.name, *gone):
                 self._waiting.put(name)
 
     def get_counts(self) -> dict[str, int]:
-        infos = [info for info, _ in self._stored.values()]
+        infos = self._files.infos.values()
         ended = sum(info.terminated or info.truncated for info in infos)
         return {"segments": len(infos), "steps": sum(info.num_steps for info in infos), "episodes": ended}
 
@@ -77,10 +106,6 @@ class Recorder:
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(CLOSE_S)
-
-    def _add(self, name: str, info: Info, size_bytes: int) -> None:
-        self._num_bytes += size_bytes - self._stored.pop(name, (info, 0))[1]
-        self._stored[name] = info, size_bytes
 
     def _mirror(self, shared: Store) -> None:
         """Upload what the store lacks, and delete there what is gone here; while the store is away, later."""
@@ -121,9 +146,15 @@ def copy_source(site: DemonstrationSite) -> None:
 
 
 def read_source(site: DemonstrationSite) -> dict[str, Demonstration]:
-    """Those of `site.spec.source`, by name. Raises ConfigError where there are none, or one does not fit."""
+    """Those of `site.spec.source`, by name, and the segments of its recorded episodes. Raises ConfigError where there
+    are none, or one does not fit."""
     source, found = site.spec.source, _open_source(site)
-    demonstrations = found.read_sound(found.list_names())
+    demonstrations = {
+        name if len(pieces) == 1 else f"{name}-{index:04d}": piece
+        for name, each in found.read_sound(found.list_names()).items()
+        for pieces in [each.split()]
+        for index, piece in enumerate(pieces)
+    }
     field = "demonstrations.source"
     if not demonstrations:
         problem, remedy = "has no demonstrations", "name a run, or a folder of `shoal demonstrations RUN --out FOLDER`"
@@ -141,14 +172,16 @@ def read_source(site: DemonstrationSite) -> dict[str, Demonstration]:
 def _open_source(site: DemonstrationSite) -> DemonstrationFiles:
     """Raises ConfigError."""
     source = site.spec.source
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return DemonstrationFiles([open_store(folder)])
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return DemonstrationFiles([open_store(path)])
+    name, _, rest = source.rpartition("/")
+    source, folder = (name, EPISODES) if rest == EPISODES else (source, FOLDER)
     try:
         run = load(source)
     except RunError as error:
-        raise ConfigError("demonstrations.source", source, str(error), "name a run or a folder") from None
+        raise ConfigError("demonstrations.source", source, str(error), "name a run, RUN/episodes or a folder") from None
     policy = site.name.partition("/")[2]  # of a run with several
     if policy and (run.folder / policy).is_dir():
-        return open_files(replace(site, folder=run.folder / policy, name=f"{run.id}/{policy}"))
-    return open_files(replace(site, folder=run.folder, name=run.id))
+        return open_files(replace(site, folder=run.folder / policy, name=f"{run.id}/{policy}"), folder)
+    return open_files(replace(site, folder=run.folder, name=run.id), folder)

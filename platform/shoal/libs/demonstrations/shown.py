@@ -22,6 +22,7 @@ from shoal.wire.experience_spec import STATE
 _log = logging.getLogger(__name__)
 POLL_S = 1.0  # between two looks for new ones
 MAX_CLONING_STEPS = 1000  # between two updates
+MAX_OFFLINE_STEPS = 100  # likewise, of a replay
 BATCH_STEPS = 256  # of the cloning term, at each step of the optimizer, to within one segment
 JOINED_STEPS = 1024  # over which a recurrent policy is unrolled at once
 
@@ -81,6 +82,7 @@ class Shown:
         self._cloned: list[Segment] = []  # in the cloning term: those, or a recurrent policy's joined
         self._newest_steps = self._num_steps = 0  # of the run, at the newest demonstration and now
         self._num_shown = self._num_taken = 0  # shown steps, and those of `take_cloning_steps`
+        self._offline_steps = 0
         self._random = np.random.default_rng(0)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -91,6 +93,7 @@ class Shown:
             self.poll()  # those that a run starts with count from its first step on
             known = [each.info for each in self._known.values()]  # to a learner that has restarted, but for the newest
             self._num_taken = sum(info.num_steps for info in known if info.run_steps < num_steps)
+            self._offline_steps = 0 if num_steps else self._spec.updates  # not of a learner that goes on
             self._thread = threading.Thread(target=self._follow, name="demonstrations", daemon=True)
             self._thread.start()
 
@@ -108,6 +111,11 @@ class Shown:
         longest = max((each.num_steps for each in self._cloned), default=0)
         batch_steps = max(BATCH_STEPS, longest)
         return round(min(MAX_CLONING_STEPS * BATCH_STEPS, num_new * self._spec.passes) / batch_steps)
+
+    def take_offline_steps(self) -> int:
+        due = min(self._offline_steps, MAX_OFFLINE_STEPS)
+        self._offline_steps -= due
+        return due
 
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]

@@ -48,6 +48,7 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
     _replay: R
     _shown: R | None = None
     _generation = 0
+    _is_offline = False  # samples are of what was shown alone
 
     @abstractmethod
     def make_replay(self, folder: Path | None) -> R:
@@ -66,16 +67,28 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
                 batch = ExperienceBatch.from_segments(0, segments[begin : begin + SHOWN_SEGMENTS])
                 if self.is_usable(batch):
                     self.insert(batch, self._shown)
-        return False
+        has_shown = self._shown is not None and self._shown.num_drawable
+        num_steps = self.demonstrations.take_offline_steps() if has_shown else 0
+        self._is_offline = True
+        for _ in range(num_steps):
+            self.take_step()
+        self._is_offline = False
+        return num_steps > 0
+
+    @abstractmethod
+    def take_step(self) -> Metrics:
+        """Draw a sample, and take a step of the optimizer on it. Raises RunError as `learn` does."""
 
     def draw_arrays(self, num_items: int, draw: Callable[[R, int], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Items of the replay by name, `rows` among them, and the share of those that were shown."""
-        num_shown = int(num_items * self.shown_share)
-        arrays = draw(self._replay, num_items - num_shown)
+        num_shown = num_items if self._is_offline else int(num_items * self.shown_share)
         if self._shown is None or not num_shown:
-            return arrays
+            return draw(self._replay, num_items)
         shown = draw(self._shown, num_shown)
         shown["rows"] = -1 - shown["rows"]
+        if num_shown == num_items:
+            return shown
+        arrays = draw(self._replay, num_items - num_shown)
         return {name: np.concatenate([each, shown[name]]) for name, each in arrays.items()}
 
     @property
@@ -151,15 +164,19 @@ class QLearning(ReplayAlgorithm[R]):
         num_drawn = self.count_draws()
         while self._num_owed >= num_drawn:
             self._num_owed -= num_drawn
-            rows, sample = self.draw()
-            metrics, errors = self.learn(self.group.divide_sample(sample, self.serialize))
-            is_known = ~np.isnan(errors)  # not of a learner that has died
-            is_own, is_shown = is_known & (rows >= 0), is_known & (rows < 0)
-            replay.update_priorities(rows[is_own], errors[is_own])
-            if self._shown is not None:
-                self._shown.update_priorities(-1 - rows[is_shown], errors[is_shown])
+            metrics = self.take_step()
             numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(replay.num_steps)}
             yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}, **self.describe_share()}
+
+    def take_step(self) -> Metrics:
+        rows, sample = self.draw()
+        metrics, errors = self.learn(self.group.divide_sample(sample, self.serialize))
+        is_known = ~np.isnan(errors)  # not of a learner that has died
+        is_own, is_shown = is_known & (rows >= 0), is_known & (rows < 0)
+        self._replay.update_priorities(rows[is_own], errors[is_own])
+        if self._shown is not None:
+            self._shown.update_priorities(-1 - rows[is_shown], errors[is_shown])
+        return metrics
 
     def learn(self, share: SampleShare) -> tuple[dict[str, float], np.ndarray]:
         """The step; returns metrics and errors of the whole sample [num_items]."""

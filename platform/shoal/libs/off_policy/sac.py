@@ -111,8 +111,11 @@ class SAC(ReplayAlgorithm[Replay]):
         self._num_owed += self._config.updates_per_step * batch.num_steps
         while self._num_owed >= 1:
             self._num_owed -= 1
-            metrics = self.learn(self.group.divide_sample(self.draw(), self.serialize))
+            metrics = self.take_step()
             yield {**metrics, "learner/replay_steps": float(self._replay.num_steps), **self.describe_share()}
+
+    def take_step(self) -> Metrics:
+        return self.learn(self.group.divide_sample(self.draw(), self.serialize))
 
     def draw(self) -> SampleShare:
         """A sample of the replay, with the noise of the actions that the step draws."""

@@ -23,7 +23,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
-from shoal.extend.serve import ArrayLike, has_batch_first
+from shoal.extend.serve import ArrayLike, has_batch_first, is_integer
 from shoal.libs.predict import input_readers as read
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 
@@ -124,7 +124,7 @@ def predict(
     _show(signature, answers, output)
     versions = ", ".join(str(version) for version in sorted({answer.version for answer in answers}))
     click.secho(f"{name} version {versions}, {took_s * 1000:.1f} ms", dim=True, err=True)
-    if images and white is None and not read.is_integer(signature.inputs[0]):
+    if images and white is None and not is_integer(signature.inputs[0]):
         click.secho(
             "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255", dim=True, err=True
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 import sys
 import tokenize
@@ -21,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
-from shoal.extend.serve import ArrayLike, decode_rows
-from shoal.open_inference.datatypes import NUMPY_DTYPES
+from shoal.extend.serve import ArrayLike, decode_rows, is_integer, read_picture, summarize_error
 from shoal.open_inference.messages import TensorDescription, TensorMetadata, describe_tensor
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
@@ -81,7 +79,7 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, ValueError) as error:  # ValueError: not text, or a NUL in the name
-        problem, remedy = f"cannot be read: {_error_summary(error)}", "give a file, or - for standard input"
+        problem, remedy = f"cannot be read: {summarize_error(error)}", "give a file, or - for standard input"
         raise DataError("json", path, problem, remedy) from None
     content = _parse_json("json", path, text)
     if isinstance(content, dict) and isinstance(content.get("inputs"), list):
@@ -169,7 +167,7 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
             table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column
             chosen = choose_columns(inputs, table.column_names, named)
     except (OSError, pa.ArrowException) as error:
-        problem = f"cannot be read: {_error_summary(error)}"
+        problem = f"cannot be read: {summarize_error(error)}"
         raise DataError("file", str(path), problem, "give a CSV or a Parquet file") from None
     if not len(table):
         raise DataError("file", str(path), "has no rows", "there is nothing to predict")
@@ -180,13 +178,6 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
     if len(parts) == 1:
         return dict(parts[0])
     return {name: [row for part in parts for row in part[name]] for name in parts[0]}
-
-
-def _error_summary(error: BaseException) -> str:
-    """The error's message in one line; for a system error only its reason."""
-    if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno)
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def from_arrays(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
@@ -221,7 +212,7 @@ def _load_arrays(file: str) -> dict[str, np.ndarray]:
             arrays = {name: loaded[name] for name in loaded.files}
     # Damaged files may raise nearly any exception in NumPy's reader, or in that of archives.
     except (OSError, ValueError, KeyError, EOFError, SyntaxError, MemoryError, RuntimeError, *_DAMAGED) as error:
-        problem = "is no array of NumPy's, or one of objects" if "pickle" in str(error) else _error_summary(error)
+        problem = "is no array of NumPy's, or one of objects" if "pickle" in str(error) else summarize_error(error)
         raise DataError("npy", file, f"cannot be read: {problem}", remedy) from None
     if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise DataError("npy", file, f"cannot be read: {others[0]!r} in it is no array", remedy)
@@ -236,57 +227,9 @@ def from_images(
     white: the value of a white pixel; None for 255 in integers and 1.0 in floats
     """
     spec = _require_single_input("image", str(paths[0]), inputs)
-    if white is not None and not math.isfinite(white):
-        raise DataError("white", white, "is no number of a pixel", "for example 1 or 255")
-    scale = (white if white is not None else 255.0 if is_integer(spec) else 1.0) / 255.0
-    dtype = np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype]
-    pictures = [_load_picture(path, spec) for path in paths]
-    if not is_integer(spec):
-        pictures = [(picture * scale).astype(dtype) for picture in pictures]
-    elif scale != 1.0:  # the client checks the range
-        pictures = [np.rint(picture * scale).astype(np.int64) for picture in pictures]
+    pictures = [read_picture(path, str(path), spec, white) for path in paths]
     is_one_size = len({picture.shape for picture in pictures}) == 1
     return {spec.name: np.stack(pictures) if is_one_size else pictures}
-
-
-def is_integer(spec: TensorDescription) -> bool:
-    """Whether it has an integer type."""
-    return spec.datatype != "BF16" and NUMPY_DTYPES[spec.datatype].kind in "iu"
-
-
-def _load_picture(path: Path, spec: TensorDescription) -> np.ndarray:
-    """Bytes [1, H, W], [3, H, W], [H, W] or [H, W, 3], like the input."""
-    with needs_extra("data"):
-        from PIL import Image
-
-    sizes = list(spec.shape[1:])
-    first = len(sizes) == 3 and sizes[0] in (1, 3)
-    last = len(sizes) == 3 and sizes[2] in (1, 3) and not first
-    if not (len(sizes) == 2 or first or last) or spec.datatype in ("BYTES", "BOOL"):
-        problem = f"the model takes {describe_tensor(spec)}, which is no picture"
-        raise DataError("image", str(path), problem, "use --npy")
-    height, width = sizes[1:] if first else sizes[:2]
-    is_grey = len(sizes) == 2 or (sizes[0] if first else sizes[2]) == 1
-    try:
-        with Image.open(path) as opened:
-            if opened.mode in ("I", "F"):
-                raise DataError("image", str(path), f"has 32 bits a pixel (mode {opened.mode})", "use --npy")
-            # Of 16 bits take the upper ones: Pillow's own `convert` turns everything above 255 into white.
-            is_deep = opened.mode.startswith("I;16")
-            picture = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if is_deep else opened
-            image = picture.convert("L" if is_grey else "RGB")
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError, SyntaxError, Image.DecompressionBombError, *_DAMAGED) as error:
-        problem = f"is no picture: {_error_summary(error)}"
-        raise DataError("image", str(path), problem, "give a PNG, JPEG or the like") from None
-    wanted = (width if width > 0 else image.width, height if height > 0 else image.height)
-    pixels = np.asarray(image if image.size == wanted else image.resize(wanted, Image.Resampling.BILINEAR))
-    if is_grey and len(sizes) == 3:
-        pixels = pixels[None] if first else pixels[..., None]
-    elif first:
-        pixels = pixels.transpose(2, 0, 1)
-    return pixels
 
 
 def _split_target(

@@ -9,8 +9,10 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http import HTTPStatus
 
+from websockets.exceptions import InvalidMessage
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request
 from websockets.protocol import State
@@ -24,6 +26,7 @@ MAX_FRAMES_BEFORE = 16  # without a session
 MAX_TURN_FRAMES = MAX_FRAMES_BEFORE + 2  # of one connection before the others have their turn
 MAX_IDLE_ANSWERS = 64  # of a session in a heartbeat: what is answered with an error, a pong or a welcome is no play
 MAX_REQUEST_BYTES = 32 * 1024  # of HTTP, with the cookies that a browser has for this host
+TLS_HELLO = b"\x16"  # with which a client begins TLS
 MAX_HELLO_BYTES = 32 * 1024  # of a message without a session
 MAX_UNSENT_BYTES = 16 * 1024 * 1024  # of a client that does not read: beyond, it gets no further message
 MAX_UNSENT_PARTS = 4096  # likewise, of answers to its pings
@@ -101,6 +104,15 @@ class GameConnection:
     def end_session(self) -> None:
         """It is as it was before: it may say hello again."""
         self.alone_at, self._num_frames, self._protocol.max_message_size = time.monotonic(), 0, MAX_HELLO_BYTES
+        self._num_idle = 0
+
+    def has_waited(self, now: float, timeout_s: float) -> bool:
+        """Whether it has had no session for so long."""
+        return self.alone_at is not None and now > self.alone_at + timeout_s
+
+    def is_over(self, now: float) -> bool:
+        """Whether its client has had the time to read why it ends."""
+        return self.closes_at is not None and now > self.closes_at
 
     def receive(self) -> Iterator[tuple[bool, bytes]]:
         """The messages of one turn: (whether it is text, its bytes)."""
@@ -111,28 +123,51 @@ class GameConnection:
             except _WAITING as error:
                 self._awaits_write = isinstance(error, ssl.SSLWantWriteError)
                 return
-            except OSError:
+            except OSError as error:
+                if getattr(error, "reason", "") == "HTTP_REQUEST":
+                    self._answer_plainly("this address is wss, not ws: connect with TLS")
                 data = b""
             if not data:
                 self.is_closed = True
                 return
             self._unread = memoryview(data)
+            if self._request_bytes == 0 and data[:1] == TLS_HELLO:
+                self._refuse(HTTPStatus.BAD_REQUEST, "this address is ws, not wss: connect without TLS")
         num_left = MAX_TURN_FRAMES
         while self._unread and num_left > 0 and not (self.is_ending or self.is_slowed) and self.relayed is None:
             size = PARSE_BYTES if self.alone_at is None else PARSE_BYTES_BEFORE
             chunk, self._unread = self._unread[:size], self._unread[size:]
             if self._protocol.state is State.CONNECTING:
                 self._request_bytes += len(chunk)
-                self.is_closed = self._request_bytes > MAX_REQUEST_BYTES
+                if self._request_bytes > MAX_REQUEST_BYTES:
+                    problem = f"a request of more than {MAX_REQUEST_BYTES} bytes"
+                    self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, problem)
+                    break
             self._protocol.receive_data(bytes(chunk))
             for event in self._protocol.events_received():
                 num_left -= 1
                 yield from self._take(event)
-            if self._protocol.close_expected():
+            if isinstance(unread := self._protocol.handshake_exc, InvalidMessage):
+                self._refuse(HTTPStatus.BAD_REQUEST, f"no request of WebSocket: {unread.__cause__}")
+            elif self._protocol.close_expected():
                 self._end_reading()
         if self.closes_at is not None:
             self._unread = memoryview(b"")
         self.flush()
+
+    def _refuse(self, status: HTTPStatus, problem: str) -> None:
+        """Answer a request that the protocol cannot read."""
+        answer = self._protocol.reject(status, problem).serialize()
+        self._unsent.append(memoryview(answer))
+        self._unsent_bytes += len(answer)
+        self._end_reading()
+
+    def _answer_plainly(self, problem: str) -> None:
+        """Answer a client that has begun no TLS. What is not read would take the answer from it."""
+        answer = self._protocol.reject(HTTPStatus.BAD_REQUEST, problem).serialize()
+        with suppress(OSError):
+            socket.socket.recv(self.socket, READ_BYTES)
+            socket.socket.send(self.socket, answer)
 
     def _take(self, event: object) -> Iterator[tuple[bool, bytes]]:
         self.received_at = time.monotonic()
@@ -186,7 +221,9 @@ class GameConnection:
     def end(self, code: int, reason: str) -> None:
         """Say goodbye with a code of WebSocket. The socket stays open for LINGER_S: closed now, with bytes that are
         not read, it would take from the client what it has not read."""
-        if self.closes_at is None:
+        if self.closes_at is None and self._protocol.state is State.CONNECTING:
+            self.is_closed = True  # its client waits for no code
+        elif self.closes_at is None:
             self._protocol.fail(code, reason)
             self._end_reading()
             self.flush()

@@ -10,18 +10,21 @@ import base64
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from shoal.errors import ProtocolViolation
+from shoal.wire import MessageLimits
 from shoal.wire.experience_spec import DTYPES, TensorSpec
 
 T = TypeVar("T")
-MAX_TEXT_BYTES = 4 * 1024 * 1024  # numbers read from JSON take up to 30 times the memory of its text
+MAX_TEXT_BYTES = 4 * 1024 * 1024  # of JSON: numbers that are read from it take up to 30 times the memory of its text
+MAX_FRAMES = MessageLimits().max_frames
 _SIZE = struct.Struct("<I")
-_KINDS = {"U": "text", "b": "true or false", "f": "fractions"}  # by the kind of NumPy's dtype
+_WORDS = {str: "text", bool: "true or false", float: "fractions", list: "a list"}
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError, TypeError)
 
 
@@ -32,8 +35,13 @@ class Dialect(Enum):
     BINARY_JSON = "binary, its header JSON"
     BINARY = "binary"
 
+    @classmethod
+    def of(cls, is_text: bool, data: bytes) -> Dialect:
+        """That of a message, also where the rest of it cannot be read."""
+        return cls.TEXT if is_text else cls.BINARY_JSON if data[_SIZE.size :].startswith(b"{") else cls.BINARY
 
-def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
+
+def split_binary(data: bytes) -> list[bytes]:
     """The frames of a binary message, its header as msgpack. Raises ProtocolViolation."""
     frames: list[bytes] = []
     begin = 0
@@ -43,16 +51,15 @@ def split_binary(data: bytes) -> tuple[Dialect, list[bytes]]:
         if end > len(data) or end + size > len(data):
             problem = f"frame {len(frames)} ends beyond the message: each frame follows its size, 4 bytes little-endian"
             raise ProtocolViolation("malformed", problem)
-        if not size and len(frames) > 1 and not frames[-1]:  # as many as there are sizes would take much memory
-            raise ProtocolViolation("malformed", f"frames {len(frames) - 1} and {len(frames)} are empty")
+        if len(frames) == MAX_FRAMES:  # as many as there are sizes would take much memory
+            raise ProtocolViolation("too_large", f"more than {MAX_FRAMES} frames")
         frames.append(data[end : end + size])
         begin = end + size
     if not frames:
         raise ProtocolViolation("malformed", "a message has at least one frame")
-    if frames[0][:1] != b"{":
-        return Dialect.BINARY, frames
-    frames[0] = _write_msgpack(_read_json(frames[0]))
-    return Dialect.BINARY_JSON, frames
+    if frames[0][:1] == b"{":
+        frames[0] = _write_msgpack(_read_json(frames[0]))
+    return frames
 
 
 def join_binary(frames: Sequence[bytes], dialect: Dialect) -> bytes:
@@ -67,10 +74,16 @@ def join_binary(frames: Sequence[bytes], dialect: Dialect) -> bytes:
 def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
     """The frames of a text message. dtypes: of the tensors that stand in a header by name, such as `observation`, in
     the order of their frames. Raises ProtocolViolation."""
-    if len(data) > MAX_TEXT_BYTES:
-        problem = f"a text message of {len(data)} bytes, at most {MAX_TEXT_BYTES}: binary ones may be larger"
-        raise ProtocolViolation("too_large", problem)
     header = _read_json(data)
+    try:
+        frames = _take_frames(header, dtypes)
+    except ProtocolViolation as violation:
+        seq = header.get("seq")
+        raise ProtocolViolation(violation.code, violation.message, seq if type(seq) is int else None) from None
+    return [_write_msgpack(header), *frames]
+
+
+def _take_frames(header: dict[str, Any], dtypes: Mapping[str, str]) -> list[bytes]:
     optional = ("rewards", "flags") if header.get("kind") == "acts" else ()  # zeros: empty frames
     frames = [
         _to_frame(name, header.pop(name, []), dtype)
@@ -82,7 +95,7 @@ def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
         for tensor in tensors:
             if isinstance(tensor, dict):
                 frames.append(_to_frame(str(tensor.get("name")), tensor.pop("data", []), str(tensor.get("dtype"))))
-    return [_write_msgpack(header), *frames]
+    return frames
 
 
 def join_text(frames: Sequence[bytes], action: TensorSpec) -> bytes:
@@ -97,6 +110,9 @@ def join_text(frames: Sequence[bytes], action: TensorSpec) -> bytes:
 
 
 def _read_json(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_TEXT_BYTES:
+        problem = f"JSON of {len(data)} bytes, at most {MAX_TEXT_BYTES}: the frames of a binary message may be larger"
+        raise ProtocolViolation("too_large", problem)
     header = _attempt(lambda: msgspec.json.decode(data), "the header is no JSON")
     if not isinstance(header, dict):
         raise ProtocolViolation("malformed", "the header is no JSON object")
@@ -115,20 +131,22 @@ def _to_frame(name: str, values: Any, dtype: str) -> bytes:
 
 
 def _to_array(values: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """Raises ValueError for what is no number of this dtype: NumPy would round it, or read words as numbers."""
-    array = np.asarray(values)
-    if not array.size:
-        return array.astype(dtype)
-    kinds = {"f": "iuf", "b": "biu"}.get(dtype.kind, "iu")
-    if array.dtype.kind not in kinds:
-        raise ValueError(f"{_KINDS.get(array.dtype.kind, 'something else')} among them")
+    """Raises ValueError for what is no number of this dtype: NumPy would round it, or make texts of numbers, each as
+    long as the longest."""
+    flat = values if isinstance(values, list) else [values]
+    while flat and type(flat[0]) is list:
+        if set(map(type, flat)) != {list} or len(set(map(len, flat))) > 1:
+            raise ValueError("lists of different lengths")
+        flat = list(chain.from_iterable(flat))
+    if wrong := set(map(type, flat)) - {"f": {int, float}, "b": {int, bool}}.get(dtype.kind, {int}):
+        raise ValueError(f"{min(_WORDS.get(each, 'something else') for each in wrong)} among them")
     if dtype.kind == "f":
         with np.errstate(over="ignore"):  # infinity, which the gateway rejects by name
-            return array.astype(dtype)
+            return np.array(flat, np.float64).astype(dtype)
     low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    if array.dtype.kind != "b" and not low <= int(array.min()) <= int(array.max()) <= high:
-        raise ValueError(f"{array.min()} to {array.max()}, expected within {low} and {high}")
-    return array.astype(dtype)
+    if flat and not low <= min(flat) <= max(flat) <= high:
+        raise ValueError(f"{min(flat)} to {max(flat)}, expected within {low} and {high}")
+    return np.array(flat, dtype)
 
 
 def _attempt(read: Callable[[], T], problem: str) -> T:

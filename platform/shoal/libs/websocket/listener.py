@@ -14,7 +14,6 @@ returns messages of the protocol by route, as the ROUTER socket does. Knows neit
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import resource
 import select
@@ -23,6 +22,7 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from itertools import chain, count, islice
 
 from websockets.frames import CloseCode
 from websockets.http11 import Request
@@ -91,8 +91,9 @@ class WebSocketListener:
         self._connections: dict[int, GameConnection] = {}  # by file descriptor
         self._routes: dict[bytes, GameConnection] = {}
         self._waiting: dict[bytes, GameConnection] = {}  # those without a session, the longest waiting first
+        self._ending: dict[bytes, GameConnection] = {}  # those that may still read why they end, likewise
         self._unread: dict[GameConnection, None] = {}
-        self._numbers = itertools.count()
+        self._numbers = count()
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -118,8 +119,9 @@ class WebSocketListener:
         now = time.monotonic()
         self._busy_at = now if ready or is_busy else self._busy_at
         is_busy = now < self._busy_at + BUSY_S
-        if strangers_wait:
+        if (strangers_wait or self._has_old(now)) and not (is_busy and now < self._rested_at):
             limit, begun = 1 if is_busy else MAX_STRANGERS, time.thread_time()
+            self._end_old(now, 1 if is_busy else MAX_READY)
             for descriptor, mask in self._waiting_epoll.poll(0, limit):
                 if descriptor == self._socket.fileno():
                     self._accept(limit)
@@ -165,18 +167,14 @@ class WebSocketListener:
         return problem
 
     def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
-        """End what has waited for too long: connections without a session, and sessions without a sign of life."""
+        """End sessions without a sign of life. Connections without a session end when strangers have their turn: many
+        at once would hold up the games."""
         now = time.monotonic()
-        for connection in list(self._routes.values()):
+        for connection in [each for each in self._routes.values() if each.alone_at is None]:
             connection.renew()
-            if connection.alone_at is not None:
-                if connection.closes_at is not None:
-                    connection.is_closed = now > connection.closes_at
-                elif now > connection.alone_at + self._spec.timeout_s:
-                    connection.end(CloseCode.POLICY_VIOLATION, "no session: say hello")
-            elif connection.route not in sessions:
+            if connection.route not in sessions:
                 connection.end_session()
-                self._waiting[connection.route] = connection
+                (self._ending if connection.is_ending else self._waiting)[connection.route] = connection
                 self._move(connection, self._waiting_epoll)
             elif now > connection.received_at + self._spec.pause_s:
                 connection.end(CloseCode.POLICY_VIOLATION, f"silent for {self._spec.pause_s:g} s")
@@ -187,6 +185,7 @@ class WebSocketListener:
         if not self._is_accepting:
             self._is_accepting = True
             self._waiting_epoll.register(self._socket, select.EPOLLIN)
+        self._relays.sweep()
         if self._certificate is not None:
             self._certificate.refresh()
 
@@ -194,7 +193,7 @@ class WebSocketListener:
         """End all connections; their clients may read what was sent for a moment, and those that have got a `bye` close
         by themselves: some libraries, as Godot 4's, lose a message that is followed at once by the end."""
         self._socket.close()
-        self._read_farewells(len(self._waiting))
+        self._read_farewells(len(self._waiting) + len(self._ending))
         for connection in list(self._routes.values()):
             connection.end(CloseCode.GOING_AWAY, "the gateway stops")
             self._move(connection, self._epoll)
@@ -247,7 +246,7 @@ class WebSocketListener:
                 if error.errno in _NO_DESCRIPTOR and self._is_accepting:
                     continue
                 return  # none waits, or it has gone
-            if len(self._waiting) >= self._max_waiting:
+            if len(self._waiting) + len(self._ending) >= self._max_waiting:
                 self._drop_oldest()
             sock.setblocking(False)
             with suppress(OSError):  # it may have gone
@@ -268,9 +267,27 @@ class WebSocketListener:
             connection.poller = poller
             poller.register(connection.socket, connection.awaited)
 
+    def _has_old(self, now: float) -> bool:
+        """Whether a connection without a session has had its time."""
+        ending, waiting = next(iter(self._ending.values()), None), next(iter(self._waiting.values()), None)
+        return (ending is not None and ending.is_over(now)) or (
+            waiting is not None and waiting.has_waited(now, self._spec.timeout_s)
+        )
+
+    def _end_old(self, now: float, limit: int) -> None:
+        """End connections that have had their time, at most twice as many."""
+        for ending in list(islice(self._ending.values(), limit)):
+            if ending.is_over(now):
+                ending.is_closed = True
+                self._follow(ending)
+        for waiting in list(islice(self._waiting.values(), limit)):
+            if waiting.has_waited(now, self._spec.timeout_s):
+                waiting.end(CloseCode.POLICY_VIOLATION, "no session: say hello")
+                self._follow(waiting)
+
     def _drop_oldest(self) -> bool:
-        """Close the connection that has had no session for the longest time; False without any."""
-        for connection in self._waiting.values():
+        """Close the connection that ends, or else has had no session, for the longest time; False without any."""
+        for connection in chain(self._ending.values(), self._waiting.values()):
             connection.is_closed = True
             self._follow(connection)
             return True
@@ -278,11 +295,9 @@ class WebSocketListener:
 
     def _read(self, connection: GameConnection) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation]]:
         for is_text, message in connection.receive():
+            connection.dialect = Dialect.of(is_text, message)
             try:
-                if is_text:
-                    connection.dialect, frames = Dialect.TEXT, split_text(message, self._dtypes)
-                else:
-                    connection.dialect, frames = split_binary(message)
+                frames = split_text(message, self._dtypes) if is_text else split_binary(message)
             except ProtocolViolation as violation:
                 yield connection.route, violation
             else:
@@ -300,9 +315,11 @@ class WebSocketListener:
         if connection.is_closed:
             del self._connections[connection.socket.fileno()], self._routes[connection.route]
             self._waiting.pop(connection.route, None)
+            self._ending.pop(connection.route, None)
             connection.socket.close()  # the epoll forgets it, too
         elif connection.is_ending:
-            self._waiting.setdefault(connection.route, connection)
+            self._waiting.pop(connection.route, None)
+            self._ending.setdefault(connection.route, connection)
         if not connection.is_closed and connection.awaited != (awaited := connection.find_awaited()):
             connection.awaited = awaited
             connection.poller.modify(connection.socket, awaited)

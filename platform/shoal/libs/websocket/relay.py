@@ -2,36 +2,49 @@
 
 Bytes pass as they are, in the thread of the gateway. The other one judges the request; its session is as any other.
 
-| what waits                        | capacity                | who unblocks    | close()   |
-|-----------------------------------|-------------------------|-----------------|-----------|
-| bytes that one side has not read  | 1 MiB, and 64 KiB more  | that side       | drops them|
+| what waits                        | capacity                | who unblocks                         | close()   |
+|-----------------------------------|-------------------------|--------------------------------------|-----------|
+| bytes that one side has not read  | 1 MiB, and 64 KiB more  | that side; 2 s after the other's end | drops them|
 """
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
+
+from shoal.libs.websocket.connection import LINGER_S
 
 MAX_UNSENT_BYTES = 1024 * 1024  # beyond, the other side is not read
 READ_BYTES = 64 * 1024
+AWAY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 45\r\nConnection: close\r\n\r\n" + (
+    b"the gateway of this policy is away: try again"
+)
 MAX_READY = 64  # sides that have a turn in one round
 
 
 class RelayedSide:
     """One of the two sockets of a relayed connection.
 
-    context: of TLS to another gateway, which begins when the socket is connected
+    context:   of TLS to another gateway, which begins when the socket is connected
+    if_absent: what the other side gets when this one ends before it has sent anything
+    closes_at: until when it may read what is left, once the other side has ended
     """
 
     peer: RelayedSide
 
-    def __init__(self, sock: socket.socket, unsent: bytes = b"", context: ssl.SSLContext | None = None) -> None:
-        self.socket, self.descriptor, self._context = sock, sock.fileno(), context
+    def __init__(
+        self, sock: socket.socket, unsent: bytes = b"", context: ssl.SSLContext | None = None, if_absent: bytes = b""
+    ) -> None:
+        self.socket, self.descriptor, self._context, self._if_absent = sock, sock.fileno(), context, if_absent
         self.unsent = bytearray(unsent)
         self.is_closed = self._awaits_read = False
+        self.closes_at = math.inf
         self.awaited = 0
 
     def find_awaited(self) -> int:
@@ -47,16 +60,22 @@ class RelayedSide:
             if self._context is not None:  # it is connected
                 self.socket = self._context.wrap_socket(self.socket, do_handshake_on_connect=False)
                 self._context = None
-            self.flush()
             if mask & ~select.EPOLLOUT:
-                data = self.socket.recv(READ_BYTES)
-                self.is_closed = not data
-                self.peer.unsent += data
-                self.peer.flush()
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return
+                self._receive()
+            self.flush()  # after it, since reading may end the handshake of TLS that a flush has waited for
         except OSError:
             self.is_closed = True
+
+    def _receive(self) -> None:
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
+        self.is_closed = not data
+        if data and not self.peer.is_closed:  # otherwise it is read for its end
+            self._if_absent = b""
+            self.peer.unsent += data
+            self.peer.flush()
 
     def flush(self) -> None:
         """Raises OSError when the other end has gone."""
@@ -64,10 +83,23 @@ class RelayedSide:
             self._awaits_read = False
             while self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]
+            if self.peer.is_closed:
+                self.socket.shutdown(socket.SHUT_WR)
         except (BlockingIOError, ssl.SSLWantWriteError):
             return
         except ssl.SSLWantReadError:
             self._awaits_read = True
+
+    def close(self) -> None:
+        """Nothing more comes from here: the other side ends when it has read what is left."""
+        self.is_closed = True
+        self.socket.close()
+        if not self.peer.is_closed:
+            self.peer.closes_at = time.monotonic() + LINGER_S
+            self.peer.unsent += self._if_absent
+            self.unsent.clear()
+            with suppress(OSError):  # it will be found closed, too
+                self.peer.flush()
 
 
 class Relays:
@@ -94,7 +126,7 @@ class Relays:
         upstream.setblocking(False)
         upstream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         upstream.connect_ex((url.hostname, url.port))
-        game, other = RelayedSide(sock), RelayedSide(upstream, request, self._trust())
+        game, other = RelayedSide(sock), RelayedSide(upstream, request, self._trust(), AWAY)
         game.peer, other.peer = other, game
         for side in (game, other):
             self._sides[side.descriptor] = side
@@ -104,17 +136,20 @@ class Relays:
     def transfer(self) -> None:
         """Pass on what has come."""
         for descriptor, mask in self._epoll.poll(0, MAX_READY):
-            side = self._sides.get(descriptor)
-            if side is None:  # its peer has ended in this round
-                continue
+            side = self._sides[descriptor]
             side.transfer(mask)
             if side.is_closed:
                 self._end(side)
-                continue
             for each in (side, side.peer):
-                if each.awaited != (awaited := each.find_awaited()):
+                if not each.is_closed and each.awaited != (awaited := each.find_awaited()):
                     each.awaited = awaited
                     self._epoll.modify(each.descriptor, awaited)
+
+    def sweep(self) -> None:
+        """End those that do not, though nothing more comes to them."""
+        for side in list(self._sides.values()):
+            if time.monotonic() > side.closes_at:
+                self._end(side)
 
     def close(self) -> None:
         for side in list(self._sides.values()):
@@ -122,9 +157,8 @@ class Relays:
         self._epoll.close()
 
     def _end(self, side: RelayedSide) -> None:
-        for each in (side, side.peer):
-            del self._sides[each.descriptor]
-            each.socket.close()
+        del self._sides[side.descriptor]
+        side.close()
 
     def _trust(self) -> ssl.SSLContext | None:
         """The other gateways have the certificate of the run, and no other one is trusted."""

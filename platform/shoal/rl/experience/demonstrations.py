@@ -1,8 +1,9 @@
-"""What others than the policy have shown: kept by the gateway, and learnt from beside the policy's own experience.
+"""What others than the policy have shown: kept by the gateway, and learnt from beside the policy's own experience; and
+episodes of the policy's that the gateway records.
 
-The interfaces of an extension of the group `shoal.demonstrations`, whose words are `check`, `prepare`, `recorder` and
-`learner`.
-Without it, gateways drop demonstrations as NOT_STORED.
+The interfaces of an extension of the group `shoal.demonstrations`, whose words are `check`, `prepare`, `recorder`,
+`learner` and `episodes`.
+Without it, gateways drop demonstrations as NOT_STORED, and record no episodes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.plugins.find import find_extension
-from shoal.rl.part_specs import DemonstrationsSpec
+from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
 from shoal.wire import ExperienceSpec, Segment
 
 if TYPE_CHECKING:
@@ -37,6 +38,20 @@ class DemonstrationRecorder(Protocol):
         """Write what waits. Idempotent."""
 
 
+class EpisodeRecorder(Protocol):
+    """Called by the gateway, in its thread; never waits for a disk."""
+
+    def add(self, key: tuple[str, int], segment: Segment, version: int, settings: Mapping[str, Any]) -> None:
+        """Take a segment, in the order of its episode, whatever becomes of it. key: of the actor; version, settings: of
+        the game, in this episode"""
+
+    def get_counts(self) -> dict[str, int]:
+        """Episodes that are kept, that were recorded by this gateway, and that could not be."""
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+
+
 class ShownExperience(Protocol):
     """Called by the learner and its algorithm, in their thread.
 
@@ -54,6 +69,9 @@ class ShownExperience(Protocol):
 
     def take_cloning_steps(self) -> int:
         """The steps of the optimizer, on `compute_loss` alone, that are due for what has come since the last call."""
+
+    def take_offline_steps(self) -> int:
+        """The steps of a replay's optimizer, on samples of these alone, that are due now."""
 
     def compute_loss(
         self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
@@ -88,6 +106,11 @@ class DemonstrationSite:
         """None without the extension."""
         found = self._find_if_any("recorder")
         return None if found is None else cast("DemonstrationRecorder", found(self))
+
+    def open_episodes(self, spec: RecordSpec) -> EpisodeRecorder | None:
+        """None where no episode is recorded, and without the extension. Raises OSError."""
+        found = self._find_if_any("episodes") if spec.share else None
+        return None if found is None else cast("EpisodeRecorder", cast("Any", found)(self, spec))
 
     def open_shown(self) -> ShownExperience | None:
         """None without the extension."""

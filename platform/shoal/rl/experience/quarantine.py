@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.errors import ConfigError
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, ActorKey
 
 LIMIT = 30.0  # nats: 10^13 : 1
@@ -93,3 +94,11 @@ def release_actor(ledger: Path, actor_id: str) -> bool:
         return False
     with closing(sqlite3.connect(ledger, isolation_level=None)) as database:
         return database.execute("DELETE FROM quarantine WHERE actor_id = ?", (actor_id,)).rowcount > 0
+
+
+def release_in_run(run_folder: Path, actor_id: str) -> None:
+    """Release an actor at all gateways of a run. Raises ConfigError where it is in quarantine at none."""
+    released = [release_actor(ledger, actor_id) for ledger in find_ledgers(run_folder)]
+    if not any(released):
+        names = ", ".join(sorted(read_run_quarantine(run_folder))) or "none"
+        raise ConfigError("actor", actor_id, f"is not in quarantine in run {run_folder.name}", f"these are: {names}")

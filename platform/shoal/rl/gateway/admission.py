@@ -64,6 +64,9 @@ class Admission:
     ) -> tuple[DropReason | None, str]:
         """Count and queue a valid segment, unless it is too old."""
         state = self._state
+        if state.episodes is not None:
+            version = segment.settings or progress.settings
+            state.episodes.add(key, segment, version, state.find_settings(version))
         if segment.behaviour:
             return self._keep(key, progress, seq, segment)
         state.progress.record_segment(progress, segment)

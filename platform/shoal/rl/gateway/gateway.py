@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -91,8 +91,11 @@ class Gateway:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def start(self, weights_timeout_s: float = 60.0) -> None:
-        """Wait for the first weights, bind, and serve. Raises ConfigError when the configured port is taken."""
+    def start(self, weights_timeout_s: float = 60.0, release_ports: Callable[[], None] = lambda: None) -> None:
+        """Wait for the first weights, bind, and serve. Raises ConfigError when the configured port is taken.
+
+        release_ports: is called before it binds them
+        """
         deadline = time.monotonic() + weights_timeout_s
         while self._state.weights is None and (left_s := deadline - time.monotonic()) > 0:
             self._state.weights = self._weights.wait_newer(0, left_s)  # returns None at once while the store restarts
@@ -104,6 +107,7 @@ class Gateway:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._context = zmq.Context()
+        release_ports()
         remembered_port = int(self.queue.ledger.get_fact("port") or 0)
         self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self.setting.curve_keys)
         self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
@@ -156,8 +160,7 @@ class Gateway:
             self._context.destroy(linger=500)
             os.close(self._wake_read)
             os.close(self._wake_write)
-            if self._state.demonstrations is not None:
-                self._state.demonstrations.close()
+            self._state.close()
 
     def stats(self) -> dict[str, Any]:
         """A copy of all counts: progress, actors, queue, accounting. Plain values, ready for JSON."""
@@ -168,14 +171,14 @@ class Gateway:
                 **self._progress.to_dict(),
                 "settings": dict(self._state.settings),
                 "queue_depth": len(self.queue),
-                "queue_capacity": self.queue.capacity,
+                "queue_slots": self._sessions.count_slots(),
                 "actors": [actor.to_dict(self._state.weights) for actor in self._state.actors],
                 "quarantined": dict(self.queue.ledger.quarantined),
                 "counted_at": time.time(),
                 "segments": self.queue.ledger.get_totals().to_dict(),
                 "remote_inference": self._inference.get_counts(),
                 "user_episodes": self._users.get_counts() if self._users else None,
-                "demonstrations": recorder.get_counts() if (recorder := self._state.demonstrations) else None,
+                **self._state.get_counts(),
             }
 
     def answer_user(self, request: EpisodeRequest, timeout_s: float) -> EpisodeAnswer | EpisodeRejection:
@@ -229,10 +232,9 @@ class Gateway:
         with self._lock:
             if not self._try_commit():
                 self._send_queue.clear()  # unwritten counts must not be acknowledged
+            bye = Bye("the run is over" if self._finished else "the gateway stops", self._finished)
             for route in list(self._sessions):
-                self._send_queue.add(
-                    route, Bye("the run is over" if self._finished else "the gateway stops", self._finished)
-                )
+                self._send_queue.add(route, bye)
             self._send_all()
             if self._users is not None:
                 self._users.close()

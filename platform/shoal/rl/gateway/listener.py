@@ -31,8 +31,9 @@ class Listener(Protocol):
         """Whether a route is its own."""
 
     def receive(self, is_busy: bool) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
-        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended. is_busy: actors
-        of the ROUTER play, which must not wait for clients without a session."""
+        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended. Ends connections
+        that have had no session for too long. is_busy: actors of the ROUTER play, which must not wait for clients
+        without a session."""
 
     def send(self, route: bytes, frames: Sequence[bytes]) -> str:
         """Send a message without waiting; returns why it was not sent, or an empty string."""
@@ -42,7 +43,7 @@ class Listener(Protocol):
         thread."""
 
     def sweep(self, sessions: Container[bytes]) -> Iterator[bytes]:
-        """Once a heartbeat: end connections that have no session, and those that are silent, whose routes it returns.
+        """Once a heartbeat: end sessions' connections that are silent, whose routes it returns.
         A connection that stands may be silent for `pause_s`: a game at a menu sends nothing."""
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from shoal.wire import DropReason, ExperienceSpec, Segment
 from shoal.wire.action_masks import MASKS, check_masks, read_mask
 from shoal.wire.experience_spec import NO_EXTRAS, TensorSpec
 from shoal.wire.messages import ActionMessage, ActMessage
-from shoal.wire.segment import HUMAN, REWARD, check_bounds, check_values
+from shoal.wire.segment import HUMAN, LARGEST_REWARD, REWARD, check_bounds, check_values
 
 ENDED_EPISODE = "ended_episode"
 UNKNOWN_EPISODE = "unknown_episode"
@@ -118,7 +118,9 @@ class OpenEpisodes:
                 raise InvalidSegment(DropReason.INVALID_RANGE, "episode", problem)
             self.last_number = number
             episode = self.episodes[number] = RemoteEpisode(number, [observation], message.reward, now_s)
-            episode.settings = message.settings or self.progress.settings
+            newest = self.progress.settings
+            given = 0 if message.settings is msgspec.UNSET else message.settings
+            episode.settings = given if 0 < given <= newest else newest
             episode.is_assisted = message.taken is not msgspec.UNSET
             return episode
         episode.used_at = now_s
@@ -144,7 +146,8 @@ def read_observation(
     sizes = [math.prod(spec.shape) * spec.numpy_dtype().itemsize, *([sum(choices)] if choices else [])]
     if [len(frame) for frame in frames] != sizes:
         _raise_misfit(frames, [("observation", spec), ("mask", TensorSpec("bool", tuple(sizes[1:])))][: len(sizes)])
-    check_values("reward", np.array(message.reward), REWARD)
+    if not -LARGEST_REWARD <= message.reward <= LARGEST_REWARD:  # NaN, too
+        check_values("reward", np.array(message.reward), REWARD)
     check_values("observation", np.frombuffer(frames[0], spec.numpy_dtype()), spec)
     if choices and not message.terminated:  # after that, no action is chosen
         read_mask(np.frombuffer(frames[1], np.uint8), choices)
@@ -251,6 +254,7 @@ def _take_segment(episode: RemoteEpisode, message: ActMessage | None, experience
         success=last.success if ended and last.success is not msgspec.UNSET else None,
         behaviour=episode.behaviour,
         assisted=episode.is_assisted,
+        episode=episode.number,
     )
     episode.observations, episode.steps = episode.observations[-1:], []
     return segment

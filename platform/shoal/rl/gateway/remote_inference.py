@@ -51,6 +51,7 @@ from shoal.wire.action_masks import MASKS, find_choices
 from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 
 MAX_OPEN_EPISODES = 256  # of one actor, begun by single messages: see RowEpisodes for others
+SHORT_FORWARD_S = 0.0005  # in the gateway's thread: another one's wake-up, and its wait for this one, take as long
 MAX_QUEUE_ROWS = 2**20  # never reached: each actor's open episodes are limited
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,11 @@ class RemoteInference:
             self._policy = make_policy(self._experience.policy, self._seed, action_shape=self._experience.action.shape)
             self._batcher = Batcher(loop=self._callbacks)
             self._queue = self._batcher.add_queue(
-                "observations", self._forward, max_batch_rows=MAX_ROWS, max_queue_rows=MAX_QUEUE_ROWS
+                "observations",
+                self._forward,
+                max_batch_rows=MAX_ROWS,
+                max_queue_rows=MAX_QUEUE_ROWS,
+                short_s=SHORT_FORWARD_S,
             )
         return self
 
@@ -397,7 +402,7 @@ class RemoteInference:
         asked = _Observations(observed.frame, observed.mask, streams, () if episode.step else streams)
         self._queue.enqueue(asked, _Answering(self._answers, client, episode), group=None, tenant=client.key[0])
 
-    # What follows runs in the batcher's thread.
+    # What follows runs in the batcher's thread, or for a short batch in the gateway's.
 
     def _forward(self, batch: PendingBatch[None, _Observations, Choices]) -> list[Choices]:
         asked = [entry.request for entry in batch.requests]

@@ -206,8 +206,8 @@ class RowEpisodes:
         slots = self._open([rows.episodes[row] for row in at.tolist()])
         self.step[slots], self.length[slots], self.status[slots] = 0, 0, _WAITING
         self.total[slots], self.used_at[slots] = rows.rewards[at], now_s
-        given = rows.settings[at]
-        self.settings[slots] = np.where(given == 0, self._client.progress.settings, given)
+        given, newest = rows.settings[at], self._client.progress.settings
+        self.settings[slots] = np.where((given > 0) & (given <= newest), given, newest)
         self.observations[slots, 0], self.masks[slots, 0] = rows.observations[at], rows.masks[at]
         self._client.last_number = max(
             [self._client.last_number, *rows.numbers[at].tolist()]
@@ -293,8 +293,8 @@ class RowEpisodes:
         log_probabilities = self.log_probabilities[slots, :end]
         numbers = (slots, lengths, rows.flags[at], self.total[slots], self.step[slots], self.settings[slots])
         segments = []
-        for index, (slot, length, flags, total, step, settings) in enumerate(
-            zip(*(each.tolist() for each in numbers), strict=True)
+        for index, (slot, length, flags, total, step, settings, number) in enumerate(
+            zip(*(each.tolist() for each in (*numbers, self.number[slots])), strict=True)
         ):
             is_last = flags & (ROW_TERMINATED | ROW_TRUNCATED) != 0
             extras = {
@@ -315,10 +315,11 @@ class RowEpisodes:
                     extras,
                     settings=settings,
                     success=bool(flags & ROW_SUCCESS) if is_last and flags & ROW_TELLS_SUCCESS else None,
+                    episode=number,
                 )
             )
             if is_last:
-                self.close(int(self.number[slot]))
+                self.close(number)
         self.observations[slots, 0], self.masks[slots, 0] = (
             self.observations[slots, lengths],
             self.masks[slots, lengths],

@@ -121,6 +121,10 @@ class Sessions(dict[bytes, Session]):
             route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
         }
 
+    def count_slots(self) -> dict[str, int]:
+        """How many slots the queue has, and how many of them sessions may fill."""
+        return {"capacity": self._queue.capacity, "credit": sum(self.compute_open_credit().values())}
+
     def count_free(self) -> int:
         """How many slots of the queue no session may fill; below 0: fewer than those that they may."""
         return self._queue.capacity - len(self._queue) - sum(self.compute_open_credit().values())
@@ -272,6 +276,8 @@ def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[st
         return "malformed", "actor_id takes 1 to 64 printable characters"
     if not 0 <= hello.incarnation < 2**63:
         return "malformed", "incarnation takes 0 to 2^63-1"
+    if not 0 <= hello.acknowledged < 2**53:
+        return "malformed", "acknowledged takes 0 to 2^53-1"
     if newest_incarnation is not None and hello.incarnation < newest_incarnation:
         return "stale_incarnation", f"incarnation {newest_incarnation} has been seen: use a larger one"
     if hello.inference not in (LOCAL, REMOTE):

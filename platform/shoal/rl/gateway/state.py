@@ -60,6 +60,7 @@ class GatewayState:
     opponents:    of a run with self-play
     group_commit: with `durable: store`
     demonstrations: takes the segments of others than the policy
+    episodes:     records some
     """
 
     def __init__(
@@ -71,12 +72,15 @@ class GatewayState:
     ) -> None:
         self.setting, self.queue, self.opponents, self.group_commit = setting, queue, opponents, group_commit
         self.demonstrations = setting.demonstrations.open_recorder() if setting.demonstrations else None
+        site, record = setting.demonstrations, setting.spec.record
+        self.episodes = site.open_episodes(record) if site else None
         self.progress = RunProgress(setting.target_return, opponent_names=opponents.names if opponents else {})
         self.actors = ActorTable()
         self.sessions = Sessions(queue, setting.experience.segment_length if setting.is_synchronous else 0)
         self.send_queue = SendQueue(group_commit)
         self.weights: WeightSnapshot | None = None
         self.settings: dict[str, bool | int | float | str] = {}  # of the game; `progress.settings` is their version
+        self._settings_before: dict[str, bool | int | float | str] = {}  # of the version below
 
     def restore(self) -> None:
         """Continue from what an earlier gateway has left in the ledger."""
@@ -92,7 +96,7 @@ class GatewayState:
         """Tell all games these settings, unless they are the present ones."""
         if values == self.settings:
             return
-        self.settings = dict(values)
+        self._settings_before, self.settings = self.settings, dict(values)
         self.progress.change_settings(values)
         self.queue.ledger.set_fact("settings", json.dumps([self.progress.settings, self.settings]))
         self.queue.ledger.set_fact("progress", self.progress.dump_state())  # with no return of the earlier ones
@@ -100,6 +104,22 @@ class GatewayState:
             if session.is_welcomed:
                 session.progress.settings = self.progress.settings
                 self.send_queue.add(route, SettingsMessage(self.progress.settings, self.settings))
+
+    def find_settings(self, version: int) -> Mapping[str, bool | int | float | str]:
+        """Those of a version; empty where it is older than the last but one."""
+        newest = self.progress.settings
+        return {newest: self.settings, newest - 1: self._settings_before}.get(version, {})
+
+    def get_counts(self) -> dict[str, dict[str, int] | None]:
+        """Of the demonstrations and the episodes that are kept; None for what is not."""
+        kept = {"demonstrations": self.demonstrations, "recorded": self.episodes}
+        return {name: None if each is None else each.get_counts() for name, each in kept.items()}
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+        for each in (self.demonstrations, self.episodes):
+            if each is not None:
+                each.close()
 
     @property
     def version(self) -> int:

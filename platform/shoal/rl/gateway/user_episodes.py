@@ -203,8 +203,8 @@ class UserEpisodes:
         if given.dtype.kind not in "iufb" or given.shape != spec.shape:
             problem = f"{given.dtype} {list(given.shape)}, expected {spec.dtype} {list(spec.shape)}"
             raise InvalidSegment("invalid_shape", "observation", problem)
-        if given.dtype.kind == "f":
-            check_finite("observation", given)  # before the conversion, which makes every such number infinite
+        if given.dtype.kind == "f" and given.size:  # before the conversion, which makes every such number infinite
+            check_finite("observation", float(given.min()), float(given.max()))
         with np.errstate(over="ignore", invalid="ignore"):
             converted = given.astype(spec.numpy_dtype())
         if spec.numpy_dtype().kind in "iu" and not np.array_equal(converted, given):

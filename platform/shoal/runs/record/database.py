@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS runs (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, job TEXT NOT NULL, status TEXT NOT NULL, spec TEXT NOT NULL,
     command TEXT NOT NULL, git_revision TEXT, git_dirty INTEGER NOT NULL, created_at REAL NOT NULL, finished_at REAL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, heartbeat_at REAL NOT NULL, incarnation INTEGER NOT NULL, error TEXT,
-    kind TEXT, writer TEXT, copied_from TEXT, revision INTEGER, head_at REAL);
+    kind TEXT, writer TEXT, copied_from TEXT, revision INTEGER, head_at REAL, owner TEXT);
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY, run INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, details TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS events_of_run ON events (run, number);
@@ -52,7 +52,8 @@ CREATE TABLE IF NOT EXISTS endpoints (
 """
 
 # A record that an earlier Shoal opened lacks these until that has recorded a run. They may be NULL, and it names none.
-_LATER_COLUMNS = {"kind": "TEXT", "writer": "TEXT", "copied_from": "TEXT", "revision": "INTEGER", "head_at": "REAL"}
+_LATER_COLUMNS = dict.fromkeys(("kind", "writer", "copied_from", "owner"), "TEXT")
+_LATER_COLUMNS |= {"revision": "INTEGER", "head_at": "REAL"}
 
 
 def record_path(home: Path) -> Path:

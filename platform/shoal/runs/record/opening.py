@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.runs.record.database import connect, transaction, translate_read_errors
-from shoal.runs.record.provenance import command_line, git_revision
+from shoal.runs.record.provenance import command_line, find_owner, git_revision
 from shoal.runs.record.recorder import INSERT_EVENT, RunRecorder, make_run_folder
 from shoal.runs.record.serialization import escape_text, validate_text
 from shoal.runs.run_kind import RunKind, infer_kind
@@ -60,7 +60,7 @@ def create(
     revision, is_dirty = git_revision(Path.cwd())
     job, spec, command = validate_text("job", job), validate_text("spec", spec), escape_text(command or command_line())
     trackers = find_trackers(spec)
-    values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind)
+    values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind, find_owner())
     writer = _make_writer() if os.environ.get("SHOAL_STORE") else None
     connection, folder = connect(home()), home() / "runs" / run_id
     try:
@@ -68,8 +68,8 @@ def create(
             if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone():
                 raise RunError(f"there is a run {run_id!r} already: resume it, or choose another id")
             number = connection.execute(
-                "INSERT INTO runs (id, job, status, spec, command, git_revision, git_dirty, kind,"
-                " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                "INSERT INTO runs (id, job, status, spec, command, git_revision, git_dirty, kind, owner,"
+                " created_at, heartbeat_at, host, pid, incarnation) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 (*values, now, now, socket.gethostname(), os.getpid()),
             ).lastrowid
             assert number is not None

@@ -107,11 +107,12 @@ class AuditLog:
                         source.replace(target)
 
 
-def read_audit_log(home: Path) -> Iterator[dict[str, Any]]:
-    """The entries of all files in this folder, in the order in which they were written."""
-    for path in reversed(_name_files(home / AUDIT_FILE)):
+def read_audit_log(home: Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+    """The entries of all files in this folder, in the order in which they were written, or in the opposite one."""
+    paths, step = _name_files(home / AUDIT_FILE), -1 if newest_first else 1
+    for path in paths[::-step]:
         if path.exists():
-            yield from map(json.loads, path.read_text().splitlines())
+            yield from map(json.loads, path.read_text().splitlines()[::step])
 
 
 def _name_files(newest: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
 from shoal.serve.controller.assignments import Assignments
-from shoal.serve.controller.canary_guard import judge
+from shoal.serve.controller.canary_guard import Evidence, judge
 from shoal.serve.controller.live_control import LiveControl
 from shoal.serve.controller.plan_store import PlanStore
 from shoal.serve.controller.rollout import (
@@ -37,7 +37,7 @@ from shoal.serve.controller.rollout import (
 from shoal.serve.controller.state import Deployment, Event, ModelState, StateFile
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
-from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.serve.spec.model_source import LATEST, Catalogue, RegistryCatalogue
 
 logger = logging.getLogger(__name__)
@@ -220,10 +220,7 @@ class EndpointController:
         if rollout.phase in (Phase.STAGING, Phase.CANARY):
             reports = self.assignments.select(name, reports)
         if rollout.phase is Phase.CANARY:
-            collector = self.store.phases[name].evidence
-            assert collector is not None  # of a canary
-            evidence = collector.build_evidence(reports, model.metrics, rollout.lost_replicas)
-            guard = ModelOptions.parse(model.deployment.options).guard
+            guard, evidence = self.collect_evidence(name)
             if reason := find_staging_error(name, rollout, reports) or judge(guard, evidence):
                 self.drop_candidate(name, "rollback", "guard", reason)
         elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
@@ -241,6 +238,14 @@ class EndpointController:
                     self.store.set_rollout(name, open_canary(rollout, time.time()))
                 case Proceed():
                     self.flip(name)
+
+    def collect_evidence(self, name: str) -> tuple[GuardOptions, Evidence]:
+        """What the open candidate of a model is judged by."""
+        model, collector = self.state.models[name], self.store.phases[name].evidence
+        assert collector is not None  # of a canary
+        reports = self.assignments.select(name, list(self.reports.values()))
+        guard = ModelOptions.parse(model.deployment.options).guard
+        return guard, collector.build_evidence(reports, model.metrics, model.rollout.lost_replicas)
 
     # -- acts -------------------------------------------------------------------------------------------------------
 

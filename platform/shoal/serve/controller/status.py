@@ -16,12 +16,14 @@ import msgspec
 from shoal.client.endpoint_status import (
     CertificateStatus,
     EndpointStatus,
+    EvidenceStatus,
     ModelStatus,
     ReplicaStatus,
     ResidencyStatus,
     RolloutEvent,
     VersionStatus,
 )
+from shoal.serve.controller.canary_guard import Evidence, latency_ratio
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.controller.state import ModelState
@@ -33,7 +35,7 @@ from shoal.serve.messages.metrics_snapshot import (
     subtract_histogram,
 )
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
-from shoal.serve.spec.model_options import ModelOptions
+from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
@@ -162,6 +164,7 @@ class StatusReporter:
             latency=sorted(slowest.items()),
             last_failure=next((report.failure.describe() for report in reports if report.failure is not None), ""),
             residency=_build_residency(reports) if controller.assignments.is_on_demand(model) else None,
+            evidence=_build_evidence(*controller.collect_evidence(name)) if is_open else None,
         )
 
     def _counts_before_window(self, name: str) -> tuple[float, ModelSnapshot | None]:
@@ -255,6 +258,17 @@ def _average_batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None)
     histogram = now["batch_rows"] if before is None else subtract_histogram(before["batch_rows"], now["batch_rows"])
     batches = sum(histogram["counts"])
     return histogram["sum"] / batches if batches else None
+
+
+def _build_evidence(guard: GuardOptions, evidence: Evidence) -> EvidenceStatus:
+    counts = ("requests", "errors", "stable_requests", "stable_errors", "compared", "disagreed", "lost_replicas")
+    limits = ("metric", "max_error_rate", "max_latency_ratio", "max_disagreement", "min_value", "min_requests")
+    return EvidenceStatus(
+        **{name: getattr(evidence, name) for name in counts},
+        **{name: getattr(guard, name) for name in limits},
+        latency_ratio=latency_ratio(evidence.stable, evidence.candidate),
+        value=evidence.metrics.get(guard.metric),
+    )
 
 
 def _build_residency(reports: Sequence[ModelReport]) -> ResidencyStatus:

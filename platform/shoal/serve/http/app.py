@@ -107,7 +107,9 @@ class RestApp:
             # Not watched after the body: a load is not undone because its client has gone.
             with RequestLifecycle(self._in_progress, receive) as progress:
                 body = await read_body(progress, headers)
-        return await self._handlers.answer(target, caller, format_origin(caller.name, address.decode("latin-1")), body)
+        program = headers.get(b"shoal-program", b"").decode("latin-1")
+        origin = format_origin(caller.name, address.decode("latin-1"), program)
+        return await self._handlers.answer(target, caller, origin, body)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

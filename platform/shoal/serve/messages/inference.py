@@ -5,6 +5,7 @@ Made by the protocol applications (REST, gRPC), answered by a `ServedModelProtoc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
@@ -25,6 +26,7 @@ Outputs = dict[str, np.ndarray]
 EMPTY_BYTES = getsizeof(b"")
 CLIENT_GONE = 499  # the status of a request whose client has disconnected
 _FROM = " from "
+_PROGRAM = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 
 
 class RequestTraceProtocol(Protocol):
@@ -203,9 +205,13 @@ class Disconnected(Exception):
     """The client has disconnected."""
 
 
-def format_origin(caller: str, address: str) -> str:
-    """Format the caller and its address as one string: `administrator from 127.0.0.1`."""
-    return f"{caller}{_FROM}{address[:MAX_CHARS]}" if address else caller
+def format_origin(caller: str, address: str, program: str = "") -> str:
+    """Format the caller and its address as one string: `administrator from 127.0.0.1`.
+
+    program: that asks on the caller's behalf, by its own word: `administrator (console)`; left out unless it is a word
+    """
+    by = f"{caller} ({program})" if _PROGRAM.fullmatch(program) else caller
+    return f"{by}{_FROM}{address[:MAX_CHARS]}" if address else by
 
 
 def parse_origin(origin: str) -> tuple[str, str]:

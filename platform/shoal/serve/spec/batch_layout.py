@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.open_inference.messages import TensorMetadata
+from shoal.open_inference.messages import TensorDescription
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -85,7 +85,7 @@ class BatchLayout:
         return moved
 
 
-def has_batch_first(tensor: TensorSignature | TensorMetadata) -> bool:
+def has_batch_first(tensor: TensorDescription) -> bool:
     """Whether dimension 0 can be the batch: it is neither fixed nor missing."""
     return tensor.shape[:1] == [-1]
 

@@ -22,3 +22,9 @@ export const age = (time) => duration(Math.max(0, Date.now() / 1000 - time));
 
 /** A Unix time as the reader's clock shows it. */
 export const moment = (time) => new Date(time * 1000).toLocaleString();
+
+/** A size in bytes as 1.2 MB. */
+export function bytes(size) {
+  const power = size > 0 ? Math.min(5, Math.floor(Math.log10(size) / 3)) : 0;
+  return `${Number((size / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB", "PB"][power]}`;
+}

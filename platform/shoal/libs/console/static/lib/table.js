@@ -3,10 +3,12 @@ import { h } from "./dom.js";
 
 const ROW_PIXELS = 30, MARGIN_ROWS = 20;
 
-/** `columns`: [{name, value(row) to sort by, cell(row) an element or a text, number: whether it stands to the right}]. */
+/** `columns`: [{name, value(row) to sort by, cell(row) an element or a text, number: whether it stands to the right}].
+ * `key(row)`: a text that names a row: the focus stays in it when rows are replaced. */
 export class Table {
-  constructor(columns, { label = "", onsort = () => {} } = {}) {
+  constructor(columns, { label = "", onsort = () => {}, key = () => "" } = {}) {
     this.columns = columns;
+    this.key = key;
     this.rows = [];
     this.sorted = null;
     this.onsort = onsort;
@@ -55,8 +57,13 @@ export class Table {
     const visible = this.shown.slice(first, first + count).map((row) => {
       const element = h("tr", {}, this.columns.map((column) => h("td", { class: column.number ? "number" : null }, column.cell(row))));
       element.style.height = `${ROW_PIXELS}px`;
+      element.dataset.key = this.key(row);
       return element;
     });
+    const held = document.activeElement?.closest("tr[data-key]"), controls = (row) => [...row.querySelectorAll("a, button, input")];
+    const place = held && this.body.contains(held) ? controls(held).indexOf(document.activeElement) : -1;
     this.body.replaceChildren(gap(first), ...visible, gap(Math.max(0, this.shown.length - first - count)));
+    const again = place < 0 ? null : visible.find((row) => row.dataset.key === held.dataset.key);
+    if (again) controls(again)[place]?.focus({ preventScroll: true });
   }
 }

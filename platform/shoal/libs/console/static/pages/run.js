@@ -1,76 +1,60 @@
-// One run, as it goes.
-import { follow, get } from "../lib/api.js";
-import { Chart, smooth } from "../lib/charts.js";
+// One run, as it goes: what it is, and one of its parts.
+import { get, send } from "../lib/api.js";
+import { complain } from "../lib/ask.js";
+import { Board, readCurves } from "../lib/board.js";
 import { facts, h, say, state } from "../lib/dom.js";
 import { duration, moment, number } from "../lib/format.js";
+import { openLoop, openSections, openTraining } from "./run_kinds.js";
+import { openEvents, openLog, openSpec } from "./run_record.js";
 
-const POINTS = 1000;
+const PARTS = {
+  curves: ["Curves", openCurves], loop: ["Actors", openLoop], training: ["Step and memory", openTraining],
+  sections: ["Results", openSections], events: ["Events", openEvents], log: ["Output", openLog], spec: ["Spec", openSpec],
+};
+const ONLY = { loop: ["loop", "stream"], training: ["training", "sweep"] }; // the kinds of runs that have a part
 
-export async function open(main, [id]) {
+export async function open(main, [id, part = "curves"]) {
   const path = `/api/runs/${encodeURIComponent(id)}`;
+  const early = part === "curves" ? readCurves(id, { quick: 1 }) : null; // while the run itself is read
+  early?.catch(() => {}); // the run's own error is shown
   const run = await get(path);
-  const charts = new Map(), curves = new Map();
-  const grid = h("div", { class: "grid" });
-  const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: () => drawAll() });
-  const logarithmic = h("input", { type: "checkbox", onchange: () => drawAll() });
-  const axis = h("select", { onchange: () => drawAll() }, h("option", { value: "step" }, "step"), h("option", { value: "time" }, "time"));
-  const status = h("span", {}, state(run.status));
-
-  const draw = (name) => {
-    if (!charts.has(name)) {
-      charts.set(name, new Chart(name, { onzoom: (first, last) => zoom(name, first, last) }));
-      grid.append(charts.get(name).element);
-    }
-    const chart = charts.get(name), { steps, times, values } = curves.get(name);
-    chart.logarithmic = logarithmic.checked;
-    const xs = axis.value === "step" ? steps : times.map((time) => time - run.created_at);
-    const ys = smooth(values, Number(smoothing.value)).map((y) => (logarithmic.checked && y <= 0 ? null : y));
-    chart.draw([{ label: id, xs, ys }]);
-  };
-  const drawAll = () => [...curves.keys()].sort().forEach(draw);
-  const load = async (query) => {
-    const answer = await get(`${path}/curves`, { points: POINTS, ...query });
-    for (const [name, curve] of Object.entries(answer.curves)) curves.set(name, curve);
-    drawAll();
-    return answer;
-  };
-  const zoom = async (name, first, last) => {
-    if (axis.value !== "step") return;
-    const range = first === null ? {} : { first, last };
-    const answer = await get(`${path}/curves`, { points: POINTS, names: name, ...range });
-    curves.set(name, answer.curves[name]);
-    draw(name);
-  };
-
+  const status = h("span", {}, state(run.status)), place = h("div");
+  const names = Object.keys(PARTS).filter((name) => !ONLY[name] || ONLY[name].includes(run.kind))
+    .filter((name) => name !== "sections" || run.has_sections);
+  const chosen = names.includes(part) ? part : "curves";
+  const link = (name) => h("a", { href: `#/run/${encodeURIComponent(run.id)}/${name}`, "aria-current": name === chosen ? "page" : null }, PARTS[name][0]);
   main.replaceChildren(
-    h("h1", {}, run.title, " ", status), h("p", { class: "muted" }, run.id),
+    h("h1", {}, run.title, " ", status), h("p", { class: "muted" }, run.id, run.queue ? `, waits: place ${run.queue.position}` : ""),
     h("div", { class: "panel" }, facts([
-      ["command", h("code", {}, run.command)], ["started", moment(run.created_at)], ["took", duration(run.duration_s)],
-      ["host", run.copied_from ?? run.host], ["best", run.best && `${run.best.name} ${number(run.best.value)}`],
+      ["command", h("code", {}, run.command)], ["started", `${moment(run.created_at)}${run.owner ? ` by ${run.owner}` : ""}`],
+      ["took", duration(run.duration_s)], ["host", run.copied_from ? `${run.copied_from}, from the store` : run.host],
+      ["best", run.best && `${run.best.name} ${number(run.best.value)}`],
       ["commit", run.git_revision && run.git_revision.slice(0, 12) + (run.git_dirty ? ", changed" : "")],
       ["models", run.models.length ? run.models.map((m) => `${m.name}@${m.version} ${m.aliases.join(" ")}`).join(", ") : null],
-      ["error", run.error],
-    ])),
-    h("h2", {}, "Curves"),
-    h("div", { class: "row" }, h("label", {}, "smoothing ", smoothing), h("label", {}, logarithmic, " logarithmic"), h("label", {}, "x: ", axis)),
-    grid,
-    h("h2", {}, "Spec"), h("pre", { class: "panel", tabindex: "0" }, run.spec),
+      ["endpoints", run.endpoints.length ? run.endpoints.map((e) => `${e.name} ${e.address} ${e.state}`).join(", ") : null],
+      ["files", run.copied_from ? null : h("code", {}, run.folder)], ["error", run.error],
+    ]), writeNote(path, run)),
+    h("nav", { class: "parts", "aria-label": "Parts of the run" }, names.map(link)), place,
   );
-  const first = await load({ quick: 1 });
-  if (first.sampled) load({}).catch((error) => say(error.message));
+  const onstatus = (word) => status.replaceChildren(state(word));
+  return PARTS[chosen][1](place, { ...run, early }, path, onstatus);
+}
 
-  return follow({ runs: id }, (news) => {
-    const { status: word, metrics } = news[id] ?? {};
-    if (word) status.replaceChildren(state(word));
-    for (const { name, step, time, value } of metrics ?? []) {
-      const curve = curves.get(name) ?? { steps: [], times: [], values: [] };
-      curves.set(name, curve);
-      if (!curve.steps.length || curve.steps.at(-1) < step) {
-        curve.steps.push(step);
-        curve.times.push(time);
-        curve.values.push(value);
-        draw(name);
-      }
-    }
-  });
+function writeNote(path, run) {
+  const note = h("textarea", { rows: 2, "aria-label": "Note", placeholder: "Note" });
+  const tags = h("input", { "aria-label": "Tags, with commas between them", placeholder: "tags, with commas", value: run.note.tags.join(", ") });
+  note.value = run.note.note;
+  const write = async (changes) => {
+    try { await send("PATCH", path, changes); say("Written"); } catch (error) { complain(error); }
+  };
+  note.addEventListener("change", () => write({ note: note.value }));
+  tags.addEventListener("change", () => write({ tags: tags.value.split(",").map((each) => each.trim()).filter(Boolean) }));
+  return h("div", { class: "row note" }, note, tags);
+}
+
+async function openCurves(place, run, path, onstatus) {
+  const board = new Board([{ ...run, label: "" }], { first: run.best?.name, onstatus: (_, word) => onstatus(word) });
+  place.replaceChildren(board.element);
+  await board.open();
+  return () => board.close();
 }

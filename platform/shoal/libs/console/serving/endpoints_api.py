@@ -1,0 +1,140 @@
+"""Endpoints as they are now: rates, latencies, versions and their evidence; changes, the audit log, what was printed.
+
+The endpoint's own interface is asked, with the access token, which no browser gets. Changes go there too: the audit log
+has them with the caller `administrator (console)`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.client import Client
+from shoal.client.discovery import FoundEndpoint, list_endpoints, token_for
+from shoal.errors import ClusterError, ConfigError, RunError
+from shoal.extend.cli import EndpointLogs, list_jobs_by_endpoint
+from shoal.extend.cluster import list_clusters
+from shoal.extend.serve import EndpointStatus, read_audit_log
+from shoal.home import home
+from shoal.libs.console.answers import answer_json
+from shoal.libs.console.serving.changes import require_session, with_fields
+from shoal.libs.console.serving.readings import SharedReading, wait_for_all
+
+PROGRAM = "console"
+STATUS_TIMEOUT_S = 5.0
+CHANGES = ("promote", "rollback", "canary", "shadow")
+MAX_AUDIT, MAX_LINES = 200, 1000
+
+
+class Endpoints:
+    """The endpoints of this host, and the newest status of each."""
+
+    def __init__(self) -> None:
+        self._listed = SharedReading(list_endpoints)
+        self._statuses: dict[str, SharedReading[EndpointStatus]] = {}
+        self._lock = threading.Lock()
+
+    def read_all(self) -> list[tuple[FoundEndpoint, SharedReading[EndpointStatus]]]:
+        """All of them, each with its newest reading."""
+        found = self._listed.get() or []
+        if not found and self._listed.problem:
+            raise RunError(self._listed.problem)
+        pairs = [(each, self._find_reading(each)) for each in found]
+        for _, reading in pairs:
+            reading.begin()
+        wait_for_all([reading for _, reading in pairs])
+        return pairs
+
+    def find(self, name: str) -> tuple[FoundEndpoint, SharedReading[EndpointStatus]]:
+        """The endpoint of this name. Raises RunError."""
+        pairs = self.read_all()
+        for found, reading in pairs:
+            if found.name == name:
+                return found, reading
+        known = ", ".join(found.name for found, _ in pairs) or "none is up"
+        raise RunError(f"there is no endpoint {name!r} here now: {known}")
+
+    def _find_reading(self, found: FoundEndpoint) -> SharedReading[EndpointStatus]:
+        with self._lock:
+            if found.url not in self._statuses:
+                self._statuses[found.url] = SharedReading(partial(_read_status, found.url))
+            return self._statuses[found.url]
+
+
+def _read_status(url: str) -> EndpointStatus:
+    with Client(url, token=token_for(url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client:
+        return client.status()
+
+
+def list_all(request: Request) -> Response:
+    """Every endpoint with its status."""
+    return answer_json([_describe(*each) for each in request.app.state.endpoints.read_all()])
+
+
+def describe_endpoint(request: Request) -> Response:
+    """One endpoint with its status."""
+    return answer_json(_describe(*request.app.state.endpoints.find(request.path_params["endpoint"])))
+
+
+def _describe(found: FoundEndpoint, reading: SharedReading[EndpointStatus]) -> dict[str, Any]:
+    status = reading.value
+    return {
+        "name": found.name,
+        "url": found.url,
+        "run": found.run_id,
+        "status": status and msgspec.to_builtins(status),
+        "problem": reading.problem,
+        "read_at": reading.read_at,
+    }
+
+
+def change(request: Request, fields: Mapping[str, Any]) -> Response:
+    """Promote, roll back, shadow or share a model's requests: the fields of the endpoint's own `rollout`."""
+    action, model = fields.get("action"), request.path_params["model"]
+    if action not in CHANGES:
+        raise ConfigError("action", action, "is no change that the console makes", f"one of {', '.join(CHANGES)}")
+    found, reading = request.app.state.endpoints.find(request.path_params["endpoint"])
+    given = {name: fields[name] for name in ("version", "from_version", "percent", "reason") if name in fields}
+    with Client(found.url, token=token_for(found.url)) as client:
+        now = client.rollout(action, model, program=PROGRAM, **given)
+    reading.forget()
+    return answer_json(msgspec.to_builtins(now))
+
+
+def list_audit(request: Request) -> Response:
+    """The newest entries of the audit log for this endpoint, newest first. The log is for its owner alone."""
+    require_session(request)
+    name = request.path_params["endpoint"]
+    entries = (each for each in read_audit_log(home(), newest_first=True) if each.get("endpoint") == name)
+    return answer_json(list(islice(entries, MAX_AUDIT)))
+
+
+def list_log_lines(request: Request) -> Response:
+    """The last lines that the endpoint's job, controller and replicas have printed, each with its process."""
+    require_session(request)
+    name, problem = request.path_params["endpoint"], "no cluster is up here that could have its logs"
+    lines: list[tuple[str, str]] = []
+    for cluster in list_clusters():
+        job = list_jobs_by_endpoint(cluster).get(name)
+        logs = EndpointLogs(cluster, name, job.submission_id if job else "")
+        lines, problem = lines + logs.read_new_lines(is_over=True), ""
+    if problem:
+        raise ClusterError(problem)
+    return answer_json(lines[-MAX_LINES:])
+
+
+ROUTES = [
+    Route("/api/endpoints", list_all),
+    Route("/api/endpoints/{endpoint}", describe_endpoint),
+    Route("/api/endpoints/{endpoint}/audit", list_audit),
+    Route("/api/endpoints/{endpoint}/logs", list_log_lines),
+    Route("/api/endpoints/{endpoint}/models/{model}/rollout", with_fields(change), methods=["POST"]),
+]

@@ -1,0 +1,153 @@
+"""Try a model: a request that fits it, the answer to one, and the code of a client that sends the same.
+
+The endpoint gets exactly the request that the page shows, at the path that the code names.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from io import BytesIO
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.client.discovery import FoundEndpoint, token_for
+from shoal.errors import ConfigError, RegistryError
+from shoal.extend.cli import can_be_picture, make_request
+from shoal.extend.registry import Registry
+from shoal.extend.serve import (
+    AsyncTransport,
+    EndpointRequest,
+    ModelOptions,
+    Reply,
+    RetryPolicy,
+    has_batch_first,
+    read_picture,
+    request_with_retries,
+)
+from shoal.libs.console.answers import answer_json
+from shoal.libs.console.serving.client_code import write_code
+from shoal.open_inference.messages import ModelMetadata
+
+ANSWER_TIMEOUT_S = 60.0
+MAX_BODY_BYTES = 32 << 20  # of a request or a picture
+ACTIONS = ("rows", "infer")
+
+
+async def describe_request(request: Request) -> Response:
+    """The model's inputs and outputs, and a request that it answers, with its code."""
+    found, model = await _find(request), request.path_params["model"]
+    metadata = msgspec.json.decode((await _exchange(found, "GET", _path(model))).body, type=ModelMetadata)
+    config = msgspec.json.decode((await _exchange(found, "GET", f"{_path(model)}/config")).body)
+    batch_dim = json.loads(config["parameters"].get("batch_dim", {}).get("string_value", "{}"))
+    options = ModelOptions.parse(
+        {"batch_dim": batch_dim} if batch_dim else {"max_batch_size": config["max_batch_size"]}
+    )
+    example = await run_in_threadpool(_read_example, metadata)
+    action, content = make_request(metadata.inputs, options, example)
+    pictures = [spec.name for spec in metadata.inputs if can_be_picture(spec)]
+    described = {**msgspec.to_builtins(metadata), "url": found.url, "action": action, "pictures": pictures}
+    return answer_json({**described, "request": content, "code": write_code(found.url, model, action, content)})
+
+
+async def describe_code(request: Request) -> Response:
+    """The code of clients that send this body, of the query's `version` or of the one that answers."""
+    found, action, version = await _find(request), *_read_target(request)
+    try:
+        content = msgspec.json.decode(await _read_bytes(request))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("request", "***", f"is no JSON: {error}") from None
+    return answer_json(write_code(found.url, request.path_params["model"], action, content, version))
+
+
+async def send_request(request: Request) -> Response:
+    """The endpoint's answer to this body, the version that gave it, and the seconds that it took."""
+    found, action, version = await _find(request), *_read_target(request)
+    body, begun_s = await _read_bytes(request), time.monotonic()
+    reply = await _exchange(found, "POST", _path(request.path_params["model"], action, version), body)
+    took_s = time.monotonic() - begun_s
+    answered = {"version": reply.headers.get("shoal-model-version"), "took_s": took_s}
+    return answer_json({**answered, "answer": msgspec.Raw(reply.body)})
+
+
+async def read_image(request: Request) -> Response:
+    """A picture, the body, as the values of one row of the query's `input`. `white`: the number of a white pixel."""
+    found, asked = await _find(request), request.query_params
+    reply = await _exchange(found, "GET", _path(request.path_params["model"]))
+    inputs = {spec.name: spec for spec in msgspec.json.decode(reply.body, type=ModelMetadata).inputs}
+    if (spec := inputs.get(asked.get("input", ""))) is None:
+        raise ConfigError("input", asked.get("input", ""), "is no input of the model", f"it has {', '.join(inputs)}")
+    if not has_batch_first(spec):
+        spec = msgspec.structs.replace(spec, shape=[-1, *spec.shape])
+    try:
+        white = float(asked["white"]) if asked.get("white") else None
+    except ValueError:
+        raise ConfigError("white", asked["white"], "is no number of a pixel", "for example 1 or 255") from None
+    name, body = asked.get("name", "the picture"), BytesIO(await _read_bytes(request))
+    values = await run_in_threadpool(read_picture, body, name, spec, white)
+    if values.dtype.kind == "f" and values.itemsize < 8:
+        values = values.astype("U").astype(float)  # 0.2039, not 0.20392157137393951
+    return answer_json(values.tolist())
+
+
+async def _find(request: Request) -> FoundEndpoint:
+    found, _ = await run_in_threadpool(request.app.state.endpoints.find, request.path_params["endpoint"])
+    endpoint: FoundEndpoint = found
+    return endpoint
+
+
+def _read_target(request: Request) -> tuple[str, int | None]:
+    action, version = (request.query_params.get(name, "") for name in ("action", "version"))
+    if action not in ACTIONS:
+        raise ConfigError("action", action, "is no call of a model", f"one of {', '.join(ACTIONS)}")
+    if not (version or "0").isdecimal():
+        raise ConfigError("version", version, "is no number of a version")
+    return action, int(version) if version else None
+
+
+def _path(model: str, action: str = "", version: int | None = None) -> str:
+    of_version = "" if version is None else f"/versions/{version}"
+    return f"/v2/models/{quote(model, safe='')}{of_version}{action and f'/{action}'}"
+
+
+async def _exchange(found: FoundEndpoint, method: str, path: str, body: bytes = b"") -> Reply:
+    """Call the endpoint as its administrator. Raises InferenceError with what it refuses, ConnectionLost."""
+    transport = AsyncTransport(found.url, token_for(found.url), 1)
+    headers = {"content-type": "application/json"} if body else {}
+    try:
+        policy = RetryPolicy(ANSWER_TIMEOUT_S, num_retries=0)
+        return await request_with_retries(EndpointRequest(method, path, headers, body), policy, transport)
+    finally:
+        await transport.close()
+
+
+def _read_example(metadata: ModelMetadata) -> dict[str, Any]:
+    """The row that was registered with the version; {} for a model that follows a run, or of another registry."""
+    try:
+        return Registry().get(f"{metadata.name}@{metadata.versions[-1]}").manifest.example if metadata.versions else {}
+    except (RegistryError, ConfigError):
+        return {}
+
+
+async def _read_bytes(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ConfigError("body", f"{len(body):,} bytes", "is too long", f"send {MAX_BODY_BYTES:,} at most")
+    return bytes(body)
+
+
+_MODEL = "/api/endpoints/{endpoint}/models/{model}"
+ROUTES = [
+    Route(f"{_MODEL}/request", describe_request),
+    Route(f"{_MODEL}/code", describe_code, methods=["POST"]),
+    Route(f"{_MODEL}/try", send_request, methods=["POST"]),
+    Route(f"{_MODEL}/picture", read_image, methods=["POST"]),
+]

@@ -1,0 +1,186 @@
+// The curves of one or several runs, as they come: one chart for each metric, drawn when it comes into sight.
+import { follow, get } from "./api.js";
+import { Chart, average, interpolate, smooth } from "./charts.js";
+import { h, say } from "./dom.js";
+
+const POINTS = 1000;
+const EPOCHS = ["train/epoch", "epoch"];
+const HIDDEN = /^(actor_lag|rejected|win_rate|trial-\d+)\/|^queue\/capacity$/; // shown elsewhere, or too many
+
+export const readCurves = (id, query) => get(`/api/runs/${encodeURIComponent(id)}/curves`, { points: POINTS, ...query });
+
+/** `runs`: [{id, created_at, label, group, incarnation, early: their curves, on their way}]; `first`: the metric that is shown first. */
+export class Board {
+  constructor(runs, { first = "", onstatus = () => {} } = {}) {
+    this.runs = runs.map((run, index) => ({ ...run, index, curves: new Map() }));
+    this.first = first;
+    this.onstatus = onstatus;
+    this.charts = new Map();
+    this.range = null;
+    this.dirty = new Set();
+    const redraw = () => this.drawAll();
+    this.words = h("input", { type: "search", placeholder: "Metrics", "aria-label": "Metrics with these words", oninput: () => this.filter() });
+    this.smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: redraw });
+    this.logarithmic = h("input", { type: "checkbox", onchange: redraw });
+    this.axis = h("select", { onchange: () => this.zoom(null, null) }, ["step", "time", "epoch"].map((each) => h("option", { value: each }, each)));
+    this.together = h("input", { type: "checkbox", onchange: redraw });
+    this.whole = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null, null) }, "Show all");
+    this.grid = h("div", { class: "grid" });
+    this.element = h("div", {},
+      h("div", { class: "row" }, this.words, h("label", {}, "smoothing ", this.smoothing), h("label", {}, this.logarithmic, " logarithmic"),
+        h("label", {}, "x: ", this.axis), runs.length > 1 ? h("label", {}, this.together, " mean and spread") : null, this.whole),
+      this.grid);
+    this.sight = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        target.chart.isVisible = isIntersecting;
+        if (isIntersecting) this.mark(target.chart.name);
+      }
+    }, { rootMargin: "200px" });
+    this.themed = new MutationObserver(redraw);
+    this.themed.observe(document.documentElement, { attributeFilter: ["data-theme"] });
+  }
+
+  /** Draws what a sample shows at once, then all of it, and follows the runs. */
+  async open() {
+    await Promise.all(this.runs.map(async (run) => { run.sampled = await this.load(run, { quick: 1 }); }));
+    for (const run of this.runs) if (run.sampled) this.load(run).catch((error) => say(error.message));
+    const ids = this.runs.map((run) => run.id);
+    this.unfollow = follow({ runs: ids }, (news) => this.take(news), () => this.loadAll());
+  }
+
+  async load(run, query = {}) {
+    const early = query.quick ? run.early : null;
+    const answer = await (early ?? readCurves(run.id, { ...this.steps, ...query }));
+    if (this.isClosed) return false;
+    run.incarnation = answer.incarnation;
+    for (const [name, curve] of Object.entries(answer.curves)) {
+      const before = run.curves.get(name);
+      run.curves.set(name, curve);
+      if (before && !this.range) extend(curve, before); // what came while this was on its way
+      this.mark(name);
+    }
+    return answer.sampled;
+  }
+
+  loadAll() {
+    return Promise.all(this.runs.map((run) => this.load(run))).catch((error) => say(error.message));
+  }
+
+  take(news) {
+    for (const run of this.runs) {
+      const each = news[run.id];
+      if (!each) continue;
+      this.onstatus(run.id, each.status);
+      if (run.incarnation !== each.incarnation && each.incarnation) {
+        run.curves.clear();
+        this.load(run).catch((error) => say(error.message));
+        continue;
+      }
+      for (const [name, points] of Object.entries(each.curves)) {
+        if (!run.curves.has(name)) run.curves.set(name, { steps: [], times: [], values: [] });
+        if (extend(run.curves.get(name), points) > 4 * POINTS && !this.range) this.load(run);
+        this.mark(name);
+      }
+    }
+  }
+
+  mark(name) {
+    if (HIDDEN.test(name)) return;
+    if (!this.charts.has(name)) this.add(name);
+    if (!this.dirty.size) requestAnimationFrame(() => {
+      const names = [...this.dirty];
+      this.dirty.clear();
+      if (!this.isClosed) names.forEach((each) => this.draw(each));
+    });
+    this.dirty.add(name);
+  }
+
+  drawAll() {
+    for (const name of this.charts.keys()) this.mark(name);
+  }
+
+  add(name) {
+    const chart = new Chart(name, { onzoom: (first, last) => this.zoom(first, last) });
+    const order = (each) => `${each === this.first ? 0 : 1}${each}`;
+    const after = [...this.charts.keys()].filter((each) => order(each) > order(name)).sort((a, b) => (order(a) < order(b) ? -1 : 1))[0];
+    chart.name = name;
+    chart.element.chart = chart;
+    this.charts.set(name, chart);
+    this.grid.insertBefore(chart.element, after ? this.charts.get(after).element : null);
+    this.sight.observe(chart.element);
+    this.filter();
+  }
+
+  filter() {
+    const words = this.words.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const [name, { element }] of this.charts) element.hidden = !words.every((word) => name.toLowerCase().includes(word));
+  }
+
+  draw(name) {
+    const chart = this.charts.get(name);
+    if (!chart?.isVisible) return;
+    chart.logarithmic = this.logarithmic.checked;
+    const lines = this.runs.filter((run) => run.curves.has(name)).map((run) => this.place(run, run.curves.get(name)));
+    chart.draw(this.together.checked ? this.join(lines) : lines);
+  }
+
+  place({ id, label, index, group, created_at: begun, curves }, { steps, times, values }) {
+    const epochs = curves.get(EPOCHS.find((each) => curves.has(each)));
+    const xs = this.axis.value === "step" ? steps : this.axis.value === "time" ? times.map((time) => time - begun)
+      : interpolate(epochs?.steps ?? [], epochs?.values ?? [], steps);
+    const isLogarithmic = this.logarithmic.checked;
+    const ys = smooth(values, Number(this.smoothing.value)).map((y) => (isLogarithmic && y <= 0 ? null : y));
+    const known = xs.map((x, place) => place).filter((place) => xs[place] !== null);
+    if (this.axis.value === "time") known.sort((a, b) => xs[a] - xs[b]);
+    const pick = (column) => (this.axis.value === "step" ? column : known.map((place) => column[place]));
+    return { label: label ?? id, index, group, xs: pick(xs), ys: pick(ys), steps: pick(steps) };
+  }
+
+  join(lines) {
+    const groups = Map.groupBy(lines, (line) => line.group);
+    return [...groups.values()].map((each) => (each.length < 2 ? each[0]
+      : { label: `mean of ${each.length}: ${each[0].label} …`, index: each[0].index, ...average(each) }));
+  }
+
+  /** Shows a part of the x axis in all charts, with the points that are in it. */
+  zoom(first, last) {
+    if (this.range?.[0] === first && this.range?.[1] === last) return;
+    this.range = first === null ? null : [first, last];
+    this.whole.hidden = first === null;
+    for (const chart of this.charts.values()) chart.zoom(this.range);
+    this.steps = first === null ? {} : this.findSteps(first, last);
+    this.loadAll();
+    this.drawAll();
+  }
+
+  findSteps(first, last) {
+    if (this.axis.value === "step") return { first, last };
+    const steps = [];
+    for (const run of this.runs) for (const curve of run.curves.values()) {
+      const { xs, steps: own } = this.place(run, curve);
+      const inside = own.map((_, place) => place).filter((place) => xs[place] >= first && xs[place] <= last);
+      if (inside.length) steps.push(own[Math.max(0, inside[0] - 1)], own[Math.min(own.length - 1, inside.at(-1) + 1)]);
+    }
+    return steps.length ? { first: Math.min(...steps), last: Math.max(...steps) } : {};
+  }
+
+  close() {
+    this.isClosed = true;
+    this.unfollow?.();
+    this.sight.disconnect();
+    this.themed.disconnect();
+    for (const chart of this.charts.values()) chart.close();
+  }
+}
+
+/** Adds the points that are later than a curve's last; how many it has then. */
+function extend(curve, { steps, times, values }) {
+  const last = curve.steps.at(-1) ?? -Infinity;
+  steps.forEach((step, place) => {
+    if (step <= last) return;
+    curve.steps.push(step);
+    curve.times.push(times[place]);
+    curve.values.push(values[place]);
+  });
+  return curve.steps.length;
+}

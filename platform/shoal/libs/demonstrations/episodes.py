@@ -1,0 +1,197 @@
+"""Records whole episodes at a gateway: segments are collected in its thread, files are written in another.
+
+| queue           | capacity   | what blocks                     | who unblocks | close()                       |
+|-----------------|------------|---------------------------------|--------------|-------------------------------|
+| whole episodes  | MAX_QUEUED | nothing: more are not recorded  | the thread   | writes for CLOSE_S, then ends |
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shoal.extend.rl import DemonstrationSite, RecordSpec
+from shoal.libs.demonstrations.files import EPISODES, SUFFIX, Demonstration, open_shared
+from shoal.libs.demonstrations.recorder import CLOSE_S, BoundedFolder
+from shoal.store import open_store
+from shoal.wire import Segment
+
+MAX_QUEUED = 64
+MAX_OPEN_BYTES = 64 * 2**20  # of the segments of episodes that have not ended
+MAX_ACTORS = 10_000  # of those that send segments
+IDLE_FACTOR = 9  # the thread rests that many times as long as it computes: a gateway has one interpreter
+_log = logging.getLogger(__name__)
+Key = tuple[str, int]
+
+
+@dataclass(eq=False)
+class _Open:
+    """An episode that is recorded, until it ends."""
+
+    number: int
+    version: int
+    settings: Mapping[str, Any]
+    pieces: list[Segment] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+@dataclass(eq=False)
+class _Actor:
+    """An actor that sends segments without the numbers of episodes: one agent's follow one another.
+
+    is_over: its newest segment ended an episode
+    last:    the last observation of that segment
+    """
+
+    number: int = 0
+    is_over: bool = True
+    last: bytes = b""
+
+
+class EpisodeCollector:
+    """An EpisodeRecorder: episodes in the folder of `site`, and in `$SHOAL_STORE`."""
+
+    def __init__(self, site: DemonstrationSite, spec: RecordSpec) -> None:
+        self._limit = spec.share * 2**32
+        self._files = BoundedFolder(open_store(site.folder / EPISODES), spec.max_mb, spec.newest)
+        self._files.store.remove_drafts(0.0)  # of a gateway that was killed
+        self._shared = open_shared(site.name, EPISODES)
+        self._max_bytes = min(MAX_OPEN_BYTES, int(spec.max_mb * 2**20))
+        self._open: dict[Hashable, _Open] = {}  # by actor and number; the oldest first
+        self._open_bytes = 0
+        self._actors: dict[Key, _Actor] = {}
+        self._numbers: dict[Key, int] = {}  # the highest before this gateway
+        for info in self._files.infos.values():
+            key = info.actor_id, info.incarnation
+            self._numbers[key] = max(info.seq, self._numbers.get(key, 0))
+        self._counts = {"recorded": 0, "skipped": 0, "failed": 0}
+        self._problem = ""
+        self._waiting: queue.Queue[tuple[Key, _Open] | None] = queue.Queue(MAX_QUEUED)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="episodes", daemon=True)
+        self._thread.start()
+
+    def add(self, key: Key, segment: Segment, version: int, settings: Mapping[str, Any]) -> None:
+        number = self._count(key, segment) if segment.episode is None else segment.episode
+        identity = (key, number, segment.episode is None)
+        if hash(identity) & 0xFFFFFFFF >= self._limit:
+            return
+        ends = segment.terminated or segment.truncated
+        if (episode := self._open.pop(identity, None)) is None:
+            if self._waiting.full():  # what is copied now would not be written
+                self._counts["skipped"] += ends
+                return
+            episode = _Open(number, version, settings)
+        piece = _copy(segment)
+        episode.pieces.append(piece)
+        num_bytes = sum(each.nbytes for each in _list_arrays(piece))
+        episode.num_bytes += num_bytes
+        self._open_bytes += num_bytes
+        self._open[identity] = episode
+        if ends:
+            self._close_episode(identity)
+            self._put(key, episode)
+        while self._open_bytes > self._max_bytes:
+            self._close_episode(next(iter(self._open)))
+            self._counts["skipped"] += 1
+
+    def get_counts(self) -> dict[str, int]:
+        return {"episodes": len(self._files), **self._counts}
+
+    def close(self) -> None:
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+
+    def _count(self, key: Key, segment: Segment) -> int:
+        """The number of the segment's episode, of an actor that sends none."""
+        if (actor := self._actors.get(key)) is None:
+            actor = self._actors[key] = _Actor(self._numbers.get(key, 0))
+            if len(self._actors) > MAX_ACTORS:
+                self._actors.pop(next(iter(self._actors)))
+        if not actor.is_over and segment.observations[0].tobytes() != actor.last:
+            self._forget(key, actor.number)  # of another agent, or a segment is missing
+            actor.is_over = True
+        actor.number += actor.is_over
+        actor.is_over = segment.terminated or segment.truncated
+        actor.last = b"" if actor.is_over else segment.observations[-1].tobytes()
+        return actor.number
+
+    def _forget(self, key: Key, number: int) -> None:
+        if (key, number, True) in self._open:
+            self._close_episode((key, number, True))
+
+    def _close_episode(self, identity: Hashable) -> None:
+        self._open_bytes -= self._open.pop(identity).num_bytes
+
+    def _put(self, key: Key, episode: _Open) -> None:
+        """Let the thread write it, if it is whole: not one that was under way when this gateway began, and not one in
+        which the policy has no part: that was shown."""
+        last, rewards = episode.pieces[-1], np.concatenate([each.rewards for each in episode.pieces])
+        total, length = float(rewards.sum(dtype=np.float64)), len(rewards)
+        if length != last.episode_length or all(each.behaviour for each in episode.pieces):
+            return
+        # An episode that went on under a new number has an earlier return.
+        if last.episode is not None and abs(total - (last.episode_return or 0.0)) > 1e-4 * (1 + np.abs(rewards).sum()):
+            return
+        try:
+            self._waiting.put_nowait((key, episode))
+        except queue.Full:
+            self._counts["skipped"] += 1
+
+    # -- the thread that writes ---------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            key, episode = waiting
+            before_s = time.thread_time()
+            try:
+                self._write_episode(key, episode)
+            except OSError as error:  # as of a full disk
+                self._counts["failed"] += 1
+                if self._problem != str(error):
+                    self._problem = str(error)
+                    _log.warning("an episode could not be recorded: %s", error)
+            self._closing.wait(IDLE_FACTOR * (time.thread_time() - before_s))
+
+    def _write_episode(self, key: Key, episode: _Open) -> None:
+        info, segment = Demonstration.join(key, episode.number, episode.pieces)
+        values = {**episode.settings} if episode.settings or not episode.version else None
+        made = Demonstration(msgspec.structs.replace(info, settings=episode.version, values=values), segment)
+        gone = self._files.write(made)
+        self._counts["recorded"] += 1
+        if self._shared is not None:
+            self._shared.write(made.name + SUFFIX, made.to_bytes())
+            self._shared.delete(name + SUFFIX for name in gone)
+
+
+def _list_arrays(segment: Segment) -> list[np.ndarray]:
+    named = (segment.observations, segment.actions, segment.rewards, segment.log_probabilities, segment.versions)
+    return [*named, *segment.extras.values()]
+
+
+def _copy(segment: Segment) -> Segment:
+    """The arrays are parts of larger ones, of a message or of all agents."""
+    observations, actions, rewards, log_probabilities, versions = (each.copy() for each in _list_arrays(segment)[:5])
+    extras = {name: each.copy() for name, each in segment.extras.items()}
+    return replace(
+        segment,
+        observations=observations,
+        actions=actions,
+        rewards=rewards,
+        log_probabilities=log_probabilities,
+        versions=versions,
+        extras=extras,
+    )

@@ -1,0 +1,158 @@
+"""Who may do what at the console: each rule of Access and Guard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from urllib.parse import unquote
+
+import pytest
+
+from hostile_requests import REQUESTS, RUN, TOKEN
+from shoal import runs
+from shoal.libs.console import access as access_module
+from shoal.libs.console.access import COOKIE, HEADERS, MAX_FAILED_LOGINS, Access, Guard
+from shoal.libs.console.notes import change_note, read_notes
+from shoal.libs.console.server import build_app
+
+PORT = 8267
+HOST = f"127.0.0.1:{PORT}"
+SECRETS = (TOKEN.encode(), b"import", b"root:")
+
+
+def ask(
+    app: Guard, method: str, target: str, headers: Mapping[str, str], body: bytes = b""
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of what the application answers."""
+    path, _, query = target.partition("?")
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": unquote(path), "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", PORT),
+    }  # fmt: skip
+    sent: list[dict[str, object]] = []
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, object]:
+        if not parts:
+            await asyncio.Event().wait()  # it stays connected
+        return parts.pop()
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+    start = sent[0]
+    answered = {name.decode(): value.decode() for name, value in start["headers"]}  # type: ignore[attr-defined]
+    return start["status"], answered, b"".join(each.get("body", b"") for each in sent[1:])  # type: ignore[return-value, misc]
+
+
+def log_in(app: Guard, token: str = TOKEN, origin: str = f"http://{HOST}") -> tuple[int, str]:
+    """Status and cookie."""
+    asked = {"host": HOST, "origin": origin, "content-type": "application/x-www-form-urlencoded"}
+    status, headers, _ = ask(app, "POST", "/login", asked, f"token={token}".encode())
+    return status, headers.get("set-cookie", "")
+
+
+@pytest.fixture
+def app() -> Guard:
+    return build_app(Access(TOKEN, port=PORT))
+
+
+@pytest.fixture
+def run_id() -> str:
+    with runs.create("lenet", "seed: 1\n", RUN) as recorder:
+        recorder.log(1, {"loss": 1.0})
+    change_note(RUN, {"note": "as it was"})
+    return RUN
+
+
+def test_a_hostile_request_is_refused_or_does_nothing(app: Guard, run_id: str) -> None:
+    session = log_in(app)[1].partition(";")[0]
+    for hostile in REQUESTS:
+        headers = {"host": HOST, **hostile.headers}
+        filled = {name: value.format(host=HOST, port=PORT, session=session) for name, value in headers.items()}
+        status, answered, body = ask(app, hostile.method, hostile.target, filled, hostile.body)
+        assert status in hostile.statuses, hostile.name
+        assert not any(secret in body for secret in SECRETS), hostile.name
+        assert "access-control-allow-origin" not in answered
+        assert answered["content-security-policy"] == HEADERS["content-security-policy"]
+        assert read_notes()[run_id].note == "as it was", hostile.name
+    assert ask(app, "GET", f"/api/runs/{run_id}", {"host": HOST})[0] == 200
+
+
+def test_the_requests_of_the_console_s_own_page_are_answered(app: Guard, run_id: str) -> None:
+    status, cookie = log_in(app)
+    own = {"host": f"LOCALHOST:{PORT}", "origin": f"http://localhost:{PORT}", "cookie": cookie.partition(";")[0]}
+    assert status == 303
+    assert ask(app, "PATCH", f"/api/runs/{run_id}", own, b'{"note": "mine"}')[0] == 200
+    assert read_notes()[run_id].note == "mine"
+    link = {"host": HOST, "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}  # in another site's page
+    assert ask(app, "GET", "/", link)[0] == 200
+    assert ask(app, "POST", "/logout", own)[0] == 204
+    assert ask(app, "PATCH", f"/api/runs/{run_id}", own, b"{}")[0] == 401
+
+
+def test_scripts_and_frames_of_others_are_impossible(app: Guard) -> None:
+    for target in ("/", "/static/app.js", "/api/runs", "/nothing"):
+        headers = ask(app, "GET", target, {"host": HOST})[1]
+        policy = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
+        assert "unsafe" not in headers["content-security-policy"]
+        assert (policy["default-src"], policy["script-src"], policy["frame-ancestors"]) == (
+            "'none'",
+            "'self'",
+            "'none'",
+        )
+        assert (headers["x-frame-options"], headers["x-content-type-options"]) == ("DENY", "nosniff")
+
+
+def test_a_cookie_is_for_this_console_s_own_pages_alone(app: Guard) -> None:
+    cookie = log_in(app)[1]
+    name, *flags = (each.strip() for each in cookie.split(";"))
+    assert name.startswith(f"{COOKIE}-{PORT}=")
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} < set(flags)
+
+
+def test_guesses_are_throttled_and_another_site_cannot_cause_that(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(access_module.time, "monotonic", lambda: now_s)
+    assert {log_in(app, "wrong", "http://evil.example")[0] for _ in range(2 * MAX_FAILED_LOGINS)} == {403}
+    assert log_in(app)[0] == 303
+    assert {log_in(app, "wrong")[0] for _ in range(MAX_FAILED_LOGINS)} == {403}
+    assert log_in(app)[0] == 403
+    now_s = access_module.FAILED_LOGINS_S + 1
+    assert log_in(app)[0] == 303
+
+
+def test_a_code_begins_one_session_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(access_module.time, "monotonic", lambda: now_s)
+    access = Access(TOKEN, port=PORT)
+    code, late = access.make_code(), access.make_code()
+    assert access.begin_session(code, is_own=False)
+    assert not access.begin_session(code, is_own=False)
+    now_s = access_module.CODE_S + 1
+    assert not access.begin_session(late, is_own=False)
+
+
+def test_sessions_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(access_module.time, "monotonic", lambda: now_s)
+    access = Access(TOKEN, port=PORT)
+    sessions = [access.begin_session(TOKEN) or "" for _ in range(access_module.MAX_SESSIONS + 1)]
+    assert not access.is_session(sessions[0])
+    assert access.is_session(sessions[1])
+    now_s = access_module.SESSION_S + 1
+    assert not access.is_session(sessions[1])
+    assert not access.is_session("")
+
+
+def test_for_other_hosts_reading_needs_the_token_too() -> None:
+    app = build_app(Access(TOKEN, port=PORT, names=("gpu-7.lab",), readable=False))
+    asked = {"host": f"gpu-7.lab:{PORT}"}
+    assert ask(app, "GET", "/api/runs", asked)[0] == 401
+    assert ask(app, "GET", "/", asked)[0] == 200
+    cookie = log_in(app)[1].partition(";")[0]
+    assert ask(app, "GET", "/api/runs", {**asked, "cookie": cookie})[0] == 200
+    assert ask(app, "GET", "/api/runs", {"host": "gpu-7.lab", "cookie": cookie})[0] == 200  # behind a proxy with TLS

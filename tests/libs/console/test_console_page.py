@@ -1,0 +1,110 @@
+"""The console's pages in a browser: what runs have logged is text, points come as they are logged, zoom stays."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from chromium import Chromium
+from shoal import runs
+from shoal.libs.console.access import Access
+from shoal.libs.console.notes import change_note
+from shoal.libs.console.server import bind, build_app
+from waiting import wait_for
+
+SCRIPT = "<img src=x onerror='document.title=\"hostile\"'><script>document.title='hostile'</script>"
+RUN = "20260101-000000-aaaa"
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a console in this process."""
+    listening = bind("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    app = build_app(Access("token", port=port))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def recorder() -> Iterator[runs.RunRecorder]:
+    with runs.create(SCRIPT, f"name: {json.dumps(SCRIPT)}\n", RUN, command=SCRIPT) as recorder:
+        for step in range(1, 6):
+            recorder.log(step, {"loss": 1.0 / step, SCRIPT: 1.0})
+        recorder.record_event(SCRIPT, text=SCRIPT)
+        recorder.flush()
+        (recorder.folder / "logs").mkdir()
+        (recorder.folder / "logs" / "driver.log").write_text(f"{SCRIPT}\n")
+        change_note(RUN, {"note": SCRIPT, "tags": [SCRIPT[:40]]})
+        yield recorder
+
+
+def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None:
+    browser = Chromium(tmp_path)
+
+    def wait(script: str) -> Any:
+        return wait_for(lambda: browser.run(script), what=script)
+
+    def open_page(path: str, script: str) -> None:
+        browser.run(f"location.hash = {json.dumps(f'#/{path}')}")
+        wait(script)
+        shown = browser.run("[document.title, document.querySelectorAll('main script, main img').length]")
+        assert shown[0] != "hostile", path
+        assert shown[1] == 0, path
+
+    def says(text: str) -> str:
+        return f"document.querySelector('main').textContent.includes({json.dumps(text)})"
+
+    try:
+        browser.show(address)
+        wait(f"document.querySelectorAll('tbody a').length === 1 && {says(SCRIPT[:40])}")
+        for part, text in (("events", SCRIPT), ("log", SCRIPT), ("spec", "onerror"), ("curves", SCRIPT)):
+            open_page(f"run/{RUN}/{part}", f"location.hash.endsWith('{part}') && {says(text)}")
+
+        chart = "[...document.querySelectorAll('.chart')].find((each) => each.chart.name === 'loss').chart"
+        wait(f"{chart}.plot?.data[0].length === 5")
+        recorder.log(6, {"loss": 0.1})
+        recorder.flush()
+        wait(f"{chart}.plot.data[0].length === 6")  # by the stream
+        browser.run(f"{chart}.zoom([2, 4]); {chart}.onzoom(2, 4)")
+        recorder.log(7, {"loss": 0.05})
+        recorder.flush()
+        wait(f"{chart}.plot.data[0].at(-1) === 7")
+        assert browser.run(f"[{chart}.plot.scales.x.min, {chart}.plot.scales.x.max]") == [2, 4]
+
+        framing = socket.create_server(("127.0.0.1", 0))  # a page of another site
+        site = f"http://127.0.0.1:{framing.getsockname()[1]}"
+
+        def serve() -> None:
+            connection, _ = framing.accept()
+            connection.recv(4096)
+            page = f"<iframe id=f src='{address}' onload='window.loaded=1'></iframe>"
+            connection.sendall(f"HTTP/1.0 200 OK\r\ncontent-type: text/html\r\n\r\n{page}".encode())
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        browser.show(site)
+        thread.join()
+        framing.close()
+        wait("window.loaded")
+        sent = (
+            f"fetch('{address}/api/runs').then(() => 'read', () => 'refused').then((word) => {{ window.word = word }})"
+        )
+        browser.run(sent)
+        assert wait("window.word") == "refused"
+        frames = browser.call("Page.getFrameTree")["frameTree"]["childFrames"]
+        assert [each["frame"].get("unreachableUrl") for each in frames] == [f"{address}/"]
+    finally:
+        browser.close()

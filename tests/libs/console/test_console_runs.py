@@ -1,0 +1,197 @@
+"""What the console reads of the record, writes beside it, and sends as it comes."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from shoal import runs
+from shoal.extend.runs import ReportPanels, Section
+from shoal.home import home
+from shoal.libs.console import live, parts_api
+from shoal.libs.console.access import Access
+from shoal.libs.console.curves import CurveCache, thin
+from shoal.libs.console.live import MAX_ANONYMOUS_STREAMS, MAX_STREAMS, RunFeed, WatchedRun
+from shoal.libs.console.server import build_app
+from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
+from shoal.runs.curves import MetricHistory
+from shoal.runs.record.removal import remove_runs
+
+HOST = "http://127.0.0.1:8267"
+
+
+@pytest.fixture
+def client() -> TestClient:
+    """Logged in."""
+    client = TestClient(build_app(Access("token", port=8267)), base_url=HOST, headers={"origin": HOST})
+    assert client.post("/login", data={"token": "token"}, follow_redirects=False).status_code == 303
+    return client
+
+
+@pytest.fixture
+def recorder() -> Iterator[runs.RunRecorder]:
+    with runs.create("train", "task: lenet\noptimizer:\n  learning_rate: 0.1\n", "one") as recorder:
+        yield recorder
+
+
+def test_runs_are_listed_with_their_notes_and_pinned_metrics(client: TestClient, recorder: runs.RunRecorder) -> None:
+    recorder.log(1, {"train/loss": 0.5, "hidden": math.nan})
+    recorder.flush()
+    changed = client.patch("/api/runs/one", json={"note": "as before", "tags": [" paper ", "paper"], "archived": True})
+    assert changed.json() == {"note": "as before", "tags": ["paper"], "archived": True}
+    assert client.patch("/api/runs/one", json={"archived": False}).json()["note"] == "as before"
+    (row,) = client.get("/api/runs", params={"metrics": ["train/loss", "hidden", "none"]}).json()
+    assert row["values"] == {"train/loss": 0.5, "hidden": None}
+    assert (row["tags"], row["archived"], row["status"], row["best"]) == (
+        ["paper"],
+        False,
+        "running",
+        ["train/loss", 0.5],
+    )
+    assert "@" in row["owner"]
+    assert client.get("/api/metrics").json() == ["hidden", "train/loss"]
+    assert client.get("/api/runs/one").json()["fields"] == {"task": "lenet", "optimizer.learning_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tags": "paper"}, {"tags": [""]}, {"note": "a" * 10_001}, {"archived": 1}, {"id": "x"}]
+)
+def test_what_is_no_note_is_refused(client: TestClient, recorder: runs.RunRecorder, changes: dict[str, object]) -> None:
+    answer = client.patch("/api/runs/one", json=changes)
+    assert answer.status_code == 400
+    assert next(iter(changes)) in answer.json()["error"]
+
+
+def test_a_run_is_removed_as_the_command_does(client: TestClient, recorder: runs.RunRecorder) -> None:
+    assert "still running" in client.delete("/api/runs/one").json()["error"]
+    recorder.finish(runs.Status.FINISHED)
+    assert client.delete("/api/runs/on").status_code == 400  # the beginning of a name removes nothing
+    assert client.delete("/api/runs/one").json() == {"removed": "one"}
+    assert client.get("/api/runs").json() == []
+    assert not (home() / "runs" / "one").exists()
+
+
+def test_an_actor_is_released_once(client: TestClient, recorder: runs.RunRecorder) -> None:
+    ledger = Ledger(recorder.folder / LEDGER_NAME)
+    ledger.quarantine("actor-3", "claims too much")
+    ledger.commit()
+    ledger.close()
+    assert client.get("/api/runs/one/loop").json()["quarantined"] == {"actor-3": "claims too much"}
+    assert client.post("/api/runs/one/release", json={"actor": "actor-3"}).json() == {"released": "actor-3"}
+    assert "none" in client.post("/api/runs/one/release", json={"actor": "actor-3"}).json()["error"]
+
+
+def test_output_is_read_on(client: TestClient, recorder: runs.RunRecorder) -> None:
+    (recorder.folder / "logs").mkdir()
+    path = recorder.folder / "logs" / "driver.log"
+    path.write_bytes(b"<script>alert(1)</script>\nincompl")
+    (recorder.folder / "actor-0.log").write_bytes(b"x\n")
+    first = client.get("/api/runs/one/log").json()
+    assert (first["process"], first["processes"]) == ("driver", ["driver", "actor-0"])
+    assert first["text"] == "<script>alert(1)</script>\n"
+    with path.open("ab") as file:
+        file.write(b"ete\n")
+    assert client.get("/api/runs/one/log", params={"after": first["end"]}).json()["text"] == "incomplete\n"
+    assert client.get("/api/runs/one/log", params={"process": "../../token"}).json()["text"] == ""
+
+
+def test_events_come_with_their_problems_in_words(client: TestClient, recorder: runs.RunRecorder) -> None:
+    recorder.record_event("checkpoint_failed", error="the disk is full")
+    recorder.record_event("checkpoint_failed", of="a user's own")
+    first, second = client.get("/api/runs/one/events").json()
+    assert first["message"] == "a checkpoint could not be written, training goes on: the disk is full"
+    assert (second["message"], second["details"]) == ("", {"of": "a user's own"})
+    assert client.get("/api/runs/one/events", params={"after": first["number"]}).json() == [second]
+
+
+def test_curves_are_read_on_and_values_of_earlier_steps_are_found(recorder: runs.RunRecorder) -> None:
+    cache, run = CurveCache(), runs.load("one")
+
+    def log(step: int, **values: float) -> None:
+        recorder.log(step, values)
+        recorder.flush()
+
+    def read() -> dict[str, tuple[list[int], list[float]]]:
+        return {name: (each.steps.tolist(), each.values.tolist()) for name, each in cache.read(run).items()}
+
+    log(1, loss=4.0)
+    log(2, loss=3.0)
+    assert read() == {"loss": ([1, 2], [4.0, 3.0])}
+    log(3, loss=2.0)
+    log(2, accuracy=0.5)  # an evaluation ends later than the step that it is of
+    assert read() == {"loss": ([1, 2, 3], [4.0, 3.0, 2.0]), "accuracy": ([2], [0.5])}
+    log(1, loss=5.0)
+    log(3, accuracy=0.6)
+    assert read() == {"loss": ([1, 2, 3], [5.0, 3.0, 2.0]), "accuracy": ([2, 3], [0.5, 0.6])}
+
+
+def test_a_thinned_curve_has_its_peaks_and_its_ends() -> None:
+    values = np.zeros(10_000)
+    values[[1234, 7777]] = 9.0, -9.0
+    values[5000] = math.nan
+    curve = MetricHistory(np.arange(10_000), np.arange(10_000.0), values)
+    whole = thin(curve, 100, -math.inf, math.inf)
+    assert len(whole["steps"]) <= 102
+    assert {0, 1234, 7777, 9999} <= set(whole["steps"])
+    assert thin(curve, 100, 10, 12)["steps"] == [9, 10, 11, 12, 13]
+
+
+def test_a_feed_has_each_value_once(recorder: runs.RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "POLL_S", 0.0)
+    feed = RunFeed(WatchedRun("one"))
+    assert feed.find_news() == {"status": "running", "incarnation": 1, "curves": {}}
+    for step in (1, 2, 3):
+        recorder.log(step, {"loss": float(step)})
+    recorder.flush()
+    news = feed.find_news()
+    assert news is not None
+    assert (news["curves"]["loss"]["steps"], news["curves"]["loss"]["values"]) == ([1, 2, 3], [1.0, 2.0, 3.0])
+    assert feed.find_news() is None
+    recorder.log(2, {"accuracy": 0.5})
+    recorder.flush()
+    assert list((feed.find_news() or {})["curves"]) == ["accuracy"]
+    recorder.finish(runs.Status.FINISHED)
+    remove_runs([runs.load("one")])
+    assert (feed.find_news() or {})["status"] == "removed"
+
+
+def test_streams_are_bounded_and_some_are_left_for_who_has_logged_in(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_streams", {object() for _ in range(MAX_STREAMS)})
+    assert client.get("/api/stream").status_code == 503
+    assert client.get("/api/runs").status_code == 200
+    monkeypatch.setattr(live, "_streams", {object() for _ in range(MAX_ANONYMOUS_STREAMS)})
+    stranger = TestClient(client.app, base_url=HOST)
+    answer = stranger.get("/api/stream")
+    assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+
+
+def test_what_a_library_adds_to_a_report_comes_as_pictures_and_tables(
+    client: TestClient, recorder: runs.RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = Section("Members", "of one", ["<svg><script>alert(1)</script></svg>"], ["member"], [["<b>1</b>"]])
+    monkeypatch.setattr(parts_api, "collect_extensions", lambda _: {runs.RunKind.TRAINING: "somewhere"})
+    monkeypatch.setattr(parts_api, "load_reference", lambda _: ReportPanels(sections=lambda run: [section]))
+    (shown,) = client.get("/api/runs/one/sections").json()
+    assert base64.b64decode(shown["figures"][0]).decode() == section.figures[0]  # it is drawn as an image: no script
+    assert shown["rows"] == [["<b>1</b>"]]
+
+
+def test_the_cost_of_a_step_and_its_checkpoints(client: TestClient, recorder: runs.RunRecorder) -> None:
+    recorder.record_event("cost_measured", memory_peak=1024.0)
+    recorder.log(7, {"step/seconds": 0.5, "wait/data": 0.25})
+    recorder.flush()
+    (recorder.folder / "checkpoints" / "step-000000007").mkdir(parents=True)
+    (recorder.folder / "checkpoints" / "step-000000007" / "a").write_bytes(b"12345")
+    found = client.get("/api/runs/one/training").json()
+    assert (found["step_s"], found["shares"]) == (0.5, {"data": 0.25})
+    assert [(row["name"], row["measured"], row["predicted"]) for row in found["costs"]] == [
+        ("memory_peak", 1024.0, None)
+    ]
+    assert [(each["step"], each["size_bytes"]) for each in found["checkpoints"]] == [(7, 5)]

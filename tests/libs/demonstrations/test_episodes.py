@@ -1,0 +1,273 @@
+"""Whole episodes that a gateway records: what is recorded, what is not, and who reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import shoal
+import shoal.runs
+from rl_setting import EXPERIENCE, TOKEN, segment, serving
+from shoal.errors import ConfigError
+from shoal.libs.demonstrations.command import episodes
+from shoal.libs.demonstrations.episodes import EpisodeCollector
+from shoal.libs.demonstrations.files import Demonstration, DemonstrationFiles
+from shoal.libs.demonstrations.recorder import copy_source
+from shoal.libs.demonstrations.shown import MAX_OFFLINE_STEPS, Shown
+from shoal.rl.experience.demonstrations import DemonstrationSite
+from shoal.rl.local_loop import LocalLoop
+from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
+from shoal.rl.spec import RLSpec
+from shoal.store import open_store
+from shoal.wire import Segment
+from waiting import wait_for
+
+CLIENT = Path(__file__).parents[3] / "clients" / "javascript"
+ACTOR = ("actor", 7)
+
+
+def read_all(folder: Path) -> dict[str, Demonstration]:
+    files = DemonstrationFiles([open_store(folder / "episodes")])
+    return files.read_sound(files.list_names())
+
+
+def make_site(folder: Path, **fields: object) -> DemonstrationSite:
+    return DemonstrationSite(DemonstrationsSpec.parse(fields), EXPERIENCE, folder)
+
+
+def end(length: int, total: float, episode_length: int, **fields: object) -> Segment:
+    return segment(length, terminated=True, episode_return=total, episode_length=episode_length, **fields)
+
+
+def record(site: DemonstrationSite, *segments: Segment, **spec: object) -> dict[str, int]:
+    recorder = EpisodeCollector(site, RecordSpec.parse({"share": 1.0, **spec}))
+    for each in segments:
+        recorder.add(ACTOR, each, 2, {"gravity": 9.5})
+    recorder.close()
+    return recorder.get_counts()
+
+
+def cut(first: int, length: int, **fields: object) -> Segment:
+    """Steps of a long episode, from step `first` on."""
+    steps = np.arange(first, first + length + 1, dtype=np.float32)
+    return segment(length, observations=np.repeat(steps[:, None], 4, axis=1) / 100, **fields)
+
+
+# -- what is recorded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inference", ["local", "remote"])
+def test_an_episode_is_recorded_as_it_was_played(tmp_path: Path, inference: str) -> None:
+    with serving(tmp_path, record="100%") as parts:
+        parts.gateway.set_settings({"gravity": 9.5, "seed": 4})
+        with shoal.connect(parts.address, token=TOKEN, inference=inference) as actor:
+            actions = []
+            for episode in range(2):
+                for step in range(20):  # 16 of a segment
+                    is_held = step in (3, 4)
+                    taken = actor.act([step / 10, episode, 0, 0], taken=1 if is_held else None)
+                    actions.append(1 if is_held else taken)
+                    actor.reward(step / 4)
+                actor.end_episode([2.0, episode, 0, 0], truncated=episode == 1)
+            wait_for(lambda: parts.gateway.stats()["recorded"]["recorded"] == 2)
+    found = list(read_all(tmp_path).values())
+    assert np.concatenate([each.segment.actions for each in found]).tolist() == actions
+    for number, (info, whole) in enumerate(found):
+        np.testing.assert_allclose(whole.observations[:, 0], np.arange(21) / 10, rtol=1e-6)
+        assert set(whole.observations[:, 1]) == {number}
+        assert whole.rewards.tolist() == [step / 4 for step in range(20)]
+        assert whole.versions.tolist() == [1, 1, 1, 0, 0, *[1] * 15]
+        assert (info.behaviours, info.lengths) == (("", "human", ""), (3, 2, 15))
+        assert (info.settings, info.values) == (1, {"gravity": 9.5, "seed": 4})
+        assert (info.terminated, info.truncated, info.episode_return) == (number == 0, number == 1, 47.5)
+
+
+def test_what_is_not_whole_is_not_recorded(tmp_path: Path) -> None:
+    whole = [cut(0, 8), cut(8, 8), cut(16, 4, terminated=True, episode_return=20.0, episode_length=20)]
+    under_way = cut(8, 4, terminated=True, episode_return=12.0, episode_length=12)
+    other_agent = [cut(0, 8), cut(50, 8), cut(8, 4, terminated=True, episode_return=12.0, episode_length=12)]
+    shown = end(8, 8.0, 8, behaviour="human")
+    counts = record(make_site(tmp_path), under_way, *whole, whole[0], whole[2], *other_agent, shown, end(8, 8.0, 8))
+    assert counts == {"episodes": 2, "recorded": 2, "skipped": 0, "failed": 0}
+    assert sorted(each.info.num_steps for each in read_all(tmp_path).values()) == [8, 20]
+    moved = end(8, 12.0, 8, episode=5)  # under a new number, since its gateway was lost: 4 were earned before
+    assert record(make_site(tmp_path / "moved"), moved, end(8, 8.0, 8, episode=6))["recorded"] == 1
+
+
+def test_a_share_is_drawn_by_episode_and_the_folder_is_bounded(tmp_path: Path) -> None:
+    recorder = EpisodeCollector(make_site(tmp_path), RecordSpec(share=0.5, newest=3))
+    chosen = 0
+    for number in range(2000):
+        before = len(recorder._open)
+        recorder.add(ACTOR, segment(1, episode=number), 0, {})
+        chosen += len(recorder._open) - before
+    recorder.close()
+    assert 850 < chosen < 1150  # the standard deviation is 22
+    segments = [end(8, 8.0, 8) for _ in range(5)]
+    assert record(make_site(tmp_path / "newest"), *segments, newest=3) == {
+        "episodes": 3,
+        "recorded": 5,
+        "skipped": 0,
+        "failed": 0,
+    }
+    assert [name[-6:] for name in read_all(tmp_path / "newest")] == ["000003", "000004", "000005"]
+    (tmp_path / "newest/episodes/.policy-a-000006.safetensors-0123456789abcdef").write_bytes(b"of a killed gateway")
+    record(make_site(tmp_path / "newest"), end(8, 8.0, 8), newest=3)  # goes on counting
+    assert [path.name[-18:-12] for path in sorted((tmp_path / "newest/episodes").iterdir())] == [
+        "000004",
+        "000005",
+        "000006",
+    ]
+    tiny = record(make_site(tmp_path / "tiny"), *[cut(8 * each, 8) for each in range(40)], max_mb=0.002)
+    assert tiny["skipped"] > 0  # an episode that does not end is given up
+
+
+def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = EpisodeCollector(make_site(tmp_path), RecordSpec(share=1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(recorder._files.store), "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        recorder.add(ACTOR, end(8, 8.0, 8), 0, {})
+        wait_for(lambda: recorder.get_counts()["failed"] == 1)
+    recorder.add(ACTOR, end(8, 8.0, 8), 0, {})
+    recorder.close()
+    assert recorder.get_counts() == {"episodes": 1, "recorded": 1, "skipped": 0, "failed": 1}
+
+
+def test_the_segments_of_an_episode_come_back_as_they_were() -> None:
+    random = np.random.default_rng(0)
+
+    def draw(length: int, **fields: object) -> Segment:
+        masks, state = random.random((length + 1, 3)) < 0.5, random.normal(size=(1, 5)).astype(np.float32)
+        return segment(length, extras={"masks": masks, "state": state}, **fields)
+
+    pieces = [draw(1), draw(16, behaviour="human"), draw(3, truncated=True, episode_return=20.0, episode_length=20)]
+    for before, after in pairwise(pieces):
+        after.observations[0], after.extras["masks"][0] = before.observations[-1], before.extras["masks"][-1]
+    joined = Demonstration.join(ACTOR, 3, pieces)
+    payload = joined.to_bytes()
+    for piece, (info, read) in zip(pieces, Demonstration.from_bytes(payload).split(), strict=True):
+        for name in ("observations", "actions", "rewards", "log_probabilities", "versions"):
+            np.testing.assert_array_equal(getattr(read, name), getattr(piece, name))
+        for name in piece.extras:
+            np.testing.assert_array_equal(read.extras[name], piece.extras[name])
+        ends = "terminated", "truncated", "episode_return", "episode_length", "behaviour"
+        assert [getattr(read, name) for name in ends] == [getattr(piece, name) for name in ends]
+        assert info.num_steps == piece.num_steps
+    with pytest.raises(ValueError, match="is no demonstration"):
+        Demonstration.from_bytes(payload[:-9])
+    wrong = Demonstration(msgspec.structs.replace(joined.info, lengths=(1, 16, 9)), joined.segment).to_bytes()
+    with pytest.raises(ValueError, match="not as long"):
+        Demonstration.from_bytes(wrong)
+
+
+def test_nonsense_in_the_field_is_named() -> None:
+    def read(*overrides: str) -> RecordSpec:
+        return RLSpec().override(overrides).gateway.record
+
+    assert read("gateway.record.max_mb=4", "gateway.record=0.5%") == RecordSpec(share=0.005, max_mb=4.0)
+    assert read("gateway.record=50") == RecordSpec(share=1.0, newest=50)
+    assert read() == RecordSpec(share=0.0)
+    for nonsense in ("101%", "0", "-1", "1.5", "some", "true"):
+        with pytest.raises(ConfigError, match=r"gateway\.record.* = '?.*(is neither a share, as 1%|less than)"):
+            read(f"gateway.record={nonsense}")
+
+
+# -- who reads it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_from_the_episodes_of_another_before_any_game(tmp_path: Path) -> None:
+    record(
+        make_site(tmp_path / "before"), cut(0, 8), cut(8, 8, terminated=True, episode_return=16.0, episode_length=16)
+    )
+    source = str(tmp_path / "before/episodes")
+    spec = RLSpec(hidden=(8,)).override(
+        [f"demonstrations={source}", "algorithm=dqn", "learner.take_timeout_s=0.05", "demonstrations.updates=3"]
+    )
+    experience = msgspec.structs.replace(EXPERIENCE, policy=spec.algorithm.describe_policy(spec.hidden))
+    with LocalLoop(spec, experience, tmp_path / "run", TOKEN) as loop:
+        wait_for(lambda: loop.learner.version == 2)
+        assert loop.learner.stats()["steps"] == 0
+    assert len(list((tmp_path / "run/demonstrations").glob("*.safetensors"))) == 2
+    shown = Shown(make_site(tmp_path / "run", updates=MAX_OFFLINE_STEPS + 1))
+    shown.advance(0)
+    shown.close()
+    assert [shown.take_offline_steps() for _ in range(3)] == [MAX_OFFLINE_STEPS, 1, 0]
+    wide = msgspec.structs.replace(EXPERIENCE, observation=msgspec.structs.replace(EXPERIENCE.observation, shape=(5,)))
+    with pytest.raises(ConfigError, match=r"demonstrations.source.*observations: \[9, 4\], expected \[9, 5\]"):
+        copy_source(replace(make_site(tmp_path / "other", source=source), experience=wide))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run with an episode that returns 8 and one that returns -8."""
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    with shoal.runs.create("job", "env: CartPole-v1") as run:
+        pass
+    assert "has recorded no episodes: gateway.record=1%" in call(run.id).output
+    poor = end(8, -8.0, 8, rewards=np.full(8, -1.0, np.float32))
+    record(make_site(run.folder), end(8, 8.0, 8, actions=np.arange(8) % 2), poor)
+    return run.id
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(episodes, list(words))
+
+
+def test_the_command_lists_exports_and_takes_the_good_ones_along(tmp_path: Path, recorded: str) -> None:
+    listed = call(recorded).output.splitlines()
+    assert listed[1].split() == ["policy", "2", "2", "16", "0"]
+    name = listed[4].split()[0]
+    exported = json.loads(call(recorded, "--export", name).stdout)
+    assert exported["actions"] == [0, 1] * 4
+    assert exported["spec"]["observation"] == {"dtype": "float32", "shape": [4]}
+    assert (len(exported["observations"]), len(exported["observations"][0])) == (9, 4)
+    assert (exported["settings"], exported["settings_version"], exported["return"]) == ({"gravity": 9.5}, 2, 8.0)
+    assert call(recorded, "--film", name).output.splitlines()[-1].startswith("terminated")
+    assert "1 episodes in" in call(recorded, "--above", "0", "--out", str(tmp_path / "good")).output
+    assert isinstance(call(recorded, "--export", "nothing").exception, ConfigError)
+    site = make_site(tmp_path / "next", source=f"{recorded}/episodes")
+    copy_source(site)
+    assert len(list((tmp_path / "next/demonstrations").glob("*.safetensors"))) == 2
+    assert "dropped 1 of 2" in call(recorded, "--drop", name).output
+
+
+REPLAY = """
+import { readFileSync } from 'node:fs';
+const { replay } = await import(process.argv[1]);
+const onSettings = ({ gravity }) => console.log(gravity);
+const run = replay(readFileSync(process.argv[2], 'utf8'), { onSettings, log: console.log });
+const { observations } = run.episode;
+const actions = [];
+for (let step = 0; !run.finished; step++) {
+  run.begin('hero');
+  if (step === 8) await run.end('hero', observations[step], 1);
+  else actions.push(await run.act('hero', process.argv[3] === `${step}` ? [9, 9, 9, 9] : observations[step], 1));
+}
+console.log(actions.join(''), run.divergedAt, await run.act('hero', observations[0]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_a_game_in_node_replays_it(tmp_path: Path, recorded: str) -> None:
+    path = tmp_path / "episode.json"
+    path.write_text(call(recorded, "--export", call(recorded).output.splitlines()[4].split()[0]).stdout)
+
+    def play(step: str) -> str:
+        command = ["node", "--input-type=module", "-e", REPLAY, str(CLIENT / "index.js"), str(path), step]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert play("-").splitlines() == ["9.5", "01010101 null null"]
+    assert play("3").splitlines()[1].startswith("step 3: the observation is [9,9,9,9], and [")
+    assert play("3").splitlines()[2] == "01010101 3 null"
+    path.write_text("{}")
+    with pytest.raises(subprocess.CalledProcessError):
+        play("-")
