@@ -35,7 +35,7 @@ class FieldHelp:
 
 def list_field_help(spec: BaseModel, prefix: str = "") -> Iterator[FieldHelp]:
     """Those of a spec and of its nested specs, of the kinds that it has now."""
-    meanings = parse_meanings(type(spec).__doc__)
+    meanings = read_meanings(type(spec))
     for name, field in type(spec).model_fields.items():
         value, path = getattr(spec, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
@@ -60,8 +60,7 @@ def choose_main(fields: Iterable[FieldHelp], paths: Collection[str]) -> list[Fie
 
 def list_argument_help(function: Any, given: Mapping[str, Any]) -> Iterator[FieldHelp]:
     """The arguments of a class of the user's, as `args.NAME`, with what its docstring and those of its bases say."""
-    classes = reversed(inspect.getmro(function)) if isinstance(function, type) else [function]
-    meanings = {name: each for owner in classes for name, each in parse_meanings(owner.__doc__).items()}
+    meanings = read_meanings(function)
     for name, each in inspect.signature(function, eval_str=False).parameters.items():
         if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
             continue
@@ -81,6 +80,12 @@ def format_field_help(fields: Iterable[FieldHelp]) -> str:
 def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
     return "  ".join([*cells, row[-1]]).rstrip()
+
+
+def read_meanings(owner: Any) -> dict[str, str]:
+    """What the docstring of a function says of each name, or those of a class and its bases."""
+    classes = reversed(inspect.getmro(owner)) if isinstance(owner, type) else [owner]
+    return {name: each for one in classes for name, each in parse_meanings(one.__doc__).items()}
 
 
 def parse_meanings(doc: str | None) -> dict[str, str]:
