@@ -3,7 +3,7 @@
     python -m benchmarks.batching [--seconds S]
 
 A model of 20 ms + 0.5 ms a row (it sleeps), at most 32 rows, Poisson arrivals, one slot, everything in one process
-without HTTP. Writes docs/pictures/batching.json, from which `benchmarks.batching_plots` draws docs/batching.md's plots.
+without HTTP. Writes docs/pictures/batching.json, from which `benchmarks.batching_plots` draws the pages' plots.
 """
 
 from __future__ import annotations

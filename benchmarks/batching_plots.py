@@ -1,4 +1,4 @@
-"""The plots of docs/batching.md, from docs/pictures/batching.json.
+"""The plots of docs/batching.md and docs/batching/why-no-timeout.md, from docs/pictures/batching.json.
 
 python -m benchmarks.batching_plots
 """

@@ -36,6 +36,7 @@ TORCHRL = ROOT / ".venv-torchrl"
 DEEPRIVER = ROOT / ".venv-deepriver"
 SOM = ROOT / ".venv-som"
 GODOT = ROOT / ".venv-godot"
+FILMS = ROOT / ".venv-films"
 TERMINATE_S = 15.0
 OUR_PYTHON = sys.executable
 PEERS_PYTHON = str(PEERS / "bin" / "python")

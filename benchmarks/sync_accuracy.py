@@ -6,7 +6,7 @@ Two worker processes, a global batch of 256, Adam 1e-3 without a schedule, an ev
 has seed N. DDP runs under torchrun, the others start their processes themselves. The seconds are those of training,
 without start and evaluations. A run that does not reach the target within four epochs counts with its end.
 
-Writes the curves to docs/pictures/sync_accuracy.json, and the plot of docs/training.md beside it.
+Writes the curves to docs/pictures/sync_accuracy.json, and the plot of docs/parallelism.md beside it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -26,7 +26,8 @@ from shoal.libs.stream.spec import StreamSpec
 from shoal.libs.sweep.spec import SweepSpec
 from shoal.plugins.find import load_reference
 from shoal.plugins.library import collect_extensions
-from shoal.rl.algorithm_config import CONFIGS, GROUP, AlgorithmConfig
+from shoal.rl.algorithm_config import CONFIGS, GROUP
+from shoal.sync.config import list_kinds
 from shoal.train.spec import TrainSpec
 
 FOLDER = Path(__file__).parent / "reference"
@@ -43,6 +44,19 @@ JOBS: dict[str, tuple[Spec, str]] = {
     "Manifests": (
         KubeSpec(name="lab", image="example.org/lab/shoal:1", store="s3://BUCKET/shoal"),
         "shoal kube render job lenet",
+    ),
+}
+# What a word chooses: the prefix of its fields, the page about it, and its configurations by their words.
+CHOICES: dict[str, tuple[str, str, Callable[[], dict[str, str]]]] = {
+    "Algorithms": (
+        "algorithm.",
+        "[the algorithms](../algorithms.md) say what they do",
+        lambda: {**CONFIGS, **collect_extensions(GROUP)},
+    ),
+    "Synchronisation": (
+        "sync.",
+        "[training without waiting](../training/synchronisation.md) says what they do",
+        list_kinds,
     ),
 }
 
@@ -100,17 +114,11 @@ def write_fields() -> Iterator[str]:
     for title, (spec, example) in JOBS.items():
         yield f"## {title}\n\n`{example}`\n"
         yield from _write_table(list_field_help(spec))
-    yield "## Algorithms\n"
-    yield "The fields of each, below `algorithm.`; [the algorithms](../algorithms.md) say what they do.\n"
-    for name, config in sorted(find_algorithms().items()):
-        yield f"### {name}\n"
-        yield from _write_table(list_field_help(config(), "algorithm."))
-
-
-def find_algorithms() -> dict[str, type[AlgorithmConfig]]:
-    """The configurations of the bundled algorithms, by their words."""
-    places = {**CONFIGS, **collect_extensions(GROUP)}
-    return {name: load_reference(place) for name, place in places.items()}
+    for title, (prefix, text, places) in CHOICES.items():
+        yield f"## {title}\n\nThe fields of each, below `{prefix}`; {text}.\n"
+        for name, place in sorted(places().items()):
+            yield f"### {name}\n"
+            yield from _write_table(list_field_help(load_reference(place)(), prefix))
 
 
 def _write_table(fields: Iterator[FieldHelp]) -> Iterator[str]:

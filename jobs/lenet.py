@@ -42,6 +42,8 @@ class FashionTask(Task):
 
     parts: ClassVar = {"width": {"narrow": 2}, "normalisation": {"normalise": False}, "dropout added": {"dropout": 0.2}}
 
+    classes = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+
     def __init__(
         self, *, folder: str = INSTALLED, narrow: int = 1, dropout: float = 0.0, normalise: bool = True
     ) -> None:

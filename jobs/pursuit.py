@@ -4,7 +4,7 @@
     shoal run pursuit --actors 2 self_play.snapshot_every=0           # both hunters have the newest version, and learn
     ray job submit --working-dir . -- python jobs/pursuit.py          # the same on a cluster that is up
 
-`python jobs/pursuit.py --help` lists the fields, docs/algorithms.md the algorithms and self-play.
+`python jobs/pursuit.py --help` lists the fields, docs/algorithms/several-agents.md explains self-play.
 """
 
 from shoal.cluster.job_main import job_main

@@ -7,7 +7,7 @@
     ray job submit --working-dir . -- python jobs/tag.py           # the same on a cluster that is up
 
 Each policy has its own gateway, learner and endpoint model; an actor connects to all gateways, by the addresses that
-the job prints. `python jobs/tag.py --help` lists the fields, docs/algorithms.md explains several policies.
+the job prints. `python jobs/tag.py --help` lists the fields, docs/algorithms/several-policies.md explains them.
 """
 
 from shoal.cluster.job_main import job_main

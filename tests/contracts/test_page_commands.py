@@ -138,7 +138,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> 
     """A folder with the Task and the network that many commands name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    for page, name, wanted in (("training", "my_task.py", "class MyTask"), ("algorithms", "my_net.py", "class Net")):
+    for page, name, wanted in (
+        ("training", "my_task.py", "class MyTask"),
+        ("algorithms/own-network", "my_net.py", "class Net"),
+    ):
         blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL | re.MULTILINE)
         (tmp_path / name).write_text(next(block for block in blocks if wanted in block))
     yield tmp_path

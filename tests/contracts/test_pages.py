@@ -37,6 +37,15 @@ def test_pages_import_what_is_there() -> None:
     assert [each for each in NAMES if not hasattr(importlib.import_module(each[1]), each[2])] == []
 
 
+MAX_PAGE = 2500  # words
+LONG = {"protocol.md", "inference-protocol.md", "measured.md"}  # beside the reference
+
+
+def test_pages_are_short() -> None:
+    pages = [page for page in PAGES if page.parent.name != "reference" and page.name not in LONG]
+    assert {page.name for page in pages if len(page.read_text().split()) > MAX_PAGE} == set()
+
+
 def test_the_page_of_extensions_has_every_group() -> None:
     groups = {group for library in find_libraries() for group in library.extensions} - {"shoal.extend"}
     page = (ROOT / "docs" / "extending.md").read_text()

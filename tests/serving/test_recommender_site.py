@@ -66,6 +66,7 @@ def test_two_first_ratings_on_their_way_are_of_one_viewer(home: Path) -> None:
 
 def test_a_locked_database_rejects_ratings_and_shows_pages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from django.db import connection
+
     from films import write_lock
 
     monkeypatch.setattr(write_lock, "FIRST_WAIT_MS", 3)
@@ -249,8 +250,9 @@ def test_a_late_endpoint_leaves_the_first_order_and_is_counted_on_the_page(
 ) -> None:
     import asyncio
 
-    from films import recommend
     from films.rerank import Reranker
+
+    from films import recommend
 
     model = towers()
     model.hold = asyncio.Event()  # it never answers

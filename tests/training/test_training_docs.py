@@ -24,6 +24,12 @@ from shoal.train.launch.validate import validate_run
 from shoal.train.spec import TrainSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["training.md", *sorted(f"training/{path.name}" for path in (DOCS / "training").glob("*.md"))]
+FILES = {  # that the pages say to save, and the page with each as its first block
+    "my_task.py": "training.md",
+    "my_gan.py": "training/steps-of-your-own.md",
+    "my_language_model.py": "training/losses.md",
+}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -39,9 +45,8 @@ def lines(page: str) -> list[str]:
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with the page's own Task, and the recipes."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_task.py").write_text(blocks("training.md", "python")[0])
-    (tmp_path / "my_gan.py").write_text(blocks("training.md", "python")[1])
-    (tmp_path / "my_language_model.py").write_text(blocks("training.md", "python")[2])
+    for name, page in FILES.items():
+        (tmp_path / name).write_text(blocks(page, "python")[0])
     (tmp_path / "jobs").symlink_to(DOCS.parent / "jobs")
     yield
     sys.modules.pop("shoal_task_my_task", None)
@@ -55,8 +60,9 @@ def run_of_the_page() -> str:
 
 
 def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    for block in blocks("training.md", "python")[1:]:
-        exec(compile(block, "training.md", "exec"), {})
+    for page in PAGES:
+        for block in blocks(page, "python")[page == FILES["my_task.py"] :]:
+            exec(compile(block, page, "exec"), {})
     said = capsys.readouterr().out
     assert "2 epochs" in said
     assert "accuracy" in said
@@ -65,7 +71,12 @@ def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     "page",
-    ["data.md", "libs/trees.md"],  # tests/training/test_checkpointer has checkpoints.md
+    [
+        "data.md",
+        "data/messages.md",
+        "data/order.md",
+        "libs/trees.md",
+    ],  # tests/training/test_checkpointer has checkpoints.md
 )
 def test_the_python_of_the_other_pages_runs(page: str) -> None:
     found = blocks(page, "python")
@@ -89,7 +100,7 @@ def test_a_script_becomes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_the_training_page_starts_without_ray_runs(capsys: pytest.CaptureFixture[str]) -> None:
     run_id = run_of_the_page()
-    started = [line for line in lines("training.md") if line.startswith("python -m shoal.train ")]
+    started = [line for page in PAGES for line in lines(page) if line.startswith("python -m shoal.train ")]
     assert len(started) >= 4
     for line in started:
         words = [*shlex.split(line.replace("RUN", run_id))[3:], "threads=1", "stop.steps=30"]
@@ -103,7 +114,7 @@ def test_what_the_training_page_starts_without_ray_runs(capsys: pytest.CaptureFi
 def test_what_the_training_page_starts_on_workers_fits() -> None:
     run_id = run_of_the_page()
     checked = 0
-    for line in lines("training.md"):
+    for line in (line for page in PAGES for line in lines(page)):
         before, is_run, words = line.replace("RUN", run_id).partition("shoal run train ")
         if not is_run:
             before, is_run, words = line.partition("-m shoal.train ")
@@ -120,9 +131,9 @@ def test_what_the_training_page_starts_on_workers_fits() -> None:
 def test_the_fields_that_the_training_page_names_are_fields() -> None:
     known = TrainSpec.parse({"stop": {"convergence": {}}, "selective_backprop": {}}).to_yaml()
     known += "".join(TrainSpec.parse({"sync": kind}).to_yaml() for kind in list_kinds())
-    text = (DOCS / "training.md").read_text()
+    text = "".join((DOCS / page).read_text() for page in PAGES)
     for words in re.findall(r"`((?:[a-z_]+\.)*[a-z_]+=[^`]+)`", text):
         for word in shlex.split(words):
             name, is_word, _ = word.partition("=")
-            if is_word and name != "a.b" and not name.startswith("args."):
+            if is_word and name not in ("a.b", "hidden") and not name.startswith("args."):
                 assert all(f"{part}:" in known for part in name.rstrip("><").split(".")), word

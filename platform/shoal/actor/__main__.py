@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from shoal.actor.client import ActorClient
-from shoal.actor.environment import open_environment, require_matching_spaces
+from shoal.actor.environment import load_film_maker, open_environment, require_matching_spaces
 from shoal.actor.environment_loop import play
 from shoal.actor.remote import RemoteClient, run_remote_actor
 from shoal.errors import ConfigError, ShoalError
@@ -120,6 +120,20 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="give up when no gateway answers for so long; five times as long once it has answered",
     )
     parser.add_argument(
+        "--record",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="write films of episodes: into FOLDER, or into the run's folder where it is on this host; they stay here",
+    )
+    parser.add_argument(
+        "--record-every",
+        type=_make_minimum_parser(0, int),
+        default=50,
+        metavar="EPISODES",
+        help="film one of so many episodes (default 50); it takes a tenth of the time at most",
+    )
+    parser.add_argument(
         "--lifeline", action="store_true", help="end when standard input closes: for a program that starts actors"
     )
 
@@ -173,9 +187,14 @@ def _run(options: argparse.Namespace) -> int:
     silence.daemon = True
     with ExitStack() as opened:
         # Last: one may start a game, and is closed from here on.
+        records = options.record is not None and options.record_every > 0
         environments = [
-            opened.enter_context(open_environment(options.env, options.ignore)) for _ in range(options.envs)
+            opened.enter_context(open_environment(options.env, options.ignore, draws=records and index == 0))
+            for index in range(options.envs)
         ]
+        if records:
+            film = load_film_maker()
+            environments[0] = film(environments[0], clients, options.record, options.record_every)
         opened.callback(silence.cancel)
         silence.start()
         for client in clients:
@@ -197,6 +216,7 @@ def _run_processes(options: argparse.Namespace, arguments: Sequence[str]) -> int
     try:
         for index in range(options.processes):
             own = ["--processes", "1", "--lifeline", "--actor-id", f"{prefix}-{index}"]
+            own += ["--record-every", "0"] if index else []
             own += ["--seed", str(options.seed + index)] if options.seed is not None else []
             # A later option overrides an earlier one. An actor ends when its standard input does.
             command = [sys.executable, "-m", "shoal.actor", *arguments, *own]

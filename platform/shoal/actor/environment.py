@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.actor.connection import format_actor_command
 from shoal.actor.other_games import adapt_aec, flatten_agents, flatten_environment
 from shoal.errors import ConfigError, ShoalError
+from shoal.plugins.find import find_extension
 from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
 from shoal.wire.given_spaces import GivenSpaces
 
+PICTURES = "rgb_array"  # the render mode of gymnasium's and PettingZoo's environments
 ASK = "ask"  # an `env` whose spaces the first game brings
 MAX_TURNS = 100  # until it is an agent's turn for the first time
 
@@ -69,7 +73,7 @@ def parse_environment(env: Any) -> Any:
     return json.dumps(env)
 
 
-def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
+def make_environment(name: str, ignored: Sequence[str] = (), *, draws: bool = False) -> Any:
     """The environment of a gymnasium id; `module:Id` imports the module first. `module:function` or `file.py:function`
     calls the function, which returns an environment of one agent or of several, which act at once (`agent_streams`) or
     in turns (PettingZoo's AEC). Raises ConfigError.
@@ -77,12 +81,16 @@ def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
     Observations of a Dict, a Tuple, or of integers that are no Box become a flat Box; those of booleans become bytes.
     A Dict's "action_mask" moves to info, and its `ignored` parts are left out. The same holds for each of several
     agents.
+
+    draws: `render` returns pictures, where the environment can; a function is asked to by its argument `render_mode`
     """
     if not has_environment(name):
         problem = "gives spaces, and no environment that could be played here"
         raise ConfigError("env", name, problem, "let a game join the run: docs/games/README.md")
     name = translate_reference(name)
     if (function := _find_function(name)) is not None:
+        if draws and "render_mode" in inspect.signature(function).parameters:
+            function = partial(function, render_mode=PICTURES)
         return _call_function(function, name, ignored)
     try:
         import gymnasium
@@ -93,7 +101,11 @@ def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
     module = name.partition(":")[0]
     with translate_environment_errors(name):
         try:
-            return flatten_environment(gymnasium.make(name), name, ignored)
+            environment = gymnasium.make(name)
+            if draws and PICTURES in environment.metadata.get("render_modes", ()):
+                environment.close()
+                environment = gymnasium.make(name, render_mode=PICTURES)
+            return flatten_environment(environment, name, ignored)
         except gymnasium.error.DependencyNotInstalled as error:
             remedy = "install what it names"
             if "box2d" in str(error):
@@ -112,13 +124,23 @@ def make_environment(name: str, ignored: Sequence[str] = ()) -> Any:
 
 
 @contextmanager
-def open_environment(name: str, ignored: Sequence[str] = ()) -> Iterator[Any]:
+def open_environment(name: str, ignored: Sequence[str] = (), *, draws: bool = False) -> Iterator[Any]:
     """`make_environment`, closed at the end if it can be closed."""
-    environment = make_environment(name, ignored)
+    environment = make_environment(name, ignored, draws=draws)
     try:
         yield environment
     finally:
         getattr(environment, "close", lambda: None)()
+
+
+def load_film_maker() -> Callable[..., Any]:
+    """What films an actor's environment: `film(environment, clients, folder, every)` returns one to play in its place.
+    Raises ConfigError without a library that does, MissingExtra without what it needs."""
+    try:
+        maker: Callable[..., Any] = find_extension("actor", "shoal.films", {})
+    except ValueError as error:
+        raise ConfigError("record", "", str(error), "install the library films of Shoal") from None
+    return maker
 
 
 def _call_function(function: Callable[[], Any], name: str, ignored: Sequence[str]) -> Any:
@@ -138,7 +160,7 @@ def _call_function(function: Callable[[], Any], name: str, ignored: Sequence[str
     return instance
 
 
-def _find_function(name: str) -> Callable[[], Any] | None:
+def _find_function(name: str) -> Callable[..., Any] | None:
     """The function that `module:function` names, if there is one: otherwise it is an id for gymnasium."""
     module, _, attribute = name.partition(":")
     if not attribute.isidentifier():

@@ -35,7 +35,7 @@ class FieldHelp:
 
 def list_field_help(spec: BaseModel, prefix: str = "") -> Iterator[FieldHelp]:
     """Those of a spec and of its nested specs, of the kinds that it has now."""
-    meanings = read_meanings(type(spec))
+    meanings = _collect_meanings(type(spec))
     for name, field in type(spec).model_fields.items():
         value, path = getattr(spec, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
@@ -60,7 +60,7 @@ def choose_main(fields: Iterable[FieldHelp], paths: Collection[str]) -> list[Fie
 
 def list_argument_help(function: Any, given: Mapping[str, Any]) -> Iterator[FieldHelp]:
     """The arguments of a class of the user's, as `args.NAME`, with what its docstring and those of its bases say."""
-    meanings = read_meanings(function)
+    meanings = _collect_meanings(function)
     for name, each in inspect.signature(function, eval_str=False).parameters.items():
         if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
             continue
@@ -82,10 +82,10 @@ def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([*cells, row[-1]]).rstrip()
 
 
-def read_meanings(owner: Any) -> dict[str, str]:
-    """What the docstring of a function says of each name, or those of a class and its bases."""
-    classes = reversed(inspect.getmro(owner)) if isinstance(owner, type) else [owner]
-    return {name: each for one in classes for name, each in parse_meanings(one.__doc__).items()}
+def _collect_meanings(owner: Any) -> dict[str, str]:
+    """What its docstring, and of a class those of its bases, say of each name."""
+    owners = reversed(inspect.getmro(owner)) if isinstance(owner, type) else [owner]
+    return {name: each for one in owners for name, each in parse_meanings(one.__doc__).items()}
 
 
 def parse_meanings(doc: str | None) -> dict[str, str]:

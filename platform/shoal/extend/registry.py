@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.loaded.model import find_version
+    from shoal.loaded.model import LocalModel, find_version
     from shoal.registry import AliasNames, Criterion, ModelVersion, Registry, Signature, TensorSignature, split_ref
     from shoal.registry.aliases import require_alias
     from shoal.registry.code_import import activate_code, load_source

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
+    from shoal.actor.agent_streams import AgentsEpisode, is_parallel
+    from shoal.actor.client import ActorClient
+    from shoal.actor.environment import PICTURES, open_environment, translate_environment_errors
     from shoal.actor.policy import make_policy
     from shoal.rl.algorithm_config import AlgorithmConfig
     from shoal.rl.algorithms.algorithm import (

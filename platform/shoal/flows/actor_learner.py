@@ -194,7 +194,8 @@ class LoopRun:
     def _announce_gateways(self) -> None:
         (address, _), others = join_addresses(self.policies), describe_other_addresses(self.policies)
         env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
-        self._note("gateway_ready", address=address, env=env, server_key=key, ignore=list(ignored), **others)
+        known = {"address": address, "env": env, "server_key": key, "ignore": list(ignored)}
+        self._note("gateway_ready", **known, record_every=self.spec.record_every, **others)
         self._record_endpoint("gateway", "gateway", address)
         if websocket := others.get("websocket", ""):
             announce_websocket(self.policies, self.recorder.id)

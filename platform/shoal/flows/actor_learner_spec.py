@@ -50,6 +50,9 @@ class ActorLearnerSpec(RLSpec):
         " episode; default: best, or sampled where that alone passes the trial",
     )
     aliases: AliasNames | None = None
+    record_every: int = Field(
+        default=0, ge=0, description="film one of so many episodes of the first actor of --actors; 0: none"
+    )
     resume: str = ""
 
     @model_validator(mode="after")

@@ -42,13 +42,17 @@ class ActorProcesses:
         options: Sequence[str] = (),
         seed: int = 0,
         ignored: Sequence[str] = (),
+        record_every: int = 0,
     ) -> None:
-        """Start `number` actors that connect to the gateway at `address`. seed: of the first one's environment"""
+        """Start `number` actors that connect to the gateway at `address`. seed: of the first one's environment;
+        record_every: the first one films one of so many episodes, into this folder"""
         known = format_actor_options(address, env, server_key, ignored)
         command = [sys.executable, "-m", "shoal.actor", "--lifeline", *known]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
         for index in range(number):
             own = ["--actor-id", f"{self._prefix}-{index}", "--seed", str(seed + index)]
+            if record_every and not index:
+                own += ["--record", str(self._folder / "films"), "--record-every", str(record_every)]
             with create_private(self._get_log(index)).open("ab") as log:
                 self._actors.append(
                     subprocess.Popen(

@@ -21,6 +21,7 @@ from shoal.actor.environment import (
     check_step,
     get_spaces,
     has_environment,
+    load_film_maker,
     open_environment,
     reset_environment,
 )
@@ -101,6 +102,8 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
     spec = keep_spaces(spec)
     if not has_environment(spec.env):
         _reject_unplayable(spec)
+    if spec.record_every:
+        load_film_maker()
     if spec.env == ASK:
         return {}
     assigned = spec.assign_policies()

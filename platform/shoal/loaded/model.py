@@ -181,10 +181,28 @@ class LocalModel:
         """
         return self._policy.act(observation, deterministic, mask, stream)
 
+    def decide(
+        self,
+        observation: Any,
+        *,
+        deterministic: bool | None = None,
+        mask: Any = None,
+        stream: Hashable = 0,
+        is_flat: bool = False,
+    ) -> tuple[Any, Mapping[str, np.ndarray]]:
+        """As `act`, with all outputs of the network, as an endpoint computes them: by name, [B, ...] each, `logits`, or
+        `mean` and `log_std`, and the `value`. Keeps states of its own; needs torch.
+
+        is_flat: the observation is as actors have it, parts of a Dict end to end
+        """
+        return self._served_policy.decide(observation, deterministic, mask, stream, is_flat=is_flat)
+
     def reset(self, stream: Hashable | None = None, rows: Sequence[bool] | np.ndarray | None = None) -> None:
         """The next observation of this stream begins an episode; None: of all streams. rows: of a batch, bool [B]:
         those that begin one."""
-        self._policy.reset(stream, rows)
+        for name in ("_policy", "_served_policy"):
+            if name in self.__dict__:  # one that was opened
+                getattr(self, name).reset(stream, rows)
 
     def onnx(self, path: str | Path, **options: Any) -> Path:
         """Write the model as one ONNX file, whose answers were compared with these; returns its path.
@@ -203,6 +221,10 @@ class LocalModel:
     @cached_property
     def _policy(self) -> Policy:
         return open_policy(self._version, lambda: self._opened, self._seed)
+
+    @cached_property
+    def _served_policy(self) -> Policy:
+        return open_policy(self._version, lambda: self._opened, self._seed, as_served=True)
 
     @cached_property
     def _opened(self) -> LoadedModel:

@@ -39,8 +39,13 @@ class Network(Protocol):
     def reset(self, stream: Hashable) -> None: ...
 
 
-def open_policy(version: ModelVersion, open_model: Callable[[], LoadedModel], seed: int | None) -> Policy:
-    """Raises ConfigError for a model that is no policy, WeightsError for a damaged one. open_model: needs torch"""
+def open_policy(
+    version: ModelVersion, open_model: Callable[[], LoadedModel], seed: int | None, *, as_served: bool = False
+) -> Policy:
+    """Raises ConfigError for a model that is no policy, WeightsError for a damaged one.
+
+    open_model: needs torch; as_served: by this model, whose outputs are all there are, also where NumPy would do
+    """
     signature = version.manifest.signature
     if "observation" not in {each.name for each in signature.inputs}:
         outputs = ", ".join(each.name for each in signature.outputs)
@@ -49,7 +54,7 @@ def open_policy(version: ModelVersion, open_model: Callable[[], LoadedModel], se
     if EXPERIENCE_FILE in version.manifest.files:
         stored = version.fetch_file(EXPERIENCE_FILE).read_bytes()
         experience = msgspec.json.decode(stored, type=ExperienceSpec)
-        network = _open_in_numpy(version, experience)
+        network = None if as_served else _open_in_numpy(version, experience)
     return Policy(version, experience, network or TorchNetwork(version, open_model()), seed)
 
 
@@ -74,7 +79,8 @@ class Policy:
         self._network, self._generator = network, np.random.default_rng(seed)
         self._sampler = make_sampler(manifest.model, manifest.signature, None)
         observed = experience.observation.shape if experience is not None else tuple(inputs["observation"])
-        self._space = (experience.space if experience is not None else None) or SpaceSpec("Box", observed)
+        self._flat = SpaceSpec("Box", observed)
+        self._space = (experience.space if experience is not None else None) or self._flat
         self._num_choices = inputs.get(INFO_KEY, [0])[0]
         self._dtype = experience.action.numpy_dtype() if experience is not None else None
         self._last: Any = None
@@ -82,7 +88,13 @@ class Policy:
 
     def act(self, observation: Any, deterministic: bool | None, mask: Any, stream: Hashable) -> Any:
         """See `LocalModel.act`."""
-        rows, is_batch = flatten_rows(self._space, observation)
+        return self.decide(observation, deterministic, mask, stream)[0]
+
+    def decide(
+        self, observation: Any, deterministic: bool | None, mask: Any, stream: Hashable, *, is_flat: bool = False
+    ) -> tuple[Any, Mapping[str, np.ndarray]]:
+        """See `LocalModel.decide`."""
+        rows, is_batch = flatten_rows(self._flat if is_flat else self._space, observation)
         if self._num_choices:
             mask = self._read_mask(observation, mask, len(rows))
         streams: list[Hashable] = [(stream, row) for row in range(len(rows))]
@@ -96,8 +108,8 @@ class Policy:
             actions = self._sampler.draw(outputs, self._generator)
         if is_batch or actions.ndim > 1:
             actions = actions if self._dtype is None else actions.astype(self._dtype, copy=False)
-            return actions if is_batch else actions[0]
-        return int(actions[0])
+            return actions if is_batch else actions[0], outputs
+        return int(actions[0]), outputs
 
     def _read_mask(self, observation: Any, mask: Any, num_rows: int) -> np.ndarray:
         if mask is None and isinstance(observation, Mapping):

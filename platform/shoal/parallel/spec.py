@@ -93,6 +93,11 @@ class ParallelSpec(Spec):
 
     An open degree follows from the number of workers (`data` first).
 
+    data:          shares of the batch; None: the workers that the other degrees leave
+    shard:         the data ranks share weights, gradients and the optimiser's states (FSDP2)
+    tensor:        ranks that split single layers, by a plan that is found, or by the Task's `tensor_plan`
+    pipeline:      stages, divided by measured cost, or by the Task's `pipeline_cuts`
+    compile:       torch.compile
     replicate:     copies of the model among the data ranks when sharded; hosts: one in each host (HSDP)
     accumulate:    micro-steps in each step of the optimiser
     precision:     of the computation; the optimiser's weights and the sums of gradients stay in fp32. bf16 and fp16

@@ -99,8 +99,17 @@ class AlgorithmConfig(Spec):
 class ImpalaConfig(AlgorithmConfig):
     """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks.
 
-    clip: ε; a step that is k versions old does not change the policy once π / μ has moved beyond 1 ± ε/k in the
-          direction of its advantage
+    discount:      γ, for an environment step
+    learning_rate: of Adam
+    value_cost:    weight of the value loss
+    entropy_cost:  weight of the entropy, reward units for a nat
+    rho_bar:       the most that a step counts, by π / μ
+    c_bar:         the most that a trace is carried on
+    lambda_:       of the traces; below 1 less variance and more bias
+    clip:          ε; a step that is k versions old does not change the policy once π / μ has moved beyond 1 ± ε/k in
+                   the direction of its advantage
+    max_grad_norm: of the loss's gradient
+    normalize_advantages: to mean 0 and standard deviation 1 in each batch
     """
 
     name: Literal["impala"] = "impala"
@@ -126,10 +135,17 @@ class ImpalaConfig(AlgorithmConfig):
 class PPOConfig(AlgorithmConfig):
     """Names and defaults as in Schulman et al. (1707.06347) and Huang et al. ("37 details", 2022).
 
+    discount:      γ, for an environment step
+    lambda_:       of the generalised advantages
+    learning_rate: of Adam
     epochs, minibatches: steps of the optimiser for a batch: epochs * minibatches
-    clip:    ε of the clipped objective, around the policy that has acted
-    rho_bar: the most that a step counts, by π / π_behaviour, which experience of older weights may have far from 1
-    synchronous: actors pause while the learner updates, as in the paper: every step is of the newest weights
+    clip:          ε of the clipped objective, around the policy that has acted
+    value_cost:    weight of the value loss
+    entropy_cost:  weight of the entropy, reward units for a nat
+    rho_bar:       the most that a step counts, by π / μ, which experience of older weights may have far from 1
+    max_grad_norm: of the loss's gradient
+    normalize_advantages: to mean 0 and standard deviation 1 in each batch
+    synchronous:   actors pause while the learner updates, as in the paper: every step is of the newest weights
     """
 
     name: Literal["ppo"] = "ppo"

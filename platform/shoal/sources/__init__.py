@@ -1,4 +1,4 @@
-"""Where messages come from: the seam for topics of brokers and for logs. As training data, see docs/data.md.
+"""Where messages come from: the seam for topics of brokers and for logs. As training data, see docs/data/messages.md.
 
 Libraries add sources, as `MqttSource`. Names are imported at their first use.
 """

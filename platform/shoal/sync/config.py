@@ -28,6 +28,7 @@ VARIANTS = "shoal.synchronizer_variants"
 class SyncConfig(Spec):
     """What every kind has. Subclasses of ours give `kind` a default, their word.
 
+    kind:            how the replicas of a run stay one model: a word, or a file with a configuration
     synchronizer:    the `module:name` of its `Synchronizer`, or of a function that makes one of a `Replica`
     launch:          what starts and follows the processes of a run of replicas: a word of the group `shoal.launchers`,
                      or a `module:name` (see `train.launch.training_run.LaunchReplicas`)

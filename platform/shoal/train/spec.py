@@ -29,9 +29,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(Spec):
-    """The optimiser, unless the Task creates its own. `learning_rate` is the peak of the schedule.
+    """The optimiser, unless the Task creates its own.
 
-    name: the words with `8bit` are torchao's Adams with states of eight bits
+    name:          the words with `8bit` are torchao's Adams with states of eight bits
+    learning_rate: the peak of the schedule
+    weight_decay, betas, fused: as torch's optimisers take them
     """
 
     name: Literal["adam", "adamw", "sgd", "adam_8bit", "adamw_8bit"] = "adam"
@@ -45,10 +47,13 @@ class OptimizerSpec(Spec):
 class ScheduleSpec(Spec):
     """The learning rate by step, as a share of `optimizer.learning_rate`.
 
+    name:      its shape
     one_cycle: up from 1/25 to 1 within `warmup` of the run (0.3 when 0), down to 1e-4, both by cosines; the momentum
                goes from 0.95 to 0.85 and back (arXiv:1708.07120)
     cosine:    after the warm-up, down to `final` by half a cosine (arXiv:1608.03983)
-    warmup:    steps, or a share of the run below 1; `total_steps`: None takes the end from `stop`
+    warmup:    steps, or a share of the run below 1
+    final:     where it ends, except of constant; 0 of one_cycle: 1e-4
+    total_steps: its length; None: up to the nearest end in `stop`
     """
 
     name: Literal["constant", "one_cycle", "cosine", "linear"] = "constant"
@@ -93,7 +98,11 @@ class ConvergenceSpec(MeasureSpec):
 class StopSpec(Spec):
     """When a run ends: the first criterion that is met counts, and enters the record.
 
-    money: in `price_per_device_hour`'s currency, over all workers
+    steps, epochs: so many
+    wall_s:        seconds of training and evaluation, over all attempts and resumptions
+    target:        an evaluation that meets it, as 'accuracy>=0.9'
+    convergence:   an evaluation that is better than the next `patience`: its network is retained
+    money:         in `price_per_device_hour`'s currency, over all workers
     """
 
     steps: int | None = Field(default=None, ge=1)
@@ -123,14 +132,17 @@ class StopSpec(Spec):
 class EvaluateSpec(Spec):
     """When to evaluate on the validation data; without any nothing is evaluated."""
 
-    every_steps: int | None = Field(default=None, ge=1)
+    every_steps: int | None = Field(default=None, ge=1, description="None: by every_epochs")
     every_epochs: float = Field(default=1.0, gt=0, description="unless every_steps is given")
     batch_size: int | None = Field(default=None, ge=1, description="global; that of training when None")
+    samples: int = Field(default=0, ge=0, le=64, description="whose predictions each evaluation draws; 0: none")
 
 
 class CheckpointSpec(Spec):
     """When to save the run, in addition to its end and an interruption.
 
+    every_steps:  None: by every_s
+    keep:         the newest that stay, besides the best one
     asynchronous: training goes on while a copy of the state is written; false: it waits, and no host memory of the
                   state's size is needed
     """
@@ -163,6 +175,12 @@ class TrainSpec(Spec):
     workers:               processes that train; `[min, max]` sets min_workers too
     min_workers:           with workers that may leave and join: the fewest with which the run goes on; None: `workers`
     batch_size:            over the whole group: each data rank gets its share
+    seed:                  of the model's weights, the order of samples and all random numbers of the run
+    device:                auto: CUDA where there is a GPU
+    clip_norm:             bound of the norm of the full gradient
+    histograms_every_steps: of weights and gradients, in TensorBoard's files
+    selective_backprop:    backward passes of samples with high losses only, as selective_backprop.beta=1
+    resume:                a run to continue, by its id, or `latest`
     check_loss:            in a run that splits its batches, require that the loss of a batch is the mean of its parts'
                            losses; false: the loss is meant as the mean of what each part gives
     average:               decay of an exponential moving average of the weights, to be evaluated and registered

@@ -44,6 +44,7 @@ class MetricSet:
 
     counts: whether this rank's outputs are counted; of ranks with the same samples one does
     finish: called at the end of an evaluation, on every rank: what it gives are further metrics
+    watch:  called with the outputs and the batch, on the CPU
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class MetricSet:
         finish: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._metrics, self._update, self._world, self._counts = dict(metrics), update, world, counts
-        self.finish = finish
+        self.finish, self.watch = finish, list[Callable[[Any, Any], None]]()
         self._has_updates = False
 
     def observe(self, outputs: Any, batch: Any) -> None:
@@ -63,6 +64,8 @@ class MetricSet:
         if self._counts:
             if self._world.device.type != "cpu":
                 outputs, batch = tree_map_only(Tensor, _copy_to_cpu, outputs), map_tensors(batch, _copy_to_cpu)
+            for watch in self.watch:
+                watch(outputs, batch)
             for name, metric in self._metrics.items():
                 self._update(name, metric, outputs, batch)
             self._has_updates = True

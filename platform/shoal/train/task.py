@@ -76,6 +76,7 @@ class Task:
            is a generator, which yields (name of an optimizer, loss): the optimizer takes its step with the gradients of
            its own parameters, and the generator goes on with the new weights. Such a Task needs no `loss`; one that has
            it is evaluated by it. Each rank needs the full model
+    classes: the names of the classes, in order, for sheets of predictions (`evaluate.samples`)
     eval_step: a method `eval_step(self, model, batch)` for evaluations other than `loss` and `metrics` of the model's
            outputs, which are not computed then; None: those. It returns what `metrics` does
     """
@@ -87,6 +88,7 @@ class Task:
     example: Mapping[str, Any] | None = None
     train_step: TrainStep | None = None
     eval_step: EvalStep | None = None
+    classes: Sequence[str] = ()
 
     def setup(self, run: RunFacts) -> None:
         """Called on every worker after `data`, and before `model`: what is known of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 import re
@@ -302,3 +303,15 @@ def test_the_verb_writes_the_page_of_the_newest_run(home: Path) -> None:
     shown = CliRunner().invoke(report, ["one"], catch_exceptions=False).stdout
     assert "report.html" in shown
     assert "Its learning curve: " in shown
+
+
+def test_the_first_the_middle_and_the_last_film_are_on_the_page(home: Path) -> None:
+    with runs.recording("", "job", begun="started", kind=runs.RunKind.LOOP, run_id="filmed") as recorder:
+        films = recorder.folder / "films"
+    films.mkdir()
+    for version in range(5):
+        (films / f"v{version:06d}-e000001-r1-a.webp").write_bytes(f"film {version}".encode())
+    (films / "v000009-e000001-r1-a.webp").write_bytes(b"0" * (report_page.MAX_PICTURE_BYTES + 1))
+    text = report_page.write_page(runs.load("filmed")).read_text()
+    found = re.findall(r'src="data:image/webp;base64,([^"]+)"', text)
+    assert [base64.b64decode(each) for each in found] == [b"film 0", b"film 2", b"film 4"]

@@ -270,6 +270,7 @@ class RunSession:
             details["env"],
             details["server_key"],
             options,
+            record_every=details.get("record_every", 0),
         )
 
     def _describe_dead_actors(self) -> list[str]:

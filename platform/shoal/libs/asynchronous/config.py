@@ -212,7 +212,10 @@ class LocalSGDConfig(LocalStepsConfig):
 
 
 class DiLoCoConfig(LocalStepsConfig):
-    """The mean change of the weights is the gradient of SGD with Nesterov momentum (2311.08105)."""
+    """The mean change of the weights is the gradient of SGD with Nesterov momentum (2311.08105).
+
+    outer_learning_rate, outer_momentum: of that SGD
+    """
 
     kind: Literal["diloco"] = "diloco"
     outer_learning_rate: float = Field(default=0.7, gt=0)

@@ -21,6 +21,7 @@ from shoal.libs.demonstrations.files import (
     Info,
     open_shared,
 )
+from shoal.plugins.find import find_extension
 from shoal.store import open_store
 from shoal.wire.action_masks import MASKS
 
@@ -48,7 +49,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--above", type=float, metavar="RETURN", help="Only complete episodes of a higher return."),
         click.option("--out", type=click.Path(path_type=Path), help="Copy all to a folder, for demonstrations=FOLDER."),
         click.option("--export", metavar="NAME", help="Print one as JSON, which the clients of games replay."),
-        click.option("--film", metavar="NAME", help="Show the steps of one, as text."),
+        click.option("--film", metavar="NAME", help="Show the steps of one, as text, or in --out film.webp."),
         click.argument("run", default="latest"),
     ):
         command = option(command)
@@ -64,6 +65,7 @@ def demonstrations(run: str, **options: Any) -> None:
     Examples:
       shoal demonstrations
       shoal demonstrations latest --film human-1f0c9ad2-000003
+      shoal demonstrations latest --film human-1f0c9ad2-000003 --out film.webp
       shoal demonstrations latest --out shown/
       shoal demonstrations latest --drop human-1f0c9ad2-000003 --drop script
     """
@@ -113,7 +115,10 @@ def _run(
         files.delete(dropped)
         click.echo(f"dropped {len(dropped)} of {len(found)}")
     elif film is not None:
-        click.echo("\n".join(_film(film, found[film])))
+        if out is None:
+            click.echo("\n".join(_film(film, found[film])))
+        else:
+            _draw(film, found[film], out)
     elif export is not None:
         click.echo(json.dumps(export_episode(export, found[export])))
     elif out is not None:
@@ -185,6 +190,19 @@ def _list(found: Mapping[str, Demonstration]) -> None:
     for name, (info, _) in found.items():
         shown = "goes on" if info.episode_return is None else format_number(info.episode_return)
         click.echo(f"{name:<36}{info.num_steps:>8,}{shown:>12}  {info.actor_id}")
+
+
+def _draw(name: str, demonstration: Demonstration, out: Path) -> None:
+    """As a film, by the library that draws those of policies. Raises ConfigError, MissingExtra."""
+    try:
+        draw = find_extension("draw", "shoal.films", {})
+    except ValueError as error:
+        raise ConfigError("out", str(out), str(error), "install the library films of Shoal") from None
+    info, segment = demonstration
+    outcome = "terminated" if info.terminated else "truncated" if info.truncated else ""
+    shown = {"observations": segment.observations, "actions": segment.actions, "rewards": segment.rewards}
+    count = draw(out, title=f"{name} · {_format_behaviour(info)}", outcome=outcome, **shown)
+    click.echo(f"{out}: {count} pictures")
 
 
 def _film(name: str, demonstration: Demonstration) -> Iterator[str]:

@@ -228,6 +228,10 @@ class _TextTask(HuggingFaceTask):
             _newest.update(key=key, rows=self.load_rows())
         return Data(*_newest["rows"])
 
+    def decode_tokens(self, tokens: Sequence[int]) -> str:
+        """The text, for those who see what is predicted."""
+        return str(load_tokenizer(self.folder).decode(tokens))
+
     def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
         """The samples. Raises DataError."""
         raise NotImplementedError

@@ -14,6 +14,8 @@ from shoal.wire.experience_spec import PolicySpec
 class QLearningConfig(AlgorithmConfig):
     """What DQN and R2D2 have in common, under the names of Ape-X (Horgan et al., 1803.00933, appendix C).
 
+    discount:           γ, for an environment step
+    learning_rate:      of Adam
     num_steps:          n of the n-step targets, environment steps
     dueling:            separate streams for value and advantage (1511.06581)
     batch_size:         steps, or sequences of R2D2, drawn for one step of the optimizer
@@ -25,6 +27,7 @@ class QLearningConfig(AlgorithmConfig):
     priority_exponent, beta: of prioritised replay (1511.05952): 0 draws uniformly; weights undo it fully at beta = 1
     replay_mb:          MiB of the replay, with its priorities; what is older is overwritten
     replay_on_disk:     in files of the run's folder, so that a resumed run goes on with it
+    max_grad_norm:      of the loss's gradient
     """
 
     discount: float = Field(default=0.99, ge=0, le=1)
@@ -82,7 +85,7 @@ class R2D2Config(QLearningConfig):
     """Names as in Kapturowski et al. (ICLR 2019) and in DQN. Defaults were chosen on small games of memory.
 
     sequence_length:    environment steps that a sequence trains
-    burn_in:            environment steps before them that only bring the state up to date with the weights
+    burn_in:            environment steps before them that only bring the state up to date; at most sequence_length
     priority_mix:       η: a sequence's priority is η max + (1 - η) mean of its absolute errors
     rescaling_epsilon:  ε of the value rescaling h(x) = sign(x) (√(|x| + 1) - 1) + ε x
     """
@@ -116,7 +119,8 @@ class R2D2Config(QLearningConfig):
 class SACConfig(AlgorithmConfig):
     """Names as in Haarnoja et al. (1812.05905, table 1), defaults for small tasks.
 
-    learning_rate:       of the policy, the critics and the temperature
+    discount:            γ, for an environment step
+    learning_rate:       of Adam, for the policy, the critics and the temperature
     tau:                 how far the target critics move to the critics after each step
     batch_size:          steps drawn for one step of the optimizers
     updates_per_step:    steps of the optimizers for each environment step inserted

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from pandas import DataFrame
 
-PICTURES = "pictures"  # a folder of a run's folder
+PICTURES, FILMS = "pictures", "films"  # folders of a run's folder; of films the first, the middle and the last
 MAX_SMALL_PLOTS = 12
 MAX_EVENTS, MAX_VALUES = 200, 32
 MAX_PICTURES, MAX_PICTURE_BYTES = 12, 4 << 20
@@ -158,9 +158,11 @@ def _build_page(run: Run) -> dict[str, object]:
     staleness = run.last_events().get("staleness", {})
     updates = {int(each): float(count) for each, count in staleness.get("counts", {}).items()}
     drops = {name.removeprefix("drops/"): count for name, count in latest.items() if name.startswith("drops/")}
-    pictures = sorted(
-        path for path in (run.folder / PICTURES).glob("*.png") if path.stat().st_size <= MAX_PICTURE_BYTES
-    )
+    small = [
+        [path for path in sorted((run.folder / name).glob(f"*.{kind}")) if path.stat().st_size <= MAX_PICTURE_BYTES]
+        for name, kind in ((PICTURES, "png"), (FILMS, "webp"))
+    ]
+    films = [small[1][index] for index in sorted({0, len(small[1]) // 2, len(small[1]) - 1})] if small[1] else []
     return {
         "run": run,
         "status": run.status.value,
@@ -172,7 +174,10 @@ def _build_page(run: Run) -> dict[str, object]:
         "small_plots": _render_small_plots(read),
         "drawn_over": "steps" if read.is_training else "wall seconds",
         "drops": _build_bars(sorted(drops.items(), key=lambda drop: (-drop[1], drop[0]))),
-        "pictures": [(each.stem, base64.b64encode(each.read_bytes()).decode()) for each in pictures[:MAX_PICTURES]],
+        "pictures": [
+            (each.stem, each.suffix[1:], base64.b64encode(each.read_bytes()).decode())
+            for each in (*films, *small[0][:MAX_PICTURES])
+        ],
         "sections": panels.sections(run),
         "updates": staleness,
         "staleness": _build_bars([(str(each), updates.get(each, 0.0)) for each in range(max(updates, default=-1) + 1)]),

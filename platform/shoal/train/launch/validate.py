@@ -33,6 +33,7 @@ from shoal.registry import ModelFactory, Registry, Signature
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
 from shoal.train.initial_weights import load_initial_weights
+from shoal.train.loop.evaluation import load_sample_sheet
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.reporting.event_log import EventLog
@@ -108,6 +109,8 @@ def validate_spec(spec: TrainSpec) -> None:
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
     Registry().require_distinct_name("name", make_model_name(spec))
     _require_backend(spec)
+    if spec.evaluate.samples:
+        load_sample_sheet()
 
 
 def validate_task(spec: TrainSpec) -> ValidatedRun:

@@ -6,6 +6,9 @@ Called by the Trainer, the launchers and the CLI. Does not change the model.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -14,7 +17,9 @@ from torch import Tensor
 from shoal.data import Loader
 from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
+from shoal.plugins.find import find_extension
 from shoal.train.stateful_metric import MetricSet
+from shoal.train.task import Task
 
 
 def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = None) -> dict[str, float]:
@@ -44,6 +49,18 @@ def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = 
             raise _make_uneven_metrics_error(names)
     totals = dict(zip(names, model.sum_over_data_ranks(values).tolist(), strict=True))
     return {name: total / count if count else math.nan for name in sums for total, count in [totals[name]]} | further
+
+
+def load_sample_sheet() -> Callable[[int, Path, Task], Any]:
+    """What draws predictions of validation samples: made of their number, the run's folder and the Task, it has
+    `observe(outputs, batch)` and `write(step, epoch)`. Raises ConfigError without a library that does."""
+    try:
+        made: Callable[[int, Path, Task], Any] = find_extension("samples", "shoal.films", {})
+    except ValueError as error:
+        raise ConfigError(
+            "evaluate.samples", "", str(error), "install the library films of Shoal, or leave it"
+        ) from None
+    return made
 
 
 def _make_uneven_metrics_error(names: list[str]) -> ConfigError:

@@ -5,12 +5,13 @@ import * as cluster from "./pages/cluster.js";
 import * as compare from "./pages/compare.js";
 import * as endpoints from "./pages/endpoints.js";
 import * as models from "./pages/models.js";
+import * as films from "./pages/films.js";
 import * as run from "./pages/run.js";
 import * as runs from "./pages/runs.js";
 import * as tries from "./pages/try.js";
 
 // Each page has open(main, parts, query), which draws it, and returns what ends it.
-const PAGES = { runs, run, compare, models, endpoints, try: tries, cluster };
+const PAGES = { runs, run, compare, films, models, endpoints, try: tries, cluster };
 const LINKS = [["runs", "Runs"], ["models", "Models"], ["endpoints", "Endpoints"], ["cluster", "Cluster"]];
 
 const main = document.getElementById("main");

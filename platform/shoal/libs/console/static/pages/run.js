@@ -4,14 +4,15 @@ import { complain } from "../lib/ask.js";
 import { Board, readCurves } from "../lib/board.js";
 import { facts, h, say, state } from "../lib/dom.js";
 import { duration, moment, number } from "../lib/format.js";
+import { openFilms } from "./films.js";
 import { openLoop, openSections, openTraining } from "./run_kinds.js";
 import { openEvents, openLog, openSpec } from "./run_record.js";
 
 const PARTS = {
   curves: ["Curves", openCurves], loop: ["Actors", openLoop], training: ["Step and memory", openTraining],
-  sections: ["Results", openSections], events: ["Events", openEvents], log: ["Output", openLog], spec: ["Spec", openSpec],
+  films: ["Films and predictions", openFilms], sections: ["Results", openSections], events: ["Events", openEvents], log: ["Output", openLog], spec: ["Spec", openSpec],
 };
-const ONLY = { loop: ["loop", "stream"], training: ["training", "sweep"] }; // the kinds of runs that have a part
+const ONLY = { loop: ["loop", "stream"], training: ["training", "sweep"], films: ["loop", "training"] }; // the kinds of runs that have a part
 
 export async function open(main, [id, part = "curves"]) {
   const path = `/api/runs/${encodeURIComponent(id)}`;

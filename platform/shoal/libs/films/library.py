@@ -1,0 +1,15 @@
+"""The verb of this library, and what others take films with."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library(
+    "films",
+    verbs={"play": ("shoal.libs.films.command:play", "Play a registered policy, print its returns, and film it.")},
+    extensions={
+        "shoal.films": {
+            "draw": "shoal.libs.films.film_file:draw_film",
+            "actor": "shoal.libs.films.filmed_game:FilmedGame",
+            "samples": "shoal.libs.films.samples:SampleSheet",
+        }
+    },
+)
