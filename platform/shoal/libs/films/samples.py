@@ -118,17 +118,16 @@ class SampleSheet:
         shown = "" if row is None or picture is not None else self._describe_input(row)
         match batch.kind:
             case "classes":
-                answer, label = int(scores.argmax()), int(target)
-                said = f"{self._name(answer)}, {float(scores.softmax(0)[answer]):.0%}"
-                return SamplePrediction(shown, self._name(label), said, loss, answer == label, picture)
+                best, wanted_class = int(scores.argmax()), int(target)
+                answer = f"{self._name(best)}, {float(scores.softmax(0)[best]):.0%}"
+                return SamplePrediction(shown, self._name(wanted_class), answer, loss, best == wanted_class, picture)
             case "pixels":
                 found = scores.argmax(0)
                 is_known = target >= 0
                 share = float((found == target)[is_known].float().mean()) if bool(is_known.any()) else 1.0
                 overlays = None if picture is None else lay_over(picture, found.numpy(), target.numpy())
-                return SamplePrediction(
-                    "", f"{len(target.unique())} classes", f"{share:.1%} of the pixels", loss, None, overlays
-                )
+                answer, label = f"{share:.1%} of the pixels", f"{len(target.unique())} classes"
+                return SamplePrediction("", label, answer, loss, None, overlays)
             case "tokens":
                 is_asked, found = target >= 0, scores.argmax(-1)
                 wanted, given = (self._decode(each[is_asked]) for each in (target, found))
