@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shoal.errors import ConfigError
+from shoal.extend.runs import Run, load
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -30,3 +32,25 @@ async def read_body(request: Request) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError("body", "***", f"is no JSON object: {error}") from None
     return content
+
+
+def read_number(request: Request, name: str, default: float) -> float:
+    """A finite number of the query. Raises ConfigError."""
+    text = request.query_params.get(name)
+    if not text:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(name, text, "is no number")
+    return number
+
+
+def load_exactly(run_id: str) -> Run:
+    """The run of this id: a change needs its full name. Raises RunError, and ConfigError for a shorter one."""
+    run = load(run_id)
+    if run.id != run_id:
+        raise ConfigError("run", run_id, "is not the full name of a run", f"is it {run.id}?")
+    return run
