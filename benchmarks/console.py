@@ -2,9 +2,9 @@
 
     python -m benchmarks.console [--runs N] [--quick]
 
-The peers live in an environment of their own, `.venv-console` or what $CONSOLE_PEERS names: tensorboard==2.21.0,
-mlflow==3.17.2, setuptools==80.9.0. `benchmarks/peers/console_data.py` writes their runs, this script ours: 1,000 runs
-of 20 steps of 3 metrics, and one of 100,000 steps of 8.
+The peers, tensorboard==2.21.0 and mlflow==3.17.2, live in an environment of their own (benchmarks/console.txt):
+`.venv-console`, or what $CONSOLE_PEERS names. `benchmarks/peers/console_data.py` writes their runs, this script ours:
+1,000 runs of 20 steps of 3 metrics, and one of 100,000 steps of 8.
 
 Times are the page's own, from the navigation to the second frame after what is awaited is there, each in a new tab,
 with the browser's cache; sides take turns, and the first round is left out. "Drawn": all eight charts have a curve.
