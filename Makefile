@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 COMPAT := .venv-compat
 NODE    := clients/javascript/node_modules
 SMOLLM2 := .venv-smollm2
-PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs)
+PEERS  := $(addprefix .venv-,peers dynet torchft sbx torchrl recommender deepriver som godot fewrows tables s3fs console)
 PROTOCOL := platform/shoal/libs/grpc
 
 .DEFAULT_GOAL := help
@@ -95,7 +95,7 @@ proto: $(READY)  ## Compile the protocol's messages from inference.proto
 
 # An environment of peers: .venv-NAME has what benchmarks/NAME.txt names.
 PEER_TORCH = torch==2.13.0
-.venv-dynet/.ready .venv-recommender/.ready .venv-deepriver/.ready: PEER_TORCH =
+.venv-dynet/.ready .venv-recommender/.ready .venv-deepriver/.ready .venv-console/.ready: PEER_TORCH =
 .venv-%/.ready: benchmarks/%.txt
 	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	@echo "installing $* into .venv-$* ..."

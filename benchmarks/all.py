@@ -16,7 +16,7 @@ NAMES = (
     *("time_to_solve", "champion_promise", "experience", "weights", "algorithms", "actor_cost", "self_play"),
     *("version_lag", "publish_latency", "remote_inference", "gateway_durable", "idle_sessions", "host_loss"),
     *("steady_lag", "mixed_policies", "load", "tables", "websocket", "browser", "godot", "films"),
-    "agents_in_one_message",
+    *("agents_in_one_message", "console", "console_hostile"),
     *(
         "training_step",
         "fsdp_bf16",

@@ -2,9 +2,9 @@
 
     python -m benchmarks.console [--runs N] [--quick]
 
-The peers live in an environment of their own, `.venv-console` or what $CONSOLE_PEERS names: tensorboard==2.21.0,
-mlflow==3.17.2, setuptools==80.9.0. `benchmarks/peers/console_data.py` writes their runs, this script ours: 1,000 runs
-of 20 steps of 3 metrics, and one of 100,000 steps of 8.
+The peers, tensorboard==2.21.0 and mlflow==3.17.2, live in an environment of their own (benchmarks/console.txt):
+`.venv-console`, or what $CONSOLE_PEERS names. `benchmarks/peers/console_data.py` writes their runs, this script ours:
+1,000 runs of 20 steps of 3 metrics, and one of 100,000 steps of 8.
 
 Times are the page's own, from the navigation to the second frame after what is awaited is there, each in a new tab,
 with the browser's cache; sides take turns, and the first round is left out. "Drawn": all eight charts have a curve.
@@ -12,8 +12,9 @@ Ours shows a sample of 500 steps first, and then replaces it by the least and th
 of all 100,000; both moments are measured, with the record not yet read. The peers draw samples of their own. A new
 point: from the call of `log` to the frame that has it; peers are left out, since their pages are not told.
 
-A run that is watched: steps of a small network on one thread, each logged, with a page's stream open and without,
-in turns. Then a server of JSON that counts its requests in a run, likewise: requests/s of one connection.
+A run that is watched: steps of a small network on one thread, every twentieth logged with 8 metrics, with a page's
+stream open and without, in turns. Then a server of JSON that logs how many requests it had, every hundredth, likewise:
+requests/s of one connection. And the processor time of the console while its page's stream is open, by the second.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
@@ -216,14 +218,18 @@ def measure_costs(folder: Path, rounds: int, seconds: float, found: dict[str, li
                 optimizer.step()
                 times.append(time.perf_counter() - began_at)
                 step += 1
-                recorder.log(step, {name: float(loss.detach()) for name in NAMES})
+                if step % 20 == 0:
+                    recorder.log(step, {name: float(loss.detach()) for name in NAMES})
             return statistics.fmean(times)
 
         time_steps()
         for _ in range(rounds):
             found["step alone"].append(time_steps())
             with watch(console, "watched-run"):
+                began_at, used_s = time.monotonic(), find_processor_s(console)
                 found["step watched"].append(time_steps())
+                share = (find_processor_s(console) - used_s) / (time.monotonic() - began_at)
+                found["processor"].append(share)
         with count_requests(recorder) as ask:
             ask(seconds / 4)
             for _ in range(rounds):
@@ -231,6 +237,15 @@ def measure_costs(folder: Path, rounds: int, seconds: float, found: dict[str, li
                 with watch(console, "watched-run"):
                     found["requests watched"].append(ask(seconds))
         recorder.finish(runs.Status.FINISHED)
+
+
+def find_processor_s(console: str) -> float:
+    """Of the process that listens at the console's port."""
+    port = int(console.rstrip("/").rpartition(":")[2])
+    ours = psutil.Process().children(recursive=True)
+    (server,) = (each for each in ours if f"{port}" in each.cmdline())
+    times = server.cpu_times()
+    return float(times.user + times.system)
 
 
 @contextlib.contextmanager
@@ -245,7 +260,8 @@ def count_requests(recorder: runs.RunRecorder) -> Iterator[Any]:
 
         def do_GET(self) -> None:
             Handler.count += 1
-            recorder.log(1_000_000 + Handler.count, {"endpoint/requests": float(Handler.count)})
+            if Handler.count % 100 == 0:
+                recorder.log(1_000_000 + Handler.count, {"endpoint/requests": float(Handler.count)})
             body = json.dumps({"count": Handler.count}).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
@@ -304,6 +320,7 @@ def main() -> None:
         compare(f"{curves}: of all values", "s", "lower", found["exact"], note=exact),
         compare("a new point, from `log` to the screen", "s", "lower", found["point"], bar=1.0, bar_kind="value"),
         watched("step of a run that is watched", "s", "lower", "step", 1.01),
+        compare("processor of the console, of one page that follows", "cores", "lower", found["processor"]),
         watched("requests of a run that is watched", "requests/s", "higher", "requests", 0.99),
     ]
     write("console", made, chosen.results)

@@ -30,7 +30,7 @@ RLLIB_CAP_S = 300.0  # longer: a cap is a lower bound
 START_TIMEOUT_S = 120.0
 NUM_ACTORS = 4
 SB3_BAR, SBX_BAR, RLLIB_BAR = 0.5, 1.0, 0.05
-# Chosen from 16 settings of PPO and IMPALA: docs/what-did-not-work.md.
+# Chosen from 16 settings of PPO and IMPALA: docs/what-did-not-work/learning.md.
 WORDS = (
     *("algorithm=ppo", "algorithm.synchronous=true", "algorithm.discount=0.98", "algorithm.lambda_=0.9"),
     *("algorithm.epochs=8", "algorithm.learning_rate=0.002", "algorithm.entropy_cost=0"),

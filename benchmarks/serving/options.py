@@ -3,7 +3,7 @@
     python -m benchmarks.serving.options [--runs N] [--quick] [--write]
 
 One thread, and its processor time, which says the same whatever else the machine does. Interleaved: every run times
-each option once, and medians are compared. `--write` renews the table in docs/serving-models.md. The rows are kept
+each option once, and medians are compared. `--write` renews the table in docs/serving/gains.md. The rows are kept
 apart from the README's: they compare us with ourselves.
 """
 
@@ -28,7 +28,7 @@ from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
-PAGE = ROOT / "docs" / "serving-models.md"
+PAGE = ROOT / "docs" / "serving" / "gains.md"
 BEGIN, END = "<!-- options:begin -->", "<!-- options:end -->"
 BATCHES = (1, 8, 64)
 PLAIN = "as it is"

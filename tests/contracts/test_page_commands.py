@@ -26,6 +26,8 @@ from shoal.cli.support.console import DefaultCommandGroup
 from shoal.cli.support.jobs import find_job
 from shoal.config import Spec, last_override
 from shoal.errors import ShoalError
+from shoal.flows.serving_spec import ServingSpec
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.launch.validate import validate_spec
 
@@ -105,6 +107,10 @@ def check_shoal(verb: str, words: list[str]) -> None:
     with found.make_context(verb, [each for each in words if each not in shown]) as context:
         if verb == "run":
             check_fields(find_file(context.params["job"]), context.params["overrides"])
+        if (verb, found.name) == ("serve", "deploy"):
+            ServingSpec(models=["mine"]).override([each for each in context.params["arguments"] if "=" in each])
+        if (verb, found.name) == ("serve", "set"):
+            ModelOptions().override(list(context.params["overrides"]))
 
 
 def find_file(job: str) -> Path:
@@ -168,6 +174,8 @@ def test_every_command_of_the_pages_is_understood(place: Path) -> None:
     [
         "shoal runn lenet",
         "shoal serve deploy mine --replica 2",
+        "shoal serve deploy mine endpoint.num_replica=2",
+        "shoal serve set mine deadline=0.1",
         "shoal run lenet batch_sise=3",
         "shoal run train task=my_task.py:MyTask",
         "python -m shoal.train task=my_task.py:MyTask",

@@ -39,7 +39,6 @@ def test_pages_import_what_is_there() -> None:
 
 MAX_PAGE = 2500  # words
 LONG = {"protocol.md", "inference-protocol.md", "measured.md"}  # beside the reference
-LONG |= {"architecture.md", "operations.md", "serving.md", "serving-models.md", "what-did-not-work.md"}
 
 
 def test_pages_are_short() -> None:
@@ -51,6 +50,13 @@ def test_the_page_of_extensions_has_every_group() -> None:
     groups = {group for library in find_libraries() for group in library.extensions} - {"shoal.extend"}
     page = (ROOT / "docs" / "extending.md").read_text()
     assert {group for group in groups if f"`{group}`" not in page} == set()
+
+
+def test_the_page_of_the_architecture_has_every_room_and_library() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    folders = {path.parent for path in (ROOT / "platform" / "shoal").glob("**/__init__.py")}
+    rooms = {folder.name for folder in folders if folder.parent.name in ("shoal", "libs")} - {"libs"}
+    assert {room for room in rooms if not re.search(rf"^\|.*`{room}/?`.* \|", page, re.MULTILINE)} == set()
 
 
 PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sorted((ROOT / place).rglob("*.py"))]

@@ -190,16 +190,17 @@ def test_the_command_releases_and_names_who_can_be_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """Of a run, and of one of several policies in a run."""
-    (tmp_path / policy).mkdir(exist_ok=True)
-    ledger = Ledger(tmp_path / policy / LEDGER_NAME)
+    folder = tmp_path / "run-1"
+    (folder / policy).mkdir(parents=True)
+    ledger = Ledger(folder / policy / LEDGER_NAME)
     ledger.quarantine("actor 3", "claims too much")
     ledger.close()
-    run = type("FakeRun", (), {"folder": tmp_path, "id": "run-1"})()
+    run = type("FakeRun", (), {"folder": folder, "id": "run-1"})()
     monkeypatch.setattr(runs, "load", lambda name: run)
     with pytest.raises(ConfigError, match=r"is not in quarantine in run run-1\. these are: actor 3"):
         CliRunner().invoke(runs.release, ["latest", "other"], catch_exceptions=False)
     done = CliRunner().invoke(runs.release, ["latest", "actor 3"], catch_exceptions=False)
     assert "actor 3 is released" in done.output
-    assert read_run_quarantine(tmp_path) == {}
+    assert read_run_quarantine(folder) == {}
     warning = format_warning("actor_quarantined", {"actor_id": "actor 3", "reason": "claims too much"})
     assert warning == "actor 3 is in quarantine, it claims too much: mend it, then shoal release RUN 'actor 3'"

@@ -1,4 +1,4 @@
-"""The page on serving: every block of Python and YAML is used, against an endpoint of this process."""
+"""The pages on serving: every block of Python and YAML is used, against an endpoint of this process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.scale import ScaleSpec
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
-APPS = PAGE.parents[1] / "serve_apps"
+DOCS = Path(__file__).parents[2] / "docs"
+PARTS = ("clients", "canaries", "reach", "replicas", "scaling", "live-policies")
+PAGES = [DOCS / "serving.md", *(DOCS / "serving" / f"{part}.md" for part in PARTS)]
+APPS = DOCS.parent / "serve_apps"
+TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
 
 
@@ -72,7 +75,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"URL": endpoint.url, "KEY": TOKEN}
     for block in blocks("python"):
-        exec(compile(block, str(PAGE), "exec"), names)
+        exec(compile(block, "docs/serving", "exec"), names)
     assert Registry().get("mine@champion").snapshot().tensors().keys() == {"weight", "bias"}
     said = capsys.readouterr().out
     assert "[[4. 4.]\n [4. 4.]] 7" in said
@@ -88,7 +91,7 @@ def test_the_python_of_the_page_runs(endpoint: Host, capsys: pytest.CaptureFixtu
 
 
 def test_the_yaml_of_the_page_is_a_spec(tmp_path: Path) -> None:
-    exec(compile(blocks("python")[0], str(PAGE), "exec"), {})
+    exec(compile(blocks("python")[0], "docs/serving", "exec"), {})
     specs = []
     for text in blocks("yaml"):
         (tmp_path / "shop.yaml").write_text(text)
@@ -110,9 +113,9 @@ def test_the_apps_files_are_specs(path: Path) -> None:
 
 def test_the_fields_that_the_page_names_are_fields() -> None:
     expected = {"endpoint": EndpointSpec, "endpoint.model": ModelOptions, "endpoint.scale": ScaleSpec}
-    tables = re.findall(r"\| field of `([\w.]+)` .*?\n\|[-|]+\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
-    assert [name for name, _ in tables] == list(expected)
-    for (_, rows), fields in zip(tables, (each.model_fields for each in expected.values()), strict=True):
+    tables = re.findall(r"\| field of `([\w.]+)` .*?\n\|[-|]+\n(.*?)\n\n", TEXT, re.DOTALL)
+    assert {name for name, _ in tables} == expected.keys()
+    for name, rows in tables:
         for row in rows.splitlines():
-            for name in re.findall(r"`([a-z_]+)\.?`", row.split("|")[1]):
-                assert name in fields, name
+            for field in re.findall(r"`([a-z_]+)`", row.split("|")[1]):
+                assert field in expected[name].model_fields, field

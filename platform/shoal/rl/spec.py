@@ -82,7 +82,7 @@ class RLSpec(Spec):
     learner: LearnerSpec = LearnerSpec()
     self_play: SelfPlaySpec = SelfPlaySpec()
     demonstrations: DemonstrationsSpec = DemonstrationsSpec()
-    algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work.md
+    algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work/learning.md
         default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
     )
 

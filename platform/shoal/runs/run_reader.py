@@ -218,7 +218,7 @@ class Run:
             **named,
             status=resolve_status(row),
             git_dirty=bool(row["git_dirty"]),
-            folder=folder / "runs" / row["id"],
+            folder=Path(folder, "runs", row["id"]),
             _home=folder,
             _number=row["number"],
             _kind=row["kind"],

@@ -15,7 +15,7 @@ import uvicorn
 from chromium import Chromium
 from shoal import runs
 from shoal.libs.console.access import Access
-from shoal.libs.console.notes import change_note
+from shoal.libs.console.notes import change_note, read_notes
 from shoal.libs.console.server import bind, build_app
 from waiting import wait_for
 
@@ -72,8 +72,18 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         for part, text in (("events", SCRIPT), ("log", SCRIPT), ("spec", "onerror"), ("curves", SCRIPT)):
             open_page(f"run/{RUN}/{part}", f"location.hash.endsWith('{part}') && {says(text)}")
 
+        body = "new URLSearchParams({ token: 'token' })"
+        browser.run(
+            f"fetch('/login', {{ method: 'POST', body: {body} }}).then((each) => {{ window.entered = each.ok }})"
+        )
+        wait("window.entered")
+        open_page(f"run/{RUN}/curves", "Boolean(document.querySelector('.note textarea'))")
+        write = "each.value = 'mine'; each.dispatchEvent(new Event('change'))"
+        browser.run(f"((each) => {{ {write} }})(document.querySelector('.note textarea'))")
+        wait_for(lambda: read_notes()[RUN].note == "mine", what="the note")
+
         chart = "[...document.querySelectorAll('.chart')].find((each) => each.chart.name === 'loss').chart"
-        wait(f"{chart}.plot?.data[0].length === 5")
+        wait(f"{chart}?.plot?.data[0].length === 5")
         recorder.log(6, {"loss": 0.1})
         recorder.flush()
         wait(f"{chart}.plot.data[0].length === 6")  # by the stream

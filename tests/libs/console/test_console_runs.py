@@ -15,7 +15,7 @@ from shoal.extend.runs import ReportPanels, Section
 from shoal.home import home
 from shoal.libs.console import live, parts_api
 from shoal.libs.console.access import Access
-from shoal.libs.console.curves import CurveCache, thin
+from shoal.libs.console.curves import CurveCache, RunCurves, thin
 from shoal.libs.console.live import MAX_ANONYMOUS_STREAMS, MAX_STREAMS, RunFeed, WatchedRun
 from shoal.libs.console.server import build_app
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
@@ -128,6 +128,18 @@ def test_curves_are_read_on_and_values_of_earlier_steps_are_found(recorder: runs
     log(1, loss=5.0)
     log(3, accuracy=0.6)
     assert read() == {"loss": ([1, 2, 3], [5.0, 3.0, 2.0]), "accuracy": ([2, 3], [0.5, 0.6])}
+
+
+def test_a_sample_waits_for_no_other_page(recorder: runs.RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder.log(1, {"loss": 4.0})
+    recorder.flush()
+    cache, run, samples = CurveCache(), runs.load("one"), []
+    monkeypatch.setattr(RunCurves, "extend", lambda self, run: samples.append(cache.sample(run)))  # meanwhile
+    cache.read(run)
+    assert [list(sample) for sample in samples] == [["loss"]]
+    monkeypatch.undo()
+    cache.read(run)
+    assert cache.sample(run) is None
 
 
 def test_a_thinned_curve_has_its_peaks_and_its_ends() -> None:

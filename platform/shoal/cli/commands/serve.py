@@ -253,7 +253,7 @@ def promote(model: str, endpoint: str | None) -> None:
 @_endpoint_option
 @ca_option
 def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
-    """Change options of a model that is served (docs/serving.md lists them).
+    """Change options of a model that is served (docs/serving-models.md explains them).
 
     Every replica loads its version once more, with the new options, while the present one answers. Then all of them
     switch, or none if one cannot. No request fails.

@@ -83,8 +83,8 @@ def deploy(
     A cluster has any number of endpoints, each with a name of its own: the first has the root of their address, each
     later one the path /NAME. An endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows
     an alias: promote another version, and the endpoint switches to it. NAME alone is the present newest version, and
-    stays. Words A.B=C set fields of the endpoint (docs/serving.md lists them); a YAML file can hold the full spec. A
-    remote cluster takes models from its own registry, and the current folder is uploaded.
+    stays. Words A.B=C set fields of the endpoint (all in docs/reference/fields.md); a YAML file can hold the full spec.
+    A remote cluster takes models from its own registry, and the current folder is uploaded.
 
     \b
     Examples:

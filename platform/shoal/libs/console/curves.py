@@ -93,8 +93,9 @@ class CurveCache:
     def sample(self, run: Run) -> dict[str, MetricHistory] | None:
         """Curves of a sample of the steps, at once; None when all values are in memory."""
         with self._lock:
-            if run.id in self._runs:
-                return None
+            known = self._runs.get(run.id)
+        if known is not None and known.last_step >= 0:  # otherwise another page's request is reading it
+            return None
         return sample_curves(run, SAMPLE_STEPS)
 
     def read(self, run: Run) -> dict[str, MetricHistory]:

@@ -38,7 +38,12 @@ MAX_OPEN_FILES = 20_000
 def build_app(access: Access) -> Guard:
     """The console as an ASGI application."""
     version = _hash_static()
-    page = (STATIC / "index.html").read_text().replace("/static/", f"/static/{version}/")
+    modules = [
+        path.relative_to(STATIC) for folder in ("lib", "pages") for path in sorted((STATIC / folder).glob("*.js"))
+    ]
+    preloads = "".join(f'<link rel="modulepreload" href="/static/{path}">\n' for path in modules)
+    page = (STATIC / "index.html").read_text().replace("</head>", f"{preloads}</head>")
+    page = page.replace("/static/", f"/static/{version}/")
     routes = [
         Route("/", lambda request: HTMLResponse(page)),
         Route("/api/session", _describe_session),

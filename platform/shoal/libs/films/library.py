@@ -5,6 +5,7 @@ from shoal.plugins.library import Library
 LIBRARY = Library(
     "films",
     verbs={"play": ("shoal.libs.films.command:play", "Play a registered policy, print its returns, and film it.")},
+    heading="play",
     extensions={
         "shoal.films": {
             "draw": "shoal.libs.films.film_file:draw_film",

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Sample:
+class SamplePrediction:
     """A prediction. right: whether it is the label, where that is a question; picture: uint8 [H, W, 3]"""
 
     shown: str
@@ -69,8 +69,8 @@ class SampleSheet:
     count: int
     folder: Path
     task: Any
-    _fixed: list[Sample] = field(default_factory=list)
-    _worst: list[Sample] = field(default_factory=list)
+    _fixed: list[SamplePrediction] = field(default_factory=list)
+    _worst: list[SamplePrediction] = field(default_factory=list)
     _confusion: np.ndarray | None = None  # [K, K], of labels and answers
     _written: list[Path] = field(default_factory=list)
     _is_unknown: bool = False
@@ -111,28 +111,29 @@ class SampleSheet:
         replace_synced(path, msgspec.json.encode(sheet))
         self._written = thin_out([*self._written, path], MAX_SHEETS)
 
-    def _describe(self, batch: _Batch, index: int) -> Sample:
+    def _describe(self, batch: _Batch, index: int) -> SamplePrediction:
         scores, target = batch.scores[index], batch.targets[index]
         row = None if batch.inputs is None else batch.inputs[index].numpy()
         picture, loss = None if row is None else to_picture(row), float(batch.losses[index])
         shown = "" if row is None or picture is not None else self._describe_input(row)
         match batch.kind:
             case "classes":
-                answer, label = int(scores.argmax()), int(target)
-                said = f"{self._name(answer)}, {float(scores.softmax(0)[answer]):.0%}"
-                return Sample(shown, self._name(label), said, loss, answer == label, picture)
+                best, wanted_class = int(scores.argmax()), int(target)
+                answer = f"{self._name(best)}, {float(scores.softmax(0)[best]):.0%}"
+                return SamplePrediction(shown, self._name(wanted_class), answer, loss, best == wanted_class, picture)
             case "pixels":
                 found = scores.argmax(0)
                 is_known = target >= 0
                 share = float((found == target)[is_known].float().mean()) if bool(is_known.any()) else 1.0
                 overlays = None if picture is None else lay_over(picture, found.numpy(), target.numpy())
-                return Sample("", f"{len(target.unique())} classes", f"{share:.1%} of the pixels", loss, None, overlays)
+                answer, label = f"{share:.1%} of the pixels", f"{len(target.unique())} classes"
+                return SamplePrediction("", label, answer, loss, None, overlays)
             case "tokens":
                 is_asked, found = target >= 0, scores.argmax(-1)
                 wanted, given = (self._decode(each[is_asked]) for each in (target, found))
-                return Sample(shown, wanted, given, loss)
+                return SamplePrediction(shown, wanted, given, loss)
         wanted, given = (_format_numbers(each.numpy().ravel()) for each in (target, scores))
-        return Sample(shown, wanted, given, loss, None, picture)
+        return SamplePrediction(shown, wanted, given, loss, None, picture)
 
     def _describe_input(self, row: np.ndarray) -> str:
         if row.ndim == 1 and row.dtype.kind in "iu" and hasattr(self.task, "decode_tokens"):

@@ -19,7 +19,7 @@ MAX_COUNTED = 12  # classes of a matrix whose cells have their count written in
 def draw_sheet(
     parts: Mapping[str, Sequence[Any]], confusion: np.ndarray | None, names: Sequence[str], title: str
 ) -> bytes:
-    """A WebP. parts: rows of `Sample`s by their heading; confusion: [K, K] of labels (down) and answers (across)"""
+    """A WebP. parts: rows of predictions by their heading; confusion: [K, K] of labels (down) and answers (across)"""
     font, height = ImageFont.load_default(11), LINE
     blocks = []
     for heading, samples in parts.items():

@@ -123,7 +123,6 @@ class EndpointSpec(Reach):
 
     name:           the endpoint's name, which no other on its cluster has: letters, digits, `-`, `_` and `.`
     lifetime:       "driver": it ends with the process that has deployed it; "detached": `shoal serve delete` ends it
-    host, tls, ...: see `Reach`
     port:           where the ingress listens; 0 is a free port
     route_prefix:   before the protocol's paths: "/NAME" where another endpoint has the root; `deploy` sets it
     grpc_port:      where gRPC listens; None for no gRPC, 0 for a free port

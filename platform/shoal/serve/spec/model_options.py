@@ -30,6 +30,7 @@ class GuardOptions(Spec):
                        version by more than chance, and a live version at 2% of those that the previous one answers
     max_latency_ratio: the candidate's median compute time over the stable version's, for batches of equal size
     max_disagreement:  share of shadowed requests whose outputs differ by more than `tolerance` (None: recorded only)
+    tolerance:         difference of an output beyond which answers disagree
     metric, min_value: a user's metric, reported to the endpoint; a candidate below `min_value` is rolled back
     min_requests:      needed before a judgement, except for errors of a live version that the previous one did not make
     """
@@ -56,6 +57,7 @@ class ModelOptions(Spec):
     weight:         this model's share of a busy replica, relative to other models'
     ragged:         inputs whose variable dimensions differ: `bucket` batches equal shapes only, `pad` fills the shorter
                     ones with `pad_value` at the end (right only for models that ignore it)
+    pad_value:      what `ragged=pad` fills with
     precision:      of the forward; bf16 by autocast, int8 by dynamic quantisation of linear layers (CPU)
     compile:        torch.compile the forward
     cuda_graphs:    replay the forward as one CUDA graph per batch size (CUDA only)

@@ -63,6 +63,16 @@ def load_sample_sheet() -> Callable[[int, Path, Task], Any]:
     return made
 
 
+def watch_samples(count: int, stateful: MetricSet, folder: Path, task: Task) -> Callable[[int, float], None]:
+    """What writes the sheet of an evaluation, given its step and epoch; nothing, without samples."""
+    if not count:
+        return lambda step, epoch: None
+    sheet = load_sample_sheet()(count, folder, task)
+    stateful.watch.append(sheet.observe)
+    write: Callable[[int, float], None] = sheet.write
+    return write
+
+
 def _make_uneven_metrics_error(names: list[str]) -> ConfigError:
     remedy = "give the same metrics for every batch"
     return ConfigError("Task.metrics", names, "are not measured of every batch alike", remedy)

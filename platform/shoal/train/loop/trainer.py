@@ -28,7 +28,7 @@ from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
 from shoal.train.callback import CallbackRunner, TrainingState
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components
-from shoal.train.loop.evaluation import evaluate, load_sample_sheet
+from shoal.train.loop.evaluation import evaluate, watch_samples
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.split_check import SplitLossCheck
 from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, write_histograms
@@ -107,10 +107,7 @@ class Trainer:
         if spec.check_loss and spec.splits_batches:
             num_parts = spec.parallel.accumulate * spec.parallel.num_micro_batches(parts.degrees)
             self._loss_check = SplitLossCheck(parts.model, world, type(task).__name__, num_parts)
-        self._samples: Any = None
-        if spec.evaluate.samples and world.is_first:
-            self._samples = load_sample_sheet()(spec.evaluate.samples, folder, task)
-            parts.stateful.watch.append(self._samples.observe)
+        self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
         self._began_s = time.monotonic()
@@ -350,8 +347,7 @@ class Trainer:
             self.sync.before_evaluation()
             parts.model.check_buffers()
             metrics = evaluate(parts.model, parts.validation, parts.stateful)
-            if self._samples is not None:
-                self._samples.write(step, parts.epoch)
+            self._write_samples(step, parts.epoch)
         self._progress.evaluated, self._progress.metrics = step, metrics
         self._progress.training_s = self._meter.training_s
         named = {f"validation/{name}": value for name, value in metrics.items()}

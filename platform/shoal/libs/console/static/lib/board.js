@@ -49,9 +49,9 @@ export class Board {
   }
 
   async load(run, query = {}) {
-    const early = query.quick ? run.early : null;
-    const answer = await (early ?? readCurves(run.id, { ...this.steps, ...query }));
-    if (this.isClosed) return false;
+    const early = query.quick ? run.early : null, { steps } = this;
+    const answer = await (early ?? readCurves(run.id, { ...steps, ...query }));
+    if (this.isClosed || steps !== this.steps) return false; // of another part of the x axis than is shown now
     run.incarnation = answer.incarnation;
     for (const [name, curve] of Object.entries(answer.curves)) {
       const before = run.curves.get(name);

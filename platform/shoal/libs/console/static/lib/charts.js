@@ -15,7 +15,7 @@ const newest = (ys) => ys.findLast((y) => y !== null && y !== undefined) ?? null
 export class Chart {
   constructor(title, { logarithmic = false, height = 220, onzoom = () => {} } = {}) {
     Object.assign(this, { title, logarithmic, height, onzoom, zoomed: null });
-    this.place = h("div", { role: "img", "aria-label": title });
+    this.place = h("div", { role: "img", "aria-label": title, tabindex: 0, onkeydown: (event) => this.press(event) });
     this.legend = h("ul", { class: "legend" });
     this.element = h("section", { class: "panel chart" }, h("h3", {}, title), this.place, this.legend);
     this.resized = new ResizeObserver(() => this.plot?.setSize({ width: this.place.clientWidth, height: this.height }));
@@ -58,6 +58,17 @@ export class Chart {
   zoom(range) {
     this.zoomed = range;
     if (range && this.plot) this.plot.setScale("x", { min: range[0], max: range[1] });
+  }
+
+  /** By keyboard: + and - zoom, arrows move, Escape shows all. */
+  press(event) {
+    const { min, max } = this.plot?.scales.x ?? {}, quarter = (max - min) / 4;
+    const range = { "+": [min + quarter, max - quarter], "-": [min - quarter, max + quarter], ArrowLeft: [min - quarter, max - quarter],
+      ArrowRight: [min + quarter, max + quarter], Escape: null }[event.key];
+    if (range === undefined || !(quarter > 0)) return;
+    event.preventDefault();
+    this.zoom(range);
+    this.onzoom(...(range ?? [null, null]));
   }
 
   options(curves) {

@@ -62,9 +62,9 @@ export function drawLineage({ nodes, edges }, label) {
       s("title", {}, `${node.kind}: ${node.label} ${node.note}`.trim()),
       s("rect", { x, y, width: WIDTH, height: HEIGHT, rx: 6 }),
       s("text", { x: x + 10, y: y + (node.note ? 19 : 28) }, shorten(node.label)),
-      node.note ? s("text", { x: x + 10, y: y + 36, class: "note" }, shorten(node.note)) : null);
+      node.note ? s("text", { x: x + 10, y: y + 36, class: "about" }, shorten(node.note)) : null);
   });
-  const headings = used.map(([, name], index) => s("text", { x: 4 + index * STEP_X, y: 16, class: "note" }, name));
+  const headings = used.map(([, name], index) => s("text", { x: 4 + index * STEP_X, y: 16, class: "about" }, name));
   return h("div", { class: "scroll lineage", tabindex: 0, role: "region", "aria-label": label },
     s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": label }, headings, lines, boxes));
 }

@@ -14,7 +14,7 @@ export async function open(main) {
   const problem = h("p", { class: "state bad" }), list = h("div"), parts = new Map();
   const none = h("div", { class: "panel", hidden: true }, h("p", {}, "No cluster is up on this host. ", h("code", {}, "shoal up"), " starts one that stays, and ",
     h("code", {}, "shoal run JOB"), " starts one for a run. RAY_ADDRESS names one elsewhere, before the console starts."));
-  const queue = new Rows(["place", "run", "owner", "priority", "needs", "waits for", "why"], "Queue", "No run waits.");
+  const queue = new Rows(["position", "run", "owner", "priority", "needs", "waits for", "why"], "Queue", "No run waits.");
   const runs = new Rows(["run", "what", "serves", "progress"], "Runs in progress", "None is on.");
   main.replaceChildren(h("h1", {}, "Cluster"), problem, none, list, h("h2", {}, "Queue"), queue.element, h("h2", {}, "Runs in progress"), runs.element);
   return poll(async () => {

@@ -55,7 +55,7 @@ function writeNote(path, run) {
 
 async function openCurves(place, run, path, onstatus) {
   const board = new Board([{ ...run, label: "" }], { first: run.best?.name, onstatus: (_, word) => onstatus(word) });
-  place.replaceChildren(board.element);
+  place.replaceChildren(h("h2", { class: "unseen" }, "Curves"), board.element);
   await board.open();
   return () => board.close();
 }

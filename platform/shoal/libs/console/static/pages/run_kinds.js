@@ -64,7 +64,7 @@ export async function openTraining(place, run, path) {
       h("section", { class: "panel" }, h("h2", {}, "Checkpoints"),
         checkpoints.length ? table(["step", "written", "size"], checkpoints.map((each) => [number(each.step), moment(each.time), bytes(each.size_bytes)])) : h("p", {}, "None on this host."))),
     h("h2", {}, "Cost and memory"),
-    costs.length ? table(["", "measured", "predicted"], costs.map((row) => [row.meaning, cell(row, "measured"), cell(row, "predicted")])) : h("p", {}, "Not measured."));
+    costs.length ? table(["quantity", "measured", "predicted"], costs.map((row) => [row.meaning, cell(row, "measured"), cell(row, "predicted")])) : h("p", {}, "Not measured."));
   }, 5 * POLL_MS);
 }
 

@@ -184,7 +184,7 @@ function drawValue(value) {
   if (entries.length > MAX_CELLS || !entries.every(([, each]) => typeof each === "number")) return h("code", {}, JSON.stringify(value).slice(0, 2000));
   const values = entries.map(([, each]) => each), most = Math.max(...values), least = Math.min(0, ...values);
   const largest = values.every((each) => each === most) ? -1 : values.indexOf(most);
-  return h("table", { class: "values" }, h("tbody", {}, entries.map(([name, each], index) => h("tr", {}, h("th", { scope: "row" }, String(name)),
+  return h("table", { class: "outputs" }, h("tbody", {}, entries.map(([name, each], index) => h("tr", {}, h("th", { scope: "row" }, String(name)),
     h("td", { class: "number" }, number(each)),
     h("td", {}, h("meter", { min: least, max: most > least ? most : least + 1, value: each, "aria-hidden": "true" }), index === largest ? " largest" : "")))));
 }
