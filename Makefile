@@ -119,6 +119,7 @@ $(DOCS)/.ready:
 
 docs: $(READY) $(DOCS)/.ready  ## Build the pages as a site in build/site, which is searched without a server
 	@$(BIN)/python docs/make_reference.py
+	@$(BIN)/python docs/make_notebooks.py
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 	@echo "open build/site/index.html"
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from shoal.cli import cli
 from shoal.cli.support.console import DefaultCommandGroup
@@ -34,14 +35,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL = ("", "bash", "sh")
 OF_OTHERS = {  # programs of which a test here can know nothing
-    *("aws", "cd", "curl", "docker", "eval", "export", "head", "helm", "kubectl"),
+    *("aws", "cd", "curl", "docker", "eval", "export", "head", "helm", "kubectl", "ssh", "tail"),
     *("./catch", "g++", "mcs", "mono"),
     *("godot3-server", "node", "npm", "pip", "printf", "python3.11", "ray", "source"),
 }
 _BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-MADE = re.compile(r"^```python file=(\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # files that a page has
+MADE = re.compile(r"^```\w+ file=(\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # files that a page has
 
 
 def read_commands(page: Path) -> Iterator[list[str]]:
@@ -57,7 +58,9 @@ def read_commands(page: Path) -> Iterator[list[str]]:
             except ValueError:  # a quotation that the next line closes
                 continue
             waiting = ""
-            for separates, command in itertools.groupby(words, lambda word: word in ("&&", "|", "{", "}", "};", "}|")):
+            for separates, command in itertools.groupby(
+                words, lambda word: word in ("&", "&&", "|", "{", "}", "};", "}|")
+            ):
                 if not separates:
                     yield list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), command))
         assert not waiting, f"{page}: {waiting}"
@@ -68,10 +71,14 @@ def check_command(words: list[str]) -> None:
     match words:
         case ["shoal", verb, *rest]:
             check_shoal(verb, rest)
+            if verb == "new":  # later commands of the page name what it writes
+                CliRunner().invoke(cli, ["new", *rest])
         case ["torchrun", *rest]:
             check_command(["python", *rest[rest.index("-m") :]])
         case ["python", "-m", "shoal.train", *fields]:
             check_fields(Path("train"), fields)
+        case ["python", "-c", *_]:
+            pass
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module) is not None, module
         case ["python", file, *fields]:
@@ -182,3 +189,11 @@ def test_every_command_of_the_pages_is_understood(place: Path) -> None:
 def test_what_would_fail_is_noticed(place: Path, command: str) -> None:
     with pytest.raises((AssertionError, click.ClickException, ShoalError)):
         check_command(shlex.split(command))
+
+
+def test_ones_own_game_takes_eight_commands(tmp_path: Path) -> None:
+    """From a clone until it is trained, watched and served."""
+    page, is_there, _ = (ROOT / "docs/tutorials/your-game.md").read_text().partition("## Clear up")
+    assert is_there
+    (tmp_path / "page.md").write_text(page)
+    assert len([words for words in read_commands(tmp_path / "page.md") if words]) <= 8

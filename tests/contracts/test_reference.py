@@ -1,4 +1,4 @@
-"""The pages of docs/reference are what the code says."""
+"""The pages of docs/reference are what the code says, and the notebooks what the tutorials say."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[2] / "docs" / "make_reference.py"
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_pages_are_up_to_date() -> None:
-    checked = subprocess.run([sys.executable, PROGRAM, "--check"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("program", ["make_reference.py", "make_notebooks.py"])
+def test_what_is_made_from_other_files_is_up_to_date(program: str) -> None:
+    checked = subprocess.run([sys.executable, DOCS / program, "--check"], capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")

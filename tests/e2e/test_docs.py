@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -74,10 +75,12 @@ class Game:
         return np.zeros(4, np.float32), 1.0, self.ticks == 20, False
 
 
-def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, game, actor, local = blocks(ROOT / "docs" / "getting-started.md", "python")
+def test_the_python_of_the_page_for_games_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid, game, actor, local = blocks(ROOT / "docs/games/python.md", "python")
     names: dict[str, Any] = {}
-    exec(compile(actor, "getting-started.md", "exec"), names)
+    exec(compile(actor, "python.md", "exec"), names)
     with serving() as parts, names["ActorClient"](parts.address, TOKEN) as client:
         policy = names["MlpPolicy"](client.spec.policy)
         policy.load(*client.wait_for_weights())
@@ -85,8 +88,9 @@ def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str], monkeypatch:
         assert client.drain(60)
         assert parts.gateway.stats()["episodes"] == 1
         assert parts.gateway.stats()["steps"] == 20
-    exec(compile(grid, "getting-started.md", "exec"), {})
-    exec(compile(game, "getting-started.md", "exec"), names)
+    exec(compile(grid, "python.md", "exec"), {})
+    del gymnasium.registry["Grid-v0"]  # another test registers it, too
+    exec(compile(game, "python.md", "exec"), names)
     monkeypatch.setattr("shoal.home.load_access_token", lambda: TOKEN)
     with serving() as parts:
         thread = threading.Thread(target=names["play_matches"], args=[parts.address, Game()])
@@ -94,5 +98,5 @@ def test_the_guides_python_runs(capsys: pytest.CaptureFixture[str], monkeypatch:
         wait_for(lambda: parts.gateway.stats()["episodes"] >= 2)
         parts.gateway.close(finished=True)
         thread.join()
-    exec(compile(local, "getting-started.md", "exec"), {})
+    exec(compile(local, "python.md", "exec"), {})
     assert "tcp://127.0.0.1:" in capsys.readouterr().out

@@ -7,13 +7,10 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from click.testing import CliRunner
 
 import shoal.runs
-from shoal.cli import cli
 from shoal.errors import NotReached
 from shoal.registry import Registry
 from shoal.sync.config import list_kinds
@@ -83,19 +80,6 @@ def test_the_python_of_the_other_pages_runs(page: str) -> None:
     assert found
     for block in found:
         exec(compile(block, page, "exec"), {})
-
-
-def test_a_script_becomes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = "tutorials/from-a-script.md"
-    file, program = tmp_path / "program.py", ModuleType("__main__")
-    file.write_text("\n".join(blocks(page, "python")))
-    monkeypatch.setitem(sys.modules, "__main__", program)
-    vars(program)["__file__"] = str(file)
-    exec(compile(file.read_text(), file, "exec"), vars(program))
-    assert vars(program)["result"].metrics["loss"] < 0.3
-    for line in lines(page):
-        done = CliRunner().invoke(cli, shlex.split(line)[1:])
-        assert done.exit_code == 0, (line, done.output)
 
 
 def test_what_the_training_page_starts_without_ray_runs(capsys: pytest.CaptureFixture[str]) -> None:

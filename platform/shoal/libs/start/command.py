@@ -38,7 +38,7 @@ NEXT = {
 }
 PAGES = {
     "task": "tutorials/from-a-script.md",
-    "actor": "games/README.md",
+    "actor": "tutorials/your-game.md",
     "endpoint": "serving-models.md",
     "library": "extending.md#a-library",
 }
