@@ -192,6 +192,8 @@ class _Monitor:
             "stream/updates": loop.trainer.num_updates,
         }
         metrics |= {f"malformed/{reason}": count for reason, count in loop.malformed.items()}
+        if self._spec.files:  # a replay is of the past: it has no lag
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("stream/lag")}
         self._record.log(totals.num_messages, metrics)
         _print_line(format_stream_line(totals.num_messages, metrics))
         if self._drifting:
@@ -260,8 +262,9 @@ def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
     parts = [f"{num_messages:,} messages", f"{show('stream/per_s')}/s"]
     if "stream/batch" in metrics:
         parts[1] += f" in batches of {show('stream/batch')}"
+        if "stream/lag_p50_ms" in metrics:
+            parts.append(f"lag {show('stream/lag_p50_ms')} ms (p99 {show('stream/lag_p99_ms')})")
         parts += [
-            f"lag {show('stream/lag_p50_ms')} ms (p99 {show('stream/lag_p99_ms')})",
             f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
             f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
         ]
