@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import needs_extra
 
 with needs_extra("cluster"):
-    import pydantic  # of the extra: without it the import of this package names it
+    import pydantic  # noqa: F401 - of the extra: without it the import of this package names it
 
 if TYPE_CHECKING:
     from shoal.checkpoint.checkpointer import Checkpointer, Extras, Found
