@@ -82,7 +82,7 @@ class ClusterPart {
 }
 
 function listRuns(runs, detached) {
-  const endpoint = (each) => (each.kind === "inference" ? h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name) : `${each.kind} ${each.name} ${each.address}`);
+  const endpoint = (each) => (each.kind === "inference" ? h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name) : [...new Set([each.kind, each.name, each.address])].join(" "));
   return [
     ...runs.map((run) => [runLink(run.id), run.title, run.endpoints.map((each) => h("div", {}, endpoint(each))),
       [run.actors === undefined ? "" : `${number(run.actors)} actors, ${number(run.steps)} steps`, run.waiting].filter(Boolean).join("; ")]),

@@ -3,6 +3,7 @@ import { get, send } from "../lib/api.js";
 import { ask, complain } from "../lib/ask.js";
 import { h, say, state } from "../lib/dom.js";
 import { age, duration, number } from "../lib/format.js";
+import { poll } from "../lib/poll.js";
 import { Table } from "../lib/table.js";
 
 const REFRESH_MS = 3000;
@@ -10,9 +11,7 @@ const CHOICES = { status: (run) => [run.status], owner: (run) => [run.owner ?? r
 
 export async function open(main, parts, query) {
   const page = new RunsPage(main, query);
-  await page.refresh();
-  const timer = setInterval(() => { if (!document.hidden) page.refresh().catch(() => {}); }, REFRESH_MS);
-  return () => clearInterval(timer);
+  return poll(() => page.refresh(), REFRESH_MS);
 }
 
 class RunsPage {
@@ -141,7 +140,7 @@ class RunsPage {
 
   async remove(ids) {
     const detail = `Their records and files go, in the store too. Registered models stay. ${ids.join(", ")}`;
-    if (await ask(`Remove ${ids.length} runs?`, "Remove", detail)) await this.change(ids, (id) => send("DELETE", runPath(id)));
+    if (await ask(`Remove ${ids.length} ${ids.length === 1 ? "run" : "runs"}?`, "Remove", detail)) await this.change(ids, (id) => send("DELETE", runPath(id)));
   }
 }
 
