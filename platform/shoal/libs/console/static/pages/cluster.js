@@ -1,13 +1,12 @@
 // The clusters of this host: nodes, what waits, and who has what.
 import { get } from "../lib/api.js";
-import { facts, h, state } from "../lib/dom.js";
+import { facts, h, runLink, state } from "../lib/dom.js";
 import { age, bytes, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
 import { Rows } from "../lib/rows.js";
 
 const REFRESH_MS = 1000;
 const TONES = { RUNNING: "busy", SUCCEEDED: "good", FAILED: "bad", STOPPED: "warn", PENDING: "warn" };
-const runLink = (id) => h("a", { href: `#/run/${encodeURIComponent(id)}` }, id);
 const amounts = (needs) => Object.entries(needs).filter(([, amount]) => amount).map(([name, amount]) => `${number(amount)} ${name}`).join(", ");
 
 export async function open(main) {

@@ -2,7 +2,7 @@
 import { get, send } from "../lib/api.js";
 import { changing, complain } from "../lib/ask.js";
 import { Chart } from "../lib/charts.js";
-import { facts, h, state } from "../lib/dom.js";
+import { facts, h, runLink, state } from "../lib/dom.js";
 import { age, duration, moment, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
 import { Rows } from "../lib/rows.js";
@@ -177,7 +177,7 @@ async function openOne(main, name, wanted) {
     problem.textContent = reason ? `${reason}${status ? ` (this is how it was ${age(at)} ago)` : ""}` : "";
     if (!status) return;
     heading.replaceChildren(name, " ", word(status));
-    about.replaceChildren(facts([["address", url], ["gRPC", status.grpc], ["run", run && h("a", { href: `#/run/${encodeURIComponent(run)}` }, run)],
+    about.replaceChildren(facts([["address", url], ["gRPC", status.grpc], ["run", run && runLink(run)],
       ["up for", status.started_at && age(status.started_at)], ["owner", status.owner], ["lifetime", status.lifetime], ["waits for", status.wanted],
       ["certificate", status.certificate && `${number(status.certificate.days_remaining)} days left ${status.certificate.problem}`]]));
     for (const model of status.models) {

@@ -1,6 +1,6 @@
 // How the policy of a run has played: its films, three of them side by side.
 import { get } from "../lib/api.js";
-import { h, say, state } from "../lib/dom.js";
+import { h, runLink, say, state } from "../lib/dom.js";
 import { Film } from "../lib/film.js";
 import { age, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
@@ -9,8 +9,8 @@ import { table } from "./run_record.js";
 const SHOWN = 3, REFRESH_MS = 5000;
 
 export async function open(main, [id]) {
-  const place = h("div"), link = h("a", { href: `#/run/${encodeURIComponent(id)}` }, id);
-  main.replaceChildren(h("h1", {}, "Films of ", link), place);
+  const place = h("div");
+  main.replaceChildren(h("h1", {}, "Films of ", runLink(id)), place);
   return openFilms(place, { id }, `/api/runs/${encodeURIComponent(id)}`);
 }
 
