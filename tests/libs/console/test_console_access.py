@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import tempfile
+import webbrowser
 from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from click.testing import CliRunner
 
 from hostile_requests import REQUESTS, RUN, TOKEN
 from shoal import runs
 from shoal.libs.console import access as access_module
+from shoal.libs.console import server
 from shoal.libs.console.access import COOKIE, HEADERS, MAX_FAILED_LOGINS, Access, Guard
+from shoal.libs.console.command import console
 from shoal.libs.console.notes import change_note, read_notes
 from shoal.libs.console.server import build_app
 
@@ -156,3 +163,26 @@ def test_for_other_hosts_reading_needs_the_token_too() -> None:
     cookie = log_in(app)[1].partition(";")[0]
     assert ask(app, "GET", "/api/runs", {**asked, "cookie": cookie})[0] == 200
     assert ask(app, "GET", "/api/runs", {"host": "gpu-7.lab", "cookie": cookie})[0] == 200  # behind a proxy with TLS
+
+
+def test_a_terminated_console_leaves_no_code_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, object] = {}
+    opened: list[str] = []
+    hosts: list[bool] = []
+
+    def serve(listening: object, access: Access) -> None:
+        hosts.append(access.is_own_host(f"[::1]:{listening.getsockname()[1]}"))  # type: ignore[attr-defined]
+        listening.close()  # type: ignore[attr-defined]
+        assert list(tmp_path.iterdir())
+        handlers[signal.SIGTERM](signal.SIGTERM, None)  # type: ignore[operator]
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url))
+    monkeypatch.setattr(server, "serve", serve)
+    result = CliRunner().invoke(console, ["--port", "0", "--host", "::1", "--open"])
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert "No browser was found" in result.output
+    assert opened
+    assert hosts == [True]
+    assert not list(tmp_path.iterdir())

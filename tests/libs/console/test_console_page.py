@@ -21,6 +21,15 @@ from waiting import wait_for
 
 SCRIPT = "<img src=x onerror='document.title=\"hostile\"'><script>document.title='hostile'</script>"
 RUN = "20260101-000000-aaaa"
+# An answer about the run comes when `go` is called; `asked`: its page has been drawn, and asks for more.
+DELAY = f"""
+window.plain = window.fetch;
+window.fetch = (path, ...more) => {{
+  if (path.startsWith("/api/runs?")) window.asked = true;
+  return path === "/api/runs/{RUN}" && !window.go
+    ? new Promise((go) => {{ window.go = go; }}).then(() => plain(path, ...more)) : plain(path, ...more);
+}};
+"""
 
 
 @pytest.fixture
@@ -72,11 +81,24 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         for part, text in (("events", SCRIPT), ("log", SCRIPT), ("spec", "onerror"), ("curves", SCRIPT)):
             open_page(f"run/{RUN}/{part}", f"location.hash.endsWith('{part}') && {says(text)}")
 
-        body = "new URLSearchParams({ token: 'token' })"
-        browser.run(
-            f"fetch('/login', {{ method: 'POST', body: {body} }}).then((each) => {{ window.entered = each.ok }})"
-        )
-        wait("window.entered")
+        browser.run(DELAY)
+        browser.run(f"location.hash = '#/run/{RUN}/spec'")
+        wait("Boolean(window.go)")
+        open_page("models", says("No model is registered"))
+        browser.run("window.go()")
+        wait("window.asked")
+        assert browser.run(says("No model is registered"))  # the page that one has left does not come back
+
+        for token, script in (
+            ("wrong", "document.getElementById('login-problem').textContent"),
+            ("token", "!login.open"),
+        ):
+            browser.run(
+                "document.querySelector('#session').click(); document.querySelector('#login input').value = "
+                f"{json.dumps(token)}; document.querySelector('#login form').requestSubmit()"
+            )
+            wait(script)
+        assert browser.run("location.hash") == "#/models"
         open_page(f"run/{RUN}/curves", "Boolean(document.querySelector('.note textarea'))")
         write = "each.value = 'mine'; each.dispatchEvent(new Event('change'))"
         browser.run(f"((each) => {{ {write} }})(document.querySelector('.note textarea'))")

@@ -338,6 +338,16 @@ def test_lineage_goes_from_the_run_to_the_requests(host: Host) -> None:
     assert found["left_out"] == 22 - len([each for each in nodes if each.startswith("version")]) == 22 - 14
 
 
+def test_versions_that_a_run_numbers_are_not_taken_for_those_of_the_registry(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = msgspec.structs.replace(STATUS.models[0], phase="live")
+    monkeypatch.setitem(globals(), "STATUS", msgspec.structs.replace(STATUS, models=[followed]))
+    register(aliases=[])
+    found = open_console().get("/api/models/table/lineage").json()
+    assert [each["id"] for each in found["nodes"]] == ["version 1"]
+
+
 # -- cluster ----------------------------------------------------------------------------------------------------------
 
 NODE = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
+import sys
 import tempfile
 import webbrowser
 from html import escape
@@ -46,7 +48,9 @@ def console(port: int, host: str, names: tuple[str, ...], open_page: bool) -> No
         raise ClusterError(f"the console cannot listen at {host}:{port}: {error.strerror}: {remedy}") from None
     address = listening.getsockname()
     is_local = ipaddress.ip_address(address[0]).is_loopback
-    access = Access(load_access_token(), port=address[1], names=(host, *names), readable=is_local)
+    access = Access(
+        load_access_token(), port=address[1], names=(f"[{host}]" if ":" in host else host, *names), readable=is_local
+    )
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     url = f"http://{shown if is_local else (names or (shown,))[0]}:{address[1]}/"
     click.echo(f"The console: {url}   (Ctrl-C ends it)")
@@ -57,7 +61,9 @@ def console(port: int, host: str, names: tuple[str, ...], open_page: bool) -> No
     page = _write_login(url, access.make_code()) if open_page else None
     try:
         if page is not None:
-            webbrowser.open(page.as_uri())
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # uvicorn's, raised again
+            if not webbrowser.open(page.as_uri()):
+                click.echo("No browser was found here: open the address in one, and log in with the access token")
         serve(listening, access)
     finally:
         if page is not None:

@@ -23,7 +23,7 @@ _FIELDS = (
 
 def list_rows(request: Request) -> Response:
     """Every run, newest first, with the newest values of the `metrics`."""
-    limit = min(MAX_RUNS, int(read_number(request, "limit", MAX_RUNS)))
+    limit = max(0, min(MAX_RUNS, int(read_number(request, "limit", MAX_RUNS))))
     listed, notes = list_with_best(limit), read_notes()
     pinned = read_newest([run for run, _ in listed], request.query_params.getlist("metrics"))
     rows = [{**_describe(run, best, notes.get(run.id)), "values": pinned.get(run.id, {})} for run, best in listed]

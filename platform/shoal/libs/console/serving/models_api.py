@@ -146,7 +146,8 @@ def _find_served(name: str, endpoints: Endpoints) -> Iterator[dict[str, Any]]:
     for found, reading in endpoints.read_all():
         status = reading.value or EndpointStatus(found.name)
         for model in status.models:
-            for each in model.versions if model.name == name else ():
+            is_registered = model.name == name and model.phase != "live"  # a run that is followed numbers its own
+            for each in model.versions if is_registered else ():
                 yield {
                     "endpoint": found.name,
                     "state": "asleep" if status.asleep else "ready" if status.ready else "not ready",

@@ -13,6 +13,7 @@ import * as tries from "./pages/try.js";
 // Each page has open(main, parts, query), which draws it, and returns what ends it.
 const PAGES = { runs, run, compare, films, models, endpoints, try: tries, cluster };
 const LINKS = [["runs", "Runs"], ["models", "Models"], ["endpoints", "Endpoints"], ["cluster", "Cluster"]];
+const BELONGS = { run: "runs", compare: "runs", films: "runs", try: "endpoints" };
 
 const main = document.getElementById("main");
 let close = () => {}, turn = 0;
@@ -24,12 +25,13 @@ async function show() {
   close();
   close = () => {};
   document.querySelectorAll("#pages a").forEach((link) => {
-    if (link.hash === `#/${name}`) link.setAttribute("aria-current", "page");
+    if (link.hash === `#/${BELONGS[name] ?? name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   });
   document.title = `${parts[0] ?? LINKS.find(([word]) => word === name)?.[1] ?? name} · Shoal`;
   try {
-    const closing = await page.open(main, parts, new URLSearchParams(search ?? ""));
+    const place = { replaceChildren: (...all) => own === turn && main.replaceChildren(...all) }; // one that comes late draws nothing
+    const closing = await page.open(place, parts, new URLSearchParams(search ?? ""));
     if (own === turn) close = closing ?? (() => {});
     else closing?.();
   } catch (error) {
@@ -52,6 +54,19 @@ async function showSession() {
     return showSession();
   };
   document.getElementById("login-close").onclick = () => login.close();
+  login.querySelector("form").onsubmit = (event) => {
+    event.preventDefault(); // the page stays as it is
+    logIn(login, event.target).catch((error) => say(error.message));
+  };
+}
+
+async function logIn(login, form) {
+  const answer = await fetch("/login", { method: "POST", body: new URLSearchParams(new FormData(form)) });
+  form.reset();
+  document.getElementById("login-problem").textContent = answer.ok ? "" : await answer.text();
+  if (!answer.ok) return;
+  login.close();
+  await showSession();
 }
 
 document.getElementById("pages").append(...LINKS.map(([word, title]) => h("a", { href: `#/${word}` }, title)));

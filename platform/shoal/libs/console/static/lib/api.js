@@ -8,28 +8,33 @@ async function answer(response) {
   throw Object.assign(new Error(problem), { status: response.status });
 }
 
-/** What a path answers. `query`: names with a value or a list of values. */
-export async function get(path, query = {}, signal = undefined) {
+function write(query) {
   const parameters = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) for (const each of [value].flat()) parameters.append(name, each);
-  const search = parameters.toString();
-  return answer(await fetch(path + (search ? `?${search}` : ""), { signal }));
+  return parameters.size ? `?${parameters}` : "";
+}
+
+/** What a path answers. `query`: names with a value or a list of values. */
+export async function get(path, query = {}) {
+  return answer(await fetch(path + write(query)));
 }
 
 /** Asks for a change; needs a session. */
 export async function send(method, path, content = {}) {
-  const body = JSON.stringify(content);
-  return answer(await fetch(path, { method, body, headers: { "content-type": "application/json" } }));
+  return answer(await fetch(path, { method, body: JSON.stringify(content), headers: { "content-type": "application/json" } }));
+}
+
+/** Sends a text or a file as it is; needs a session. */
+export async function post(path, body) {
+  return answer(await fetch(path, { method: "POST", body }));
 }
 
 /** Calls `take(news)` for each event of a stream, while the page is in sight: a browser opens few connections. Calls
  * `again()` when it is in sight again, and every three seconds where the server has no stream left. Returns what ends it. */
 export function follow(query, take, again = () => {}) {
-  const parameters = new URLSearchParams();
-  for (const [name, value] of Object.entries(query)) for (const each of [value].flat()) parameters.append(name, each);
   let source, timer;
   const open = () => {
-    source = new EventSource(`/api/stream?${parameters}`);
+    source = new EventSource(`/api/stream${write(query)}`);
     source.addEventListener("news", (event) => take(JSON.parse(event.data)));
     source.addEventListener("error", () => {
       clearInterval(timer);

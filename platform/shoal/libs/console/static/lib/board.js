@@ -22,7 +22,7 @@ export class Board {
     this.words = h("input", { type: "search", placeholder: "Metrics", "aria-label": "Metrics with these words", oninput: () => this.filter() });
     this.smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: redraw });
     this.logarithmic = h("input", { type: "checkbox", onchange: redraw });
-    this.axis = h("select", { onchange: () => this.zoom(null, null) }, ["step", "time", "epoch"].map((each) => h("option", { value: each }, each)));
+    this.axis = h("select", { onchange: () => this.zoom(null, null) }, ["step", "time"].map((each) => h("option", { value: each }, each)), this.epoch = h("option", { value: "epoch", disabled: true }, "epoch"));
     this.together = h("input", { type: "checkbox", onchange: redraw });
     this.whole = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null, null) }, "Show all");
     this.grid = h("div", { class: "grid" });
@@ -85,6 +85,7 @@ export class Board {
   }
 
   mark(name) {
+    if (EPOCHS.includes(name)) this.epoch.disabled = false;
     if (HIDDEN.test(name)) return;
     if (!this.charts.has(name)) this.add(name);
     if (!this.dirty.size) requestAnimationFrame(() => {

@@ -30,3 +30,6 @@ export function facts(pairs) {
   return h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
     .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
+
+/** A link to the page of a run. */
+export const runLink = (id) => h("a", { href: `#/run/${encodeURIComponent(id)}` }, id);

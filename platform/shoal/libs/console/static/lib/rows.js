@@ -13,6 +13,7 @@ export class Rows {
 
   /** `rows`: lists of cells, which are elements, texts, or lists of them. */
   show(rows) {
+    if (this.body.matches(":active")) return; // a click has begun there
     const focused = this.body.contains(document.activeElement) ? document.activeElement.hash : null;
     this.body.replaceChildren(...rows.map((cells) => h("tr", {}, cells.map((cell) => h("td", {}, cell)))));
     this.table.hidden = !rows.length && Boolean(this.none.textContent);

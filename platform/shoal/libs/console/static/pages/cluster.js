@@ -1,13 +1,12 @@
 // The clusters of this host: nodes, what waits, and who has what.
 import { get } from "../lib/api.js";
-import { facts, h, state } from "../lib/dom.js";
+import { facts, h, runLink, state } from "../lib/dom.js";
 import { age, bytes, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
 import { Rows } from "../lib/rows.js";
 
 const REFRESH_MS = 1000;
 const TONES = { RUNNING: "busy", SUCCEEDED: "good", FAILED: "bad", STOPPED: "warn", PENDING: "warn" };
-const runLink = (id) => h("a", { href: `#/run/${encodeURIComponent(id)}` }, id);
 const amounts = (needs) => Object.entries(needs).filter(([, amount]) => amount).map(([name, amount]) => `${number(amount)} ${name}`).join(", ");
 
 export async function open(main) {
@@ -82,7 +81,7 @@ class ClusterPart {
 }
 
 function listRuns(runs, detached) {
-  const endpoint = (each) => (each.kind === "inference" ? h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name) : `${each.kind} ${each.name} ${each.address}`);
+  const endpoint = (each) => (each.kind === "inference" ? h("a", { href: `#/endpoints/${encodeURIComponent(each.name)}` }, each.name) : [...new Set([each.kind, each.name, each.address])].join(" "));
   return [
     ...runs.map((run) => [runLink(run.id), run.title, run.endpoints.map((each) => h("div", {}, endpoint(each))),
       [run.actors === undefined ? "" : `${number(run.actors)} actors, ${number(run.steps)} steps`, run.waiting].filter(Boolean).join("; ")]),

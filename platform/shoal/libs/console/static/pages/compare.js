@@ -1,7 +1,7 @@
 // Several runs over each other.
 import { get } from "../lib/api.js";
 import { Board } from "../lib/board.js";
-import { h, state } from "../lib/dom.js";
+import { h, runLink, state } from "../lib/dom.js";
 import { duration, number } from "../lib/format.js";
 import { differences, table } from "./run_record.js";
 
@@ -14,7 +14,7 @@ export async function open(main, ids) {
   const board = new Board(runs.map((run) => ({ ...run, label: run.id, group: withoutSeed(run) })), {
     first: runs[0].best?.name, onstatus: (id, word) => statuses.get(id)?.replaceChildren(state(word)),
   });
-  const rows = runs.map((run) => [h("a", { href: `#/run/${encodeURIComponent(run.id)}` }, run.id), run.title, statuses.get(run.id),
+  const rows = runs.map((run) => [runLink(run.id), run.title, statuses.get(run.id),
     run.best ? `${run.best.name} ${number(run.best.value)}` : "–", duration(run.duration_s)]);
   main.replaceChildren(h("h1", {}, `${runs.length} runs over each other`), table(["run", "what", "status", "best", "took"], rows),
     h("h2", {}, "Curves"), board.element, h("h2", {}, "In what their specs differ"), differences(runs));

@@ -2,7 +2,7 @@
 import { get, send } from "../lib/api.js";
 import { changing, complain } from "../lib/ask.js";
 import { Chart } from "../lib/charts.js";
-import { facts, h, state } from "../lib/dom.js";
+import { facts, h, runLink, state } from "../lib/dom.js";
 import { age, duration, moment, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
 import { Rows } from "../lib/rows.js";
@@ -11,6 +11,7 @@ const REFRESH_MS = 1000, MAX_POINTS = 300;
 const HEADS = ["version", "share", "requests/s", "p50", "p99", "requests", "errors", "differ"];
 const TONES = { stable: "good", candidate: "warn", shadow: "busy" };
 const histories = new Map(); // of each endpoint's versions, while the console is open: times and values
+const isLive = (model) => model.phase === "live"; // its versions are the run's, not the registry's
 
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${number(value * 1000)} ms` : duration(value));
 const percent = (value) => `${number(100 * value)} %`;
@@ -22,7 +23,7 @@ const ready = (status) => `${status.replicas.filter((each) => each.ready).length
 
 function cells(model, version) {
   return [
-    [h("a", { href: `#/models/${encodeURIComponent(model.name)}/${version.version}` }, `${version.version}`), " ", state(version.track || "loaded", TONES[version.track])],
+    [isLive(model) ? `${version.version}` : h("a", { href: `#/models/${encodeURIComponent(model.name)}/${version.version}` }, `${version.version}`), " ", state(version.track || "loaded", TONES[version.track])],
     percent(version.share), number(version.requests_per_s), seconds(version.p50_s), seconds(version.p99_s), number(version.requests),
     version.errors ? `${number(version.errors)} (${rate(version.errors, version.requests)})` : "0", rate(version.disagreed, version.compared),
   ];
@@ -82,14 +83,15 @@ class ModelPart {
     this.rates = new Chart("Requests per second", { height: 150 });
     this.latencies = new Chart("p99 in milliseconds", { height: 150 });
     this.version = h("select", { "aria-label": "Version" });
+    this.choice = h("label", {}, "version ", this.version);
     this.percent = h("input", { type: "number", min: 0, max: 100, value: 10, "aria-label": "Percent", size: 4 });
-    const target = () => `${name}@${this.version.value}`;
+    const target = () => (isLive(this.now) ? name : `${name}@${this.version.value}`);
     const change = (action, fields) => send("POST", `${path(endpoint)}/models/${encodeURIComponent(name)}/rollout`, { action, ...fields() })
       .then((now) => `${name}: ${now.versions.filter((v) => v.track).map((v) => `${percent(v.share)} by ${v.version} (${v.track})`).join(", ")}`);
-    const chosen = () => (this.isLive ? {} : { version: Number(this.version.value) });
+    const chosen = () => (isLive(this.now) ? {} : { version: Number(this.version.value) });
     const shared = () => ({ ...chosen(), percent: Number(this.percent.value) });
     const leaving = () => ({ from_version: this.now.candidate || this.now.stable || undefined });
-    this.controls = h("div", { class: "row" }, h("label", {}, "version ", this.version), h("label", {}, this.percent, " % of the requests"),
+    this.controls = h("div", { class: "row" }, this.choice, h("label", {}, this.percent, " % of the requests"),
       changing("Canary", () => `Let ${target()} answer ${this.percent.value} % of the requests?`, "Canary", () => change("canary", shared)),
       changing("Shadow", () => `Compute ${this.percent.value} % of the requests by ${target()} as well, whose answers nobody gets?`, "Shadow", () => change("shadow", shared)),
       changing("Promote", () => `Let ${target()} answer all requests of ${name}?`, "Promote", () => change("promote", chosen)),
@@ -111,7 +113,7 @@ class ModelPart {
 
   update(model, time) {
     this.now = model;
-    this.isLive = model.phase === "live" || model.source === "a run";
+    this.choice.hidden = isLive(model);
     this.versions.show(model.versions.map((version) => cells(model, version)));
     this.facts.replaceChildren(facts([
       ["state", model.state === "READY" ? null : `${model.state.toLowerCase()} ${model.reason}`], ["reason", model.state === "READY" ? model.reason : null],
@@ -122,10 +124,11 @@ class ModelPart {
       ["a request failed", model.last_failure],
       ["loaded on demand", model.residency && `on ${model.residency.replicas} replicas, ${model.residency.loads} loads, ${model.residency.evictions} evictions`],
     ]));
-    const draw = (chart, what, read) => chart.draw(model.versions.map((version) => (
-      { label: `version ${version.version}`, ...remember(`${this.endpoint} ${this.name} ${version.version} ${what}`, time, read(version)) })));
-    draw(this.rates, "rate", (version) => version.requests_per_s);
-    draw(this.latencies, "p99", (version) => (version.p99_s === null ? null : version.p99_s * 1000));
+    const curves = isLive(model) ? [["all versions", model.versions]] : model.versions.map((version) => [`version ${version.version}`, [version]]);
+    const draw = (chart, read) => chart.draw(curves.map(([label, versions]) => (
+      { label, ...remember(`${this.endpoint} ${this.name} ${label} ${chart.title}`, time, read(versions)) })));
+    draw(this.rates, (versions) => versions.reduce((sum, version) => sum + version.requests_per_s, 0));
+    draw(this.latencies, (versions) => 1000 * Math.max(...versions.map((version) => version.p99_s ?? 0)) || null);
     this.judged.hidden = !model.evidence;
     if (model.evidence) this.evidence.show(listEvidence(model.evidence));
   }
@@ -174,7 +177,7 @@ async function openOne(main, name, wanted) {
     problem.textContent = reason ? `${reason}${status ? ` (this is how it was ${age(at)} ago)` : ""}` : "";
     if (!status) return;
     heading.replaceChildren(name, " ", word(status));
-    about.replaceChildren(facts([["address", url], ["gRPC", status.grpc], ["run", run && h("a", { href: `#/run/${encodeURIComponent(run)}` }, run)],
+    about.replaceChildren(facts([["address", url], ["gRPC", status.grpc], ["run", run && runLink(run)],
       ["up for", status.started_at && age(status.started_at)], ["owner", status.owner], ["lifetime", status.lifetime], ["waits for", status.wanted],
       ["certificate", status.certificate && `${number(status.certificate.days_remaining)} days left ${status.certificate.problem}`]]));
     for (const model of status.models) {

@@ -1,14 +1,16 @@
 // How the policy of a run has played: its films, three of them side by side.
 import { get } from "../lib/api.js";
-import { h, say, state } from "../lib/dom.js";
+import { h, runLink, say, state } from "../lib/dom.js";
 import { Film } from "../lib/film.js";
 import { age, number } from "../lib/format.js";
+import { poll } from "../lib/poll.js";
+import { table } from "./run_record.js";
 
 const SHOWN = 3, REFRESH_MS = 5000;
 
 export async function open(main, [id]) {
-  const place = h("div"), link = h("a", { href: `#/run/${encodeURIComponent(id)}` }, id);
-  main.replaceChildren(h("h1", {}, "Films of ", link), place);
+  const place = h("div");
+  main.replaceChildren(h("h1", {}, "Films of ", runLink(id)), place);
   return openFilms(place, { id }, `/api/runs/${encodeURIComponent(id)}`);
 }
 
@@ -36,11 +38,13 @@ async function openEpisodes(place, path) {
       }
       return h("figure", {}, players.get(name).element, h("figcaption", {}, h("strong", {}, `version ${film.version}`), ` return ${number(Number(film.return))}`));
     }));
+    const place = [...list.querySelectorAll("input")].indexOf(document.activeElement);
     list.replaceChildren(...films.map((film) => {
       const box = h("input", { type: "checkbox", checked: chosen.includes(film.name), onchange: () => choose(film.name, box.checked) });
       const words = ` version ${number(film.version)}, episode ${number(film.episode)}: return ${number(Number(film.return))}`;
       return h("li", {}, h("label", {}, box, words, h("span", { class: "muted" }, ` ${film.actor}, ${age(film.time)} ago`)));
     }));
+    list.querySelectorAll("input")[place]?.focus({ preventScroll: true });
   };
   const choose = (name, isChosen) => {
     follows = false;
@@ -63,10 +67,9 @@ async function openEpisodes(place, path) {
     if (!shown.isConnected) place.replaceChildren(h("div", { class: "row" }, all, h("label", {}, together, " move together")), shown, list);
     draw();
   };
-  await refresh();
-  const timer = setInterval(() => { if (!document.hidden) refresh().catch(() => {}); }, REFRESH_MS);
+  const end = await poll(refresh, REFRESH_MS);
   return () => {
-    clearInterval(timer);
+    end();
     players.forEach((each) => each.close());
   };
 }
@@ -92,15 +95,12 @@ async function openSamples(place, path) {
     await show();
   };
   place.replaceChildren(h("div", { class: "row" }, bar, words), picture, rows);
-  await refresh();
-  const timer = setInterval(() => { if (!document.hidden) refresh().catch(() => {}); }, REFRESH_MS);
-  return () => clearInterval(timer);
+  return poll(refresh, REFRESH_MS);
 }
 
 function tabulate(title, samples) {
   const answer = (row) => (row.right === null ? row.answer : state(`${row.answer}${row.right ? "" : " (wrong)"}`, row.right ? "good" : "bad"));
   const shown = samples.some((row) => row.shown);
-  return h("details", {}, h("summary", {}, title), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, h("table", {},
-    h("thead", {}, h("tr", {}, [...(shown ? ["input"] : []), "label", "answer", "loss"].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, samples.map((row) => h("tr", {}, shown ? h("td", {}, row.shown) : null, h("td", {}, row.label), h("td", {}, answer(row)), h("td", { class: "number" }, number(row.loss))))))));
+  return h("details", {}, h("summary", {}, title), table([...(shown ? ["input"] : []), "label", "answer", "loss"],
+    samples.map((row) => [...(shown ? [row.shown] : []), row.label, answer(row), number(row.loss)]), title));
 }

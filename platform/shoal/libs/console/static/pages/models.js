@@ -1,7 +1,7 @@
 // Registered models: all of them, or one with its lineage, its aliases and one of its versions.
 import { get, send } from "../lib/api.js";
 import { changing } from "../lib/ask.js";
-import { facts, h } from "../lib/dom.js";
+import { facts, h, runLink } from "../lib/dom.js";
 import { age, bytes, moment, number } from "../lib/format.js";
 import { drawLineage } from "../lib/lineage.js";
 import { poll } from "../lib/poll.js";
@@ -10,14 +10,13 @@ import { Table } from "../lib/table.js";
 
 const REFRESH_MS = 3000;
 const link = (name, version, text = `${name}@${version}`) => h("a", { href: `#/models/${encodeURIComponent(name)}/${version}` }, text);
-const runLink = (id) => (id ? h("a", { href: `#/run/${encodeURIComponent(id)}` }, id) : "");
 const metricsOf = (metrics) => Object.entries(metrics).map(([name, value]) => `${name} ${number(value)}`).join(", ");
 const COLUMNS = [
   { name: "model", value: (v) => `${v.name}@${String(v.version).padStart(9, "0")}`, cell: (v) => link(v.name, v.version) },
   { name: "aliases", value: (v) => v.aliases.join(), cell: (v) => (v.aliases.length ? h("span", { class: "state good" }, v.aliases.join(", ")) : "") },
   { name: "age", number: true, value: (v) => -v.created_at, cell: (v) => age(v.created_at) },
   { name: "size", number: true, value: (v) => v.size_bytes, cell: (v) => bytes(v.size_bytes) },
-  { name: "run", value: (v) => v.run_id ?? "", cell: (v) => runLink(v.run_id) },
+  { name: "run", value: (v) => v.run_id ?? "", cell: (v) => (v.run_id ? runLink(v.run_id) : "") },
   { name: "metrics", value: (v) => metricsOf(v.metrics), cell: (v) => metricsOf(v.metrics) },
   { name: "format", value: (v) => v.format, cell: (v) => v.format },
 ];
@@ -91,7 +90,7 @@ function describe(version) {
   const { model, signature } = version;
   const words = (fields) => Object.entries(fields).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join("; ");
   return facts([
-    ["registered", moment(version.created_at)], ["run", runLink(version.run_id)], ["weights", version.run_id && `version ${version.weights_version} of the run`],
+    ["registered", moment(version.created_at)], ["run", version.run_id && runLink(version.run_id)], ["weights", version.run_id && `version ${version.weights_version} of the run`],
     ["aliases", version.aliases.join(", ")],
     ...signature.inputs.map((spec) => ["input", tensor(spec)]), ...signature.outputs.map((spec) => ["output", tensor(spec)]),
     ["size", bytes(version.size_bytes) + (version.parts.length ? ` in ${version.parts.length} files` : "")],

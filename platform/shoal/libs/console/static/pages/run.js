@@ -31,7 +31,7 @@ export async function open(main, [id, part = "curves"]) {
       ["took", duration(run.duration_s)], ["host", run.copied_from ? `${run.copied_from}, from the store` : run.host],
       ["best", run.best && `${run.best.name} ${number(run.best.value)}`],
       ["commit", run.git_revision && run.git_revision.slice(0, 12) + (run.git_dirty ? ", changed" : "")],
-      ["models", run.models.length ? run.models.map((m) => `${m.name}@${m.version} ${m.aliases.join(" ")}`).join(", ") : null],
+      ["models", run.models.length ? run.models.map((m) => h("div", {}, h("a", { href: `#/models/${encodeURIComponent(m.name)}/${m.version}` }, `${m.name}@${m.version}`), ` ${m.aliases.join(" ")}`)) : null],
       ["endpoints", run.endpoints.length ? run.endpoints.map((e) => `${e.name} ${e.address} ${e.state}`).join(", ") : null],
       ["files", run.copied_from ? null : h("code", {}, run.folder)], ["error", run.error],
     ]), writeNote(path, run)),

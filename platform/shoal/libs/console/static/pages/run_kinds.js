@@ -20,8 +20,9 @@ function bars(rows, most = Math.max(...rows.map(([, value]) => value), 1e-12)) {
 }
 
 export async function openLoop(place, run, path) {
-  const shown = h("div"), versions = new Chart("weight versions, by seconds");
-  place.replaceChildren(shown, versions.element);
+  const shown = h("div", { class: "grid" }), quarantine = h("section", { class: "panel spaced" }), versions = new Chart("weight versions, by seconds");
+  place.replaceChildren(shown, quarantine, versions.element);
+  let drawn;
   const release = (actor) => changing(`Release ${actor}`, () => `Release ${actor}?`, "Release", async () => {
     await send("POST", `${path}/release`, { actor });
     return `${actor} is released`;
@@ -30,7 +31,7 @@ export async function openLoop(place, run, path) {
     const loop = await get(`${path}/loop`), { queue } = loop, accused = Object.entries(loop.quarantined);
     const lags = Object.entries(loop.actor_lag).sort(), drops = Object.entries(loop.drops).filter(([, count]) => count);
     const rejected = Object.entries(loop.rejected);
-    shown.replaceChildren(h("div", { class: "grid" },
+    shown.replaceChildren(
       h("section", { class: "panel" }, h("h2", {}, `${number(loop.connected)} actors`),
         lags.length ? bars(lags.map(([name, lag]) => [name, lag, h("span", { class: `state ${tone(lag)}` }, `${number(lag)} behind`)]), Math.max(10, ...lags.map(([, lag]) => lag)))
           : h("p", {}, "None has joined.")),
@@ -40,10 +41,11 @@ export async function openLoop(place, run, path) {
         loop.shortage ? h("p", { class: "state warn" }, `Without credit: ${loop.shortage.actors?.join(", ")}`) : null,
         h("h3", {}, "Segments"), bars(["received", "consumed", "dropped"].map((name) => [name, loop.segments[name] ?? 0]))),
       h("section", { class: "panel" }, h("h2", {}, "Drops, by reason"), drops.length ? bars(drops) : h("p", {}, "None."),
-        rejected.length ? [h("h3", {}, "Rejected, by actor and reason"), bars(rejected)] : null),
-      h("section", { class: "panel" }, h("h2", {}, "Quarantine"),
-        accused.length ? accused.map(([actor, reason]) => h("p", {}, h("strong", {}, actor), ` ${reason} `, release(actor)))
-          : h("p", {}, "No actor is in quarantine."))));
+        rejected.length ? [h("h3", {}, "Rejected, by actor and reason"), bars(rejected)] : null));
+    const now = JSON.stringify(accused);
+    if (now !== drawn) quarantine.replaceChildren(h("h2", {}, "Quarantine"), ...(accused.length
+      ? accused.map(([actor, reason]) => h("p", {}, h("strong", {}, actor), ` ${reason} `, release(actor))) : [h("p", {}, "No actor is in quarantine.")]));
+    drawn = now; // a button that one is about to press stays
     const xs = loop.versions.map(([, , time]) => time - run.created_at);
     if (xs.length) versions.draw([{ label: "version", xs, ys: loop.versions.map(([version]) => version) }]);
   }, POLL_MS);

@@ -3,21 +3,22 @@ import { get } from "../lib/api.js";
 import { h, say } from "../lib/dom.js";
 import { duration } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
+import { Rows } from "../lib/rows.js";
 
 export const POLL_MS = 1000;
 
-export const table = (heads, rows) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": heads.join(", ") },
-  h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell)))))));
+/** A table that stays as it is. */
+export function table(heads, rows, label = heads.join(", ")) {
+  const shown = new Rows(heads, label);
+  shown.show(rows);
+  return shown.table;
+}
 
 const show = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 export async function openEvents(place, run, path) {
-  const body = h("tbody"), follow = h("input", { type: "checkbox", checked: true });
+  const { body, table: scroll } = new Rows(["after", "event", "what"], "Events"), follow = h("input", { type: "checkbox", checked: true });
   let last = -1;
-  const columns = ["after", "event", "what"];
-  const scroll = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Events" },
-    h("table", {}, h("thead", {}, h("tr", {}, columns.map((head) => h("th", { scope: "col" }, head)))), body));
   place.replaceChildren(h("div", { class: "row" }, h("label", {}, follow, " follow")), scroll);
   return poll(async () => {
     const events = await get(`${path}/events`, { after: last });

@@ -1,8 +1,9 @@
 // All runs, one row each: chosen by words, status, owner and tag; with metrics that one pins, notes and tags.
 import { get, send } from "../lib/api.js";
 import { ask, complain } from "../lib/ask.js";
-import { h, say, state } from "../lib/dom.js";
+import { h, runLink, say, state } from "../lib/dom.js";
 import { age, duration, number } from "../lib/format.js";
+import { poll } from "../lib/poll.js";
 import { Table } from "../lib/table.js";
 
 const REFRESH_MS = 3000;
@@ -10,9 +11,7 @@ const CHOICES = { status: (run) => [run.status], owner: (run) => [run.owner ?? r
 
 export async function open(main, parts, query) {
   const page = new RunsPage(main, query);
-  await page.refresh();
-  const timer = setInterval(() => { if (!document.hidden) page.refresh().catch(() => {}); }, REFRESH_MS);
-  return () => clearInterval(timer);
+  return poll(() => page.refresh(), REFRESH_MS);
 }
 
 class RunsPage {
@@ -41,7 +40,7 @@ class RunsPage {
     const check = (run) => h("input", { type: "checkbox", "aria-label": `Select ${run.id}`, checked: this.selected.has(run.id), onchange: (event) => this.select(run.id, event.target.checked) });
     this.table = new Table([
       { name: "✓", value: (run) => !this.selected.has(run.id), cell: check },
-      { name: "run", value: (run) => run.id, cell: (run) => h("a", { href: `#/run/${encodeURIComponent(run.id)}` }, run.id) },
+      { name: "run", value: (run) => run.id, cell: (run) => runLink(run.id) },
       { name: "what", value: (run) => run.title, cell: (run) => run.title },
       { name: "status", value: (run) => run.status, cell: (run) => state(run.status) },
       { name: "best", number: true, value: (run) => run.best?.[1], cell: (run) => (run.best ? `${run.best[0]} ${number(run.best[1])}` : "") },
@@ -141,7 +140,7 @@ class RunsPage {
 
   async remove(ids) {
     const detail = `Their records and files go, in the store too. Registered models stay. ${ids.join(", ")}`;
-    if (await ask(`Remove ${ids.length} runs?`, "Remove", detail)) await this.change(ids, (id) => send("DELETE", runPath(id)));
+    if (await ask(`Remove ${ids.length} ${ids.length === 1 ? "run" : "runs"}?`, "Remove", detail)) await this.change(ids, (id) => send("DELETE", runPath(id)));
   }
 }
 

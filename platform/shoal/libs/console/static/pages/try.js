@@ -1,5 +1,5 @@
 // Try a model: a form made from its inputs, the answer, and the code that sends the same request.
-import { get } from "../lib/api.js";
+import { get, post } from "../lib/api.js";
 import { complain } from "../lib/ask.js";
 import { facts, h, say } from "../lib/dom.js";
 import { duration, number } from "../lib/format.js";
@@ -51,15 +51,6 @@ export async function open(main, [endpoint, name]) {
         h("div", { class: "row" }, h("label", {}, "version ", version), ask), answer),
       h("section", {}, h("h2", {}, "In a program"), code)));
   return () => clearTimeout(timer);
-}
-
-/** Sends a text or a file as it is; needs a session. */
-async function post(path, body) {
-  const response = await fetch(path, { method: "POST", body }), text = await response.text();
-  if (response.ok) return JSON.parse(text);
-  let problem = text;
-  try { problem = JSON.parse(text).error; } catch { /* plain text */ }
-  throw Object.assign(new Error(problem), { status: response.status });
 }
 
 function save(name, content) {
