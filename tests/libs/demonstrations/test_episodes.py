@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -142,6 +143,18 @@ def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch
     assert recorder.get_counts() == {"episodes": 1, "recorded": 1, "skipped": 0, "failed": 1}
 
 
+def test_episodes_wait_for_the_disk_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.libs.demonstrations.episodes.MAX_OPEN_BYTES", 1000)
+    recorder, may_write = EpisodeCollector(make_site(tmp_path), RecordSpec(share=1.0)), threading.Event()
+    write = recorder._files.write
+    monkeypatch.setattr(recorder._files, "write", lambda made: (may_write.wait(30), write(made))[1])
+    for _ in range(10):
+        recorder.add(ACTOR, end(8, 8.0, 8), 0, {})  # of 336 bytes
+    may_write.set()
+    recorder.close()
+    assert recorder.get_counts() == {"episodes": 3, "recorded": 3, "skipped": 7, "failed": 0}
+
+
 def test_the_segments_of_an_episode_come_back_as_they_were() -> None:
     random = np.random.default_rng(0)
 
@@ -234,6 +247,9 @@ def test_the_command_lists_exports_and_takes_the_good_ones_along(tmp_path: Path,
     assert call(recorded, "--film", name).output.splitlines()[-1].startswith("terminated")
     assert "1 episodes in" in call(recorded, "--above", "0", "--out", str(tmp_path / "good")).output
     assert isinstance(call(recorded, "--export", "nothing").exception, ConfigError)
+    assert not call(recorded, "--export", name, "--out", str(tmp_path / "episode.json")).output
+    assert json.loads((tmp_path / "episode.json").read_text()) == exported
+    assert "the highest return is 8" in str(call(recorded, "--above", "8").exception)
     site = make_site(tmp_path / "next", source=f"{recorded}/episodes")
     copy_source(site)
     assert len(list((tmp_path / "next/demonstrations").glob("*.safetensors"))) == 2

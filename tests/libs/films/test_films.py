@@ -255,14 +255,34 @@ def test_films_of_an_actor_take_a_share_of_its_time(tmp_path: Path, monkeypatch:
     client = _Client(ActorLearnerSpec(env=BLINKS).override(["algorithm=ppo", "hidden=[4]"]))
     now = [100.0]
     monkeypatch.setattr(filmed_game.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(filmed_game, "write_film", lambda path, films: now.__setitem__(0, now[0] + 2.0))
+    monkeypatch.setattr(filmed_game, "write_film", lambda path, _: path.touch() or now.__setitem__(0, now[0] + 2.0))
     game = FilmedGame(Blinks("rgb_array"), [client], str(tmp_path), 1)  # type: ignore[list-item]
     for _ in range(4):
         game.reset()
         for _ in range(LENGTH):
             game.step(1)
         now[0] += 2.9
-    assert len(game._written) == 2, "after two seconds for a film it rests for six"
+    assert len(list(tmp_path.iterdir())) == 2, "after two seconds for a film it rests for six"
+
+
+def test_an_actor_that_starts_again_thins_out_its_earlier_films(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filmed_game, "MAX_FILMS", 4)
+    monkeypatch.setattr(filmed_game, "write_film", lambda path, _: path.touch())
+    earlier = [f"v000000-e{number:06d}-r-1.5-an-actor.webp" for number in range(4)]
+    others = ["v000000-e000000-r1-other-an-actor.webp", "notes.txt"]
+    for name in earlier + others:
+        (tmp_path / name).touch()
+    client = _Client(ActorLearnerSpec(env=BLINKS).override(["algorithm=ppo", "hidden=[4]"]))
+    game = FilmedGame(Blinks(), [client], str(tmp_path), 1)  # type: ignore[list-item]
+    game.reset()
+    for _ in range(LENGTH):
+        game.step(1)
+    left = {each.name for each in tmp_path.iterdir()}
+    assert left > {earlier[0], earlier[2], *others}
+    assert len(left) == 5
+    assert game._every == 2
 
 
 def test_a_run_films_the_first_of_its_actors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -307,7 +327,7 @@ def test_an_episode_without_end_is_filmed_as_far_as_it_fits(tmp_path: Path, monk
     played = PlayedGame(BLINKS, Blinks(), player).play(0, 0, 50)
     assert played.num_steps == LENGTH
     assert played.film is not None
-    assert played.film.num_steps == 10
+    assert (played.outcome, played.film.num_steps, played.film.outcome) == ("terminated", 10, "")
 
 
 def test_an_actor_with_record_plays_a_filmed_game(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--drop", metavar="NAME", multiple=True, help="Delete one, or all of a behaviour."),
         click.option("--above", type=float, metavar="RETURN", help="Only complete episodes of a higher return."),
         click.option("--out", type=click.Path(path_type=Path), help="Copy all to a folder, for demonstrations=FOLDER."),
-        click.option("--export", metavar="NAME", help="Print one as JSON, which the clients of games replay."),
+        click.option("--export", metavar="NAME", help="Print one as JSON, or write it to --out, for clients of games."),
         click.option("--film", metavar="NAME", help="Show the steps of one, as text, or in --out film.webp."),
         click.argument("run", default="latest"),
     ):
@@ -102,7 +102,11 @@ def _run(
     found = files.read_sound(files.list_names())
     if above is not None:
         returns = {name: each.info.episode_return for name, each in found.items()}
+        highest = max((total for total in returns.values() if total is not None), default=None)
         found = {name: each for name, each in found.items() if (total := returns[name]) is not None and total > above}
+        if returns and not found:
+            most = "none is complete" if highest is None else f"the highest return is {format_number(highest)}"
+            raise ConfigError("above", above, f"no {verb.noun} of {record.id} returns more", most)
     for option, name in (("film", film), ("export", export)):
         if name is not None and name not in found:
             raise ConfigError(option, name, f"is no {verb.noun} of {record.id}", f"see `shoal {verb.nouns}`")
@@ -120,7 +124,11 @@ def _run(
         else:
             _draw(film, found[film], out)
     elif export is not None:
-        click.echo(json.dumps(export_episode(export, found[export])))
+        text = json.dumps(export_episode(export, found[export]))
+        if out is None:
+            click.echo(text)
+        else:
+            out.write_text(text)
     elif out is not None:
         target = open_store(out)
         for name, each in found.items():

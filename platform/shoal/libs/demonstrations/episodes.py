@@ -1,8 +1,8 @@
 """Records whole episodes at a gateway: segments are collected in its thread, files are written in another.
 
-| queue           | capacity   | what blocks                     | who unblocks | close()                       |
-|-----------------|------------|---------------------------------|--------------|-------------------------------|
-| whole episodes  | MAX_QUEUED | nothing: more are not recorded  | the thread   | writes for CLOSE_S, then ends |
+| queue          | capacity                    | what blocks                    | who unblocks | close()            |
+|----------------|-----------------------------|--------------------------------|--------------|--------------------|
+| whole episodes | MAX_QUEUED, and their bytes | nothing: more are not recorded | the thread   | writes for CLOSE_S |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.store import open_store
 from shoal.wire import Segment
 
 MAX_QUEUED = 64
-MAX_OPEN_BYTES = 64 * 2**20  # of the segments of episodes that have not ended
+MAX_OPEN_BYTES = 64 * 2**20  # of the segments of episodes that have not ended; as many of those that wait
 MAX_ACTORS = 10_000  # of those that send segments
 IDLE_FACTOR = 9  # the thread rests that many times as long as it computes: a gateway has one interpreter
 _log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class EpisodeCollector:
         self._max_bytes = min(MAX_OPEN_BYTES, int(spec.max_mb * 2**20))
         self._open: dict[Hashable, _Open] = {}  # by actor and number; the oldest first
         self._open_bytes = 0
+        self._put_bytes, self._done_bytes = 0, 0  # of whole episodes; the thread counts those that it is done with
         self._actors: dict[Key, _Actor] = {}
         self._numbers: dict[Key, int] = {}  # the highest before this gateway
         for info in self._files.infos.values():
@@ -87,7 +88,7 @@ class EpisodeCollector:
             return
         ends = segment.terminated or segment.truncated
         if (episode := self._open.pop(identity, None)) is None:
-            if self._waiting.full():  # what is copied now would not be written
+            if self._is_behind:  # what is copied now would not be written
                 self._counts["skipped"] += ends
                 return
             episode = _Open(number, version, settings)
@@ -146,10 +147,15 @@ class EpisodeCollector:
         # An episode that went on under a new number has an earlier return.
         if last.episode is not None and abs(total - (last.episode_return or 0.0)) > 1e-4 * (1 + np.abs(rewards).sum()):
             return
-        try:
-            self._waiting.put_nowait((key, episode))
-        except queue.Full:
+        if self._is_behind:
             self._counts["skipped"] += 1
+            return
+        self._put_bytes += episode.num_bytes
+        self._waiting.put_nowait((key, episode))
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._waiting.full() or self._put_bytes - self._done_bytes >= self._max_bytes
 
     # -- the thread that writes ---------------------------------------------------------------------------------
 
@@ -164,6 +170,7 @@ class EpisodeCollector:
                 if self._problem != str(error):
                     self._problem = str(error)
                     _log.warning("an episode could not be recorded: %s", error)
+            self._done_bytes += episode.num_bytes
             self._closing.wait(IDLE_FACTOR * (time.thread_time() - before_s))
 
     def _write_episode(self, key: Key, episode: _Open) -> None:

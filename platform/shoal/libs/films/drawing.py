@@ -52,7 +52,7 @@ def _draw_observations(episode: FilmedEpisode, font: Font) -> Iterator[Shot]:
             draw.line([(x, MARGIN), (x, CHART_HEIGHT - MARGIN)], INK)
             for index, number in enumerate(rows[step] if rows.shape[1] <= MAX_LINES else ()):
                 top = MARGIN + index * (CHART_HEIGHT - 2 * MARGIN) / rows.shape[1]
-                draw.text((MARGIN, top), format_number(float(number)), INK, font)
+                draw.text((MARGIN, top), format_number(float(number)), INK, font, stroke_width=2, stroke_fill=PAPER)
         yield Shot(step, shown, LAST_S if step == last else seconds)
 
 

@@ -34,7 +34,6 @@ class FilmedGame:
         self._environment, self._client, self._folder, self._every = environment, clients[0], folder, every
         self._number, self._rest_until, self._spent_s = -1, 0.0, 0.0
         self._recording: Recording | None = None
-        self._written: list[Path] = []
         self._agent: Any = None
         self._thoughts = _Thoughts(clients[0])
         environment.reset()  # what draws is imported now, and not in the first episode
@@ -100,9 +99,9 @@ class FilmedGame:
         actor = re.sub(r"[^A-Za-z0-9_-]", "-", client.actor_id)
         path = folder / f"v{version:06d}-e{self._number + 1:06d}-r{self._return:.6g}-{actor}.webp"
         write_film(path, [episode])
-        count = len(self._written) + 1
-        self._written = thin_out([*self._written, path], MAX_FILMS)
-        self._every *= 1 + (len(self._written) < count)
+        own = re.compile(rf"v\d+-e\d+-r[-+.\deinfa]+-{actor}\.webp")  # of an earlier start of this actor too
+        films = sorted(each for each in folder.iterdir() if own.fullmatch(each.name))
+        self._every *= 1 + (len(thin_out(films, MAX_FILMS)) < len(films))
         now = time.monotonic()
         self._rest_until = now + (self._spent_s + now - began) * (1 / MAX_SHARE - 1)
 

@@ -81,7 +81,8 @@ class PlayedGame:
         if recording is not None:
             recording.take(num_steps, is_last=not recording.is_full)
             words = [self._find_player(self._shown).name, f"episode {number + 1}", self._shown]
-            film = recording.finish(" · ".join(map(str, filter(None, words))), outcome, max_frames)
+            said = "" if recording.is_full else outcome  # not of what comes after
+            film = recording.finish(" · ".join(map(str, filter(None, words))), said, max_frames)
         return Played(returns, num_steps, outcome, film)
 
     def _find_player(self, agent: Any) -> Player:

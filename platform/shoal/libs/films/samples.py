@@ -72,7 +72,6 @@ class SampleSheet:
     _fixed: list[SamplePrediction] = field(default_factory=list)
     _worst: list[SamplePrediction] = field(default_factory=list)
     _confusion: np.ndarray | None = None  # [K, K], of labels and answers
-    _written: list[Path] = field(default_factory=list)
     _is_unknown: bool = False
 
     def observe(self, outputs: Any, batch: Any) -> None:
@@ -109,7 +108,7 @@ class SampleSheet:
             drawn = draw_sheet(parts, confusion, names, f"epoch {epoch:g}, step {step:,}")
             replace_synced(path.with_suffix(".webp"), drawn)
         replace_synced(path, msgspec.json.encode(sheet))
-        self._written = thin_out([*self._written, path], MAX_SHEETS)
+        thin_out(sorted(folder.glob("e*.json")), MAX_SHEETS)
 
     def _describe(self, batch: _Batch, index: int) -> SamplePrediction:
         scores, target = batch.scores[index], batch.targets[index]
