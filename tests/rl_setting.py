@@ -77,6 +77,7 @@ class Parts:
         experience: ExperienceSpec = EXPERIENCE,
         opponents: OpponentPool | None = None,
         setting: Mapping[str, Any] | None = None,
+        run_id: str = "run-1",
         **spec: object,
     ) -> None:
         self.store = WeightStore()
@@ -86,7 +87,7 @@ class Parts:
         self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
         commit = None if log is None else GroupCommit(SegmentLog(log, experience), self.queue)
         site = DemonstrationSite(DemonstrationsSpec(), experience, folder) if folder else None
-        made = GatewaySetting(self.spec, experience, TOKEN, "run-1", 475.0, demonstrations=site, **(setting or {}))
+        made = GatewaySetting(self.spec, experience, TOKEN, run_id, 475.0, demonstrations=site, **(setting or {}))
         self.gateway = Gateway(made, self.queue, self.store, opponents, commit)
 
     @property

@@ -76,8 +76,7 @@ def test_another_run_on_the_same_port_is_joined_and_told() -> None:
             actor.send(segment())
             assert actor.drain(60)
             parts.gateway.close()
-            with serving(port=port) as other:
-                other.gateway._handshake.run_id = "run-2"
+            with serving(port=port, run_id="run-2") as other:
                 with pytest.raises(RunChanged, match="run-2"):
                     wait_for(lambda: actor.newer_weights(10**9))
                 assert actor.run_id == "run-2"
@@ -94,8 +93,7 @@ def test_who_connects_again_after_a_run_has_ended_plays_for_the_next_one(run_id:
         actor.wait_for_weights()
         parts.gateway.close(finished=True)
         wait_for(lambda: actor.newer_weights(10**9) or actor.finished)
-        with serving(port=parts.gateway.port, queue_capacity=2) as other:
-            other.gateway._handshake.run_id = run_id
+        with serving(port=parts.gateway.port, queue_capacity=2, run_id=run_id) as other:
             assert actor.connect() == EXPERIENCE
             assert (actor.run_id, actor.finished) == (run_id, False)
             for _ in range(2):
@@ -145,8 +143,7 @@ def test_the_ready_loop_begins_anew_with_another_run() -> None:
         assert play(Endless(), actor, max_steps=32) == 32
         assert actor.drain(60)
         parts.gateway.close()
-        with serving(queue_capacity=200, max_credits=200, port=port) as other:
-            other.gateway._handshake.run_id = "run-2"
+        with serving(queue_capacity=200, max_credits=200, port=port, run_id="run-2") as other:
             assert play(Endless(), actor, max_steps=64) == 64
             assert actor.drain(60)
             assert other.ledger.get_totals().queued > 0

@@ -163,8 +163,7 @@ def test_an_actor_does_not_play_along_when_a_run_of_another_game_takes_the_addre
             program.wait_until(lambda: plays(parts), "its first steps")
             parts.gateway.close()
             three = replace(EXPERIENCE, action=replace(EXPERIENCE.action, high=2))
-            with serving(port=port, experience=three) as other:
-                other.gateway._handshake.run_id = "run-2"
+            with serving(port=port, experience=three, run_id="run-2") as other:
                 program.wait_for_line(r"acts with Discrete\(2\), and this run with Discrete\(3\)")
                 assert program.wait() == 1
                 assert other.ledger.get_totals().received == 0

@@ -69,8 +69,7 @@ def test_an_episode_in_which_the_run_changes_is_not_recorded_and_the_next_one_is
     with serving() as parts, connected(parts) as actor:
         actor.act(observe(0))
         parts.gateway.close()
-        with serving(port=parts.gateway.port) as other:
-            other.gateway._handshake.run_id = "run-2"
+        with serving(port=parts.gateway.port, run_id="run-2") as other:
             wait_for(lambda: actor.act(observe(1)) in (0, 1) and actor._current_run == 1)
             actor.end_episode(observe(2))
             actor.act(observe(3))

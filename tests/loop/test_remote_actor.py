@@ -136,8 +136,7 @@ def test_another_run_that_takes_the_address_gets_the_steps_from_then_on() -> Non
     with serving() as parts, connect(parts) as actor:
         actor.act(observe(0))
         parts.gateway.close()
-        with serving(port=parts.gateway.port) as other:
-            other.gateway._handshake.run_id = "run-2"
+        with serving(port=parts.gateway.port, run_id="run-2") as other:
             actor.act(observe(1))
             actor.end_episode(observe(2))
             batch = other.take()
