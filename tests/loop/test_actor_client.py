@@ -93,7 +93,7 @@ def test_who_connects_again_after_a_run_has_ended_plays_for_the_next_one(run_id:
         actor.wait_for_weights()
         parts.gateway.close(finished=True)
         wait_for(lambda: actor.newer_weights(10**9) or actor.finished)
-        with serving(port=parts.gateway.port, queue_capacity=2, run_id=run_id) as other:
+        with serving(port=parts.gateway.port, queue_capacity=2, run_id=run_id):
             assert actor.connect() == EXPERIENCE
             assert (actor.run_id, actor.finished) == (run_id, False)
             for _ in range(2):
