@@ -17,7 +17,7 @@ from pydantic import BaseModel, SecretStr
 
 from shoal.config.field_types import find_spec_type
 
-_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "none", SecretStr: "text"}
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", SecretStr: "text"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _MEANING = re.compile(r"^(\w+(?:, \w+)*):\s+(.*)$", re.MULTILINE)
 _MAX_VALUE_CHARS = 28
@@ -99,16 +99,16 @@ def format_value(value: Any) -> str:
     if isinstance(value, str):
         return value or "''"
     if value is None or isinstance(value, SecretStr):
-        return "none" if value is None else "***"
+        return "null" if value is None else "***"
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[: _MAX_VALUE_CHARS - 4]} ..."
 
 
 def format_type(annotation: Any) -> str:
-    """A type in English: `integer or none`, `adam | sgd`, `list of integer`."""
+    """A type in English: `integer or null`, `adam | sgd`, `list of integer`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, str):
-        words = {**{each.__name__: to for each, to in _TYPES.items()}, "None": "none"}
+        words = {**{each.__name__: to for each, to in _TYPES.items()}, "None": "null"}
         text = re.sub(r"\w+", lambda name: words.get(name[0], name[0]), annotation).replace(" | ", " or ")
         text = re.sub(r"\b(?:Mapping|dict)\[[^\[\]]*\]", "mapping", text)
         return re.sub(r"\b(?:Sequence|list|tuple)\[([^\[\],]*)[^\[\]]*\]", r"list of \1", text)

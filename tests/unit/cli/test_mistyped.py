@@ -129,7 +129,7 @@ def test_the_help_of_a_job_has_a_line_for_each_field() -> None:
     assert split["args.names"] == ["needed", "list", "of", "text"]
     assert split["batch_size"][:4] == ["7", "integer,", ">=", "1"]
     assert split["optimizer.name"][1:6] == ["adam", "|", "adamw", "|", "sgd"]
-    assert split["stop.target"][:6] == ["none", "{metric,", "direction,", "value}", "or", "none"]
+    assert split["stop.target"][:6] == ["null", "{metric,", "direction,", "value}", "or", "null"]
     assert split["sync.durable"][4:8] == ["no", "update", "is", "lost:"]  # a meaning of a base class
 
 
