@@ -209,9 +209,8 @@ class RowEpisodes:
         given, newest = rows.settings[at], self._client.progress.settings
         self.settings[slots] = np.where((given > 0) & (given <= newest), given, newest)
         self.observations[slots, 0], self.masks[slots, 0] = rows.observations[at], rows.masks[at]
-        self._client.last_number = max(
-            [self._client.last_number, *rows.numbers[at].tolist()]
-        )  # of `act`, up to 64 bits
+        newest = int(rows.numbers[at].max(initial=0))
+        self._client.last_number = max(self._client.last_number, newest)  # in Python: that of `act` may have 64 bits
         return at
 
     def _take_other(self, pending: PendingActions, row: int, last_number: int, now_s: float) -> None:
