@@ -218,6 +218,15 @@ def is_connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
+def find_dashboard_url() -> str | None:
+    """The dashboard of the cluster that this process is a driver of; None without one."""
+    if not is_connected():
+        return None
+    from ray._private.worker import get_dashboard_url
+
+    return f"http://{get_dashboard_url()}"
+
+
 def disconnect() -> None:
     """Disconnect this process. Idempotent."""
     import ray
