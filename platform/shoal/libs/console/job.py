@@ -91,7 +91,7 @@ def listen(spec: ConsoleSpec) -> Listening:
     names = (*spec.names, *((socket.gethostname(),) if spec.host in WILDCARDS else (host,)))
     access = Access(load_access_token(), port=port, names=(*names, host), readable=is_local, is_tls=context is not None)
     shown = f"[{own}]" if ":" in own else own
-    url = f"{'https' if context else 'http'}://{shown if is_local and not spec.names else names[0]}:{port}/"
+    url = f"{'https' if context else 'http'}://{shown if is_local else names[0]}:{port}/"
     return Listening(opened, access, url, context)
 
 
@@ -104,9 +104,9 @@ def make_context(tls: ConsoleTls) -> ssl.SSLContext:
     newest: dict[str, Any] = {}
 
     def load() -> ssl.SSLContext:
-        loaded = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        loaded, times = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), _read_times(tls)
         loaded.load_cert_chain(tls.certificate, tls.key, password=lambda: "")  # an encrypted key must not ask
-        newest.update(times=_read_times(tls), context=loaded)
+        newest.update(times=times, context=loaded)
         return loaded
 
     def refresh(opened: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
