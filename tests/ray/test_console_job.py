@@ -7,6 +7,7 @@ import urllib.request
 from typing import TYPE_CHECKING
 
 from shoal.cluster import jobs
+from shoal.cluster.job_main import find_dashboard_url
 from shoal.cluster.processes import find_cluster_processes
 from shoal.runs import load
 from shoal_program import STATE_S
@@ -27,6 +28,7 @@ def test_a_console_that_is_a_job_shows_its_cluster_and_ends_with_it(cluster: Emb
     assert point.address in job.read_logs()
     with urllib.request.urlopen(f"{point.address}api/cluster") as answer:
         assert f'"dashboard_url":"{cluster.dashboard_url}"' in answer.read().decode()
+    assert find_dashboard_url() == cluster.dashboard_url
     assert job.stop() is jobs.JobStatus.STOPPED
     record = load("seen")
     assert (record.status.value, record.endpoints()[0].state) == ("stopped", "closed")
