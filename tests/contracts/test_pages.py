@@ -37,6 +37,25 @@ def test_pages_import_what_is_there() -> None:
     assert [each for each in NAMES if not hasattr(importlib.import_module(each[1]), each[2])] == []
 
 
+def find_headings(page: Path) -> set[str]:
+    """The anchors of its headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in titles}
+
+
+def test_links_lead_to_a_file_and_a_heading_of_it() -> None:
+    broken = []
+    for page in (*PAGES, ROOT / "CHANGELOG.md"):
+        for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", page.read_text()):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            is_heading = not anchor or target.suffix != ".md"
+            if not target.exists() or not (is_heading or anchor in find_headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
 MAX_PAGE = 2500  # words
 LONG = {"protocol.md", "inference-protocol.md", "measured.md"}  # beside the reference
 

@@ -32,6 +32,7 @@ def _build_httpx_options(url: str, token: str, num_connections: int, ca: str, ce
     if not all("!" <= letter <= "~" for letter in token):
         problem = "has a blank, a line break or a letter that no header can hold"
         raise ConfigError("token", "(not shown)", problem, "give it without them")
+    proxy = find_proxy(url)  # which may have TLS where the endpoint has none
     return {
         "base_url": url,
         "headers": {**_HEADERS, "authorization": f"Bearer {token}"} if token else dict(_HEADERS),
@@ -40,8 +41,9 @@ def _build_httpx_options(url: str, token: str, num_connections: int, ca: str, ce
         ),
         # Only the environment's entries for this host: httpx2 would read all, and raises for networks in NO_PROXY.
         "trust_env": False,
-        "proxy": find_proxy(url),
-        "verify": create_tls_context(host, ca, certificate) if url.startswith("https") else True,
+        "proxy": proxy,
+        # The system's authorities take 20 ms to load, and nothing on the way to plain HTTP has a certificate.
+        "verify": create_tls_context(host, ca, certificate) if url.startswith("https") else proxy is not None,
     }
 
 

@@ -69,7 +69,7 @@ def job_main(
             base = spec
         _require_kind(base, last_override(fields, "resume"))
         if not set(HELP).isdisjoint(words):
-            _print_help(chosen := base.override(fields), list_arguments(chosen), has_all=ALL in words)
+            print_help(chosen := base.override(fields), list_arguments(chosen), has_all=ALL in words)
             return
         chosen = base.override(fields)
         check(chosen)
@@ -125,7 +125,8 @@ def _require_kind(spec: Spec, resumed: str) -> None:
         raise ConfigError("resume", resumed, problem, f"`shoal runs {resumed}` has the command that resumes it")
 
 
-def _print_help(spec: Spec, others: Iterable[FieldHelp], *, has_all: bool) -> None:
+def print_help(spec: Spec, others: Iterable[FieldHelp], *, has_all: bool) -> None:
+    """What this program is, and the main fields of its spec with `others`, or every one."""
     main = sys.modules["__main__"]
     module = main.__spec__  # of `-m`
     ran = f"-m {module.name.removesuffix('.__main__')}" if module else sys.argv[0]
@@ -216,6 +217,15 @@ def is_connected() -> bool:
     """Whether this process is a driver already."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
+
+
+def find_dashboard_url() -> str | None:
+    """The dashboard of the cluster that this process is a driver of; None without one."""
+    if not is_connected():
+        return None
+    from ray._private.worker import get_dashboard_url
+
+    return f"http://{get_dashboard_url()}"
 
 
 def disconnect() -> None:

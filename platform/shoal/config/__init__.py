@@ -153,6 +153,11 @@ class Spec(_Model):
         """The type whose fields `values` has, where a field's type has several kinds; this one by default."""
         return cls
 
+    @classmethod
+    def list_kinds(cls) -> Collection[str]:
+        """The words of all kinds, where a field's type has several, and one of its fields chooses."""
+        return ()
+
     def to_yaml(self) -> str:
         """The full spec as YAML, defaults included; `from_yaml` reads it back."""
         return dump_yaml(self.model_dump(mode="json"))
@@ -269,9 +274,7 @@ def _find_masked_paths(value: object, path: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _find_masked_paths(each, f"{path}.{name}" if path else str(name))
-    elif value == MASKED or (
-        isinstance(value, list) and any(any(True for _ in _find_masked_paths(each)) for each in value)
-    ):
+    elif value == MASKED or (isinstance(value, list) and any([*_find_masked_paths(each)] for each in value)):
         yield path
 
 
@@ -379,8 +382,8 @@ def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, 
 
 def _require_field(owner: FieldOwner, name: str, path: str, value: object, spec: type[BaseModel]) -> None:
     if isinstance(owner, type) and name not in owner.model_fields:
-        prefix, _, _ = f".{path}.".partition(f".{name}.")
-        remedy = _suggest(name, owner, f"{prefix}.".removeprefix("."))
+        prefix, _, inner = f".{path}.".partition(f".{name}.")
+        remedy = _suggest(name, owner, f"{prefix}.".removeprefix("."), has_fields=bool(inner))
         raise ConfigError(path, value, "no such field", _add_page(remedy, spec))
 
 
@@ -390,9 +393,10 @@ def _add_page(remedy: str, spec: type[BaseModel]) -> str:
     return f"{remedy}{'' if remedy.endswith('?') else '.'} See docs/{page}" if page else remedy
 
 
-def _suggest(name: str, owner: type[BaseModel], prefix: str = "") -> str:
-    """prefix: of the owner's fields, as in `optimizer.`"""
+def _suggest(name: str, owner: type[BaseModel], prefix: str = "", *, has_fields: bool = False) -> str:
+    """prefix: of the owner's fields, as in `optimizer.`; has_fields: one of its own follows the name"""
     nested = list(_list_nested_paths(owner))
+    nested = [path for path in nested if not has_fields or any(each.startswith(f"{path}.") for each in nested)]
     if inner := [path for path in nested if path.endswith(f".{name}")]:
         return f"did you mean {' or '.join(map(repr, (f'{prefix}{path}' for path in inner)))}?"
     if issubclass(owner, Spec) and (result := owner.explain_absence(name)):
@@ -415,9 +419,8 @@ def _to_config_error(spec: type[BaseModel], error: ValidationError) -> ConfigErr
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or spec.__name__
     annotation: Any = spec
-    for part in (
-        first["loc"][:-1] if first["type"] == "missing" else first["loc"]
-    ):  # then its input is the enclosing mapping
+    located = first["loc"][:-1] if first["type"] == "missing" else first["loc"]  # then its input is what encloses it
+    for part in located:
         annotation = find_nested_type(annotation, part)
     value = _mask_secrets(annotation, first["input"])
     remedy = ""

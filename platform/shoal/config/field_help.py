@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 
+from shoal.config import Spec
 from shoal.config.field_types import find_spec_type
 
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", SecretStr: "text"}
@@ -47,7 +48,9 @@ def list_field_help(spec: BaseModel, prefix: str = "") -> Iterator[FieldHelp]:
             for key, sign in _BOUNDS.items()
             if hasattr(each, key)
         ]
-        described = ", ".join([format_type(field.annotation), *bounds])
+        is_tag = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+        kinds = spec.list_kinds() if is_tag and isinstance(spec, Spec) else ()
+        described = ", ".join([" | ".join(kinds) or format_type(field.annotation), *bounds])
         yield FieldHelp(path, format_value(value), described, field.description or meanings.get(name, ""))
 
 

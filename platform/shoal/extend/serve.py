@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shoal.open_inference.pictures import is_integer, read_picture, summarize_error
     from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
     from shoal.open_inference.rows import decode_rows
-    from shoal.serve.controller.audit import read_audit_log
+    from shoal.serve.controller.audit import AUDIT_FILE, AuditLog, read_audit_log
     from shoal.serve.http.codec import HttpCodec
     from shoal.serve.messages.inference import (
         CLIENT_GONE,

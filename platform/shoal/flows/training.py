@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 import shoal.runs
 from shoal.cluster.admission import CAPACITY_WAIT_S, RunAdmission
 from shoal.cluster.job_main import CHECK, expected_run_id, job_main
-from shoal.config.field_help import FieldHelp, list_argument_help
 from shoal.errors import ClusterError, ConfigError, NotReached, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_metrics
 from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once, find_check
 from shoal.train.launch.finalize import describe_missed_target
-from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.launch.overrides import list_task_arguments, spec_from_overrides
 from shoal.train.launch.ray_capacity import (
     WorkerPlacement,
     count_free_workers,
@@ -41,7 +40,7 @@ from shoal.train.reporting.console import ConsoleLog
 from shoal.train.reporting.event_log import EventLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
-from shoal.train.task import find_source_file, find_task
+from shoal.train.task import find_source_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,13 +78,7 @@ def train_main(
 
     if isinstance(spec, TrainSpec):
         spec = spec.model_copy(update={"task": _to_relative_path(spec.task or sys.argv[0])})
-    job_main(spec, run, JOB, check_chosen, translate, list_arguments=_list_arguments)
-
-
-def _list_arguments(spec: TrainSpec) -> Iterator[FieldHelp]:
-    """Those of the Task."""
-    if spec.task:
-        yield from list_argument_help(find_task(spec.task), spec.args)
+    job_main(spec, run, JOB, check_chosen, translate, list_arguments=list_task_arguments)
 
 
 def _to_relative_path(task: str) -> str:

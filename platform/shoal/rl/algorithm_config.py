@@ -8,7 +8,7 @@ a spec without computing. A user's own algorithm is named by its configuration: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -94,6 +94,10 @@ class AlgorithmConfig(Spec):
     @classmethod
     def choose_type(cls, values: Mapping[str, Any]) -> type[Spec]:
         return find_algorithm_config_type(values.get("name"))
+
+    @classmethod
+    def list_kinds(cls) -> Collection[str]:
+        return (*CONFIGS, *collect_extensions(GROUP))
 
 
 class ImpalaConfig(AlgorithmConfig):

@@ -111,6 +111,10 @@ class SyncConfig(Spec):
         return find_sync_config_type(values.get("kind", _DEFAULT))
 
     @classmethod
+    def list_kinds(cls) -> Collection[str]:
+        return list_kinds()
+
+    @classmethod
     def expand_choice(cls, choice: str) -> dict[str, Any]:
         return {"kind": choice}
 

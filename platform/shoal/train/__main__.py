@@ -9,20 +9,20 @@ import os
 import sys
 from functools import partial
 
+from shoal.cluster.job_main import ALL, HELP, print_help
 from shoal.config import last_override
 from shoal.errors import ConfigError, NotReached, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.runs.record.provenance import format_masked_command
 from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.local import fit_locally
-from shoal.train.launch.overrides import spec_from_overrides
+from shoal.train.launch.overrides import list_task_arguments, spec_from_overrides
 
 
 def main(arguments: list[str]) -> int:
     """Train, and return the exit status."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{__doc__}\nfields and their defaults:\n\n{spec_from_overrides([]).to_yaml()}")
-        return 0
+    if not arguments or not set(HELP).isdisjoint(arguments):
+        return _show_help(arguments)
     with freeze_loaded_objects():  # also freezes the modules loaded above
         import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
@@ -41,6 +41,17 @@ def main(arguments: list[str]) -> int:
         print(missed, file=sys.stderr, flush=True)
         return NotReached.EXIT_STATUS
     return 130 if outcome.is_interrupted else 0
+
+
+def _show_help(arguments: list[str]) -> int:
+    """The fields, and those of the Task that the arguments name."""
+    try:
+        spec = spec_from_overrides([each for each in arguments if each not in (ALL, *HELP)])
+        print_help(spec, list_task_arguments(spec), has_all=ALL in arguments)
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 def _format_resume_command(run_id: str, arguments: list[str]) -> str:

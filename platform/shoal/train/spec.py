@@ -246,8 +246,10 @@ class TrainSpec(Spec):
         arguments = inspect.signature(factory).parameters
         if name in arguments:
             return f"args.{override}"
-        if (remedy := suggest(name, arguments, least=0.8)) and not suggest(name, type(self).model_fields, least=0.8):
-            path, _, value = override.partition("=")
+        path, _, value = override.partition("=")
+        last = path.rpartition(".")[2]  # of `model.depht`, where `depth` is an argument
+        remedy = suggest(name, arguments, least=0.8) or suggest(last, arguments, least=0.8)
+        if remedy and not suggest(name, type(self).model_fields, least=0.8):
             raise ConfigError(path, value, "no such field", remedy)
         return override
 

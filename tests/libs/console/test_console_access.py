@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
+import ssl
 import tempfile
 import webbrowser
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 from click.testing import CliRunner
 
+from certificates import Authority
 from hostile_requests import REQUESTS, RUN, TOKEN
 from shoal import runs
+from shoal.errors import ConfigError
+from shoal.flows.run_flow import RunFlow
 from shoal.libs.console import access as access_module
 from shoal.libs.console import server
 from shoal.libs.console.access import COOKIE, HEADERS, MAX_FAILED_LOGINS, Access, Guard
 from shoal.libs.console.command import console
+from shoal.libs.console.job import ConsoleSpec, ConsoleTls, make_context, run_console
 from shoal.libs.console.notes import change_note, read_notes
 from shoal.libs.console.server import build_app
 
@@ -170,7 +177,7 @@ def test_a_terminated_console_leaves_no_code_behind(tmp_path: Path, monkeypatch:
     opened: list[str] = []
     hosts: list[bool] = []
 
-    def serve(listening: object, access: Access) -> None:
+    def serve(listening: object, access: Access, context: object) -> None:
         hosts.append(access.is_own_host(f"[::1]:{listening.getsockname()[1]}"))  # type: ignore[attr-defined]
         listening.close()  # type: ignore[attr-defined]
         assert list(tmp_path.iterdir())
@@ -186,3 +193,66 @@ def test_a_terminated_console_leaves_no_code_behind(tmp_path: Path, monkeypatch:
     assert opened
     assert hosts == [True]
     assert not list(tmp_path.iterdir())
+
+
+def test_beyond_loopback_the_console_is_encrypted_or_says_that_it_is_not() -> None:
+    for words in (["--host", "0.0.0.0"], ["--host", "gpu-7.lab", "--port", "0"]):
+        refused = CliRunner().invoke(console, words)
+        assert "insecure" in str(refused.exception), words
+    with_key_alone = CliRunner().invoke(console, ["--host", "0.0.0.0", "--key", "web.key"])
+    assert "tls.certificate" in str(with_key_alone.exception)
+
+
+def test_with_tls_plain_pages_and_cookies_are_none_of_the_console_s() -> None:
+    app = build_app(Access(TOKEN, port=PORT, is_tls=True))
+    assert log_in(app, origin=f"http://{HOST}")[0] == 403
+    status, cookie = log_in(app, origin=f"https://{HOST}")
+    assert (status, "Secure" in cookie) == (303, True)
+
+
+def test_a_renewed_certificate_counts_for_new_connections(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    authority.sign(days=30)
+    context = make_context(ConsoleTls(certificate=str(tmp_path / "server.pem"), key=str(tmp_path / "server.key")))
+    first = read_certificate_end(context, authority)
+    authority.sign(days=60)
+    assert read_certificate_end(context, authority) > first
+    newest = (tmp_path / "server.pem").read_bytes()
+    (tmp_path / "server.pem").write_text("half of it")  # as between two writes
+    assert read_certificate_end(context, authority) > first
+    (tmp_path / "server.pem").write_bytes(newest)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        make_context(ConsoleTls(certificate=str(tmp_path / "server.pem"), key=str(tmp_path / "none.key")))
+
+
+def read_certificate_end(context: ssl.SSLContext, authority: Authority) -> float:
+    """When the certificate of a new connection ends, as a client sees it that trusts the authority."""
+    client_in, client_out = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl.create_default_context(cafile=str(authority.ca))
+    asked = client.wrap_bio(client_in, client_out, server_hostname="localhost")
+    answered = context.wrap_bio(client_out, client_in, server_side=True)
+    for side in (asked, answered, asked):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    found = asked.getpeercert()
+    assert found
+    return ssl.cert_time_to_seconds(str(found["notAfter"]))
+
+
+def test_a_job_s_record_has_the_address_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def serve(listening: socket.socket, access: Access, context: object) -> None:
+        (entry,) = runs.load("latest").endpoints()
+        seen.append((entry.address, entry.state))
+        assert access.is_own_host(f"localhost:{listening.getsockname()[1]}")
+        listening.close()
+        raise KeyboardInterrupt  # as a stopped job has it
+
+    monkeypatch.setattr(server, "serve", serve)
+    with pytest.raises(KeyboardInterrupt):
+        RunFlow("console", ConsoleSpec(), run_console).start(ConsoleSpec(port=0))
+    ((address, state),) = seen
+    assert (address.startswith("http://127.0.0.1:"), state) == (True, "ready")
+    record = runs.load("latest")
+    assert (record.status.value, record.endpoints()[0].state) == ("stopped", "closed")

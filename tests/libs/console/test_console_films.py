@@ -12,6 +12,7 @@ from shoal.libs.console.access import Access
 from shoal.libs.console.server import build_app
 
 FILMS = ("v000100-e000200-r-1.5e+06-actor-0.webp", "v000001-e000001-r22-a_b.webp")
+SMALL = "v000000-e000001-r1.5e-05-actor-0.webp"
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def folder() -> Path:
     with shoal.runs.recording("", "job", begun="started", kind=shoal.runs.RunKind.LOOP, run_id="filmed") as recorder:
         films = recorder.folder / "films"
     films.mkdir(parents=True)
-    for name in (*FILMS, "secret.txt", "v1-e1-r1-a.png", "film.webp"):
+    for name in (*FILMS, SMALL, "secret.txt", "v1-e1-r1-a.png", "film.webp"):
         (films / name).write_bytes(b"RIFF" + name.encode())
     (films / "v000002-e000002-r1-link.webp").symlink_to("/etc/passwd")
     (films / "v000003-e000003-r1-folder.webp").mkdir()
@@ -34,6 +35,8 @@ def folder() -> Path:
 
 def test_films_are_listed_by_version_and_sent_as_pictures(console: TestClient, folder: Path) -> None:
     listed = console.get("/api/runs/filmed/films").json()
+    small = listed.pop(0)
+    assert (small["return"], small["actor"]) == ("1.5e-05", "actor-0")
     assert [each["name"] for each in listed] == list(reversed(FILMS))
     assert {name: listed[1][name] for name in ("version", "episode", "return", "actor")} == {
         **{"version": 100, "episode": 200},

@@ -106,6 +106,10 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
 
         chart = "[...document.querySelectorAll('.chart')].find((each) => each.chart.name === 'loss').chart"
         wait(f"{chart}?.plot?.data[0].length === 5")
+        took = (
+            "[...document.querySelectorAll('dt')].find((each) => each.textContent === 'took').nextSibling.textContent"
+        )
+        before = browser.run(took)
         recorder.log(6, {"loss": 0.1})
         recorder.flush()
         wait(f"{chart}.plot.data[0].length === 6")  # by the stream
@@ -114,6 +118,7 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         recorder.flush()
         wait(f"{chart}.plot.data[0].at(-1) === 7")
         assert browser.run(f"[{chart}.plot.scales.x.min, {chart}.plot.scales.x.max]") == [2, 4]
+        wait(f"{took} !== {json.dumps(before)}")  # it counts on
 
         framing = socket.create_server(("127.0.0.1", 0))  # a page of another site
         site = f"http://127.0.0.1:{framing.getsockname()[1]}"

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from shoal import runs
 from shoal.extend.runs import ReportPanels, Section
+from shoal.extend.serve import read_audit_log
 from shoal.home import home
 from shoal.libs.console import live, parts_api
 from shoal.libs.console.access import Access
@@ -74,6 +75,9 @@ def test_a_run_is_removed_as_the_command_does(client: TestClient, recorder: runs
     assert client.delete("/api/runs/one").json() == {"removed": "one"}
     assert client.get("/api/runs").json() == []
     assert not (home() / "runs" / "one").exists()
+    refused, abbreviated, done = read_audit_log(home())
+    assert ("still running" in refused["error"], abbreviated["result"], done["result"]) == (True, "failed", "done")
+    assert (done["by"], done["action"], done["change"]) == ("administrator (console)", "remove", {"run": "one"})
 
 
 def test_an_actor_is_released_once(client: TestClient, recorder: runs.RunRecorder) -> None:
@@ -84,6 +88,10 @@ def test_an_actor_is_released_once(client: TestClient, recorder: runs.RunRecorde
     assert client.get("/api/runs/one/loop").json()["quarantined"] == {"actor-3": "claims too much"}
     assert client.post("/api/runs/one/release", json={"actor": "actor-3"}).json() == {"released": "actor-3"}
     assert "none" in client.post("/api/runs/one/release", json={"actor": "actor-3"}).json()["error"]
+    assert [(each["action"], each["change"], each["result"]) for each in read_audit_log(home())] == [
+        ("release", {"run": "one", "actor": "actor-3"}, "done"),
+        ("release", {"run": "one", "actor": "actor-3"}, "failed"),
+    ]
 
 
 def test_output_is_read_on(client: TestClient, recorder: runs.RunRecorder) -> None:

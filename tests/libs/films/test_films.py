@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,22 @@ def test_films_of_an_actor_take_a_share_of_its_time(tmp_path: Path, monkeypatch:
             game.step(1)
         now[0] += 2.9
     assert len(list(tmp_path.iterdir())) == 2, "after two seconds for a film it rests for six"
+
+
+def test_a_full_disk_ends_the_films_and_not_the_game(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(path: Path, episodes: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(filmed_game, "write_film", write)
+    client = _Client(ActorLearnerSpec(env=BLINKS).override(["algorithm=ppo", "hidden=[4]"]))
+    game = FilmedGame(Blinks("rgb_array"), [client], str(tmp_path), 1)  # type: ignore[list-item]
+    for _ in range(2):
+        game.reset()
+        assert [game.step(1)[2] for _ in range(LENGTH)][-1]
+    (warned,) = [each.getMessage() for each in caplog.records]
+    assert "No space left" in warned
 
 
 def test_an_actor_that_starts_again_thins_out_its_earlier_films(

@@ -13,6 +13,7 @@ from kube_schemas import CRDS, find_problems
 
 from shoal.cli.support.jobs import validate_overrides
 from shoal.errors import ConfigError, RunError
+from shoal.libs.console.command import console
 from shoal.libs.kube import command
 from shoal.libs.kube.command import kube
 
@@ -68,6 +69,16 @@ SPECS: dict[str, tuple[tuple[str, ...], str, object]] = {
         "60",
     ),
     "cluster": (("cluster", "kube.name=lab", *PLAIN), "spec.enableInTreeAutoscaling", "yes"),
+    "console": (
+        ("console", "--cluster", "lab", *PLAIN),
+        "spec.template.spec.containers.0.readinessProbe.exec.command",
+        "bash",
+    ),
+    "console with TLS": (
+        ("console", "kube.tls_secret=web", "kube.service_type=LoadBalancer", "--name", "runs.example.org", *PLAIN),
+        "spec.strategy.type",
+        3,
+    ),
     "cluster of fixed size": (
         (
             *("cluster", IMAGE, "kube.home_claim=shared", "kube.credentials=aws", "kube.secret=own"),
@@ -94,7 +105,7 @@ def render(out: Path, words: tuple[str, ...]) -> list[dict[str, Any]]:
     """All documents of all files."""
     said = CliRunner().invoke(kube, ["render", *words, "--out", str(out)], catch_exceptions=False)
     assert said.exit_code == 0, said.output
-    paths = [Path(line.split()[-1]) for line in said.output.splitlines()]
+    paths = [Path(line.split()[-1]) for line in said.output.splitlines() if "apply" in line]
     assert sorted(paths) == sorted(out.iterdir())
     return [each for path in paths for each in yaml.safe_load_all(path.read_text())]
 
@@ -104,7 +115,7 @@ def test_manifests_fit_the_schemas_and_a_wrong_field_is_named(name: str, tmp_pat
     words, path, wrong = SPECS[name]
     documents = render(tmp_path / "out", words)
     assert [problem for each in documents for problem in find_problems(each)] == []
-    [changed] = [copy.deepcopy(each) for each in documents if each["apiVersion"] == "ray.io/v1"]
+    [changed] = [copy.deepcopy(each) for each in documents if each["kind"] not in ("Secret", "Service")]
     place: Any = changed
     *parents, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
     for part in parents:
@@ -139,6 +150,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("cluster", *PLAIN, "kube.tls_secret=A_b"), "kube.tls_secret ="),
     (("cluster", *PLAIN, "workers=2"), "kube"),
     (("cluster", *PLAIN, "--file", "nowhere.yaml"), "file"),
+    (("console", *PLAIN, "port=80"), "kube"),
     (("job", "train", TASK, "workers=17", *PLAIN), "workers"),
     (("job", "train", TASK, "device=cuda", "workers=1", *PLAIN), "GPUs"),
     (("job", "nothing", *PLAIN), "job"),
@@ -274,6 +286,25 @@ def test_actors_reach_the_gateway_by_its_service(tmp_path: Path) -> None:
     assert (driver["minReplicas"], driver["maxReplicas"]) == (1, 1)
     assert "shoal_driver" in driver["rayStartParams"]["resources"]
     assert "shoal_driver" in job["spec"]["entrypointResources"]
+
+
+def test_a_console_listens_beyond_its_pod_with_tls_alone(tmp_path: Path) -> None:
+    secret, plain = render(tmp_path / "plain", SPECS["console"][0])
+    words = (*SPECS["console with TLS"][0], "kube.namespace=lab")
+    _, deployment, service = render(tmp_path / "tls", words)
+    programs = [each["spec"]["template"]["spec"]["containers"][0]["command"][4:] for each in (plain, deployment)]
+    assert programs[0] == ["--port=8267"]
+    given = CliRunner().invoke(console, programs[1])  # as the verb reads its words: here are no such files
+    assert "/etc/shoal/tls/tls.crt" in str(given.exception)
+    assert {"--name=runs.example.org", "--name=console.lab.svc"} < set(programs[1])
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
+    assert deployment["spec"]["template"]["spec"]["restartPolicy"] == "Always"
+    variables = {each["name"]: each for each in plain["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert variables["SHOAL_STORE"]["value"] == "s3://bucket/shoal"
+    assert variables["RAY_API_SERVER_ADDRESS"]["value"] == "http://lab-head-svc.default.svc:8265"
+    tokens = {variables[name]["valueFrom"]["secretKeyRef"]["key"] for name in ("SHOAL_TOKEN", "RAY_AUTH_TOKEN")}
+    assert tokens == set(secret["stringData"])
 
 
 @pytest.mark.parametrize(("model", "name"), [("resnet50", "resnet50"), ("My.Model_2@1", "my-model-2"), ("3d", "d")])

@@ -90,7 +90,7 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
     for told in (
         *("failed", "ValueError: [/red]", "return/mean_100", "480", "tcp://127.0.0.1:5600", "cartpole@2", "champion"),
         *("actor.joined", "[bold]a-1[/nonsense]", "seconds=25.51", "returns=[500, 500, 500, 500, ... (20)]"),
-        *("  shoal report one\n", "  shoal models show cartpole@2\n"),
+        *("  shoal report one\n  shoal console --open\n", "  shoal models show cartpole@2\n"),
         *("  tensorboard --logdir ", "  shoal run cartpole --actors 4 resume=one a=1\n"),
     ):
         assert told in shown, told
@@ -106,9 +106,9 @@ def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) 
         with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as connection, connection:
             connection.execute("UPDATE runs SET heartbeat_at = 0")
         assert "lost" in typed(runs_command, "two")
-        assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+        assert "  shoal console --open\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
         run.finish("stopped")
-    assert "  shoal report two\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+    assert "  shoal console --open\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, 
     with runs.create(job, spec.replace("HOME", str(home())), "one", command=command) as run:
         run.record_event("trained", reason=limit)
         run.finish("not reached" if limit else "stopped")
-    assert f"  shoal report one\n  {expected}\n" in typed(runs_command, "one")
+    assert f"  shoal console --open\n  {expected}\n" in typed(runs_command, "one")
 
 
 @pytest.mark.parametrize(

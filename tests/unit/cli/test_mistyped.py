@@ -12,7 +12,9 @@ from shoal.cli.commands import cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.config.field_help import format_field_help, list_argument_help, list_field_help
 from shoal.errors import ConfigError, ShoalError
+from shoal.extend import RLSpec
 from shoal.recipes import is_recipe, recipe_folder, stage_package
+from shoal.train.__main__ import main as train_here
 from shoal.train.spec import TrainSpec
 
 TASK = "import shoal\nclass Line(shoal.Task):\n    pass\n"
@@ -130,7 +132,27 @@ def test_the_help_of_a_job_has_a_line_for_each_field() -> None:
     assert split["batch_size"][:4] == ["7", "integer,", ">=", "1"]
     assert split["optimizer.name"][1:6] == ["adam", "|", "adamw", "|", "sgd"]
     assert split["stop.target"][:6] == ["null", "{metric,", "direction,", "value}", "or", "null"]
+    assert split["sync.kind"][1:4] == ["all_reduce", "|", "parameter_server"]
+    assert split["sync.transport"][1:4] == ["auto", "|", "shared_memory"]
+    (algorithm,) = [each for each in list_field_help(RLSpec()) if each.path == "algorithm.name"]
+    assert {"impala", "ppo", "dqn"} <= set(algorithm.type.split(" | "))
     assert split["sync.durable"][4:8] == ["no", "update", "is", "lost:"]  # a meaning of a base class
+
+
+def test_the_help_of_a_training_here_is_of_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("sloped.py").write_text(
+        "import shoal\nclass Line(shoal.Task):\n    def __init__(self, slope: float = 2.0):\n        pass\n"
+    )
+    assert train_here(["task=sloped.py:Line", "batch_size=7", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "args.slope" in shown
+    assert "batch_size               7" in shown
+    assert train_here(["task=nowhere", "-h"]) == 1
+
+
+def test_a_field_within_a_group_is_meant_by_no_field_without_one() -> None:
+    with pytest.raises(ConfigError, match=r"no such field. fields are"):
+        TrainSpec().override(["model.depht=3"])
 
 
 def test_a_cluster_that_is_up_says_what_a_shell_needs(monkeypatch: pytest.MonkeyPatch, shoal_home: Path) -> None:

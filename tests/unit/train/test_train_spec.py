@@ -31,7 +31,10 @@ def test_a_target_is_typed_as_it_is_said() -> None:
         TrainSpec().override(["stop.target=accuracy"])
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("widht=3", "width"), ("workerz=2", "workers"), ("widht.a=3", "width")])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("widht=3", "width"), ("workerz=2", "workers"), ("widht.a=3", "width"), ("model.widht=3", "width")],
+)
 def test_a_mistyped_argument_of_the_task_gets_the_nearest(
     typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

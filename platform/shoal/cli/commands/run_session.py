@@ -20,7 +20,7 @@ from rich.text import Text
 
 import shoal
 import shoal.runs
-from shoal.cli.commands.runs import format_resume_command, is_resumable
+from shoal.cli.commands.runs import format_resume_command, is_resumable, list_views
 from shoal.cli.display import run_view, train_display
 from shoal.cli.display.panels import RunView
 from shoal.cli.support.console import make_literal_console
@@ -323,10 +323,8 @@ class RunSession:
                 say(f"{label:<15} {record.folder / name}")
         say("what next:")
         say(f"  shoal runs {record.id}")
-        if (record.folder / "tensorboard").exists():
-            say(f"  tensorboard --logdir {record.folder / 'tensorboard'}")
-        for model in models:
-            say(f"  shoal models show {model['name']}@{model['version']}")
+        for command in list_views(record, [f"{model['name']}@{model['version']}" for model in models]):
+            say(f"  {command}")
 
 
 def _run_remote(cluster: ClusterHandle, typed: RunArguments, path: Path, console: Console) -> None:

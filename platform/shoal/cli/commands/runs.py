@@ -296,14 +296,25 @@ def _show(console: Console, run: Run) -> None:
     print_facts(facts)
     _show_record(console, run)
     console.print(Text("\nWhat to type next", style="bold"))
-    commands = [f"shoal report {run.id}"]
-    if (board := run.folder / "tensorboard").exists():
-        commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
-    commands += [f"shoal models show {row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
+    models = [f"{row['name']}@{row['version']}" for row in run.models().tail(1).to_dict("records")]
+    commands = [f"shoal report {run.id}", *list_views(run, models)]
     if run.status in (Status.FAILED, Status.LOST, Status.STOPPED, Status.NOT_REACHED):
         commands.append(format_resume_command(run))
     for command in commands:
         click.echo(f"  {command}")
+
+
+def list_views(run: Run, models: Sequence[str]) -> list[str]:
+    """Commands that show a run and the versions that it has registered, given as `NAME@VERSION`."""
+    commands = ["shoal console --open"]
+    if (board := run.folder / "tensorboard").exists():
+        commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
+    commands += [f"shoal models show {each}" for each in models]
+    if run.kind is RunKind.LOOP and len(models) == 1:
+        env = run.last_events().get("gateway_ready", {}).get("env", "{")
+        where = " --env MODULE:FUNCTION" if env.startswith("{") else ""  # spaces: of games that joined
+        commands.append(f"shoal play {models[0]}{where} --record film.webp")
+    return commands
 
 
 def _print_section(console: Console, title: str, rows: Sequence[Sequence[str | Text]]) -> None:

@@ -48,13 +48,19 @@ class Access:
 
     names:    of this host, beside loopback's: what a browser may have in its address line
     readable: whether one may read without the token
+    is_tls:   whether browsers reach it by https alone
     """
 
-    def __init__(self, token: str, *, port: int, names: tuple[str, ...] = (), readable: bool = True) -> None:
+    def __init__(
+        self, token: str, *, port: int, names: tuple[str, ...] = (), readable: bool = True, is_tls: bool = False
+    ) -> None:
         self.token, self._readable = token, readable
-        own = {f"{name}:{port}".removesuffix(":80") for name in (*_LOCAL_NAMES, *names)}
+        self.cookie_flags = "; Secure" if is_tls else ""
+        default = ":443" if is_tls else ":80"
+        own = {f"{name}:{port}".removesuffix(default) for name in (*_LOCAL_NAMES, *names)}
         self._hosts = {host.lower() for host in (*own, *names)}  # a name alone: a proxy with TLS is before it
-        self._origins = {f"{scheme}://{host}" for scheme in ("http", "https") for host in self._hosts}
+        schemes = ("https",) if is_tls else ("http", "https")
+        self._origins = {f"{scheme}://{host}" for scheme in schemes for host in self._hosts}
         self.cookie = f"{COOKIE}-{port}"  # a browser sends a cookie to all ports of a host
         self._codes: dict[str, float] = {}  # until when
         self._sessions: dict[str, float] = {}  # likewise
@@ -170,7 +176,8 @@ class Guard:
                 send, 403, "this is not the access token, or too many wrong ones came: see `shoal console --help`"
             )
             return
-        cookie = f"{self._access.cookie}={session}; Path=/; HttpOnly; SameSite=Strict; Max-Age={int(SESSION_S)}"
+        flags = f"Path=/; HttpOnly; SameSite=Strict; Max-Age={int(SESSION_S)}{self._access.cookie_flags}"
+        cookie = f"{self._access.cookie}={session}; {flags}"
         headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), (b"content-length", b"0")]
         await send({"type": "http.response.start", "status": 303, "headers": headers})
         await send({"type": "http.response.body", "body": b""})

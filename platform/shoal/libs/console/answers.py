@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -11,8 +12,11 @@ from starlette.responses import Response
 
 from shoal.errors import ConfigError
 from shoal.extend.runs import Run, load
+from shoal.extend.serve import AUDIT_FILE, AuditLog, format_origin
+from shoal.home import home
 
 MAX_BODY_BYTES = 1 << 20
+PROGRAM = "console"  # in the audit log
 
 
 def answer_json(content: Any, status: int = 200) -> Response:
@@ -46,6 +50,12 @@ def read_number(request: Request, name: str, default: float) -> float:
     if not math.isfinite(number):
         raise ConfigError(name, text, "is no number")
     return number
+
+
+def audit(request: Request, action: str, **change: str) -> AbstractContextManager[None]:
+    """Log a change of a run, once its outcome is known, as endpoints log theirs."""
+    by = format_origin("administrator", request.client.host if request.client else "", PROGRAM)
+    return AuditLog(home() / AUDIT_FILE, "").audit_request(action, change, by)
 
 
 def load_exactly(run_id: str) -> Run:

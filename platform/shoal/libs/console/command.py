@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import sys
@@ -10,13 +9,12 @@ import tempfile
 import webbrowser
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import click
 
-from shoal.errors import ClusterError, needs_extra
-from shoal.home import load_access_token
-
-DEFAULT_PORT = 8267
+from shoal.errors import needs_extra
+from shoal.libs.console.job import DEFAULT_PORT, ConsoleSpec, listen
 
 
 @click.command()
@@ -25,46 +23,43 @@ DEFAULT_PORT = 8267
 @click.option(
     "--name", "names", multiple=True, metavar="NAME", help="Another name of this host, by which browsers reach it."
 )
+@click.option("--certificate", type=click.Path(), help="For https: a PEM file with its chain. Needs --key.")
+@click.option("--key", type=click.Path(), help="Its private key, in PEM.")
+@click.option("--insecure", is_flag=True, help="Accept plain HTTP beyond loopback, as behind a proxy with TLS.")
 @click.option("--open", "open_page", is_flag=True, help="Open a browser that is logged in.")
-def console(port: int, host: str, names: tuple[str, ...], open_page: bool) -> None:
+def console(
+    port: int,
+    host: str,
+    names: tuple[str, ...],
+    certificate: str | None,
+    key: str | None,
+    insecure: bool,
+    open_page: bool,
+) -> None:
     """Show the runs, models, endpoints and the cluster in the browser, of this host and of SHOAL_STORE.
 
     On this host one may read without a token; changes need the access token of SHOAL_HOME, which the page asks for.
-    At an address for other hosts, reading needs it too. Ctrl-C ends it.
+    At an address for other hosts, reading needs it too. Ctrl-C ends it. `shoal run console` runs it on a cluster.
 
     \b
     Examples:
       shoal console --open
-      shoal console --host 0.0.0.0 --name gpu-7.lab --port 8267
+      shoal console --host 0.0.0.0 --name gpu-7.lab --certificate /etc/web.pem --key /etc/web.key
     """
     with needs_extra("console"):
-        from shoal.libs.console.server import bind, serve
-    from shoal.libs.console.access import Access
+        from shoal.libs.console.server import serve
 
-    try:
-        listening = bind(host, port)
-    except OSError as error:
-        remedy = "choose another --port, or 0 for a free one"
-        raise ClusterError(f"the console cannot listen at {host}:{port}: {error.strerror}: {remedy}") from None
-    address = listening.getsockname()
-    is_local = ipaddress.ip_address(address[0]).is_loopback
-    access = Access(
-        load_access_token(), port=address[1], names=(f"[{host}]" if ":" in host else host, *names), readable=is_local
-    )
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    url = f"http://{shown if is_local else (names or (shown,))[0]}:{address[1]}/"
-    click.echo(f"The console: {url}   (Ctrl-C ends it)")
-    if not is_local:
-        click.echo(
-            "Browsers send the token unencrypted there: use a network that you trust, a tunnel, or a proxy with TLS"
-        )
-    page = _write_login(url, access.make_code()) if open_page else None
+    files = {name: value for name, value in (("certificate", certificate), ("key", key)) if value}
+    given: dict[str, Any] = {"host": host, "port": port, "names": names, "insecure": insecure}
+    opened = listen(ConsoleSpec.parse({**given, **({"tls": files} if files else {})}))
+    click.echo(f"The console: {opened.url}   (Ctrl-C ends it)")
+    page = _write_login(opened.url, opened.access.make_code()) if open_page else None
     try:
         if page is not None:
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # uvicorn's, raised again
             if not webbrowser.open(page.as_uri()):
                 click.echo("No browser was found here: open the address in one, and log in with the access token")
-        serve(listening, access)
+        serve(opened.socket, opened.access, opened.context)
     finally:
         if page is not None:
             page.unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from shoal.errors import RunError
 from shoal.extend.runs import load
 from shoal.libs.console.answers import answer_json
 
-NAME = re.compile(r"v(\d+)-e(\d+)-r([-+.\deinfa]+?)-([\w-]+)\.webp", re.ASCII)  # version, episode, return, actor
+_RETURN = r"-?(?:[\d.]+(?:e[-+]\d+)?|inf|nan)"  # as `:.6g` writes it
+NAME = re.compile(rf"v(\d+)-e(\d+)-r({_RETURN})-([\w-]+)\.webp", re.ASCII)  # version, episode, return, actor
 SHEET = re.compile(r"e([\d.]+)-s(\d+)\.json", re.ASCII)  # epoch, step
 MAX_FILMS = 500
 

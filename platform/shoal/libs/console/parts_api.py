@@ -16,7 +16,7 @@ from starlette.routing import Route
 from shoal.extend.cost import MEASURED, PREDICTED, QUANTITIES
 from shoal.extend.rl import read_run_quarantine, release_in_run
 from shoal.extend.runs import PANELS, ReportPanels, Run, Section, load
-from shoal.libs.console.answers import answer_json, load_exactly, read_body
+from shoal.libs.console.answers import answer_json, audit, load_exactly, read_body
 from shoal.plugins.find import load_reference
 from shoal.plugins.library import collect_extensions
 
@@ -54,12 +54,13 @@ def describe_loop(request: Request) -> Response:
 async def release(request: Request) -> Response:
     """Release an `actor` from quarantine, as `shoal release` does."""
     actor = str((await read_body(request)).get("actor", ""))
-    await asyncio.to_thread(_release, request.path_params["run"], actor)
+    await asyncio.to_thread(_release, request, request.path_params["run"], actor)
     return answer_json({"released": actor})
 
 
-def _release(run_id: str, actor: str) -> None:
-    release_in_run(load_exactly(run_id).folder, actor)
+def _release(request: Request, run_id: str, actor: str) -> None:
+    with audit(request, "release", run=run_id, actor=actor):
+        release_in_run(load_exactly(run_id).folder, actor)
 
 
 def describe_training(request: Request) -> Response:

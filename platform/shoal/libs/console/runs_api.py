@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.extend.runs import Run, Status, list_metric_names, list_with_best, read_newest, remove_runs
-from shoal.libs.console.answers import answer_json, load_exactly, read_body, read_number
+from shoal.libs.console.answers import answer_json, audit, load_exactly, read_body, read_number
 from shoal.libs.console.notes import RunNote, change_note, read_notes, remove_notes
 
 MAX_RUNS = 10_000
@@ -58,8 +58,9 @@ def _change(run_id: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 def remove(request: Request) -> Response:
     """Remove a run as `shoal runs rm` does: its record, its files, in the store too."""
-    run = load_exactly(request.path_params["run"])
-    remove_runs([run])
+    with audit(request, "remove", run=request.path_params["run"]):
+        run = load_exactly(request.path_params["run"])
+        remove_runs([run])
     remove_notes([run.id])
     return answer_json({"removed": run.id})
 

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import resource
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,8 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(listening: socket.socket, access: Access) -> None:
-    """Answer until the process is told to end."""
+def serve(listening: socket.socket, access: Access, context: ssl.SSLContext | None = None) -> None:
+    """Answer until the process is told to end. context: of TLS"""
     config = uvicorn.Config(
         build_app(access),
         log_level=logging.WARNING,
@@ -101,6 +102,8 @@ def serve(listening: socket.socket, access: Access) -> None:
         timeout_graceful_shutdown=GRACE_S,
         http=ImpatientProtocol,
     )
+    config.load()
+    config.ssl = context
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MAX_OPEN_FILES), most))
     uvicorn.Server(config).run(sockets=[listening])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,13 @@ class FilmedGame:
         return value if self._agent is None else value.get(self._agent)
 
     def _write(self, recording: Recording, outcome: str) -> None:
+        try:
+            self._write_film(recording, outcome)
+        except OSError as error:  # such as a full disk: the game is played on, without films
+            _log.warning("no more films of this actor: %s", error)
+            self._rest_until = math.inf
+
+    def _write_film(self, recording: Recording, outcome: str) -> None:
         began, client = time.monotonic(), self._client
         recording.take(self._step, is_last=True)
         first, version = self._first_version, self._thoughts.version

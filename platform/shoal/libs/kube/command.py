@@ -18,7 +18,15 @@ from shoal.extend.flows import ServingSpec
 from shoal.extend.registry import split_ref
 from shoal.extend.runs import split_secrets
 from shoal.home import load_access_token, ray_token_path
-from shoal.libs.kube.manifests import Document, make_cluster, make_endpoint, make_job, make_secret
+from shoal.libs.kube.manifests import (
+    CONSOLE_PORT,
+    Document,
+    make_cluster,
+    make_console,
+    make_endpoint,
+    make_job,
+    make_secret,
+)
 from shoal.libs.kube.spec import MAX_NAME_CHARS, KubeSpec
 from shoal.recipes import recipe_folder
 
@@ -38,7 +46,7 @@ def kube() -> None:
 
 @kube.group()
 def render() -> None:
-    """Write the manifests of a job, an endpoint or a cluster; kubectl applies them.
+    """Write the manifests of a job, an endpoint, a cluster or the console; kubectl applies them.
 
     Words kube.A.B=C set where it runs: kube.image, kube.store, kube.workers.max and others (docs/kubernetes.md). The
     tokens go into a file of their own, NAME-tokens.yaml, unless kube.secret names a Secret that is there.
@@ -48,6 +56,7 @@ def render() -> None:
       shoal kube render job train task=digits.py:Digits workers=4 kube.image=IMAGE kube.store=s3://BUCKET/shoal
       shoal kube render endpoint digits@champion endpoint.insecure=true --file kube.yaml
       shoal kube render cluster kube.name=lab kube.workers.gpus=1 --file kube.yaml
+      shoal kube render console --cluster lab --file kube.yaml
     """
 
 
@@ -94,6 +103,27 @@ def cluster(arguments: tuple[str, ...], file: Path | None, out: Path) -> None:
         raise ConfigError("kube", theirs[0], "is no field of a cluster", f"write {PREFIX}A.B=C")
     spec = _load(file, own, "shoal")
     _write(spec, make_cluster(spec), out)
+
+
+@render.command()
+@click.argument("arguments", nargs=-1, metavar="[kube.A.B=C]...")
+@click.option("--cluster", default="", metavar="NAME", help="A RayCluster of its namespace that it shows.")
+@click.option("--name", "names", multiple=True, help="By which browsers reach it, with kube.tls_secret. Repeatable.")
+@_file
+@_out
+def console(arguments: tuple[str, ...], cluster: str, names: tuple[str, ...], file: Path | None, out: Path) -> None:
+    """A Deployment of the console: over the store, and a cluster.
+
+    Without kube.tls_secret it listens at its pod's loopback alone, where the printed `kubectl port-forward` leads.
+    """
+    own, theirs = _split(arguments)
+    if theirs:
+        raise ConfigError("kube", theirs[0], "is no field of a console", f"write {PREFIX}A.B=C")
+    spec = _load(file, own, "console")
+    _write(spec, make_console(spec, names, cluster), out)
+    target = f"-n {spec.namespace} deployment/{spec.name}"
+    scheme = "https" if spec.tls_secret else "http"
+    click.echo(f"kubectl port-forward {target} {CONSOLE_PORT}   # and open {scheme}://localhost:{CONSOLE_PORT}")
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,5 @@
-"""A job, an endpoint and a cluster as documents for KubeRay: RayJob, RayService, RayCluster; Services, a Secret.
+"""A job, an endpoint and a cluster as documents for KubeRay: RayJob, RayService, RayCluster; Services, a Secret; and
+the console, a Deployment.
 
 Below them the pods of a RayCluster: the containers, what they mount, and how they begin and end.
 """
@@ -22,8 +23,10 @@ Document = dict[str, Any]
 
 HOME, TLS_FOLDER = "/var/lib/shoal", "/etc/shoal/tls"
 SERVE_PORT, GCS_PORT, DASHBOARD_PORT, METRICS_PORT = 8000, 6379, 8265, 8080
+CONSOLE_PORT = 8267
 DRIVER_RESOURCE = "shoal_driver"
 NAME_LABEL = "shoal/name"  # of all pods; KubeRay gives them no label with the name of their RayJob
+PART_LABEL = "shoal/part"  # of the console's pod
 # KubeRay puts its own command, `ulimit ...; ray start ...`, behind this and "&&". Ray and all its workers inherit it.
 SET_ENVIRONMENT = 'set=$(python -m shoal.cluster.host_environment) && eval "$set" || exit 1'
 # Serve moves replicas to other nodes, Ray places nothing more here, and the raylet ends once nothing runs here.
@@ -65,8 +68,11 @@ def make_job(spec: KubeSpec, program: Sequence[str]) -> list[Document]:
         job["activeDeadlineSeconds"] = spec.deadline_s
     if spec.working_dir:
         job["runtimeEnvYAML"] = yaml.safe_dump({"working_dir": spec.working_dir})
-    services = [_make_gateway_service(spec)] if spec.gateway_port else []
-    return [_wrap(spec, API, "RayJob", job), *services]
+    documents = [_wrap(spec, API, "RayJob", job)]
+    if spec.gateway_port:
+        selector = {NAME_LABEL: spec.name, "ray.io/group": DRIVER_GROUP}
+        documents.append(_make_service(spec, f"{spec.name}-gateway", selector, spec.gateway_port))
+    return documents
 
 
 def make_endpoint(spec: KubeSpec, models: Sequence[str], fields: dict[str, Any]) -> list[Document]:
@@ -121,6 +127,38 @@ def make_cluster(spec: KubeSpec) -> list[Document]:
     return [_wrap(spec, API, "RayCluster", _make_cluster_spec(spec, groups, {"serve": SERVE_PORT}))]
 
 
+def make_console(spec: KubeSpec, names: Sequence[str], cluster: str) -> list[Document]:
+    """A Deployment of one console. With `tls_secret` it listens for others, behind a Service; else at its pod's
+    loopback, to which `kubectl port-forward` leads.
+
+    names:   by which browsers reach it, beside the Service's
+    cluster: a RayCluster of the namespace that it shows, by its name; "": none
+    """
+    pod = spec.head.model_copy(update={"cpus": 1, "memory": "2Gi"})  # on machines that the head may have, too
+    container, reach = {**_make_container(spec, pod, "head", 0), "name": "console"}, list[str]()
+    if spec.tls_secret:
+        service = [f"{spec.name}{suffix}" for suffix in ("", f".{spec.namespace}", f".{spec.namespace}.svc")]
+        reach = ["--host=0.0.0.0", f"--certificate={CERTIFICATE}", f"--key={KEY}"]
+        reach += [f"--name={each}" for each in (*names, *service)]
+    container["command"] = ["python", "-m", "shoal", "console", f"--port={CONSOLE_PORT}", *reach]
+    container["ports"] = [{"name": "console", "containerPort": CONSOLE_PORT}]
+    # Kubernetes itself reaches no loopback of a pod.
+    check = {"command": ["bash", "-c", f"</dev/tcp/127.0.0.1/{CONSOLE_PORT}"]}
+    container["readinessProbe"] = {"exec": check, "periodSeconds": 5, "timeoutSeconds": 2}
+    if cluster:
+        address = f"http://{cluster}-head-svc.{spec.namespace}.svc:{DASHBOARD_PORT}"
+        token = {"secretKeyRef": {"name": _get_secret_name(spec), "key": "auth_token"}}
+        container["env"].append({"name": "RAY_API_SERVER_ADDRESS", "value": address})
+        container["env"].append({"name": "RAY_AUTH_TOKEN", "valueFrom": token})
+    template = _make_template(spec, pod, container)
+    template["spec"]["restartPolicy"] = "Always"
+    selector = {NAME_LABEL: spec.name, PART_LABEL: "console"}
+    template["metadata"]["labels"] = selector
+    content: Document = {"replicas": 1, "selector": {"matchLabels": selector}, "template": template}
+    deployment = _wrap(spec, "apps/v1", "Deployment", {**content, "strategy": {"type": "Recreate"}})
+    return [deployment, *([_make_service(spec, spec.name, selector, CONSOLE_PORT)] if spec.tls_secret else [])]
+
+
 def make_secret(spec: KubeSpec, ray_token: str, shoal_token: str) -> Document:
     """The Secret with both tokens."""
     values = {"auth_token": ray_token, "shoal_token": shoal_token}
@@ -171,10 +209,10 @@ def _probe(endpoint: EndpointSpec) -> Document:
     return {**check, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2}
 
 
-def _make_gateway_service(spec: KubeSpec) -> Document:
-    selector = {NAME_LABEL: spec.name, "ray.io/group": DRIVER_GROUP}
-    ports = [{"name": "gateway", "port": spec.gateway_port, "targetPort": spec.gateway_port}]
-    metadata = {"name": f"{spec.name}-gateway", "namespace": spec.namespace, "annotations": spec.service_annotations}
+def _make_service(spec: KubeSpec, name: str, selector: dict[str, str], port: int) -> Document:
+    """One that leads to the pods with these labels."""
+    metadata = {"name": name, "namespace": spec.namespace, "annotations": spec.service_annotations}
+    ports = [{"name": "shoal", "port": port, "targetPort": port}]
     service = {"type": spec.service_type, "selector": selector, "ports": ports}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service}
 

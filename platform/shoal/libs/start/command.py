@@ -23,6 +23,7 @@ NEXT = {
     "actor": (
         "shoal run actor_learner env=ask target_return=8 algorithm.learning_rate=0.01",
         "python my_actor.py tcp://127.0.0.1:PORT     # in another terminal, with the address that the run prints",
+        "shoal play my_actor --env my_actor.py:Alone --record film.webp     # once the run has ended",
         "pytest test_my_actor.py",
     ),
     "endpoint": (

@@ -10,9 +10,9 @@ Calls refused for their caller are logged too, many to a line (see `auth_failure
     {"time": ..., "endpoint": "digits", "entry": "refused", "by": "unknown", "status": 401, "count": 12, ...}
 
 Written by the endpoint's controller to $SHOAL_HOME/audit.jsonl, which only its owner may read; several controllers may
-append to one file. A full file becomes audit.jsonl.1, that one audit.jsonl.2 and so on; the oldest goes. A line that
-cannot be written goes to the program's log and stops nothing. Contains no key, and only the beginning of long values.
-The controller prints changes too, for `shoal serve logs`.
+append to one file, and so may the console, for what it changes in runs. A full file becomes audit.jsonl.1, that one
+audit.jsonl.2 and so on; the oldest goes. A line that cannot be written goes to the program's log and stops nothing.
+Contains no key, and only the beginning of long values. The controller prints changes too, for `shoal serve logs`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """The audit log of one endpoint; `path` None writes nothing."""
+    """The audit log of one endpoint; `path` None writes nothing. endpoint: "" for changes that are of none"""
 
     def __init__(self, path: Path | None, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._endpoint, self._clock = path, endpoint, clock
@@ -84,7 +84,10 @@ class AuditLog:
         if self._path is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "endpoint": self._endpoint, **_truncate(entry)}) + "\n"
+        line = (
+            json.dumps({"time": now, **({"endpoint": self._endpoint} if self._endpoint else {}), **_truncate(entry)})
+            + "\n"
+        )
         try:
             self._rotate_if_full(len(line))
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

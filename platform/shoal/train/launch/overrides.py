@@ -5,11 +5,14 @@ Called by every program that takes `a.b=c` words for a training run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import shoal.runs
 from shoal.config import last_override
+from shoal.config.field_help import FieldHelp, list_argument_help
 from shoal.errors import ConfigError
 from shoal.train.spec import TrainSpec
-from shoal.train.task import find_source_file, load_task_file, require_source_file, unload_if_changed
+from shoal.train.task import find_source_file, find_task, load_task_file, require_source_file, unload_if_changed
 
 
 def spec_from_overrides(overrides: list[str]) -> TrainSpec:
@@ -19,6 +22,12 @@ def spec_from_overrides(overrides: list[str]) -> TrainSpec:
     if resumed:
         return TrainSpec.from_record(shoal.runs.load(resumed).spec, overrides)
     return (load_recipe(task) if task else TrainSpec()).override(overrides)
+
+
+def list_task_arguments(spec: TrainSpec) -> Iterator[FieldHelp]:
+    """Those of its Task, for help."""
+    if spec.task:
+        yield from list_argument_help(find_task(spec.task), spec.args)
 
 
 def load_recipe(task: str) -> TrainSpec:

@@ -1,4 +1,5 @@
 // Elements from data. Text is always text: nothing of a record is ever read as HTML.
+import { age, duration } from "./format.js";
 
 /** An element: `h("a", {href: "#/runs", onclick: f}, "Runs")`. Children are elements, texts, lists of them, or null. */
 export function h(tag, attributes = {}, ...children) {
@@ -23,6 +24,17 @@ export function say(text) {
 /** A word of state, with its colour. */
 export function state(word, tone = word) {
   return h("span", { class: `state ${tone}` }, word);
+}
+
+/** How long a run took; of one that is still going it counts on while it is shown. */
+export function took(run) {
+  const going = () => run.status === "running", word = () => (going() ? age(run.created_at) : duration(run.duration_s));
+  const element = h("span", {}, word());
+  const timer = going() ? setInterval(() => {
+    if (element.isConnected && going()) element.textContent = word();
+    else clearInterval(timer);
+  }, 1000) : null;
+  return element;
 }
 
 /** A list of names and values. */

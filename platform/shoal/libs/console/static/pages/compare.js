@@ -1,8 +1,8 @@
 // Several runs over each other.
 import { get } from "../lib/api.js";
 import { Board } from "../lib/board.js";
-import { h, runLink, state } from "../lib/dom.js";
-import { duration, number } from "../lib/format.js";
+import { h, runLink, state, took } from "../lib/dom.js";
+import { number } from "../lib/format.js";
 import { differences, table } from "./run_record.js";
 
 const withoutSeed = (run) => JSON.stringify(Object.entries(run.fields).filter(([path]) => !/(^|\.)seed$/.test(path)));
@@ -15,7 +15,7 @@ export async function open(main, ids) {
     first: runs[0].best?.name, onstatus: (id, word) => statuses.get(id)?.replaceChildren(state(word)),
   });
   const rows = runs.map((run) => [runLink(run.id), run.title, statuses.get(run.id),
-    run.best ? `${run.best.name} ${number(run.best.value)}` : "–", duration(run.duration_s)]);
+    run.best ? `${run.best.name} ${number(run.best.value)}` : "–", took(run)]);
   main.replaceChildren(h("h1", {}, `${runs.length} runs over each other`), table(["run", "what", "status", "best", "took"], rows),
     h("h2", {}, "Curves"), board.element, h("h2", {}, "In what their specs differ"), differences(runs));
   await board.open();

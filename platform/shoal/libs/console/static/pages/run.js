@@ -2,8 +2,8 @@
 import { get, send } from "../lib/api.js";
 import { complain } from "../lib/ask.js";
 import { Board, readCurves } from "../lib/board.js";
-import { facts, h, say, state } from "../lib/dom.js";
-import { duration, moment, number } from "../lib/format.js";
+import { facts, h, say, state, took } from "../lib/dom.js";
+import { moment, number } from "../lib/format.js";
 import { openFilms } from "./films.js";
 import { openLoop, openSections, openTraining } from "./run_kinds.js";
 import { openEvents, openLog, openSpec } from "./run_record.js";
@@ -28,7 +28,7 @@ export async function open(main, [id, part = "curves"]) {
     h("h1", {}, run.title, " ", status), h("p", { class: "muted" }, run.id, run.queue ? `, waits: place ${run.queue.position}` : ""),
     h("div", { class: "panel" }, facts([
       ["command", h("code", {}, run.command)], ["started", `${moment(run.created_at)}${run.owner ? ` by ${run.owner}` : ""}`],
-      ["took", duration(run.duration_s)], ["host", run.copied_from ? `${run.copied_from}, from the store` : run.host],
+      ["took", took(run)], ["host", run.copied_from ? `${run.copied_from}, from the store` : run.host],
       ["best", run.best && `${run.best.name} ${number(run.best.value)}`],
       ["commit", run.git_revision && run.git_revision.slice(0, 12) + (run.git_dirty ? ", changed" : "")],
       ["models", run.models.length ? run.models.map((m) => h("div", {}, h("a", { href: `#/models/${encodeURIComponent(m.name)}/${m.version}` }, `${m.name}@${m.version}`), ` ${m.aliases.join(" ")}`)) : null],
@@ -37,7 +37,7 @@ export async function open(main, [id, part = "curves"]) {
     ]), writeNote(path, run)),
     h("nav", { class: "parts", "aria-label": "Parts of the run" }, names.map(link)), place,
   );
-  const onstatus = (word) => status.replaceChildren(state(word));
+  const onstatus = (word) => { run.status = word; status.replaceChildren(state(word)); };
   return PARTS[chosen][1](place, { ...run, early }, path, onstatus);
 }
 

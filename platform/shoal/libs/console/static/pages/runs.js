@@ -1,8 +1,8 @@
 // All runs, one row each: chosen by words, status, owner and tag; with metrics that one pins, notes and tags.
 import { get, send } from "../lib/api.js";
 import { ask, complain } from "../lib/ask.js";
-import { h, runLink, say, state } from "../lib/dom.js";
-import { age, duration, number } from "../lib/format.js";
+import { h, runLink, say, state, took } from "../lib/dom.js";
+import { age, number } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
 import { Table } from "../lib/table.js";
 
@@ -48,7 +48,7 @@ class RunsPage {
       { name: "tags", value: (run) => run.tags.join(), cell: (run) => run.tags.map((tag) => h("span", { class: "tag" }, tag)) },
       { name: "note", value: (run) => run.note, cell: (run) => run.note.split("\n")[0] },
       { name: "age", number: true, value: (run) => -run.created_at, cell: (run) => age(run.created_at) },
-      { name: "took", number: true, value: (run) => run.duration_s ?? Infinity, cell: (run) => (run.duration_s === null ? "" : duration(run.duration_s)) },
+      { name: "took", number: true, value: (run) => run.duration_s ?? Infinity, cell: took },
       { name: "owner", value: (run) => run.owner ?? run.host, cell: (run) => run.owner ?? run.copied_from ?? run.host },
     ], { label: "Runs", key: (run) => run.id });
     this.place.replaceChildren(this.table.element);
