@@ -142,7 +142,7 @@ def rows_of(at_once: list[tuple[float, int]], loads: dict[str, list[float]], siz
             "obstore into memory, and safetensors from the disk",
             FETCHED_BAR,
             "ratio",
-            note=f"ours: with the file and its checksum; the download alone: {statistics.median(loads['download']):.2f} s",
+            note=f"ours: with file and checksum; the download alone: {statistics.median(loads['download']):.2f} s",
         ),
         compare("processor time of the S3 server for a first load", "s", "lower", loads["server"]),
         compare(f"load of {size}, again", "s", "lower", loads["again"], loads["peer"], peer, AGAIN_BAR, "ratio"),

@@ -123,7 +123,8 @@ class ObjectStore(Store):
                 raise KeyChanged(f"{key} in {self.url} was changed")
 
             def fetch(begin: int) -> int:
-                end, place = min(begin + RANGE_BYTES, meta["size"]), begin
+                end: int = min(begin + RANGE_BYTES, meta["size"])
+                place = begin
                 options: Any = {"range": (begin, end), "if_match": meta["e_tag"]}
                 answer = client.get(self._bulk, key, options=options) if begin else whole
                 for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
