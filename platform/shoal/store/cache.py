@@ -8,7 +8,10 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+import psutil
 
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, StoreError
@@ -17,7 +20,7 @@ from shoal.store.store import Entry, Store
 
 CAPACITY_GIB = 100.0  # of all files together; those used longest ago are removed
 LOCK_TIMEOUT_S = 3600.0  # for another process that downloads the same file
-_VERIFIED_S = 1.0  # the modification time of a file with its hash: whatever writes to it later changes the time
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class BlobCache:
@@ -25,7 +28,8 @@ class BlobCache:
 
     capacity_bytes: None: `$SHOAL_CACHE_GIB`, else 100 GiB
 
-    A file of a hash is verified once, when it is downloaded; a change since then is noticed by its modification time.
+    A file of a hash is verified when it is downloaded, and once after each start of the host: what no `fsync` has
+    secured is lost by a power cut. A change since then is noticed by its modification time.
     The time of access is that of the last use. What is removed while a process has it open stays readable to it.
     """
 
@@ -51,19 +55,17 @@ class BlobCache:
         path = self.folder / sha256[:2] / sha256
 
         def is_verified() -> bool:
-            if not (status := _stat(path)) or status.st_mtime != _VERIFIED_S:
-                return False
-            with suppress(FileNotFoundError):  # another process has removed it meanwhile
-                os.utime(path, (time.time(), _VERIFIED_S))
-                return True
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                is_marked = os.fstat(file.fileno()).st_mtime == _get_verified_s()
+                if is_marked or hashlib.file_digest(file, "sha256").hexdigest() == sha256:
+                    os.utime(file.fileno(), (time.time(), _get_verified_s()))
+                    return True
             return False
 
         def download(draft: Path) -> None:
             if (found := store.download(key, draft)) != sha256:
                 raise StoreError(f"{key} in {store.url} is damaged: its hash is {found}, not {sha256}")
-            os.utime(draft, (time.time(), _VERIFIED_S))
-            with draft.open("rb") as file:  # a power cut must not leave the name without the content
-                os.fsync(file.fileno())
+            os.utime(draft, (time.time(), _get_verified_s()))
 
         return self._obtain(path, is_verified, download)
 
@@ -124,6 +126,13 @@ class BlobCache:
             if path != newest:
                 path.unlink(missing_ok=True)
                 total -= size
+
+
+@cache
+def _get_verified_s() -> float:
+    """The modification time of a file with its hash, one of each start of the host: a write to it changes the time."""
+    boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else f"{psutil.boot_time():.0f}"
+    return float(int(hashlib.sha256(boot.encode()).hexdigest()[:7], 16))
 
 
 def is_present(path: Path, size_bytes: int | None = None) -> bool:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 PART_BYTES, MAX_PARTS = 16 << 20, 9_000  # S3 takes 10,000 parts of an object
 MAX_PARALLEL_PARTS = 4
-# A request of a download: it is repeated alone, and must end within the timeout below.
-RANGE_BYTES = 512 << 20
-_CHUNK_BYTES = 4 << 20
+# Of a request of a download, which is repeated alone. A server may give each connection less than the network has.
+RANGE_BYTES, MAX_PARALLEL_RANGES = 16 << 20, 8
+_CHUNK_BYTES, _HASHED_BYTES = 256 << 10, 1 << 20
 CONNECT_TIMEOUT, REQUEST_TIMEOUT = "5s", "30s"
 BULK_TIMEOUT = "600s"  # of a request that carries a part of a file
 # Of the client, whose calls no signal interrupts: within two seconds. Then `_retry` begins.
@@ -115,31 +115,33 @@ class ObjectStore(Store):
 
     @_retry
     def download(self, key: str, path: Path, tag: str = "") -> str:
-        digest = hashlib.sha256()
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(_HASHED_BYTES))
         with path.open("w+b") as file, self._calls(key) as client:
             whole = client.get(self._bulk, key)
             meta = whole.meta
             if tag and _to_entry(meta).tag != tag:
                 raise KeyChanged(f"{key} in {self.url} was changed")
-            if meta["size"] <= RANGE_BYTES:
-                for chunk in whole.stream(min_chunk_size=_CHUNK_BYTES):
-                    file.write(chunk)
-                    digest.update(chunk)
-                return digest.hexdigest()
-            del whole  # its content is read in ranges
-            begins = range(0, meta["size"], RANGE_BYTES)
 
-            def fetch(begin: int) -> None:
-                end, place = min(begin + RANGE_BYTES, meta["size"]), begin
+            def fetch(begin: int) -> int:
+                end: int = min(begin + RANGE_BYTES, meta["size"])
+                place = begin
                 options: Any = {"range": (begin, end), "if_match": meta["e_tag"]}
-                for chunk in client.get(self._bulk, key, options=options).stream(min_chunk_size=_CHUNK_BYTES):
-                    place += os.pwrite(file.fileno(), chunk, place)
+                answer = client.get(self._bulk, key, options=options) if begin else whole
+                for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+                    place += os.pwrite(file.fileno(), memoryview(chunk)[: end - place], place)
+                    if place == end:  # the answer without a range has all others, too
+                        break
+                if place < end:
+                    raise StoreAway(f"{key} in {self.url} was cut off")
+                return end
 
-            with ThreadPoolExecutor(MAX_PARALLEL_PARTS, "shoal-download") as pool:
-                for begin, _ in zip(begins, pool.map(fetch, begins), strict=True):
-                    end = begin + RANGE_BYTES
-                    for place in range(begin, end, _CHUNK_BYTES):
-                        digest.update(os.pread(file.fileno(), min(_CHUNK_BYTES, end - place), place))
+            place = 0
+            with ThreadPoolExecutor(MAX_PARALLEL_RANGES, "shoal-download") as pool:
+                for end in pool.map(fetch, range(0, meta["size"], RANGE_BYTES)):
+                    while place < end:
+                        count = os.preadv(file.fileno(), [buffer[: end - place]], place)
+                        digest.update(buffer[:count])
+                        place += count
         return digest.hexdigest()
 
     @_retry

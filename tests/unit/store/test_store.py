@@ -217,6 +217,12 @@ def test_an_object_is_downloaded_once(store: Store, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(store, "download", None)  # not called again
     assert BlobCache(tmp_path / "cache").fetch(store, "weights", sha256) == path
     assert [each.name for each in path.parent.iterdir()] == [sha256]
+    monkeypatch.setattr("shoal.store.cache._get_verified_s", lambda: 7.0)  # after another start of the host
+    assert cache.fetch(store, "weights", sha256) == path
+    assert path.stat().st_mtime == 7.0
+    path.write_bytes(payload[:500])  # what a power cut has left
+    monkeypatch.undo()
+    assert cache.fetch(store, "weights", sha256).read_bytes() == payload
 
 
 @pytest.mark.parametrize("store", ["bucket"], indirect=True)
