@@ -54,7 +54,10 @@ class ReplicaWorker:
         self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one
         self._metrics: RayMetrics | None = None
         self._is_up = False
-        install_fast_path(spec, self._replica.app)
+        if install_fast_path(spec, self._replica.app) and not os.environ.get("NO_DIRECT"):
+            from shoal.serve.on_ray.direct_front import answer_clients  # here: it needs uvicorn's classes as they are
+
+            answer_clients(spec.answer_s)
 
     def __serve_build_asgi_app__(self) -> EndpointApp:
         return self._replica.app
@@ -90,8 +93,8 @@ def require_reachable_peers(spec: EndpointSpec) -> None:
         raise ConfigError("endpoint.ingress", spec.ingress, problem, "give ingress: every_node, or no memory")
 
 
-def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
-    """Install the fast path in this process.
+def install_fast_path(spec: EndpointSpec, entrance: Application) -> bool:
+    """Install the fast path in this process; returns whether uvicorn's version fits.
 
     Raises ConfigError for gRPC when uvicorn's version does not fit: gRPC has no other path.
     """
@@ -100,6 +103,7 @@ def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
         problem = "gRPC needs a class of uvicorn's that this version of it does not have"
         remedy = "leave grpc_port out, or install uvicorn 0.34 to 0.54"
         raise ConfigError("grpc_port", spec.grpc_port, problem, remedy)
+    return is_installed
 
 
 class RayMetrics:
