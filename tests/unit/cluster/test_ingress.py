@@ -123,7 +123,7 @@ def test_preparing_twice_writes_once_and_the_wrapper_never_starts_itself(
 def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict[str, int]) -> None:
     config = haproxy_config.rewrite(serves_config(tmp_path, 8000, **ports), "errors")
     binds = [line.split()[1] for line in config.splitlines() if line.split()[0] == "bind"]
-    assert [bind for bind in binds if bind.startswith("unix@")] == [f"unix@{tmp_path}/{name}.sock" for name in "us"]
+    assert [bind for bind in binds if bind.startswith("unix@")] == [f"unix@{tmp_path}/{name}.sock" for name in "rus"]
     fronts = [bind for bind in binds if not bind.startswith("unix@")]
     assert fronts == ["127.0.0.1:8000", *(["127.0.0.1:2"] if "grpc_port" in ports else [])]
     for unwanted in ("listen ", "mode 666", "prometheus"):

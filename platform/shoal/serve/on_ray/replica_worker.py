@@ -19,7 +19,7 @@ from shoal.gc_freeze import freeze_loaded_objects
 from shoal.plugins.find import find_extension
 from shoal.serve.http import fast_path
 from shoal.serve.messages.replica_report import ReplicaReport
-from shoal.serve.on_ray.bind_address import announce_http_address, is_head, patch_bind_addresses
+from shoal.serve.on_ray.bind_address import announce_http_address, answer_clients, is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.protocol.prometheus import METRICS, series
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
@@ -55,8 +55,6 @@ class ReplicaWorker:
         self._metrics: RayMetrics | None = None
         self._is_up = False
         if install_fast_path(spec, self._replica.app) and not os.environ.get("NO_DIRECT"):
-            from shoal.serve.on_ray.direct_front import answer_clients  # here: it needs uvicorn's classes as they are
-
             answer_clients(spec.answer_s)
 
     def __serve_build_asgi_app__(self) -> EndpointApp:

@@ -1,9 +1,9 @@
-"""Has an endpoint's only replica answer clients at the ingress's own port, without HAProxy between them.
+"""Follows HAProxy, and has a replica answer clients at its port whenever there is nothing to balance.
 
-HAProxy marks such a replica whenever it starts (`haproxy_config.find_only_replica`), and it starts whenever replicas or
-applications change. The replica follows the mark: it takes a duplicate of HAProxy's listening sockets, and then pauses
+HAProxy marks the only replica of the only endpoint whenever it starts (`haproxy_config.find_only_replica`), which is
+whenever replicas or endpoints change. The replica takes a duplicate of HAProxy's listening sockets, and then pauses
 HAProxy's front. Where the mark is gone, a new HAProxy accepts connections at the same sockets already. Both may accept
-at once, so neither the one nor the other change can lose a connection.
+at once, so neither change loses a connection.
 """
 
 from __future__ import annotations
@@ -11,39 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.serve._private import replica
-
-from shoal.cluster.capacity import get_head_id
 from shoal.cluster.ingress.connection_guard import ConnectionGuard
-from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, find_ingress_folder
 from shoal.cluster.ingress.shared_listener import Mark, is_running, pause_front, read_mark, take_listeners
 from shoal.network_address import is_loopback
 from shoal.serve.http.front_protocol import Front
-from shoal.serve.on_ray.bind_address import is_head
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
-
-
-def answer_clients(answer_s: float) -> None:
-    """Follow this node's ingress with the HTTP server that Serve starts next in this process."""
-    if BINARY_VARIABLE not in os.environ or sys.platform != "linux":
-        return
-    start, node = replica.start_asgi_http_server, ray.util.get_node_ip_address()
-    folder = find_ingress_folder() / (get_head_id() if is_head(node) else ray.get_runtime_context().get_node_id())
-
-    async def start_and_follow(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-        task, server = await start(app, options, *args, **kwargs)
-        follower = FrontFollower(server, {options.host, node}, options.port, folder, answer_s)
-        server.following = asyncio.get_running_loop().create_task(follower.run())
-        return task, server
-
-    replica.start_asgi_http_server = start_and_follow
 
 
 class FrontFollower:
@@ -53,7 +31,7 @@ class FrontFollower:
     answer_s:    see `Front`
     """
 
-    def __init__(self, server: Any, hosts: set[str], port: int, folder: Path, answer_s: float) -> None:
+    def __init__(self, server: Any, hosts: Collection[str], port: int, folder: Path, answer_s: float) -> None:
         self._server, self._hosts, self._port, self._folder = server, hosts, port, folder
         self._answer_s = answer_s
         self._mark: Mark | None = None
