@@ -95,7 +95,7 @@ class _Guard:
 
     def __init__(self, control: socket.socket, states: memoryview, folder: Path, server: str) -> None:
         self._control, self._states, self._folder, self._server = control, states, folder, server
-        self._held: dict[int, socket.socket] = {}
+        self._connections: dict[int, socket.socket] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: list[Future[None]] = []
 
@@ -107,16 +107,16 @@ class _Guard:
                 break
             what, number = HEAD.unpack_from(message)
             if what == HOLD:
-                self._held[number] = socket.socket(fileno=fds[0])
+                self._connections[number] = socket.socket(fileno=fds[0])
             elif what == RELEASE:
-                self._held.pop(number).close()
+                self._connections.pop(number).close()
             else:
-                self._begin(self._pass_on(self._held.pop(number), message[HEAD.size :]))
+                self._begin(self._pass_on(self._connections.pop(number), message[HEAD.size :]))
         with suppress(OSError):  # HAProxy is gone as well
             mark = read_mark(self._folder)
             if mark is not None and mark.server == self._server:
                 pause_front(self._folder, False)
-        for number, connection in self._held.items():
+        for number, connection in self._connections.items():
             self._begin(self._end(connection, self._states[number]))
         wait(self._pending)
 

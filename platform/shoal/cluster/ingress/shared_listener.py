@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-import struct
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -83,7 +83,10 @@ def take_listeners(folder: Path, port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     with _connect(folder) as connection:
         connection.sendall(b"_getsocks\n")
-        (num,) = struct.unpack("i", connection.recv(4))
+        count = connection.recv(4)
+        num = int.from_bytes(count, sys.byteorder)
+        if len(count) < 4:
+            raise OSError("HAProxy has not said how many sockets it has")
         while len(sockets) < num:
             _, fds, *_ = socket.recv_fds(connection, 65_536, MAX_FDS)
             if not fds:

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.cluster.ingress.connection_guard import ConnectionGuard
 from shoal.cluster.ingress.shared_listener import Mark, is_running, pause_front, read_mark, take_listeners
 from shoal.network_address import is_loopback
-from shoal.serve.http.front_protocol import Front
+from shoal.serve.http.front_protocol import DirectFront
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -28,14 +28,14 @@ class FrontFollower:
     """Follows the mark of the HAProxy whose configuration is in `folder`.
 
     server:      uvicorn's, at `port` of `hosts`
-    answer_s:    see `Front`
+    answer_s:    see `DirectFront`
     """
 
     def __init__(self, server: Any, hosts: Collection[str], port: int, folder: Path, answer_s: float) -> None:
         self._server, self._hosts, self._port, self._folder = server, hosts, port, folder
         self._answer_s = answer_s
         self._mark: Mark | None = None
-        self._front: Front | None = None
+        self._front: DirectFront | None = None
         self._listeners: dict[int, asyncio.Server] = {}  # by their sockets' inodes
 
     async def run(self) -> None:
@@ -68,7 +68,7 @@ class FrontFollower:
         if not await asyncio.to_thread(is_running, mark, self._folder):
             return
         if self._front is None:
-            self._front = Front(self._server, ConnectionGuard(self._folder, mark.server), self._answer_s)
+            self._front = DirectFront(self._server, ConnectionGuard(self._folder, mark.server), self._answer_s)
         self._front.is_leaving = False
         loop = asyncio.get_running_loop()
         for each in await asyncio.to_thread(take_listeners, self._folder, mark.port):

@@ -1,7 +1,7 @@
 """A client's connection at a replica that answers at HAProxy's own port: what HAProxy does there for a client.
 
-`Front` has the connections, and looks at each once a second: heads that do not come, answers that nobody reads or that
-take too long. What `DirectProtocol` does not answer takes Serve's way, without the headers that steer it. A connection
+`DirectFront` has the connections, and looks at each once a second: heads that do not come, answers that nobody reads or
+that take too long. What `DirectProtocol` does not answer takes Serve's way, without the headers that steer it. A connection
 that this server cannot answer (HTTP/2, one too many) is returned to HAProxy, as are the idle ones of a server that
 stops. `cluster.ingress.connection_guard` sees to the rest when this process is killed.
 """
@@ -30,7 +30,7 @@ STEERS_SERVE = re.compile(
 CHANGES = re.compile(PATHS_OF_CHANGES.encode())
 
 
-class Front:
+class DirectFront:
     """The clients' connections of one server of uvicorn's. `is_leaving`: each ends with its next answer.
 
     answer_s: the longest that an answer may take
@@ -85,7 +85,7 @@ class FrontProtocol(DirectProtocol):
     _seen: tuple[Any, int] = (None, 0)  # what the last check saw, and since when
     _seen_s = 0.0
 
-    def __init__(self, front: Front, server: Any) -> None:
+    def __init__(self, front: DirectFront, server: Any) -> None:
         super().__init__(server.config, server.server_state, server.lifespan.state)
         self._front = front
         self.ws_protocol_class = None
@@ -118,14 +118,14 @@ class FrontProtocol(DirectProtocol):
         if was_idle:
             self._states[self._number] = transport.written << NUM_FLAGS | IN_HAND
         super().data_received(data)
-        if self._has_begun():
+        if self._is_within_head():
             self._num_head_bytes += len(data)
             if was_idle or self._head:
                 self._head += data
             if self._num_head_bytes > BUFFER_BYTES:
                 self._refuse(400)
 
-    def _has_begun(self) -> bool:
+    def _is_within_head(self) -> bool:
         """Whether the head of a request has come in part."""
         cycle: Any = self.cycle
         return self.scope is not None and (cycle is None or cycle.scope is not self.scope)
@@ -204,7 +204,7 @@ class FrontProtocol(DirectProtocol):
             return CLIENT_SILENCE_S, self.transport.abort
         if cycle is None and scope is None:
             return REQUEST_TIMEOUT_S, self.transport.close
-        if self._has_begun():
+        if self._is_within_head():
             return REQUEST_TIMEOUT_S, lambda: self._refuse(408)
         if cycle.response_complete or cycle.more_body:  # closed by `DirectProtocol`, or watched by the application
             return float("inf"), self.transport.close

@@ -54,7 +54,7 @@ class ReplicaWorker:
         self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one
         self._metrics: RayMetrics | None = None
         self._is_up = False
-        if install_fast_path(spec, self._replica.app) and not os.environ.get("NO_DIRECT"):
+        if install_fast_path(spec, self._replica.app):
             answer_clients(spec.answer_s)
 
     def __serve_build_asgi_app__(self) -> EndpointApp:
