@@ -1,9 +1,9 @@
 """A client's connection at a replica that answers at HAProxy's own port: what HAProxy does there for a client.
 
 `DirectFront` has the connections, and looks at each once a second: heads that do not come, answers that nobody reads or
-that take too long. What `DirectProtocol` does not answer takes Serve's way, without the headers that steer it. A connection
-that this server cannot answer (HTTP/2, one too many) is returned to HAProxy, as are the idle ones of a server that
-stops. `cluster.ingress.connection_guard` sees to the rest when this process is killed.
+that take too long. What `DirectProtocol` does not answer takes Serve's way, without the headers that steer it. A
+connection that this server cannot answer (HTTP/2, one too many) is returned to HAProxy, as are the idle ones of a
+server that stops. `cluster.ingress.connection_guard` sees to the rest when this process is killed.
 """
 
 from __future__ import annotations
