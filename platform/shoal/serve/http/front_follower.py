@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,16 @@ class FrontFollower:
             except OSError as error:  # HAProxy ends or starts: see again
                 logger.debug("HAProxy's sockets cannot be had: %s", error)
             await asyncio.sleep(POLL_S)
-        if self._mark is not None:
-            await self._leave(self._mark)
         if self._front is not None:
+            with suppress(OSError):  # the guard does it again when this process has ended
+                await self._leave(self._mark)
+            self._close_listeners()
             self._front.close()
 
     async def _follow(self, mark: Mark | None) -> None:
         is_ours = mark is not None and self._names_us(mark)
         is_guarded = self._front is None or self._front.guard.is_alive
-        if self._mark is not None and not (is_ours and is_guarded):
+        if self._listeners and not (is_ours and is_guarded):
             await self._leave(mark)
         elif mark is not None and mark != self._mark and is_ours and is_guarded:
             await self._enter(mark)
@@ -80,17 +82,18 @@ class FrontFollower:
                 self._listeners[inode] = await loop.create_server(self._front.make_protocol, sock=each, backlog=backlog)
         if self._listeners:
             await asyncio.to_thread(pause_front, self._folder, True)
-            self._mark = mark
+        self._mark = mark
 
     async def _leave(self, mark: Mark | None) -> None:
         """Leave the connections to HAProxy. mark: the present one"""
         assert self._front is not None
-        self._mark = None
         self._front.leave()
-        try:
-            if mark is None or self._names_us(mark):  # or another replica has paused the front
-                await asyncio.to_thread(pause_front, self._folder, False)
-        finally:
-            for each in self._listeners.values():
-                each.close()
-            self._listeners = {}
+        if mark is None or self._names_us(mark):  # or another replica has paused the front
+            await asyncio.to_thread(pause_front, self._folder, False)
+        self._mark = None
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
+        for each in self._listeners.values():
+            each.close()
+        self._listeners = {}

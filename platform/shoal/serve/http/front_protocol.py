@@ -52,7 +52,10 @@ class DirectFront:
             each.leave()
 
     def close(self) -> None:
+        """Stop the connections that have come since the server began to stop."""
         self._timer.cancel()
+        for each in list(self.connections):
+            each.shutdown()
 
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_S, self._check)
@@ -155,7 +158,8 @@ class FrontProtocol(DirectProtocol):
         transport: Any = self.transport
         # With more of the body to come, a number that is wrong: the guard then closes the connection.
         written = 0 if self.cycle.more_body and not self.pipeline else transport.written
-        self._states[self._number] = written << NUM_FLAGS | (IN_HAND if self.pipeline else 0)
+        has_more = self.pipeline or self._is_within_head()
+        self._states[self._number] = written << NUM_FLAGS | (IN_HAND if has_more else 0)
         self._is_change = False
         super().on_response_complete()
 
@@ -174,7 +178,10 @@ class FrontProtocol(DirectProtocol):
     def shutdown(self) -> None:
         """Called by uvicorn when its server stops."""
         if self._is_idle() and not self.transport.get_write_buffer_size():
-            self._return(self._head)
+            if self._head or not self._is_within_head():
+                self._return(self._head)
+            else:
+                self._refuse(503)
         else:
             super().shutdown()
 
