@@ -106,6 +106,9 @@ def test_the_rules_of_the_ingress_hold_without_it(direct: Direct) -> None:
         assert line.recv(9)[3] == 4, "HAProxy's settings of HTTP/2"
     assert read_all(direct.send("", path="/slow")).startswith(b"HTTP/1.1 504"), "longer than an answer may take"
     assert read_all(late).startswith(b"HTTP/1.1 408")
+    direct.proxy.process.kill()
+    direct.proxy.process.wait(30)
+    assert direct.is_direct(), "also while the ingress is dead"
 
 
 def test_no_request_is_cut_when_the_replica_is_killed(direct: Direct) -> None:

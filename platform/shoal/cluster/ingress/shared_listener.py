@@ -12,7 +12,6 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,10 +93,6 @@ def take_listeners(folder: Path, port: int) -> list[socket.socket]:
             sockets += (socket.socket(fileno=fd) for fd in fds)
             connection.sendall(b"\0")
     others = [each for each in sockets if each.family == socket.AF_UNIX or each.getsockname()[1] != port]
-    close_all(others)
-    return [each for each in sockets if each not in others]
-
-
-def close_all(sockets: Iterable[socket.socket]) -> None:
-    for each in sockets:
+    for each in others:
         each.close()
+    return [each for each in sockets if each not in others]
