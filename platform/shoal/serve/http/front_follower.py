@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ class FrontFollower:
         self._answer_s = answer_s
         self._mark: Mark | None = None
         self._front: DirectFront | None = None
-        self._listeners: dict[int, asyncio.Server] = {}  # by their sockets' inodes
+        self._listeners: dict[int, socket.socket] = {}  # by their sockets' inodes
 
     async def run(self) -> None:
         """Returns when the server stops."""
@@ -72,14 +73,13 @@ class FrontFollower:
         if self._front is None:
             self._front = DirectFront(self._server, ConnectionGuard(self._folder, mark.server), self._answer_s)
         self._front.is_leaving = False
-        loop = asyncio.get_running_loop()
         for each in await asyncio.to_thread(take_listeners, self._folder, mark.port):
             inode = os.fstat(each.fileno()).st_ino
             if inode in self._listeners:  # HAProxy has it from the one before
                 each.close()
             else:
-                backlog = self._server.config.backlog
-                self._listeners[inode] = await loop.create_server(self._front.make_protocol, sock=each, backlog=backlog)
+                self._listeners[inode] = each
+                self._front.listen(each)
         if self._listeners:
             await asyncio.to_thread(pause_front, self._folder, True)
         self._mark = mark
@@ -94,6 +94,7 @@ class FrontFollower:
         self._close_listeners()
 
     def _close_listeners(self) -> None:
+        assert self._front is not None
         for each in self._listeners.values():
-            each.close()
+            self._front.stop_listening(each)
         self._listeners = {}

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shoal.cluster.ingress.backup_listener import MAX_HTTP
@@ -22,6 +24,7 @@ from shoal.serve.http.direct_protocol import SERVE_PATH_PREFIX, DirectProtocol
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER
 
 CHECK_S = 1.0
+MAX_ACCEPTED = 32  # in one turn of the loop
 HTTP2 = b"PRI * HTTP/2.0"  # how a connection of HTTP/2 begins
 STEERS_SERVE = re.compile(
     rb"x-(request-timeout-seconds|request-id|session-id|shoal-asleep|serve-router-.*|forwarded-.*)"
@@ -39,11 +42,38 @@ class DirectFront:
     def __init__(self, server: Any, guard: ConnectionGuard, answer_s: float) -> None:
         self.guard, self.answer_s, self.is_leaving = guard, answer_s, False
         self.connections: set[FrontProtocol] = set()
+        self._accepted: set[asyncio.Task[Any]] = set()
         self._server, self._loop = server, asyncio.get_running_loop()
         self._timer = self._loop.call_later(CHECK_S, self._check)
 
-    def make_protocol(self) -> FrontProtocol:
-        return FrontProtocol(self, self._server)
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections. The guard has each one before anything else is done with it."""
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept, listener)
+
+    def stop_listening(self, listener: socket.socket) -> None:
+        self._loop.remove_reader(listener)
+        listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(MAX_ACCEPTED):
+            try:
+                connection, _address = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):  # HAProxy had it, or the client has gone
+                return
+            self._connect(connection)
+
+    def _connect(self, connection: socket.socket) -> None:
+        number = self.guard.hold(connection)
+        if len(self.connections) + len(self._accepted) >= MAX_HTTP:
+            self.guard.return_connection(number, b"")
+            connection.close()
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        make = partial(FrontProtocol, self, self._server, number)
+        accepted = self._loop.create_task(self._loop.connect_accepted_socket(make, connection))
+        self._accepted.add(accepted)
+        accepted.add_done_callback(self._accepted.discard)
 
     def leave(self) -> None:
         """Have all connections end with their next answer."""
@@ -88,21 +118,18 @@ class FrontProtocol(DirectProtocol):
     _seen: tuple[Any, int] = (None, 0)  # what the last check saw, and since when
     _seen_s = 0.0
 
-    def __init__(self, front: DirectFront, server: Any) -> None:
+    def __init__(self, front: DirectFront, server: Any, number: int) -> None:
         super().__init__(server.config, server.server_state, server.lifespan.state)
-        self._front = front
+        self._front, self._number = front, number
+        self._guard, self._states = front.guard, front.guard.states
         self.ws_protocol_class = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         counting: Any = CountingTransport(transport)
         super().connection_made(counting)
         self._from = (FORWARDED_FROM_HEADER, self.client[0].encode() if self.client else b"")
-        self._guard, self._states = self._front.guard, self._front.guard.states
         self._front.connections.add(self)
         self._seen_s = self.loop.time()
-        self._number = self._guard.hold(transport.get_extra_info("socket"))
-        if len(self._front.connections) > MAX_HTTP:
-            self._return(b"")
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
