@@ -50,7 +50,7 @@ class FrontFollower:
             await asyncio.sleep(POLL_S)
         if self._front is not None:
             with suppress(OSError):  # the guard does it again when this process has ended
-                await self._leave(self._mark)
+                await self._leave(read_mark(self._folder))
             self._close_listeners()
             self._front.close()
 

@@ -191,6 +191,7 @@ class FrontProtocol(DirectProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for what is not HTTP."""
         self._refuse(400)
 
     def _refuse(self, code: int) -> None:
@@ -228,18 +229,15 @@ class FrontProtocol(DirectProtocol):
         if now_s - self._seen_s > limit_s:
             end()
 
-    def _find_request(self) -> tuple[Any, Any]:
-        return self.cycle, self.scope
-
     def _find_limit(self, unread_bytes: int) -> tuple[float, Callable[[], None]]:
         """How long the present state may last, and what ends it."""
-        cycle, scope = self._find_request()
+        cycle: Any = self.cycle
         if unread_bytes:
             return CLIENT_SILENCE_S, self.transport.abort
-        if cycle is None and scope is None:
-            return REQUEST_TIMEOUT_S, self.transport.close
         if self._is_within_head():
             return REQUEST_TIMEOUT_S, lambda: self._refuse(408)
+        if cycle is None:
+            return REQUEST_TIMEOUT_S, self.transport.close
         if cycle.response_complete or cycle.more_body:  # closed by `DirectProtocol`, or watched by the application
             return float("inf"), self.transport.close
         return CHANGE_S if self._is_change else self._front.answer_s, self._time_out
