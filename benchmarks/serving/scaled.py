@@ -68,7 +68,7 @@ def serve_ours(start: str, answer_s: float, closing: ExitStack) -> dict[str, str
     x, y = (TensorSignature(name=name, datatype="FP32", shape=[-1, 1]) for name in "xy")
     weights = WeightSnapshot.of(1, {"scale": np.ones(1, np.float32)})
     Registry().register(NAME, weights, model=factory, signature=Signature(inputs=[x], outputs=[y]))
-    serve.run = functools.partial(serve.run, external_scaler_enabled=True)
+    serve.RunTarget = functools.partial(serve.RunTarget, external_scaler_enabled=True)  # type: ignore[misc,assignment]
     options = {"max_batch_size": MOST_ROWS}
     spec = EndpointSpec.parse({"name": NAME, "grpc_port": 0, "num_cpus": 0.1, "model": options})
     endpoint = deploy(spec, [model_from_ref(NAME)])

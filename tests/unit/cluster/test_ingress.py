@@ -123,11 +123,34 @@ def test_preparing_twice_writes_once_and_the_wrapper_never_starts_itself(
 def test_only_the_front_listens_and_only_on_loopback(tmp_path: Path, ports: dict[str, int]) -> None:
     config = haproxy_config.rewrite(serves_config(tmp_path, 8000, **ports), "errors")
     binds = [line.split()[1] for line in config.splitlines() if line.split()[0] == "bind"]
-    assert [bind for bind in binds if bind.startswith("unix@")] == [f"unix@{tmp_path}/{name}.sock" for name in "us"]
+    assert [bind for bind in binds if bind.startswith("unix@")] == [f"unix@{tmp_path}/{name}.sock" for name in "rus"]
     fronts = [bind for bind in binds if not bind.startswith("unix@")]
     assert fronts == ["127.0.0.1:8000", *(["127.0.0.1:2"] if "grpc_port" in ports else [])]
     for unwanted in ("listen ", "mode 666", "prometheus"):
         assert unwanted not in config, unwanted
+
+
+@pytest.mark.parametrize("options", ["", " ssl crt front.pem"])
+@pytest.mark.parametrize("trusts", [False, True])
+@pytest.mark.parametrize("ports", [{}, {"replica_port": 9}, {"replica_port": 9, "fallback_port": 3}])
+def test_an_only_replica_answers_clients_where_haproxy_neither_decrypts_nor_trusts(
+    tmp_path: Path, ports: dict[str, int], options: str, trusts: bool
+) -> None:
+    front = {"hosts": ["127.0.0.1"], "options": {"http": options}, "trusts": trusts}
+    mark = haproxy_config.find_only_replica(serves_config(tmp_path, 8000, **ports), front, 7)
+    is_alone = bool(ports) and not options and not trusts
+    assert mark == (("127.0.0.1:9", 7, 8000) if is_alone else None)
+
+
+def test_no_replica_answers_clients_where_there_is_something_to_balance(tmp_path: Path) -> None:
+    config = serves_config(tmp_path, 8000, 9)
+    (server,) = (line for line in config.splitlines() if "127.0.0.1:9 check" in line)
+    assert haproxy_config.find_only_replica(config, {}, 7) is not None
+    assert haproxy_config.find_only_replica(config.replace(server, f"{server}\n{server}"), {}, 7) is None
+    assert haproxy_config.find_only_replica(f"{config}\nbackend http-b\n{server}\n", {}, 7) is None
+    below = config.replace("path_beg /\n", "path_beg /b/\n")
+    assert below != config
+    assert haproxy_config.find_only_replica(below, {}, 7) is None
 
 
 # What a newer Ray's template may have instead of what a rule expects, by rule: (expected, instead).

@@ -30,13 +30,14 @@ another configuration, HAProxy does not start, and the error names the rule.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.ingress import backup_listener, every_node
+from shoal.cluster.ingress import backup_listener, every_node, shared_listener
 from shoal.cluster.ingress.time_limits import CHANGE_S, STREAM_SILENCE_S
 
 REQUEST_TIMEOUT_S = 10
@@ -207,6 +208,8 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
     for head, lines in sections:
         lines = _set_front(head, lines, front or {}, folder)
         written += [head, *_section(head, lines, errors), *(errorfiles if head == "global" else ())]
+        if head == FRONTS[0]:
+            written[len(written) :] = _return_front(written, folder)
     return "\n".join(written) + "\n"
 
 
@@ -215,22 +218,23 @@ def write_errors(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     body = json.dumps({"error": UNAVAILABLE[2]})
     (folder / "unavailable.lua").write_text(backup_listener.SERVICE.replace("{body}", body))
-    late = _message(503).replace(body.encode(), backup_listener.LATE.encode())
+    late = build_error(503).replace(body.encode(), backup_listener.LATE.encode())
     late = re.sub(rb"content-length: \d+", b"shoal-late: 1\r\ncontent-length: %d" % len(backup_listener.LATE), late)
     (folder / "late.http").write_bytes(late)
     for code, (_, _, message) in ERRORS.items():
-        (folder / f"{code}.http").write_bytes(_message(code))
+        (folder / f"{code}.http").write_bytes(build_error(code))
         trailers = ["content-type: application/grpc", f"grpc-status: {GRPC_ERRORS.get(code, 2)}"]
         trailers += [f"grpc-message: {message}", "content-length: 0"]
         (folder / f"{code}.grpc").write_text("\r\n".join(["HTTP/1.1 200 OK", *trailers, "", ""]))
 
 
-def _message(code: int) -> bytes:
+def build_error(code: int, closes: bool = False) -> bytes:
+    """HAProxy's own answer for one of `ERRORS`. closes: the connection ends with it"""
     status, retry_after, message = ERRORS[code]
     body = json.dumps({"error": message})
     headers = ["content-type: application/json", f"content-length: {len(body)}"]
     headers += [f"retry-after: {retry_after}"] if retry_after else []
-    headers += ["connection: close"] if code in (400, 408, 413) else []
+    headers += ["connection: close"] if closes or code in (400, 408, 413) else []
     return "\r\n".join([f"HTTP/1.1 {status}", *headers, "", body]).encode()
 
 
@@ -340,8 +344,20 @@ def _set_front(head: str, lines: list[str], front: Mapping[str, Any], folder: st
     options = front.get("options", {}).get("grpc" if protocol else "http", "")
     unless = " unless via-1" if front.get("trusts") else ""
     rules = [FROM, *(f"    {rule}" for rule in front.get("rules", [])), *(f"{rule}{unless}" for rule in FORWARDED)]
+    if not protocol:
+        moves = f"{{ str(on) -m str -f {folder}/{shared_listener.PAUSED_FILE} }}"
+        rules.append(f"    http-after-response set-header connection close if {moves}")
     rest = [line for line in lines if not _is(line, "bind")]
     return [f"    bind {hosts}{protocol or ''}{options}", *rules, *rest]
+
+
+def _return_front(written: list[str], folder: str) -> list[str]:
+    """A front with the rules of that for HTTP, which ends `written`: for connections that a replica has accepted from
+    its socket and cannot answer any more (`shared_listener`)."""
+    rules = [line for line in written[written.index(FRONTS[0]) + 1 :] if line.split()[0] not in ("bind", "maxconn")]
+    bind = f"    bind unix@{folder}/{shared_listener.RETURN_SOCKET} accept-proxy mode 600"
+    maxconn = f"    maxconn {backup_listener.MAX_RETURNED}"
+    return ["frontend shoal_returned", bind, maxconn, "    option httpclose", *rules]
 
 
 def _http1_backends(sections: Sections, errors: str) -> Sections:
@@ -407,11 +423,35 @@ def _answers() -> list[str]:
     return [*known, "    http-response return status 500 errorfiles shoal"]
 
 
+def find_only_replica(config: str, front: Mapping[str, Any], pid: int) -> shared_listener.Mark | None:
+    """The replica that may answer clients itself: the only one of the only application, which has the root, where
+    HAProxy neither decrypts nor takes a client's address from a header. None where there is no such replica.
+
+    config: Serve's; pid: HAProxy's process
+    """
+    sections = dict(_sections(config))
+    lines, applications = sections[FRONTS[0]], [head for head in sections if head.startswith("backend http-")]
+    if len(applications) != 1 or front.get("trusts") or " ssl " in front.get("options", {}).get("http", ""):
+        return None
+    servers = [
+        each for each in sections[applications[0]] if _is(each, "server") and not backup_listener.is_backup(each)
+    ]
+    has_root = any(_HAS_ROOT.fullmatch(line) for line in lines)
+    if len(servers) != 1 or not has_root or every_node.refuse_health(lines) or front.get("hosts") == []:
+        return None
+    (bind,) = (match for line in lines if (match := _BIND.fullmatch(line)))
+    address = every_node.use_node_address(servers, front.get("address", ""))[0].split()[2]
+    return shared_listener.Mark(address, pid, int(bind[2]))
+
+
 def main(config: str, errors: str) -> None:
     """Rewrite the file `config` in place; on failure, print one line on standard error."""
     path = Path(config)
     try:
         front = every_node.read_front(Path(errors).parent / FRONT_FILE, path.parent.name)
-        path.write_text(rewrite(path.read_text(), errors, front))
+        config = path.read_text()
+        path.write_text(rewrite(config, errors, front))
+        # The shell that has started this process becomes HAProxy.
+        shared_listener.write_mark(find_only_replica(config, front or {}, os.getppid()), path.parent)
     except TemplateMismatch as error:
         sys.exit(f"shoal: {error}")

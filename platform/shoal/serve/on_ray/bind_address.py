@@ -12,6 +12,9 @@ HTTP/1.1 requests (see `cluster.ingress.haproxy_config`).
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +22,8 @@ import ray
 from ray.serve._private import default_impl, replica
 from ray.serve.config import gRPCOptions
 
-from shoal.cluster.capacity import get_head_address
+from shoal.cluster.capacity import get_head_address, get_head_id
+from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, find_ingress_folder
 from shoal.network_address import is_loopback
 
 ANY_ADDRESS = "[::]:"
@@ -69,6 +73,28 @@ def announce_http_address(announce: Callable[[str], None]) -> None:
         return started
 
     replica.start_asgi_http_server = start_and_announce
+
+
+def answer_clients(answer_s: float) -> None:
+    """Have the HTTP server that Serve starts next in this process answer clients at the ingress's port, when there is
+    nothing to balance on this node.
+
+    answer_s: the longest that an answer may take
+    """
+    if BINARY_VARIABLE not in os.environ or sys.platform != "linux":
+        return
+    from shoal.serve.http.front_follower import FrontFollower  # here: it needs uvicorn's classes as `fast_path` does
+
+    start, node = replica.start_asgi_http_server, ray.util.get_node_ip_address()
+    folder = find_ingress_folder() / (get_head_id() if is_head(node) else ray.get_runtime_context().get_node_id())
+
+    async def start_and_follow(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+        task, server = await start(app, options, *args, **kwargs)
+        follower = FrontFollower(server, (options.host, node), options.port, folder, answer_s)
+        server.following = asyncio.get_running_loop().create_task(follower.run())
+        return task, server
+
+    replica.start_asgi_http_server = start_and_follow
 
 
 class LoopbackGrpcOptions(gRPCOptions):

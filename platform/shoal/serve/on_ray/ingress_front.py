@@ -37,13 +37,13 @@ from shoal.cluster.ingress.serve_environment import (
     limit_answers,
     prepare_ingress,
 )
+from shoal.cluster.ingress.shared_listener import ADMIN_SOCKET
 from shoal.cluster.ingress.tls import choose_name, keep_certificate, read_certificate
 from shoal.errors import ClusterError, ConfigError, ShoalError
 from shoal.serve.on_ray.bind_address import is_head
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, Reach
 
-ADMIN_SOCKET = "a.sock"  # as `serve_environment` names it; Serve puts it into a folder of the node's id
 ROUTED_TIMEOUT_S, POLL_S = 60.0, 0.05
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from shoal.gc_freeze import freeze_loaded_objects
 from shoal.plugins.find import find_extension
 from shoal.serve.http import fast_path
 from shoal.serve.messages.replica_report import ReplicaReport
-from shoal.serve.on_ray.bind_address import announce_http_address, is_head, patch_bind_addresses
+from shoal.serve.on_ray.bind_address import announce_http_address, answer_clients, is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
 from shoal.serve.protocol.prometheus import METRICS, series
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
@@ -54,7 +54,8 @@ class ReplicaWorker:
         self._replica.watch_hangs(lambda: os._exit(1))  # Serve starts another one
         self._metrics: RayMetrics | None = None
         self._is_up = False
-        install_fast_path(spec, self._replica.app)
+        if install_fast_path(spec, self._replica.app):
+            answer_clients(spec.answer_s)
 
     def __serve_build_asgi_app__(self) -> EndpointApp:
         return self._replica.app
@@ -90,8 +91,8 @@ def require_reachable_peers(spec: EndpointSpec) -> None:
         raise ConfigError("endpoint.ingress", spec.ingress, problem, "give ingress: every_node, or no memory")
 
 
-def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
-    """Install the fast path in this process.
+def install_fast_path(spec: EndpointSpec, entrance: Application) -> bool:
+    """Install the fast path in this process; returns whether uvicorn's version fits.
 
     Raises ConfigError for gRPC when uvicorn's version does not fit: gRPC has no other path.
     """
@@ -100,6 +101,7 @@ def install_fast_path(spec: EndpointSpec, entrance: Application) -> None:
         problem = "gRPC needs a class of uvicorn's that this version of it does not have"
         remedy = "leave grpc_port out, or install uvicorn 0.34 to 0.54"
         raise ConfigError("grpc_port", spec.grpc_port, problem, remedy)
+    return is_installed
 
 
 class RayMetrics:

@@ -1,0 +1,57 @@
+"""A replica's server that follows HAProxy, as a process: `python -m serving.front_replica PORT FOLDER HEAD_S`.
+
+`/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more; any other path
+with the path, and whether HAProxy has passed the request on. SIGTERM stops the server. HEAD_S: how
+long a head may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvicorn.config
+
+from shoal.serve.http import fast_path, front_protocol
+from shoal.serve.http.front_follower import FrontFollower
+
+ANSWER_S = 2.0
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    message = await receive()
+    while message.get("more_body"):
+        message = await receive()
+    if scope["path"] in ("/slow", "/shoal/v1/rollout"):
+        await asyncio.sleep(1.0 if scope["query_string"] else 60.0)
+    headers = dict(scope["headers"])
+    passed_on = b"x-request-disconnect-disabled" in headers
+    told = {"path": scope["path"], "is_direct": not passed_on, "from": headers.get(b"shoal-from", b"").decode()}
+    body = json.dumps(told).encode()
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body)),
+                                                                  (b"content-type", b"application/json")]}
+    )  # fmt: skip
+    if scope["path"] == "/part":
+        await send({"type": "http.response.body", "body": body[:5], "more_body": True})
+        await asyncio.sleep(60.0)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def main(port: int, folder: Path) -> None:
+    fast_path.install_application(answer)
+    server = uvicorn.Server(uvicorn.Config(answer, port=port, lifespan="off", log_level="critical"))
+    follower = FrontFollower(server, (), port, folder, ANSWER_S)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    await asyncio.gather(serving, follower.run())
+
+
+if __name__ == "__main__":
+    front_protocol.REQUEST_TIMEOUT_S = float(sys.argv[3])
+    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2])))
