@@ -152,6 +152,7 @@ class ShmAllReduce:
         for peer in self._peers:
             peer.close()
         self._rows.clear()
+        self._next = _BufferRows([], b"")
         self.memory = self.memory.new_empty(0)  # the last reference to the mapping
 
 

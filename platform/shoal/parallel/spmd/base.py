@@ -197,9 +197,9 @@ class SpmdModel(ParallelModel):
             return summed
         if name == LOSS:
             self.step_weight = counts[name]
-        factor = invert_count(counts[name])
-        if factor.is_cpu and factor == 1.0:  # as where each label counts
+        if counts[name].is_cpu and counts[name].item() == 1.0:  # as where each label counts
             return summed
+        factor = invert_count(counts[name])
         gradients.scale(self._trainable, factor)
         return summed * factor
 

@@ -101,6 +101,10 @@ class DdpModel(SpmdModel):
     def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last or self._flat_gradients is not None else self._ddp.no_sync()
 
+    def close(self) -> None:
+        self._flat_gradients = None  # which refers to the memory that ranks share
+        super().close()
+
     @property
     def communication_s(self) -> float:
         return self._waits.total_s + (self._ranks.waited_s if self._ranks else 0.0)

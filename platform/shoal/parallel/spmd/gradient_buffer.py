@@ -8,6 +8,7 @@ the model. Called by `DdpModel`.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,13 @@ class FlatGradients:
                 counts.copy_(extra[len(shares) :])
 
 
+class _Parts(NamedTuple):
+    """The values of a buffer, or of its row in shared memory: of each parameter, and the others."""
+
+    gradients: list[Tensor]
+    others: Tensor
+
+
 class _Buffer:
     """The gradients of parameters of one dtype, end to end, and after them a few other values.
 
@@ -78,23 +86,28 @@ class _Buffer:
         self._parameters, self._all_reduce = parameters, all_reduce
         self._num_values = sum(each.numel() for each in parameters)
         self._flat = parameters[0].new_zeros(self._num_values + num_others, requires_grad=False)
-        self._views = self._make_views(self._flat)
+        self._views = self._divide(self._flat).gradients
         self._rows: ShmAllReduce | None = None
         if isinstance(all_reduce, ShmAllReduce) and all_reduce.has_row_for(self._flat):
             self._rows = all_reduce
         else:
             for parameter, view in zip(parameters, self._views, strict=True):
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, view))
-        self._views_of_rows: dict[Tensor, list[Tensor]] = {}
+        self._slices: dict[int, Tensor] = {}  # of the buffer, by the number of values
+        self._parts: dict[Tensor, _Parts] = {}
 
-    def _make_views(self, flat: Tensor) -> list[Tensor]:
-        """Each gradient's part of `flat`."""
+    def _divide(self, values: Tensor) -> _Parts:
         views, begin = list[Tensor](), 0
         for parameter in self._parameters:
             like = torch.empty_like(parameter)  # dense, in the parameter's memory order, as an optimiser's state
-            views.append(flat[begin : begin + parameter.numel()].as_strided(like.shape, like.stride()))
+            views.append(values[begin : begin + parameter.numel()].as_strided(like.shape, like.stride()))
             begin += parameter.numel()
-        return views
+        return _Parts(views, values[begin:])
+
+    def _get_parts(self, values: Tensor) -> _Parts:
+        if values not in self._parts:
+            self._parts[values] = self._divide(values)
+        return self._parts[values]
 
     def can_carry(self, others: Tensor) -> bool:
         room = self._flat.numel() - self._num_values
@@ -106,31 +119,29 @@ class _Buffer:
 
         Collective.
         """
-        flat = self._flat[: self._num_values + (0 if others is None else others.numel())]
-        factor, rows = 1.0 / self._all_reduce.size, self._rows
-        row = flat if rows is None else rows.next_row(flat)
-        if rows is None:
-            sources = self._views
-        else:
-            if row not in self._views_of_rows:
-                self._views_of_rows[row] = self._make_views(row)
-            sources = self._views_of_rows[row]
-        for parameter, source, view in zip(self._parameters, sources, self._views, strict=True):
+        size = self._num_values + (0 if others is None else others.numel())
+        if size not in self._slices:
+            self._slices[size] = self._flat[:size]
+        flat = row = self._slices[size]
+        if self._rows is not None:
+            row = self._rows.next_row(flat)
+        mine = self._get_parts(row)
+        for parameter, destination, view in zip(self._parameters, mine.gradients, self._views, strict=True):
             grad = parameter.grad
             if grad is None:
-                source.zero_()
-            elif grad is not source:
-                source.copy_(grad.to_dense() if grad.is_sparse else grad)
+                destination.zero_()
+            elif grad is not view or row is not flat:
+                destination.copy_(grad.to_dense() if grad.is_sparse else grad)
             parameter.grad = view
         if others is not None:
-            row[self._num_values :] = others
-        if rows is None:
-            self._all_reduce.sum(flat, factor)
+            mine.others.copy_(others)
+        if self._rows is None:
+            self._all_reduce.sum(flat, 1.0 / self._all_reduce.size)
         else:
-            rows.sum_rows(flat)
-            flat.mul_(factor)
+            self._rows.sum_rows(flat)
+            flat.mul_(1.0 / self._all_reduce.size)
         if others is not None:
-            others.copy_(flat[self._num_values :])
+            others.copy_(self._get_parts(flat).others)
 
 
 def _move_gradient(destination: Tensor, parameter: Tensor) -> None:
