@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.ours.steps MODEL BLOCKS                   # DDP beside bare DDP
 
 The Trainer calls the Task's `loss` once a step. After each block of its steps the other loop takes as many, from within
-that call, on every rank at the same step; both are on the clock only in their own blocks.
+that call, on every rank at the same step; both are on the clock only in their own blocks. With several ranks there is
+a third one: the same loop without any exchange, which is the arithmetic of a step.
 """
 
 from __future__ import annotations
@@ -89,12 +90,11 @@ class ByHand:
 class TurnTask(Task):
     """Classification whose `loss` lets the other loop have its turns."""
 
-    def __init__(self, name: str, by_hand: ByHand) -> None:
-        self._name, self._by_hand = name, by_hand
+    def __init__(self, name: str, loops: dict[str, ByHand]) -> None:
+        self._name, self._loops = name, loops
         self._num_steps = 0
         self._since_s = 0.0
-        self.ours_s: list[float] = []
-        self.peer_s: list[float] = []
+        self.seconds: dict[str, list[float]] = {each: [] for each in ("ours", *loops)}  # of a step, in each block
 
     def model(self) -> nn.Module:
         return model_of(self._name)
@@ -111,18 +111,23 @@ class TurnTask(Task):
     def _turn(self) -> None:
         began_s = time.perf_counter()
         if self._since_s:
-            self.ours_s.append((began_s - self._since_s) / BLOCK)
-        for _ in range(BLOCK):
-            self._by_hand.step()
-        self._since_s = time.perf_counter()
-        self.peer_s.append((self._since_s - began_s) / BLOCK)
+            self.seconds["ours"].append((began_s - self._since_s) / BLOCK)
+        for name, loop in self._loops.items():
+            began_s = time.perf_counter()
+            for _ in range(BLOCK):
+                loop.step()
+            self._since_s = time.perf_counter()
+            self.seconds[name].append((self._since_s - began_s) / BLOCK)
 
 
 def main(name: str, num_blocks: int) -> None:
     """Take turns, and say the seconds of a step in each block."""
     torch.set_num_threads(1)
     world = World.from_environment("cpu")
-    task = TurnTask(name, ByHand(name, world))
+    loops = {"peer": ByHand(name, world)}
+    if world.size > 1:
+        loops["alone"] = ByHand(name, world, lambda model: model)
+    task = TurnTask(name, loops)
     spec = TrainSpec.parse(
         {
             "parallel": "ddp" if world.size > 1 else "single",
@@ -136,7 +141,7 @@ def main(name: str, num_blocks: int) -> None:
         Trainer(spec, task, world, Path(shared)).run()
         world.barrier()
     if world.is_first:
-        say(ours=task.ours_s[WARM_BLOCKS:], peer=task.peer_s[WARM_BLOCKS : len(task.ours_s)])
+        say(**{each: values[WARM_BLOCKS : num_blocks + WARM_BLOCKS] for each, values in task.seconds.items()})
     world.close()
     assert not dist.is_initialized()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,13 +34,24 @@ def gradient(parameter: nn.Parameter, factor: float) -> Tensor:
     return torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape) * factor
 
 
-def averaged(world: World, may_skip: bool) -> tuple[list[Tensor | None], list[bool], int]:
+def averaged(
+    world: World, may_skip: bool, has_rows: bool
+) -> tuple[list[Tensor | None], list[bool], int, list[float], int]:
     """The program of a rank: gradients of the last step, of two micro-steps; whether each lies in memory as its
-    parameter does, without gaps; and how many bytes were sent for a step."""
+    parameter does, without gaps; how many bytes were sent for a step; the mean of the ranks' counts; and how often
+    ranks have waited for each other in a step. A gradient is replaced by the user, with one of another memory format.
+
+    has_rows: the memory that ranks share is large enough for all gradients
+    """
+    waits: list[bytes] = []
     group = dist.group.WORLD
     assert group is not None
     on_host = ShmAllReduce.try_create(group)
     assert on_host is not None
+    if not has_rows:
+        on_host.has_row_for = lambda _: False  # type: ignore[method-assign]
+    sync_peers = on_host._sync_peers
+    on_host._sync_peers = lambda message: (waits.append(message), sync_peers(message))[1]  # type: ignore[method-assign, func-returns-value]
     trainable = parameters()[: None if may_skip else 4]
     flat = FlatGradients(trainable, on_host)
     used = trainable[: 5 if world.rank == 0 else 4]
@@ -47,24 +61,34 @@ def averaged(world: World, may_skip: bool) -> tuple[list[Tensor | None], list[bo
         for micro_step in range(2):
             factor = 1.0 + world.rank + step + micro_step
             torch.stack([(gradient(each, factor) * each).float().sum() for each in used]).sum().backward()
-        before_bytes = on_host.sent_bytes
-        flat.average(may_skip)
+        assert trainable[0].grad is not None
+        trainable[0].grad = trainable[0].grad.t().clone(memory_format=torch.contiguous_format).t()
+        before_bytes, counts = on_host.sent_bytes, torch.tensor([1.0 + world.rank, 5.0])
+        waits.clear()
+        flat.average(may_skip, counts)
     alike = [each.grad is None or each.grad.stride() == torch.empty_like(each).stride() for each in trainable]
     grads = [None if each.grad is None else each.grad.clone() for each in trainable]
-    return grads, alike, int(on_host.sent_bytes - before_bytes)
+    return grads, alike, int(on_host.sent_bytes - before_bytes), counts.tolist(), len(waits)
+
+
+def averaged_both_ways(world: World, may_skip: bool) -> list[Any]:
+    return [averaged(world, may_skip, has_rows) for has_rows in (True, False)]
 
 
 def test_each_gradient_is_the_mean_over_ranks() -> None:
-    for grads, alike, sent_bytes in run_ranks(averaged, 2, False):
+    for grads, alike, sent_bytes, counts, num_waits in chain(*run_ranks(averaged_both_ways, 2, False)):
         for parameter, grad in zip(parameters(), grads, strict=False):
             # Ranks' factors in the last step, of both micro-steps: 2 + 3 and 3 + 4.
             torch.testing.assert_close(grad, gradient(parameter, 6.0))
         assert all(alike)
-        assert sent_bytes == 4 * (6 + 120 + 12) + 2 * 5  # what a ring of two sends, once each way
+        assert sent_bytes == 4 * (6 + 120 + 12 + 2) + 2 * 5  # what a ring of two sends, once each way
+        assert counts == [1.5, 5.0]
+        assert num_waits == 2  # one for each dtype
 
 
 def test_who_did_not_use_a_parameter_counts_as_zero() -> None:
-    for grads, _, _ in run_ranks(averaged, 2, True):
+    for grads, _, _, counts, num_waits in chain(*run_ranks(averaged_both_ways, 2, True)):
+        assert (counts, num_waits) == ([1.5, 5.0], 2)
         torch.testing.assert_close(grads[0], gradient(parameters()[0], 6.0))
         torch.testing.assert_close(grads[4], gradient(parameters()[4], 2.5))
         assert grads[5] is None

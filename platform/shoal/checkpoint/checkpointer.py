@@ -196,6 +196,11 @@ class Checkpointer:
         """Whether this rank is still writing the last `save`."""
         return self._in_flight is not None and not self._in_flight.done()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no `save` to wait for."""
+        return self._in_flight is None
+
     def wait_until_copied(self) -> None:
         """Wait until the full state of the last `save` may change. Raises CheckpointError after `timeout_s`."""
         staging = self._staging if self._in_flight is not None else None

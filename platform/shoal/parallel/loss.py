@@ -166,18 +166,18 @@ class StepCounts:
         if not is_mean:
             self._counts[name] = torch.tensor(self._weights[name], device=device)
 
-    def take(self, average_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """The count of each `Mean` of the step, which begins anew. Collective if there are any.
+    def take(self, average_over_ranks: Callable[[Tensor | None], object]) -> dict[str, Tensor]:
+        """The count of each `Mean` of the step, which begins anew. Collective.
 
-        average_over_ranks: over the data ranks, as their gradients are averaged
+        average_over_ranks: replaces the counts by their means over the data ranks, as gradients are averaged; None if
+                            there are none
         """
         self._weights = {}
-        if not self._counts:
-            return {}
         names = sorted(self._counts)
-        counts = average_over_ranks(torch.stack([self._counts[name] for name in names]))
+        counts = torch.stack([self._counts[name] for name in names]) if names else None
         self._counts = {}
-        return dict(zip(names, counts.unbind(), strict=True))
+        average_over_ranks(counts)
+        return {} if counts is None else dict(zip(names, counts.unbind(), strict=True))
 
 
 def invert_count(count: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
     one group    one anonymous file (memfd), mapped by all ranks: [2 turns][n ranks][CHUNK_BYTES]
     one barrier  a message between each pair of ranks, over private sockets: the number of values
 
-A rank copies its values into its row, waits at a barrier, and adds up all rows in the order of ranks, so that all have
-the same bits; with more than two ranks each adds up a part, and a second barrier signals that all parts are done. Turns
-alternate: a rank that reuses a row knows that all have read it, since a barrier lay in between. Neither file nor
-sockets have a name that outlives their processes, and /dev/shm's limit does not apply.
+A rank copies its values into its row, or has written them there (`next_row`), waits at a barrier, and adds up all rows
+in the order of ranks, so that all have the same bits; with more than two ranks each adds up a part, and a second
+barrier signals that all parts are done. Turns alternate: a rank that reuses a row knows that all have read it, since a
+barrier lay in between. Neither file nor sockets have a name that outlives their processes, and /dev/shm's limit does
+not apply.
 
 Gloo wakes threads of its own for each sum, which on a fully loaded host takes longer than the sum (decision 010).
 Called by plans that average gradients, and by batch normalisation.
@@ -55,6 +56,7 @@ class ShmAllReduce:
         self.memory = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, CHUNK_BYTES)
         self._buffer_index = 0
         self._rows: dict[tuple[int, int, torch.dtype], _BufferRows] = {}
+        self._next = _BufferRows([], b"")
 
     @classmethod
     def try_create(cls, group: dist.ProcessGroup) -> ShmAllReduce | None:
@@ -66,27 +68,45 @@ class ShmAllReduce:
 
         Raises RuntimeError when another rank is gone, does not come, or calls with other values.
         """
-        began_s = time.perf_counter()
         flat = values.view(-1)
         most = CHUNK_BYTES // flat.element_size()
         for part in (flat,) if flat.numel() <= most else flat.split(most):
-            rows, message = self._next_rows(part)
-            rows[self._rank].copy_(part)
-            self._sync_peers(message)
-            if self.size == 2:
-                torch.add(rows[0], rows[1], out=part)
-            else:
-                # Each rank adds up one part, in the first row, where no other rank reads that part.
-                total, *others = (row.tensor_split(self.size)[self._rank] for row in rows)
-                for other in others:
-                    total.add_(other)
-                self._sync_peers(message)
-                part.copy_(rows[0])
+            began_s = time.perf_counter()
+            self.next_row(part).copy_(part)
+            self.waited_s += time.perf_counter() - began_s
+            self.sum_rows(part)
             if factor != 1.0:
                 part.mul_(factor)
-        self.sent_bytes += 2 * values.nbytes * (self.size - 1) / self.size
-        self.waited_s += time.perf_counter() - began_s
         return values
+
+    def has_row_for(self, values: Tensor) -> bool:
+        """Whether `next_row` is large enough."""
+        return values.nbytes <= CHUNK_BYTES
+
+    def next_row(self, like: Tensor) -> Tensor:
+        """Where the values of this rank belong for the next `sum_rows`, as many as those of `like` and of its type.
+
+        like: has a row (`has_row_for`)
+        """
+        self._next = self._next_rows(like)
+        return self._next.rows[self._rank]
+
+    def sum_rows(self, out: Tensor) -> None:
+        """Write the sum of what all ranks have put into their `next_row` to `out`. Collective; raises as `sum` does."""
+        began_s = time.perf_counter()
+        rows, message = self._next
+        self._sync_peers(message)
+        if self.size == 2:
+            torch.add(rows[0], rows[1], out=out)
+        else:
+            # Each rank adds up one part, in the first row, where no other rank reads that part.
+            total, *others = (row.tensor_split(self.size)[self._rank] for row in rows)
+            for other in others:
+                total.add_(other)
+            self._sync_peers(message)
+            out.copy_(rows[0])
+        self.sent_bytes += 2 * out.nbytes * (self.size - 1) / self.size
+        self.waited_s += time.perf_counter() - began_s
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's values, [n, *mine], of at most CHUNK_BYTES each. Collective; raises as `sum` does."""
@@ -132,6 +152,7 @@ class ShmAllReduce:
         for peer in self._peers:
             peer.close()
         self._rows.clear()
+        self._next = _BufferRows([], b"")
         self.memory = self.memory.new_empty(0)  # the last reference to the mapping
 
 

@@ -189,7 +189,7 @@ class PipelineModel(ParallelModel):
         if not self.partition.has_mean_loss:
             return summed
         # Loss and gradients of a `Mean` are divided by its count over all data ranks.
-        mine = self._counts.take(lambda counts: counts).get(LOSS, torch.zeros((), device=self._world.device))
+        mine = self._counts.take(lambda _: None).get(LOSS, torch.zeros((), device=self._world.device))
         self.step_weight = self.sum_over_data_ranks(mine.double()) / self.num_data_ranks
         factor = invert_count(self.step_weight)
         gradients.scale(local.values(), factor)

@@ -124,7 +124,6 @@ class SpmdModel(ParallelModel):
                 weighted = self._counts.weigh(LOSS, loss, weight, num_samples)
                 self._backward(weighted if self._loss_scale is None else weighted * self._loss_scale.value)
             losses.append(weighted.detach())
-        self._exchange_gradients()
         return self._finish_losses(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), LOSS)
 
     def _split_weighted(self, batch: Any, share: float) -> list[tuple[Any, float]]:
@@ -166,7 +165,6 @@ class SpmdModel(ParallelModel):
                 weighted.backward(inputs=get_phase_parameters(self._phase_parameters, name))
                 summed += weighted.detach()
             assert name is not None
-            self._exchange_gradients()
             summed = self._finish_losses(summed, f"{name}_loss")
             total += summed
             self._add_losses({f"{name}_loss": summed})
@@ -184,13 +182,14 @@ class SpmdModel(ParallelModel):
         return loss
 
     def _finish_losses(self, summed: Tensor, name: str) -> Tensor:
-        """Divide the sums of this step's `Mean`s by their counts over all ranks: gradients, loss and further losses.
+        """Exchange gradients, and divide the sums of this step's `Mean`s by their counts over all ranks: gradients,
+        loss and further losses. Collective.
 
-        summed: the sum of the loss `name`, which has the gradients. Collective if there are any
+        summed: the sum of the loss `name`, which has the gradients
         """
         if self._ranks is not None and self.loss_reader.is_active:
             self._counts.agree(name, self._world.device, self._average_over_ranks)
-        counts = self._counts.take(self._average_over_ranks)
+        counts = self._counts.take(self._exchange_gradients)
         for each, count in counts.items():
             if each != name and each in self.step_losses:  # an earlier phase's of this name is divided already
                 self.step_losses = {**self.step_losses, each: self.step_losses[each] * invert_count(count)}
@@ -198,9 +197,9 @@ class SpmdModel(ParallelModel):
             return summed
         if name == LOSS:
             self.step_weight = counts[name]
-        factor = invert_count(counts[name])
-        if factor.is_cpu and factor == 1.0:  # as where each label counts
+        if counts[name].is_cpu and counts[name].item() == 1.0:  # as where each label counts
             return summed
+        factor = invert_count(counts[name])
         gradients.scale(self._trainable, factor)
         return summed * factor
 
@@ -214,10 +213,15 @@ class SpmdModel(ParallelModel):
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def _exchange_gradients(self) -> None:
-        """Called after the last backward pass of a step or a phase: average over the data ranks. Collective."""
+    def _exchange_gradients(self, counts: Tensor | None) -> None:
+        """Called after the last backward pass of a step or a phase: average over the data ranks, in place. Collective.
+
+        counts: [n], averaged too
+        """
         if self._summed and self._summing_group is not None:
             gradients.sum_over_ranks(self._summed, self._summing_group)
+        if counts is not None and self._ranks is not None:
+            self._ranks.sum(counts).div_(self._ranks.size)
 
     def sum_gradients_of(self, names: Collection[str], group: dist.ProcessGroup) -> None:
         """From now on, add up the gradients of these parameters over `group`: each rank has a part of them."""

@@ -79,14 +79,16 @@ class DdpModel(SpmdModel):
         if order:  # after the last one nothing is left to compute: the rest of backward waits for the other ranks
             order[-1].register_post_accumulate_grad_hook(lambda _: setattr(self, "_complete", self._waits.begin()))
 
-    def _exchange_gradients(self) -> None:
+    def _exchange_gradients(self, counts: Tensor | None) -> None:
         if not self._may_skip and any(parameter.grad is None for parameter in self._trainable):
             name = next(name for name, each in self.named_parameters() if each.requires_grad and each.grad is None)
             problem = f"{name} had a gradient at first, and has none in this step"
             raise PlanError("parallel.dynamic", False, problem, "say parallel.dynamic=true when layers may be skipped")
-        if self._flat_gradients is not None:
+        if self._flat_gradients is None:
+            super()._exchange_gradients(counts)
+        else:
             began = self._waits.begin()
-            self._flat_gradients.average(self._may_skip)
+            self._flat_gradients.average(self._may_skip, counts)
             if not self._shm_all_reduce:  # which keeps its own time
                 self._waits.end(began)
 
@@ -98,6 +100,10 @@ class DdpModel(SpmdModel):
 
     def _gradient_sync_context(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last or self._flat_gradients is not None else self._ddp.no_sync()
+
+    def close(self) -> None:
+        self._flat_gradients = None  # which refers to the memory that ranks share
+        super().close()
 
     @property
     def communication_s(self) -> float:

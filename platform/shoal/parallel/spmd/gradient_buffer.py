@@ -8,12 +8,15 @@ the model. Called by `DdpModel`.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
+
+NUM_COUNTS = 16  # further values that travel with gradients
 
 
 class GroupSum:
@@ -28,41 +31,117 @@ class GroupSum:
 
 
 class FlatGradients:
-    """The gradients of `parameters`, in one tensor for each dtype, where hooks put them as they appear."""
+    """The gradients of `parameters`, averaged over the ranks in one sum for each dtype."""
 
     def __init__(self, parameters: list[nn.Parameter], all_reduce: ShmAllReduce | GroupSum) -> None:
-        self._all_reduce = all_reduce
-        self._flat: list[Tensor] = []
-        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._all_reduce, self._parameters = all_reduce, parameters
+        self._buffers: list[_Buffer] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-            flat = torch.zeros(sum(each.numel() for each in alike), dtype=dtype, device=alike[0].device)
-            begin = 0
-            for parameter in alike:
-                like = torch.empty_like(parameter)  # dense, in the parameter's memory order, as an optimiser's state
-                view = flat[begin : begin + parameter.numel()].as_strided(like.shape, like.stride(), begin)
-                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, view))
-                self._views.append((parameter, view))
-                begin += parameter.numel()
-            self._flat.append(flat)
+            self._buffers.append(_Buffer(alike, len(parameters) + NUM_COUNTS, all_reduce))
 
-    def average(self, may_skip: bool) -> None:
+    def average(self, may_skip: bool, counts: Tensor | None = None) -> None:
         """Replace each gradient by the mean over all ranks; a rank without one counts as zero. Collective.
 
         A parameter that no rank has used keeps None. Without `may_skip` every rank must have all of them.
+
+        counts: [n], replaced by their means too. They travel with gradients of their dtype, if there are any
         """
-        counts: list[int] = []
+        extra = counts
         if may_skip:
-            used = torch.ones(len(self._views), dtype=torch.int32, device=self._flat[0].device)
-            for index, (parameter, view) in enumerate(self._views):
-                if parameter.grad is None:
-                    view.zero_()
-                    used[index] = 0
-            counts = self._all_reduce.sum(used).tolist()
-        for flat in self._flat:
+            device, dtype = self._parameters[0].device, torch.float32 if counts is None else counts.dtype
+            used = torch.tensor([each.grad is not None for each in self._parameters], dtype=dtype, device=device)
+            extra = used if counts is None else torch.cat([used, counts])
+        carrier = None
+        if extra is not None:
+            carrier = next((each for each in self._buffers if each.can_carry(extra)), None)
+            if carrier is None:
+                self._all_reduce.sum(extra, 1.0 / self._all_reduce.size)
+        for buffer in self._buffers:
+            buffer.average(extra if buffer is carrier else None)
+        if extra is not None and may_skip:
+            shares = extra[: len(self._parameters)].tolist()
+            for parameter, share in zip(self._parameters, shares, strict=True):
+                if not share:
+                    parameter.grad = None
+            if counts is not None:
+                counts.copy_(extra[len(shares) :])
+
+
+class _Parts(NamedTuple):
+    """The values of a buffer, or of its row in shared memory: of each parameter, and the others."""
+
+    gradients: list[Tensor]
+    others: Tensor
+
+
+class _Buffer:
+    """The gradients of parameters of one dtype, end to end, and after them a few other values.
+
+    In memory that the ranks share, if it is large enough: then gradients are written there once the backward pass has
+    ended. Otherwise hooks put each into the buffer as it appears, so that only one is in memory twice.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], num_others: int, all_reduce: ShmAllReduce | GroupSum) -> None:
+        self._parameters, self._all_reduce = parameters, all_reduce
+        self._num_values = sum(each.numel() for each in parameters)
+        self._flat = parameters[0].new_zeros(self._num_values + num_others, requires_grad=False)
+        self._views = self._divide(self._flat).gradients
+        self._rows: ShmAllReduce | None = None
+        if isinstance(all_reduce, ShmAllReduce) and all_reduce.has_row_for(self._flat):
+            self._rows = all_reduce
+        else:
+            for parameter, view in zip(parameters, self._views, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, view))
+        self._slices: dict[int, Tensor] = {}  # of the buffer, by the number of values
+        self._parts: dict[Tensor, _Parts] = {}
+
+    def _divide(self, values: Tensor) -> _Parts:
+        views, begin = list[Tensor](), 0
+        for parameter in self._parameters:
+            like = torch.empty_like(parameter)  # dense, in the parameter's memory order, as an optimiser's state
+            views.append(values[begin : begin + parameter.numel()].as_strided(like.shape, like.stride()))
+            begin += parameter.numel()
+        return _Parts(views, values[begin:])
+
+    def _get_parts(self, values: Tensor) -> _Parts:
+        if values not in self._parts:
+            self._parts[values] = self._divide(values)
+        return self._parts[values]
+
+    def can_carry(self, others: Tensor) -> bool:
+        room = self._flat.numel() - self._num_values
+        return (others.dtype, others.device) == (self._flat.dtype, self._flat.device) and others.numel() <= room
+
+    @torch.no_grad()
+    def average(self, others: Tensor | None) -> None:
+        """Replace gradients and `others` by their means over the ranks; a gradient that is None by that of the others.
+
+        Collective.
+        """
+        size = self._num_values + (0 if others is None else others.numel())
+        if size not in self._slices:
+            self._slices[size] = self._flat[:size]
+        flat = row = self._slices[size]
+        if self._rows is not None:
+            row = self._rows.next_row(flat)
+        mine = self._get_parts(row)
+        for parameter, destination, view in zip(self._parameters, mine.gradients, self._views, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                destination.zero_()
+            elif grad is not view or row is not flat:
+                destination.copy_(grad.to_dense() if grad.is_sparse else grad)
+            parameter.grad = view
+        if others is not None:
+            mine.others.copy_(others)
+        if self._rows is None:
             self._all_reduce.sum(flat, 1.0 / self._all_reduce.size)
-        for (parameter, view), count in zip(self._views, counts, strict=False):
-            parameter.grad = view if count else None
+        else:
+            self._rows.sum_rows(flat)
+            flat.mul_(1.0 / self._all_reduce.size)
+        if others is not None:
+            others.copy_(self._get_parts(flat).others)
 
 
 def _move_gradient(destination: Tensor, parameter: Tensor) -> None:

@@ -161,6 +161,11 @@ class CheckpointManager:
         self._report_upload()
         self._saved_elapsed_s = progress.elapsed_s
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether `wait_until_copied` has nothing to wait for."""
+        return self._checkpointer.is_idle and self._uncommitted is None
+
     def wait_until_copied(self) -> None:
         """Wait until the optimiser may step: the rest of the state is copied while the gradients are computed."""
         self._checkpointer.wait_until_copied()

@@ -143,7 +143,9 @@ class TrainComponents:
 
         With the default schedule, a Task's own optimiser is unchanged, since it may have a schedule of its own.
         """
-        if is_task_optimizer(self.optimizer) and not is_schedule_active(self.spec.schedule):
+        if not is_schedule_active(self.spec.schedule):
+            if not is_task_optimizer(self.optimizer):
+                set_learning_rate(self.optimizer, 1.0)
             return
         schedule, place = self.spec.schedule, self.get_schedule_position(step)
         at = place.step if needs_total_steps(schedule) else step

@@ -221,8 +221,9 @@ class Trainer:
 
     def _wait_until_copied(self) -> None:
         """Before weights or the optimiser's state change: until a checkpoint has its copy of them."""
-        with self._meter.pause():
-            self._checkpoints.wait_until_copied()
+        if not self._checkpoints.is_idle:
+            with self._meter.pause():
+                self._checkpoints.wait_until_copied()
 
     def _set_step(self, step: int) -> None:
         self._progress.step = step
