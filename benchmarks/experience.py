@@ -1,4 +1,4 @@
-"""Environment steps a second of four actor processes that teach a learner, over four that only act.
+"""Environment steps a second of four actor processes that teach a learner, over what acting and learning alone allow.
 
     python -m benchmarks.experience [--runs N] [--quick]
 
@@ -9,7 +9,9 @@ step. Acrobot's takes longer (four evaluations of its dynamics), and is still th
 besides stands for a simulator. CartPole is played with the weights of `balancing`, so episodes last 500 steps in every
 window: resets are as rare in one as in the other; Acrobot with those that a network begins with, under which they do
 too. The learner works at full cost, with a learning rate that changes nothing. All share the machine's cores: what
-gateway and learner take is lost to the actors.
+gateway and learner take is lost to the actors. No platform can save the arithmetic of the updates, so a fourth window
+measures it by itself, in a process that does nothing else: of A core-µs of acting and U of updates for a step, at most
+A / (A + U) of the steps of acting alone are left, and the bar is a share of those.
 """
 
 from __future__ import annotations
@@ -19,14 +21,22 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.balancing import balancing_weights, first_weights
+import numpy as np
+import torch
+
+from benchmarks.balancing import balancing_weights, first_weights, still
 from benchmarks.children import Child, scratch
 from benchmarks.ours.rl import actors_of, run_of
 from benchmarks.result import compare, options, write
-from shoal.rl.spec import RLSpec
+from shoal.actor.environment import make_environment
+from shoal.rl.algorithms.algorithm import make_algorithm
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.spec import RLSpec, experience_spec
 from shoal.weights import encode_tensors
+from shoal.wire import Segment
 
 NUM_ACTORS = 4
+NUM_UPDATES, NUM_SEGMENTS = 50, 12  # of the learner by itself; segments in a batch, as it takes them with four actors
 BAR = 0.8
 SIDES = ("alone", "local", "ray")
 
@@ -82,9 +92,29 @@ def measure_side(game: Game, side: str, folder: Path, warm_up_s: float, window_s
         return measure(actors, run, warm_up_s, window_s)
 
 
+def measure_updates(game: Game) -> float:
+    """Core-µs of the updates, for a step of experience."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    spec, environment, random = still(RLSpec(env=game.env)), make_environment(game.env), np.random.default_rng(0)
+    experience = experience_spec(environment.observation_space, environment.action_space, spec)
+    algorithm, length = make_algorithm(spec, experience), spec.segment_length
+    observations = np.array([environment.reset(seed=step)[0] for step in range(length + 1)])
+    actions, ones = random.integers(0, environment.action_space.n, length), np.ones(length, np.float32)
+    segment = Segment(observations, actions, ones, -ones, np.ones(length, np.int64))
+    batch, used_s = ExperienceBatch.from_segments(1, [segment] * NUM_SEGMENTS), list[float]()
+    for _ in range(NUM_UPDATES):
+        begun_s = time.thread_time()
+        list(algorithm.update(batch))
+        used_s.append(time.thread_time() - begun_s)
+    return 1e6 * median(used_s) / batch.num_steps
+
+
 def main() -> None:
     chosen = options(__doc__, runs=4)
     warm_up_s, window_s = (2.0, 3.0) if chosen.quick else (3.0, 8.0)
+    possible: dict[str, list[float]] = {name: [] for name in GAMES}  # steps/s of acting and learning alone
+    update_us: dict[str, list[float]] = {name: [] for name in GAMES}
     found: dict[tuple[str, str], list[float]] = {(name, side): [] for name in GAMES for side in SIDES}
     step_us: dict[str, list[float]] = {name: [] for name in GAMES}
     with scratch() as folder:
@@ -94,6 +124,9 @@ def main() -> None:
                 found[name, side].append(window.steps_per_s)
                 if side == "alone":
                     step_us[name].append(1e6 * window.actor_cores / window.steps_per_s)
+                    update_us[name].append(measure_updates(GAMES[name]))
+                    share = step_us[name][-1] / (step_us[name][-1] + update_us[name][-1])
+                    possible[name].append(window.steps_per_s * share)
                 print(
                     f"run {index + 1}, {name}, {side}: {window.steps_per_s:,.0f} steps/s; cores busy: actors"
                     f" {window.actor_cores:.2f}, gateway and learner {window.run_cores:.2f}",
@@ -105,11 +138,12 @@ def main() -> None:
             "steps/s",
             "higher",
             found[name, side],
-            found[name, "alone"],
-            "acting alone",
+            possible[name],
+            "acting and learning alone",
             bar=BAR,
             bar_kind="ratio",
-            note="in brackets what acting and the environment take of a core, alone",
+            note="in brackets what acting and the environment take of a core, alone; the updates take"
+            f" {median(update_us[name]):.1f} µs a step; acting alone: {median(found[name, 'alone']):,.0f} steps/s",
         )
         for name in GAMES
         for side, how in (("ray", "Ray"), ("local", "one process, no Ray"))

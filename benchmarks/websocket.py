@@ -1,6 +1,6 @@
 """Games over WebSocket beside ZeroMQ, in turns; and what hostile clients and kills do to them.
 
-    python -m benchmarks.websocket [--runs N] [--quick]
+    python -m benchmarks.websocket [--runs N] [--quick] [--only transports attacks kills]
 
 The gateway computes CartPole's policy (64x64) for 1 or 16 games, each in its process, which ask for one action after
 another. *Hostile*: eight games at 60 frames a second, while another process attacks the gateway, beside the same attack
@@ -140,21 +140,30 @@ def kill(folder: Path) -> tuple[int, int, int]:
         return max(0, num_ended - found["received"]), learnt.size - np.unique(learnt).size, num_ended
 
 
-def main() -> None:
-    chosen = options(__doc__, runs=5)
-    seconds = 1.0 if chosen.quick else 4.0
-    rows = [*compare_transports(chosen.runs, seconds), *attack(chosen.runs, seconds)]
+def measure_kills(num_runs: int) -> list[Row]:
     lost, twice, acknowledged = list[float](), list[float](), list[float]()
-    for number in range(chosen.runs):
+    for number in range(num_runs):
         with scratch() as folder:
             found = kill(folder)
         print(f"run {number + 1}, kills: {found[0]} lost of {found[2]}, {found[1]} learnt twice", flush=True)
         for values, value in zip((lost, twice, acknowledged), found, strict=True):
             values.append(value)
-    note = f"{sum(acknowledged):,.0f} segments acknowledged; {3 * chosen.runs} kills of the gateway"
-    rows.append(compare("acknowledged and lost, after kill -9", "", "lower", lost, bar=0, bar_kind="value", note=note))
-    rows.append(compare("learnt twice, after kill -9", "", "lower", twice, bar=0, bar_kind="value", note=note))
-    write("websocket", rows, chosen.results)
+    note = f"{sum(acknowledged):,.0f} segments acknowledged; {3 * num_runs} kills of the gateway"
+    return [
+        compare("acknowledged and lost, after kill -9", "", "lower", lost, bar=0, bar_kind="value", note=note),
+        compare("learnt twice, after kill -9", "", "lower", twice, bar=0, bar_kind="value", note=note),
+    ]
+
+
+def main() -> None:
+    chosen = options(__doc__, runs=5, only=("transports", "attacks", "kills"))
+    seconds = 1.0 if chosen.quick else 4.0
+    if "transports" in chosen.only:
+        write("websocket", compare_transports(chosen.runs, seconds), chosen.results)
+    if "attacks" in chosen.only:
+        write("websocket_attacks", attack(chosen.runs, seconds), chosen.results)
+    if "kills" in chosen.only:
+        write("websocket_kills", measure_kills(chosen.runs), chosen.results)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ actions.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -103,7 +104,8 @@ class AgentStream(SegmentBuilder):
         complete, of recorded steps."""
         self.observation = observation
         extras = self.find_extras(info, terminated, truncated) if self._extras else NO_EXTRAS
-        segment = self.step(*choice, reward, observation, terminated, truncated, extras)
+        action, log_probability, version = choice
+        segment = self.step(action, log_probability, version, reward, observation, terminated, truncated, extras)
         if segment is not None and segment.episode_return is not None:
             segment = add_success(segment, info)
         if self._unrecorded is None:
@@ -241,14 +243,31 @@ class SingleGame(StreamGame):
         self._stream.start_episode(*self._environment.reset(seed=seeds[0]))
 
     def step(self, actions: Sequence[Any], log_probabilities: Sequence[float]) -> None:
+        self._take_step(actions[0], log_probabilities[0])
+
+    def play(self, policy: Policy, most: int, until: float) -> int:
+        """Take steps with the policy: at most so many, until this time (time.monotonic()) or the end of a segment;
+        returns how many. One call for all: what is done at each step is much of the cost of a fast environment's."""
+        act, take_step, stream, clock = policy.act, self._take_step, self._stream, time.monotonic
+        for count in range(1, most + 1):
+            if take_step(*act(stream.observation, 0, stream.mask)) or clock() >= until:
+                return count
+        return most
+
+    def _take_step(self, action: Any, log_probability: float) -> bool:
+        """Returns whether a segment or the episode has ended."""
         stream = self._stream
-        observation, reward, terminated, truncated, info = self._environment.step(actions[0])
-        choice = actions[0], log_probabilities[0], stream.version
-        segment = stream.end_step(choice, to_float(reward), observation, terminated, truncated, info)
+        observation, reward, terminated, truncated, info = self._environment.step(action)
+        if reward.__class__ is not float:
+            reward = to_float(reward)
+        choice = action, log_probability, stream.policy.version
+        segment = stream.end_step(choice, reward, observation, terminated, truncated, info)
         if segment is not None:
             self._runner.send(stream, segment)
         if terminated or truncated:
             self.reset([None])
+            return True
+        return segment is not None
 
 
 class _Step(NamedTuple):

@@ -6,6 +6,7 @@ ActorClient and SegmentBuilder directly.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -69,8 +70,9 @@ class RunPlayer(Protocol):
 
     def start(self) -> None: ...
 
-    def step(self) -> int:
-        """Take a step in every environment; returns the number of agents' steps."""
+    def step(self, limit: int) -> int:
+        """Take a step in every environment, or, of one agent, as many as are cheap at once, at most `limit`; returns
+        the number of agents' steps."""
         ...
 
 
@@ -82,16 +84,16 @@ def follow_runs(
 ) -> int:
     """Play run after run, each with another player, until one is over, or for `max_steps`; returns the number of
     steps."""
-    steps, first = 0, clients[0]
-    while not any(each.finished for each in clients) and (max_steps is None or steps < max_steps):
+    steps, first, most = 0, clients[0], sys.maxsize if max_steps is None else max_steps
+    while not any(each.finished for each in clients) and steps < most:
         try:
             if on_run is not None:
                 for each in clients:
                     on_run(each.spec)
             player = make_player()
             player.start()
-            while not first.finished and (max_steps is None or steps < max_steps):  # for each step: it must be cheap
-                steps += player.step()
+            while not first.finished and steps < most:
+                steps += player.step(most - steps)
         except RunChanged:
             if len(clients) > 1:
                 for each in clients:
@@ -206,7 +208,7 @@ class _Player:
             self._settings_version = self._client.settings_version
             apply_settings(self._environments, self._client.settings)
 
-    def step(self) -> int:
+    def step(self, limit: int) -> int:
         if time.monotonic() >= self._pull_at:
             self._pull_weights()
             self._pull_at = time.monotonic() + self._pull_interval_s
@@ -224,6 +226,8 @@ class _Player:
             return self._step_by_policy(games)
         if len(games) == 1:
             (game,) = games
+            if isinstance(game, SingleGame) and len(self._games) == 1:
+                return game.play(self._policy, limit, self._pull_at)
             actions, log_probabilities = self._policy.act_batch(game.observations, game.numbers, game.masks)
             game.step(actions, log_probabilities)
             return len(actions)

@@ -83,7 +83,7 @@ class MlpPolicy:
         hidden = np.asarray(observation, np.float32)  # the learner's dtype; a wider one would slow down every layer
         last = len(self._layers) - 1
         for index, (weight, bias) in enumerate(self._layers):
-            hidden = weight @ hidden
+            hidden = weight.dot(hidden)  # of one row, half of what the operator takes
             hidden += bias
             if index < last:
                 if self._is_relu:
@@ -108,8 +108,11 @@ class MlpPolicy:
         The layers are computed for all together. Sums are rounded in another order than by `act`: log-probabilities
         differ by that.
         """
-        if len(observations) == 1 and streams[0] == 0:
-            action, log_probability = self.act(observations[0], mask=masks[0] if masks is not None else None)
+        if len(observations) == 1:
+            outputs, mask = self._compute(observations[0]), masks[0] if masks is not None else None
+            action, log_probability = (
+                self._sample(outputs, streams[0]) if mask is None else self._sample_allowed(outputs, mask, streams[0])
+            )
             return [action], [log_probability]
         return self._sample_batch(self.compute_outputs(observations), streams, masks)
 

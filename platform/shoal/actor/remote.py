@@ -288,8 +288,8 @@ class _RemoteGame:
         named = [(each, each.client.spec.agents) for each in self._actors]
         self._actor_of = assign_agents(self._environment, named)
 
-    def step(self) -> int:
-        """Take a step, of a new episode where one is over; returns how many agents have acted."""
+    def step(self, limit: int) -> int:
+        """Take one step, of a new episode where one is over; returns how many agents have acted."""
         if self._run_ids != [each.client.run_id for each in self._actors]:
             raise RunChanged("another run has taken the address")
         if self._episode is None or not self._episode.observations:

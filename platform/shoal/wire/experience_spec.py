@@ -29,7 +29,7 @@ DTYPES = {
     "bool": "|b1",
 }
 
-
+_NUMPY = {name: np.dtype(each) for name, each in DTYPES.items()}
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 STATE = "state"  # the extra of recurrent policies
 EXPERIENCE_FILE = "experience.json"  # of a registered policy: the ExperienceSpec of its run
@@ -44,7 +44,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     high: float | None = None
 
     def numpy_dtype(self) -> np.dtype[Any]:
-        return np.dtype(DTYPES[self.dtype])
+        return _NUMPY[self.dtype]
 
 
 class ConvolutionSpec(msgspec.Struct, frozen=True):

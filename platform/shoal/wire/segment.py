@@ -32,6 +32,7 @@ _LOG_PROBABILITY = TensorSpec("float32", (), None, 1e-3)  # log p ≤ 0, with a 
 _LOG_DENSITY = TensorSpec("float32", ())  # of an action that is not one of finitely many
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 LARGEST_REWARD = 1e12  # returns, their squares and those of their gradients stay finite in float32
+_MIN_REDUCED = 16  # numbers, from which on reductions of NumPy are faster than those of a list
 REWARD = TensorSpec("float32", (), -LARGEST_REWARD, LARGEST_REWARD)
 _VERSION = TensorSpec("int64", (), 1, None)
 HUMAN = "human"  # the behaviour of who takes the controls of the policy
@@ -263,7 +264,11 @@ def check_values(name: str, array: np.ndarray, spec: TensorSpec) -> None:
         return
     if array.dtype.kind == "b" and array.view(np.uint8).max() > 1:
         raise InvalidSegment(DropReason.INVALID_RANGE, name, "has a bool that is neither 0 nor 1")
-    low, high = array.min(), array.max()  # two extremes cost no array, as isfinite does; NaN reaches both
+    if array.size < _MIN_REDUCED:
+        values = array.ravel().tolist()
+        low, high = (min(values), max(values)) if (total := sum(values)) == total else (math.nan, math.nan)
+    else:
+        low, high = array.min(), array.max()  # two extremes cost no array, as isfinite does; NaN reaches both
     if array.dtype.kind == "f":
         check_finite(name, float(low), float(high))
     if spec.low is not None and low < spec.low:

@@ -125,6 +125,17 @@ def test_a_reused_array_and_masks_stay_with_their_steps(num_environments: int) -
     assert {each.episode_length for each in client.segments if each.terminated} == set(range(20, 20 + num_environments))
 
 
+@pytest.mark.parametrize(("pull_interval_s", "versions"), [(0.0, range(40)), (3600.0, [0] * 40)])
+def test_one_environment_applies_newer_weights_between_two_steps(pull_interval_s: float, versions: list[int]) -> None:
+    """Also within a segment: each step has the version that acted. It ends after the steps that were asked for."""
+    client, game = RecordingClient(), CountingGame(0)
+    assert play(game, client, seed=3, max_steps=47, pull_interval_s=pull_interval_s) == 47  # type: ignore[arg-type]
+    assert len(game.seeds) == 3
+    found = np.concatenate([segment.versions for segment in client.segments])
+    np.testing.assert_array_equal(found - found[0], versions)
+    assert game._steps == 7
+
+
 def test_a_synchronous_run_has_no_more_open_segments_than_credit() -> None:
     """All environments play, though never all at once."""
     client, games = SynchronousClient(), [CountingGame(number) for number in range(5)]

@@ -170,6 +170,15 @@ def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool
     np.testing.assert_allclose(values.grad, expected_values, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_actions", [3, 40])
+def test_log_probabilities_and_entropies_of_short_and_of_long_rows(num_actions: int) -> None:
+    logits, actions = torch.randn(7, num_actions).double(), torch.arange(7) % num_actions
+    log_policy = logits.numpy() - np.log(np.exp(logits.numpy()).sum(1, keepdims=True))
+    log_pi, entropies = Categorical().evaluate(logits, actions)
+    np.testing.assert_allclose(log_pi, log_policy[range(7), actions], rtol=1e-12)
+    np.testing.assert_allclose(entropies, -(np.exp(log_policy) * log_policy).sum(1), rtol=1e-12)
+
+
 @pytest.mark.parametrize("terminated", [True, False])
 def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(terminated: bool) -> None:
     config = ImpalaConfig(discount=0.9)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from http import HTTPStatus
 
 from websockets.exceptions import InvalidMessage
@@ -60,7 +61,6 @@ class GameConnection:
         self.relayed: tuple[str, bytes] | None = None
         self.is_closed = False
         self.awaited = select.EPOLLIN
-        self._protocol = ServerProtocol(max_size=MAX_HELLO_BYTES, logger=_LOGGER)
         self._num_frames = self._request_bytes = 0  # without a session
         self._num_idle = 0  # answers in this heartbeat
         self._unread = memoryview(b"")  # has arrived, and is not parsed
@@ -68,6 +68,12 @@ class GameConnection:
         self._unsent_bytes = 0
         self._message = bytearray()  # that comes in several frames
         self._is_text = self._awaits_write = self._is_shut = False
+
+    @cached_property
+    def _protocol(self) -> ServerProtocol:
+        """From the first byte on: of thousands of connections that say nothing, its parts would hold up the games while
+        Python's collector looks at them all."""
+        return ServerProtocol(max_size=MAX_HELLO_BYTES, logger=_LOGGER)
 
     @property
     def is_ending(self) -> bool:

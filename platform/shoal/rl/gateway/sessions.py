@@ -150,6 +150,8 @@ class Sessions(dict[bytes, Session]):
     def grant_credit(self, max_credits: int) -> None:
         """Share the queue's free slots among the sessions of segments that use their credit; of those with equal
         credit, the longest waiting comes first."""
+        if not self._playing:
+            return
         queue = self._queue
         self._take_back()
         open_credit = self.compute_open_credit()
