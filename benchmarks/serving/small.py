@@ -6,16 +6,19 @@ An MLP 64-256-10, the same bytes for every server, one worker each with one torc
 with the driver. The processor time that a server's processes take for a request is told beside the rates: it is what
 decides on a machine where the driver and the server share the cores, and it hardly depends on who else is there.
 
-Our endpoint is asked a second time with `scale`, whose policy sees every request, and one replica at most.
+Then our endpoint is up twice and asked in turns, with `scale`, whose policy sees every request (one replica at most),
+and without it, alone and beside a process that computes without end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.children import scratch
+from benchmarks.children import OUR_PYTHON, Child, scratch
 from benchmarks.result import BarKind, Better, Row, compare, options, write
 from benchmarks.serving.drive import closed
 from benchmarks.serving.servers import MOSEC, OURS, PEERS, RAY_SERVE, UVICORN, Server, server_of
@@ -29,7 +32,9 @@ METRICS: tuple[tuple[str, str, str, Better], ...] = (
 )
 BARS = {("per_s", num, peer): 1.0 for num in CONNECTIONS for peer in (MOSEC, UVICORN)}
 BARS |= {("per_s", num, RAY_SERVE): 8.0 for num in CONNECTIONS} | {("cpu_us", num, MOSEC): 1.0 for num in CONNECTIONS}
-SCALED, SCALED_BAR = f"{OURS} with scale", 0.95
+TURNS = 10  # of what is asked in turns
+PLAIN, SCALED, SCALED_BAR = f"{OURS} without", f"{OURS} with scale", 0.98
+BUSY, BUSY_BAR = f"{OURS} beside a busy process", 1.5
 P50_BAR_MS = 0.5  # at one connection
 Found = dict[tuple[str, int, str], list[float]]  # by server, connections, metric
 
@@ -61,8 +66,35 @@ def measure(server: Server, folder: Path, num: int, seconds: float) -> dict[str,
     }
 
 
+@contextlib.contextmanager
+def busy_process(folder: Path) -> Iterator[None]:
+    """A neighbour that takes a core if it can."""
+    with Child([OUR_PYTHON, "-c", "while True: pass"], folder, goodbye_s=0.0):
+        yield
+
+
+def measure_in_turns(folder: Path, turns: int, seconds: float, found: Found) -> None:
+    """With `scale` and without, another first each time; then without, beside a busy process."""
+    with (
+        server_of(OURS, "mlp", folder) as plain,
+        server_of(OURS, "mlp", folder, scale={"min": 1, "max": 1}) as scaled,
+    ):
+        for turn in range(turns):
+            sides = [(PLAIN, plain), (SCALED, scaled)]
+            for num in CONNECTIONS:
+                for name, server in sides if turn % 2 else reversed(sides):
+                    keep(found, name, num, measure(server, folder, num, seconds))
+                with busy_process(folder):
+                    keep(found, BUSY, num, measure(plain, folder, num, seconds))
+
+
+def keep(found: Found, name: str, num: int, values: dict[str, float]) -> None:
+    for metric, value in values.items():
+        found.setdefault((name, num, metric), []).append(value)
+
+
 def rows_of(found: Found, peers: list[str]) -> list[Row]:
-    """One row for each metric, number of connections and peer."""
+    """One row for each metric, number of connections and peer, then what was asked in turns."""
     rows = []
     for metric, word, unit, better in METRICS:
         for num in CONNECTIONS:
@@ -77,9 +109,13 @@ def rows_of(found: Found, peers: list[str]) -> list[Row]:
     for num in CONNECTIONS:
         title = f"small model, JSON, {{}}, {num} connection{'s' if num > 1 else ''}"
         rows.append(compare(title.format("mean batch"), "rows", "higher", found[OURS, num, "batch_rows"]))
-        scaled, plain = found[SCALED, num, "per_s"], found[OURS, num, "per_s"]
+        scaled, plain = found[SCALED, num, "per_s"], found[PLAIN, num, "per_s"]
         name = title.format("with scale, throughput")
-        rows.append(compare(name, "requests/s", "higher", scaled, plain, f"{OURS} without", SCALED_BAR, "ratio"))
+        rows.append(compare(name, "requests/s", "higher", scaled, plain, PLAIN, SCALED_BAR, "ratio"))
+        for side, words, bar in ((SCALED, "with scale", None), (BUSY, "beside a busy process", BUSY_BAR)):
+            name = title.format(f"{words}, processor time of the server")
+            cpu_us, alone_us = found[side, num, "cpu_us"], found[PLAIN, num, "cpu_us"]
+            rows.append(compare(name, "µs", "lower", cpu_us, alone_us, PLAIN, bar, "ratio" if bar else None))
     return rows
 
 
@@ -89,12 +125,11 @@ def main() -> None:
     found: Found = {}
     with scratch() as folder:
         for _ in range(chosen.runs):
-            for name in (OURS, SCALED, *peers):
-                settings = {"scale": {"min": 1, "max": 1}} if name == SCALED else {}
-                with server_of(OURS if settings else name, "mlp", folder, **settings) as server:
+            for name in (OURS, *peers):
+                with server_of(name, "mlp", folder) as server:
                     for num in CONNECTIONS:
-                        for metric, value in measure(server, folder, num, 1.0 if chosen.quick else 4.0).items():
-                            found.setdefault((name, num, metric), []).append(value)
+                        keep(found, name, num, measure(server, folder, num, 1.0 if chosen.quick else 4.0))
+        measure_in_turns(folder, 2 if chosen.quick else TURNS, 0.5 if chosen.quick else 1.0, found)
     write("serving_small", rows_of(found, peers), chosen.results)
 
 
