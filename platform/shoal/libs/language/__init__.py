@@ -1,1 +1,1 @@
-"""Text from language models, with the version of the weights on every token: `engine` generates, without Ray or HTTP."""
+"""Text from language models, with the version of the weights on each token: `engine` needs neither Ray nor HTTP."""

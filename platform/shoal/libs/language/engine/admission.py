@@ -1,4 +1,4 @@
-"""Which requests are refused at the door: a bounded queue, and deadlines that cannot be met, by learnt times of steps."""
+"""Which requests are refused at the door: a bounded queue, and deadlines that learnt times of steps rule out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Admission:
 
     | queue | capacity | beyond it | who empties it |
     |---|---|---|---|
-    | requests | `max_queued` answers, `max_queued_tokens` tokens of prompts | 429, none blocks | `leave`, as slots become free |
+    | answers | `max_queued` answers, `max_queued_tokens` tokens of prompts | 429, none blocks | the step, into free slots |
 
     Until a step was observed, every deadline is assumed to be met.
     """

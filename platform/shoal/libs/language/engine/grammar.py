@@ -20,7 +20,7 @@ MAX_GRAMMAR_CHARS = 64 * 1024
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer: a fast one of transformers, or any that llguidance's TokenizerWrapper takes."""
+    """Compiles for one tokenizer: a fast one of transformers, or one that llguidance's TokenizerWrapper takes."""
 
     def __init__(self, tokenizer: Any, num_tokens: int, stop_tokens: Sequence[int]) -> None:
         with needs_extra("language"):

@@ -43,9 +43,10 @@ class CausalModel:
 
         A mapping may leave tensors out, which both then share. Raises ConfigError where names or shapes differ.
         """
-        old = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers())
+        old: dict[str, Tensor] = {**dict(self.module.named_parameters(remove_duplicate=False))}
+        old |= dict(self.module.named_buffers())
         if isinstance(weights, nn.Module):
-            new = dict(weights.named_parameters(remove_duplicate=False))
+            new: dict[str, Tensor] = {**dict(weights.named_parameters(remove_duplicate=False))}
             if missing := next((name for name, _ in self.module.named_parameters() if name not in new), None):
                 raise ConfigError("weights", missing, "is missing: another network")
         else:
@@ -82,15 +83,15 @@ class DecoderModel(CausalModel):
     """A `shoal.models.decoder.Decoder`."""
 
     def __init__(self, module: Decoder) -> None:
-        self._position = module.embedding.position
-        self._blocks = list(module)[1:-1]
+        layers: list[Any] = list(module)
+        self._embedding, *self._blocks, self._head = layers
+        self._position = self._embedding.position
         context = self._position.num_embeddings if self._position is not None else None
-        super().__init__(module, module.head.output.out_features, context)
+        super().__init__(module, self._head.output.out_features, context)
 
     def compute(self, work: Work, wanted: Tensor) -> Tensor:
         ACTIVE.work = work
-        embedding = self.module.embedding
-        x = embedding.token(work.ids)  # [T, D]
+        x = self._embedding.token(work.ids)  # [T, D]
         if self._position is not None:
             x = x + self._position(work.positions)
         for number, block in enumerate(self._blocks):
@@ -101,7 +102,7 @@ class DecoderModel(CausalModel):
             )
             x = x + attention.output(work.attend(number, query, key, value, None, None).flatten(1))
             x = x + block.feed_forward(block.norm2(x))
-        logits: Tensor = self.module.head(x[wanted])
+        logits: Tensor = self._head(x[wanted])
         ACTIVE.work = None
         return logits.float()
 

@@ -1,8 +1,8 @@
 """Which answer has which slot, what its cells hold, and which cells are copied instead of computed.
 
-Owned by an engine. A slot's cells stay valid after its answer has left, until another takes the slot: the least recently
-used one. A new answer copies the longest prefix that any slot holds of it, or is about to hold: of the answers of a
-group, the first computes the prompt and the others wait for it.
+Owned by an engine. A slot's cells stay valid after its answer has left, until another takes the slot: the least
+recently used one. A new answer copies the longest prefix that any slot holds of it, or is about to hold: of the answers
+of a group, the first computes the prompt and the others wait for it.
 """
 
 from __future__ import annotations
