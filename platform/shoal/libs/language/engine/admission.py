@@ -18,7 +18,7 @@ class Admission:
 
     | queue | capacity | beyond it | who empties it |
     |---|---|---|---|
-    | answers | `max_queued` answers, `max_queued_tokens` tokens of prompts | 429, none blocks | the step, into free slots |
+    | answers | `max_queued`, and `max_queued_tokens` of their prompts | 429, none blocks | a step, into free slots |
 
     Until a step was observed, every deadline is assumed to be met.
     """

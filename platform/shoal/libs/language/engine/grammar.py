@@ -42,11 +42,12 @@ class GrammarCompiler:
         """Raises ConfigError."""
         if len(text := value if isinstance(value, str) else json.dumps(value)) > MAX_GRAMMAR_CHARS:
             raise ConfigError("grammar", kind, f"has {len(text)} characters", f"expected {MAX_GRAMMAR_CHARS} at most")
+        if kind in ("regex", "lark") and not isinstance(value, str):
+            raise ConfigError("grammar", kind, "expected a text")
         if kind == "json_schema":
-            try:
-                grammar = self._make.grammar_from_json_schema(value)
-            except ValueError as error:
-                raise ConfigError("grammar", kind, f"is no JSON schema: {error}") from error
+            if not isinstance(value, (str, dict)):
+                raise ConfigError("grammar", kind, "expected an object")
+            grammar = self._make.grammar_from_json_schema(value)
         elif kind == "regex":
             grammar = self._make.grammar_from_regex(value)
         elif kind == "lark":

@@ -24,9 +24,11 @@ _REFUSED_ROPE = ("dynamic", "longrope")  # a cell's key would depend on tokens t
 
 
 class CausalModel:
-    """A network [T] tokens to logits. `context`: positions that it knows; None: any number."""
+    """A network, [T] tokens to logits. `context`: positions that it knows; None: any number. `head`: its last layer,
+    which computes wanted tokens alone."""
 
-    def __init__(self, module: nn.Module, num_tokens: int, context: int | None) -> None:
+    def __init__(self, module: nn.Module, head: object, num_tokens: int, context: int | None) -> None:
+        self.head = head
         self.module, self.num_tokens, self.context = module.eval().requires_grad_(False), num_tokens, context
         self.device = next(module.parameters()).device
 
@@ -87,7 +89,7 @@ class DecoderModel(CausalModel):
         self._embedding, *self._blocks, self._head = layers
         self._position = self._embedding.position
         context = self._position.num_embeddings if self._position is not None else None
-        super().__init__(module, self._head.output.out_features, context)
+        super().__init__(module, self._head.output, self._head.output.out_features, context)
 
     def compute(self, work: Work, wanted: Tensor) -> Tensor:
         ACTIVE.work = work
@@ -122,12 +124,13 @@ class TransformersModel(CausalModel):
             raise ConfigError("model", name, "is no causal language model")
         if any(kind in repr(getattr(text, "rope_parameters", None)) for kind in _REFUSED_ROPE):
             raise ConfigError("model", name, "has positions that depend on the length of the text")
-        _register_attention()
-        if config._attn_implementation != ATTENTION:
-            module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
-        if config._attn_implementation != ATTENTION:
+        if not getattr(type(module), "_supports_attention_backend", False):
             raise ConfigError("model", name, "has an attention that cannot be exchanged")
-        super().__init__(module, text.vocab_size, getattr(text, "max_position_embeddings", None))
+        _register_attention()
+        if config._attn_implementation != ATTENTION:  # as it is in a copy
+            module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        head = module.get_output_embeddings()  # type: ignore[operator]
+        super().__init__(module, head, text.vocab_size, getattr(text, "max_position_embeddings", None))
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)  # four dimensions: taken as it is
 
     def compute(self, work: Work, wanted: Tensor) -> Tensor:

@@ -76,9 +76,10 @@ class SlotEngine:
         most = opened.context or length or 2048
         if length is not None and not 2 <= length <= most:
             raise ConfigError("length", length, f"expected 2 to {most}, the model's context")
-        for name, value in (("slots", slots), ("chunk", chunk), ("spare", spare)):
-            if value < 1:
-                raise ConfigError(name, value, "must be at least 1")
+        # A cache that is filled again by half a chunk in a step must grow faster than its answer.
+        for name, value, least in (("slots", slots, 1), ("chunk", chunk, 8), ("spare", spare, 1)):
+            if value < least:
+                raise ConfigError(name, value, f"must be at least {least}")
         self._limits = Limits(
             opened.num_tokens, length or most, max_queued, tokenizer is not None, tokenizer is not None
         )
@@ -141,11 +142,8 @@ class SlotEngine:
         with self._lock:
             base = self._incoming.get("", self._current[""])
         if adapter:
-            low_rank = Adapter(
-                weights if isinstance(weights, Mapping) else weights.state_dict(), scale, base.model.module
-            )
-            low_rank.install(base.model.module)
-            found = Weights(base.model, version, low_rank)
+            state = weights if isinstance(weights, Mapping) else weights.state_dict()
+            found = Weights(base.model, version, Adapter(state, scale, base.model))
         else:
             found = Weights(base.model.replace_weights(weights), version)
         with self._lock:
@@ -165,6 +163,7 @@ class SlotEngine:
             versions=Counter(answer.weights.version for answer in running if answer.weights is not None),
             current=self._current[""].version,
             pending=None if incoming is None else incoming.version,
+            shared_tokens=self._slots.num_shared_tokens,
             step_s=self._admission.step_s(self._slots.num_answers + self._chunk),
             **{name: self._totals[name] for name in _TOTALS},
         )
@@ -312,7 +311,7 @@ class SlotEngine:
             left = {False: self._chunk - self._chunk // 2, True: max(1, self._chunk // 2)}
         planned: list[tuple[Answer, Segment]] = []
         for answer in self._running:
-            self._totals["shared_tokens"] += self._slots.share(answer)
+            self._slots.share(answer)
             into = answer.slot if answer.fill is None else answer.fill
             assert into is not None
             segment = None
@@ -420,7 +419,7 @@ class SlotEngine:
         return replace(event, text=event.text + rest, finish=finish, problem=problem, spans=tuple(answer.spans))
 
 
-_TOTALS = ("prompt_tokens", "shared_tokens", "new_tokens", "refilled_tokens", "preempted")
+_TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")
 
 
 def _is_late(answer: Answer, now_s: float) -> bool:

@@ -25,6 +25,7 @@ class SlotTable:
         self._slots = [Slot() for _ in range(num_answers + spare)]
         self._clock = itertools.count(1)
         self._num_fills = 0
+        self.num_shared_tokens = 0  # that were not computed, since the start
 
     def __getitem__(self, number: int) -> Slot:
         return self._slots[number]
@@ -80,11 +81,10 @@ class SlotTable:
             slot.num_aligned += self._chunk
         slot.tokens += segment.tokens
 
-    def share(self, answer: Answer) -> int:
-        """Copy what the answer waits for, if it is there; returns the number of cells. An answer whose source has
-        left looks for another."""
+    def share(self, answer: Answer) -> None:
+        """Copy what the answer waits for, if it is there. An answer whose source has left looks for another."""
         if answer.source is None:
-            return 0
+            return
         into = answer.slot if answer.fill is None else answer.fill
         assert into is not None
         number, owner = answer.source
@@ -97,12 +97,9 @@ class SlotTable:
                 answer.slot = self._bind(answer, weights)
             else:
                 answer.fill = self._bind(answer, weights)
-            return self.share(answer) if answer.source is not None else 0
-        if len(source.tokens) < answer.num_shared:
-            return 0
-        answer.source = None
-        self._copy(number, into, answer.num_shared)
-        return answer.num_shared
+        elif len(source.tokens) >= answer.num_shared:
+            answer.source = None
+            self._copy(number, into, answer.num_shared)
 
     def _bind(self, answer: Answer, weights: Weights) -> int:
         """A free slot, with the longest prefix that can be had, or the promise of one in `answer.source`."""
@@ -113,6 +110,7 @@ class SlotTable:
         if num_shared and source.owner is None and (num_shared == len(source.tokens) or taken == number):
             taken = number  # nothing is lost that another could use
             del source.tokens[num_shared:]
+            self.num_shared_tokens += num_shared
             source.num_aligned = min(source.num_aligned, num_shared)
         else:
             self._slots[taken].clear()
@@ -148,6 +146,7 @@ class SlotTable:
 
     def _copy(self, source: int, target: int, num_cells: int) -> None:
         self._cells.copy(source, target, num_cells)
+        self.num_shared_tokens += num_cells
         slot = self._slots[target]
         slot.tokens = self._slots[source].tokens[:num_cells]
         slot.num_aligned = min(self._slots[source].num_aligned, num_cells)

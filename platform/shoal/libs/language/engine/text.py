@@ -36,8 +36,8 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, with unfinished characters as replacement characters."""
-        self._take(self._decode(self._tokens))
-        text, self._held = self._held, ""
+        text = self._take(self._decode(self._tokens)) + self._held
+        self._held = ""
         return text
 
     def _take(self, now: str) -> str:
