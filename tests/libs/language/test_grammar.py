@@ -10,7 +10,7 @@ import pytest
 from tests.libs.language.tiny_language import Bytes, make_decoder
 
 from shoal.errors import ConfigError
-from shoal.libs.language.engine import Request, Sampling, SlotEngine
+from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest
 
 pytest.importorskip("llguidance")
 PROMPT = tuple(b"answer: ")
@@ -22,7 +22,7 @@ def engine() -> SlotEngine:
 
 
 def generate(engine: SlotEngine, grammar: Any, num_answers: int = 3) -> list[str]:
-    request = Request(PROMPT, Sampling(1.0, seed=2), max_tokens=60, num_answers=num_answers, grammar=grammar)
+    request = TextRequest(PROMPT, Sampling(1.0, seed=2), max_tokens=60, num_answers=num_answers, grammar=grammar)
     (events,) = engine.run([request])
     assert {event.finish for event in events if event.finish} == {"stop"}
     return ["".join(event.text for event in events if event.index == index) for index in range(num_answers)]
@@ -63,5 +63,5 @@ def test_answers_satisfy_their_grammar(engine: SlotEngine) -> None:
 def test_a_grammar_that_cannot_be_followed_is_refused(engine: SlotEngine, grammar: Any, message: str) -> None:
     before = engine.observe()
     with pytest.raises(ConfigError, match=message):
-        engine.submit(Request(PROMPT, grammar=grammar))
+        engine.submit(TextRequest(PROMPT, grammar=grammar))
     assert engine.observe() == before

@@ -23,14 +23,14 @@ from tests.libs.language.tiny_language import (
 )
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.libs.language.engine import Event, Request, Sampling, SlotEngine
+from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent
 from shoal.models.decoder import Decoder
 
 PROMPT = tuple(range(40, 64))
-Answers = dict[tuple[int, int], list[Event]]
+Answers = dict[tuple[int, int], list[TokenEvent]]
 
 
-def check_answer(models: Sequence[Decoder], request: Request, events: Sequence[Event]) -> None:
+def check_answer(models: Sequence[Decoder], request: TextRequest, events: Sequence[TokenEvent]) -> None:
     """Each token is the uncached choice of its version, and so is its log-probability."""
     tokens = list_tokens(events)
     versions = [event.version for event in events if event.token is not None]
@@ -60,7 +60,7 @@ class Schedule:
         self.models = [make_decoder(version) for version in range(4)]
         self._states = [copy_state(model) for model in self.models]
         self.engine = SlotEngine(make_decoder(0), slots=4, chunk=8, length=80, spare=2, deterministic=deterministic)
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, TextRequest] = {}
         self.answers: Answers = defaultdict(list)
         self._random, self._version = random.Random(seed), 0
         self._prefixes = [[self._random.randrange(VOCABULARY) for _ in range(30)] for _ in range(3)]
@@ -71,7 +71,7 @@ class Schedule:
             prefix = self._random.choice(self._prefixes)[: self._random.randint(0, 30)]
             prompt = (*prefix, *(self._random.randrange(VOCABULARY) for _ in range(self._random.randint(1, 12))))
             swap: Any = self._random.choice(["continue", "continue", "finish", "refuse"])
-            request = Request(
+            request = TextRequest(
                 prompt,
                 max_tokens=self._random.randint(1, 24),
                 num_answers=self._random.choice([1, 1, 1, 3]),
@@ -113,7 +113,7 @@ def test_tokens_are_those_without_a_cache_in_any_order_of_events(deterministic: 
 
 def test_neighbours_change_neither_seeded_tokens_nor_deterministic_bits() -> None:
     prompts = [tuple((7 * i + j) % VOCABULARY for j in range(5 + 9 * i)) for i in range(5)]
-    requests = [Request(p, Sampling(0.9, top_p=0.95, seed=i), max_tokens=20) for i, p in enumerate(prompts)]
+    requests = [TextRequest(p, Sampling(0.9, top_p=0.95, seed=i), max_tokens=20) for i, p in enumerate(prompts)]
     for deterministic in (False, True):
         make = {"slots": 3, "chunk": 8, "length": 80, "deterministic": deterministic}
         together = SlotEngine(make_decoder(0), **make).run(requests)
@@ -125,17 +125,17 @@ def test_neighbours_change_neither_seeded_tokens_nor_deterministic_bits() -> Non
 
 
 def test_an_answer_continues_elsewhere_from_the_tokens_it_has() -> None:
-    request = Request(PROMPT, Sampling(1.0, seed=5, frequency_penalty=0.5), max_tokens=16)
+    request = TextRequest(PROMPT, Sampling(1.0, seed=5, frequency_penalty=0.5), max_tokens=16)
     (events,) = SlotEngine(make_decoder(0)).run([request])
     tokens = list_tokens(events)
-    rest = Request(PROMPT, request.sampling, max_tokens=16, given=tuple(tokens[:6]))
+    rest = TextRequest(PROMPT, request.sampling, max_tokens=16, given=tuple(tokens[:6]))
     (found,) = SlotEngine(make_decoder(0)).run([rest])
     assert list_tokens(found) == tokens[6:]
 
 
 def test_a_cancelled_request_frees_its_slot_before_the_next_step_computes() -> None:
     engine = SlotEngine(make_decoder(0), slots=1)
-    first, second = (engine.submit(Request(PROMPT, max_tokens=40)) for _ in range(2))
+    first, second = (engine.submit(TextRequest(PROMPT, max_tokens=40)) for _ in range(2))
     assert [event.request for event in engine.step()] == [first]
     engine.cancel(first)
     ended, begun = engine.step()
@@ -149,21 +149,21 @@ def test_a_cancelled_request_frees_its_slot_before_the_next_step_computes() -> N
 
 def test_eight_answers_take_one_prefill() -> None:
     engine = SlotEngine(make_decoder(0), slots=8, chunk=16)
-    (events,) = engine.run([Request(PROMPT, Sampling(1.0, seed=1), max_tokens=5, num_answers=8)])
+    (events,) = engine.run([TextRequest(PROMPT, Sampling(1.0, seed=1), max_tokens=5, num_answers=8)])
     seen = engine.observe()
     assert (seen.prompt_tokens, seen.shared_tokens) == (len(PROMPT), 7 * (len(PROMPT) - 1))
     answers = {tuple(e.token for e in events if e.index == index) for index in range(8)}
     assert len(answers) > 4
-    engine.run([Request((*PROMPT, 3), max_tokens=1)])  # a later prompt finds what slots still hold
+    engine.run([TextRequest((*PROMPT, 3), max_tokens=1)])  # a later prompt finds what slots still hold
     assert engine.observe().shared_tokens == 8 * len(PROMPT) - 7
 
 
 def test_no_cell_outlives_its_weights_and_no_weights_their_answers() -> None:
     engine = SlotEngine(make_decoder(0))
     old = weakref.ref(engine._current[""].model)
-    engine.run([Request(PROMPT, max_tokens=2)])
+    engine.run([TextRequest(PROMPT, max_tokens=2)])
     engine.set_weights(1, copy_state(make_decoder(1)))
-    (events,) = engine.run([Request(PROMPT, max_tokens=6)])
+    (events,) = engine.run([TextRequest(PROMPT, max_tokens=6)])
     assert list_tokens(events) == continue_greedily(make_decoder(1), PROMPT, 6)
     assert engine.observe().shared_tokens == 0
     gc.collect()
@@ -172,11 +172,11 @@ def test_no_cell_outlives_its_weights_and_no_weights_their_answers() -> None:
 
 def test_new_weights_never_stall_a_running_answer_and_at_most_two_versions_are_held() -> None:
     engine = SlotEngine(make_decoder(0), slots=3, chunk=32)
-    numbers = [engine.submit(Request(PROMPT[i:], max_tokens=60)) for i in range(2)]
-    numbers.append(engine.submit(Request(PROMPT[5:], max_tokens=30, swap="finish")))
+    numbers = [engine.submit(TextRequest(PROMPT[i:], max_tokens=60)) for i in range(2)]
+    numbers.append(engine.submit(TextRequest(PROMPT[5:], max_tokens=30, swap="finish")))
     while len(engine.step()) < 3:
         pass
-    ends: list[Event] = []
+    ends: list[TokenEvent] = []
     engine.set_weights(1, copy_state(make_decoder(1)))
     while engine.has_work:
         running = engine.observe().running
@@ -196,17 +196,17 @@ def test_new_weights_never_stall_a_running_answer_and_at_most_two_versions_are_h
 
 def test_full_queues_and_hopeless_deadlines_are_refused() -> None:
     engine = SlotEngine(make_decoder(0), slots=1, max_queued=3, max_queued_tokens=60)
-    engine.submit(Request(PROMPT))
-    engine.submit(Request(PROMPT))
+    engine.submit(TextRequest(PROMPT))
+    engine.submit(TextRequest(PROMPT))
     with pytest.raises(InferenceError, match="are queued") as raised:
-        engine.submit(Request(PROMPT))
+        engine.submit(TextRequest(PROMPT))
     assert (raised.value.status, raised.value.retry_after_s) == (429, 0.1)
-    late = engine.submit(Request((1, 2), begin_s=1e-9))  # before a step was seen, any deadline may be met
+    late = engine.submit(TextRequest((1, 2), begin_s=1e-9))  # before a step was seen, any deadline may be met
     events = engine.step()
     assert [event.finish for event in events if event.request == late] == ["deadline"]
     engine.step()
     with pytest.raises(InferenceError, match="begin_s = 1e-09: expected after") as raised:
-        engine.submit(Request((1, 2), begin_s=1e-9))
+        engine.submit(TextRequest((1, 2), begin_s=1e-9))
     assert raised.value.status == 504
     assert engine.observe().queued == 1
 
@@ -232,7 +232,7 @@ def test_full_queues_and_hopeless_deadlines_are_refused() -> None:
 def test_a_field_that_does_not_fit_is_named(fields: dict[str, Any], message: str) -> None:
     engine = SlotEngine(make_decoder(0), tokenizer=Bytes())
     with pytest.raises(ConfigError, match=message):
-        engine.submit(Request(**{"prompt": PROMPT, **fields}))
+        engine.submit(TextRequest(**{"prompt": PROMPT, **fields}))
     assert engine.observe().queued == 0
 
 
@@ -245,7 +245,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Linear.*is no network that generates"):
         SlotEngine(torch.nn.Linear(2, 2))
     engine.set_weights(1, {"head.norm.weight": torch.full((32,), torch.nan)})
-    ((event,),) = engine.run([Request(PROMPT)])
+    ((event,),) = engine.run([TextRequest(PROMPT)])
     assert (event.finish, event.problem) == ("error", "the model's logits are not finite")
 
 
@@ -264,7 +264,7 @@ def test_adapters_of_one_base_share_a_batch() -> None:
         engine = SlotEngine(make_decoder(0), slots=4, chunk=8, deterministic=deterministic)
         for name, state in zip("ab", adapters, strict=True):
             engine.set_weights(f"{name}1", state, adapter=name, scale=0.1)
-        found = engine.run([Request(PROMPT, max_tokens=8, adapter=name) for name in ("", "a", "b", "a")])
+        found = engine.run([TextRequest(PROMPT, max_tokens=8, adapter=name) for name in ("", "a", "b", "a")])
         for model, events, version in zip((base, *merged, merged[0]), found, (0, "a1", "b1", "a1"), strict=True):
             assert list_tokens(events) == continue_greedily(model, PROMPT, 8)
             assert events[-1].spans == ((version, 8),)
@@ -281,9 +281,9 @@ def test_text_is_cut_before_a_stop_text_that_several_tokens_make() -> None:
     engine = SlotEngine(make_decoder(3), tokenizer=Bytes())
     events, whole, by_token = engine.run(
         [
-            Request(prompt, max_tokens=12, stop=("never met", stop)),
-            Request(prompt, max_tokens=12, top_logprobs=3),
-            Request(prompt, max_tokens=12, stop_tokens=(tokens[2],)),
+            TextRequest(prompt, max_tokens=12, stop=("never met", stop)),
+            TextRequest(prompt, max_tokens=12, top_logprobs=3),
+            TextRequest(prompt, max_tokens=12, stop_tokens=(tokens[2],)),
         ]
     )
     assert "".join(event.text for event in events) == text[: text.index(stop)]

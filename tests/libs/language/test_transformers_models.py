@@ -9,7 +9,7 @@ import torch
 from tests.libs.language.tiny_language import compute_logprobs, copy_state, list_tokens
 
 from shoal.errors import ConfigError
-from shoal.libs.language.engine import Request, SlotEngine
+from shoal.libs.language.engine import SlotEngine, TextRequest
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 SIZES |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -46,7 +46,9 @@ def test_tokens_and_log_probabilities_are_those_without_a_cache(kind: str) -> No
         if version:
             engine.set_weights(version, copy_state(other))
         prompts = [tuple(torch.randint(1, 64, (size,)).tolist()) for size in (3, 20, 11, 20)]
-        for prompt, events in zip(prompts, engine.run([Request(each, max_tokens=12) for each in prompts]), strict=True):
+        for prompt, events in zip(
+            prompts, engine.run([TextRequest(each, max_tokens=12) for each in prompts]), strict=True
+        ):
             expected = compute_logprobs(module, [*prompt, *list_tokens(events)])[len(prompt) - 1 : -1]
             assert list_tokens(events) == expected.argmax(-1).tolist()
             assert events[-1].spans == ((version, 12),)

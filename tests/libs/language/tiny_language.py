@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shoal.libs.language.engine import Event
+from shoal.libs.language.engine import TokenEvent
 from shoal.models.decoder import Decoder
 
 CONTEXT, VOCABULARY = 96, 256
@@ -41,7 +41,7 @@ def continue_greedily(module: nn.Module, prompt: Sequence[int], num_tokens: int)
     return tokens[len(prompt) :]
 
 
-def list_tokens(events: Sequence[Event]) -> list[int]:
+def list_tokens(events: Sequence[TokenEvent]) -> list[int]:
     return [event.token for event in events if event.token is not None]
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from shoal.batching.latency_model import LatencyModel
 from shoal.errors import InferenceError
-from shoal.libs.language.engine.request import Request
+from shoal.libs.language.engine.request import TextRequest
 
 _SMOOTHING = 0.1  # of the share of `max_tokens` that answers use
 
 
-class Admission:
+class QueueAdmission:
     """Counts what is queued. Called by any thread: `admit`; by the one that steps: the rest.
 
     | queue | capacity | beyond it | who empties it |
@@ -32,7 +32,7 @@ class Admission:
         self._remaining: Sequence[int] = ()  # tokens that each running answer may still take, ascending
         self.queued, self.queued_tokens = 0, 0
 
-    def admit(self, request: Request, max_tokens: int) -> None:
+    def admit(self, request: TextRequest, max_tokens: int) -> None:
         """Count a request to the queue. Raises InferenceError: 429 for a full queue, 504 for a hopeless deadline."""
         tokens = len(request.prompt) + len(request.given)
         with self._lock:

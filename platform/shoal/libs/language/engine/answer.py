@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from shoal.libs.language.engine.adapters import Adapter
 from shoal.libs.language.engine.grammar import Matcher
 from shoal.libs.language.engine.models import CausalModel
-from shoal.libs.language.engine.request import Request
+from shoal.libs.language.engine.request import TextRequest
 from shoal.libs.language.engine.sampling import Row, draw_uniform
 from shoal.libs.language.engine.text import TextStream
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """What computes a token. Cells belong to one such object, and to no other with the same numbers."""
+    """What computes a token. CacheCells belong to one such object, and to no other with the same numbers."""
 
     model: CausalModel
     version: int | str
@@ -24,13 +24,13 @@ class Weights:
 
 
 @dataclass(eq=False)
-class Answer:
+class AnswerState:
     """known:    the prompt, and what follows so far
     slot, fill: the slot whose cells it decodes from; that which new weights fill for it meanwhile
     source:     a slot, and its owner, that is computing the first `num_shared` cells of this answer as well
     """
 
-    request: Request
+    request: TextRequest
     number: int
     index: int
     order: int
@@ -45,14 +45,14 @@ class Answer:
     weights: Weights | None = None
     slot: int | None = None
     fill: int | None = None
-    source: tuple[int, Answer] | None = None
+    source: tuple[int, AnswerState] | None = None
     num_shared: int = 0
     spans: list[tuple[int | str, int]] = field(default_factory=list)
     counts: Counter[int] = field(default_factory=Counter)
     prompt_tokens: frozenset[int] = frozenset()
     is_over: bool = False
 
-    def __lt__(self, other: Answer) -> bool:
+    def __lt__(self, other: AnswerState) -> bool:
         return (-self.request.priority, self.order) < (-other.request.priority, other.order)
 
     @property
@@ -88,13 +88,13 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Slot:
-    """tokens: those of the filled cells, under `weights`. They stay valid after the answer has left, until another
+class CacheSlot:
+    """tokens: those of the filled cells, under `weights`. They stay valid after the answer is gone, until another
     takes the slot. num_aligned: of these, written by full chunks from the first cell on."""
 
     tokens: list[int] = field(default_factory=list)
     weights: Weights | None = None
-    owner: Answer | None = None
+    owner: AnswerState | None = None
     used_at: int = 0
     num_aligned: int = 0
 
@@ -102,14 +102,14 @@ class Slot:
         self.tokens, self.num_aligned = [], 0
 
 
-def count_common(left: Sequence[int], right: Sequence[int]) -> int:
+def count_common(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the longest common prefix."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
         return high
     while high - low > 1:  # the first `low` agree, the first `high` do not
         middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Segment:
+class TokenSegment:
     """Tokens that follow the `start` filled cells of a slot. `wants_logits`: of the last one."""
 
     slot: int
@@ -36,7 +36,7 @@ class AdapterLayers(Protocol):
         """Add the adapter's share of `rows` to a layer's output [T, out]; `fixed`: by products over all T."""
 
 
-class Cells:
+class CacheCells:
     """Keys and values [S + 1, K, L, D] of each layer, made when the layer first writes; the last slot takes padding."""
 
     def __init__(self, num_slots: int, length: int) -> None:
@@ -71,8 +71,8 @@ class Work:
 
     def __init__(
         self,
-        cells: Cells,
-        segments: Sequence[Segment],
+        cells: CacheCells,
+        segments: Sequence[TokenSegment],
         device: torch.device,
         is_fixed: bool = False,
         num_padded: int = 0,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.extend.models import Decoder
-from shoal.libs.language.engine.cells import ACTIVE, Cells, Segment, Work
+from shoal.libs.language.engine.cells import ACTIVE, CacheCells, TokenSegment, Work
 
 ATTENTION = "shoal_slots"  # its name among transformers' attention functions
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the greatest logit; others 5%
@@ -68,9 +68,9 @@ class CausalModel:
         """Compare chunks and rows over cells with the network's own forward. Raises ConfigError."""
         num = min(12, self.context or 12)
         ids = torch.arange(num, device=self.device) * 7 % self.num_tokens
-        cells, at, found = Cells(2, num), 0, []
+        cells, at, found = CacheCells(2, num), 0, []
         for size in (num // 2, num - num // 2 - 1, 1):
-            segment = Segment(1, at, ids[at : at + size].tolist(), True)
+            segment = TokenSegment(1, at, ids[at : at + size].tolist(), True)
             work = Work(cells, [segment], self.device)
             found.append(self.compute(work, torch.arange(size, device=self.device)))
             at += size

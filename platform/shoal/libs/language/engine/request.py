@@ -41,7 +41,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
+class TextRequest:
     """A prompt, and what is wanted of its continuation.
 
     max_tokens:    None: as many as the context holds
@@ -77,7 +77,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Event:
+class TokenEvent:
     """A token of an answer, or its end, or both.
 
     token:        None where the answer ends without another token
@@ -137,7 +137,7 @@ class Limits:
     has_grammar: bool
 
 
-def check_request(request: Request, limits: Limits) -> None:
+def check_request(request: TextRequest, limits: Limits) -> None:
     """Raises ConfigError that names the field."""
     _check_tokens("prompt", request.prompt, limits.num_tokens)
     _check_tokens("given", request.given, limits.num_tokens)
@@ -173,7 +173,7 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
         raise ConfigError(name, value, f"expected {low} to {high}")
 
 
-def _check_stops(request: Request, limits: Limits) -> None:
+def _check_stops(request: TextRequest, limits: Limits) -> None:
     if len(request.stop) > MAX_STOPS:
         raise ConfigError("stop", f"{len(request.stop)} texts", f"expected {MAX_STOPS} at most")
     for text in request.stop:

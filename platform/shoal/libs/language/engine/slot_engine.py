@@ -1,7 +1,7 @@
 """Generates text for many requests at once: continuous batching over slots of a cache, with a version on every token.
 
     engine = SlotEngine(model, tokenizer=tokenizer)
-    number = engine.submit(Request(prompt=tuple(tokenizer.encode("Once"))))
+    number = engine.submit(TextRequest(prompt=tuple(tokenizer.encode("Once"))))
     while engine.has_work:
         for event in engine.step():
             print(event.text, end="")
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.libs.language.engine.adapters import Adapter
-from shoal.libs.language.engine.admission import Admission
-from shoal.libs.language.engine.answer import Answer, Weights
-from shoal.libs.language.engine.cells import Cells, Segment, Work
+from shoal.libs.language.engine.admission import QueueAdmission
+from shoal.libs.language.engine.answer import AnswerState, Weights
+from shoal.libs.language.engine.cells import CacheCells, TokenSegment, Work
 from shoal.libs.language.engine.grammar import GrammarCompiler
 from shoal.libs.language.engine.models import CausalModel, open_model
-from shoal.libs.language.engine.request import Event, FinishReason, Limits, Observation, Request, check_request
+from shoal.libs.language.engine.request import FinishReason, Limits, Observation, TextRequest, TokenEvent, check_request
 from shoal.libs.language.engine.sampling import Sampled, sample
 from shoal.libs.language.engine.slots import SlotTable
 from shoal.libs.language.engine.text import TextStream
@@ -76,7 +76,7 @@ class SlotEngine:
         most = opened.context or length or 2048
         if length is not None and not 2 <= length <= most:
             raise ConfigError("length", length, f"expected 2 to {most}, the model's context")
-        # A cache that is filled again by half a chunk in a step must grow faster than its answer.
+        # A cache that is filled again by a quarter of a chunk in a step must grow faster than its answer.
         for name, value, least in (("slots", slots, 1), ("chunk", chunk, 8), ("spare", spare, 1)):
             if value < least:
                 raise ConfigError(name, value, f"must be at least {least}")
@@ -87,21 +87,21 @@ class SlotEngine:
         self._grammars: GrammarCompiler | None = None
         self._chunk, self._deterministic = chunk, deterministic
         self._current: dict[str, Weights] = {"": Weights(opened, version)}
-        self._cells = Cells(slots + spare, self._limits.length)
+        self._cells = CacheCells(slots + spare, self._limits.length)
         self._slots = SlotTable(self._cells, slots, spare, chunk, deterministic)
-        self._admission = Admission(max_queued, max_queued_tokens, slots, chunk)
-        self._queue: list[Answer] = []  # a heap: by priority, then by arrival
-        self._running: list[Answer] = []
+        self._admission = QueueAdmission(max_queued, max_queued_tokens, slots, chunk)
+        self._queue: list[AnswerState] = []  # a heap: by priority, then by arrival
+        self._running: list[AnswerState] = []
         self._totals: Counter[str] = Counter()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # of what other threads leave for the next step:
-        self._submitted: list[Answer] = []
+        self._submitted: list[AnswerState] = []
         self._cancelled: set[int] = set()
         self._incoming: dict[str, Weights] = {}
 
     # ---------------------------------------------------------------- from any thread
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: TextRequest) -> int:
         """Queue a request; returns the number that its events have.
 
         Raises ConfigError for a field that does not fit, InferenceError 429 for a full queue, and 504 for a deadline
@@ -176,10 +176,10 @@ class SlotEngine:
     # ---------------------------------------------------------------- from the thread of the owner
 
     @torch.inference_mode()
-    def step(self) -> list[Event]:
+    def step(self) -> list[TokenEvent]:
         """Apply what came since the last step, then compute a chunk of prompts and a token of each running answer."""
         begin_s = time.monotonic()
-        events: list[Event] = []
+        events: list[TokenEvent] = []
         with self._lock:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, set()
@@ -205,10 +205,10 @@ class SlotEngine:
             self._admission.observe_step(num_tokens, now_s - begin_s, now_s, remaining)
         return events
 
-    def run(self, requests: list[Request]) -> list[list[Event]]:
+    def run(self, requests: list[TextRequest]) -> list[list[TokenEvent]]:
         """Submit and step until all are over; the events of each request in order. For scripts and tests."""
         numbers = [self.submit(request) for request in requests]
-        found: dict[int, list[Event]] = {number: [] for number in numbers}
+        found: dict[int, list[TokenEvent]] = {number: [] for number in numbers}
         while self.has_work:
             for event in self.step():
                 found[event.request].append(event)
@@ -216,7 +216,7 @@ class SlotEngine:
 
     # ---------------------------------------------------------------- inside
 
-    def _make_answers(self, request: Request, max_tokens: int) -> list[Answer]:
+    def _make_answers(self, request: TextRequest, max_tokens: int) -> list[AnswerState]:
         now_s = time.monotonic()
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         stops = self._stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
@@ -224,7 +224,7 @@ class SlotEngine:
         seen = frozenset(request.prompt) if request.sampling.repetition_penalty != 1.0 else frozenset[int]()
         answers = []
         for index in range(request.num_answers):
-            answer = Answer(
+            answer = AnswerState(
                 request=request,
                 number=0,
                 index=index,
@@ -251,7 +251,7 @@ class SlotEngine:
                 self._grammars = GrammarCompiler(self._tokenizer, self._limits.num_tokens, tuple(self._stop_tokens))
             return self._grammars
 
-    def _apply_weights(self, events: list[Event]) -> None:
+    def _apply_weights(self, events: list[TokenEvent]) -> None:
         """Make new weights the current ones, where memory allows, and let running answers follow by their policy."""
         with self._lock:
             used = {id(answer.weights.model) for answer in self._running if answer.weights is not None}
@@ -274,7 +274,7 @@ class SlotEngine:
             else:
                 self._slots.follow(answer, target)
 
-    def _fill_slots(self, events: list[Event]) -> None:
+    def _fill_slots(self, events: list[TokenEvent]) -> None:
         while self._queue:
             answer = self._queue[0]
             if len(self._running) == self._slots.num_answers:
@@ -288,70 +288,72 @@ class SlotEngine:
             if answer.weights is not None and answer.request.swap == "finish":
                 target = answer.weights
             if target is None:
-                events.append(self._end(answer, "error", "the adapter has left with its base"))
+                events.append(self._end(answer, "error", "the adapter went with its base"))
             elif answer.weights not in (None, target) and answer.request.swap == "refuse":
                 events.append(self._end(answer, "swapped"))
             else:
                 self._slots.take(answer, target)
                 self._running.append(answer)
 
-    def _preempt(self, answer: Answer) -> None:
+    def _preempt(self, answer: AnswerState) -> None:
         self._slots.release(answer)
         self._running.remove(answer)
         heapq.heappush(self._queue, answer)
         self._admission.leave(-1, -_count_waiting(answer))
         self._totals["preempted"] += 1
 
-    def _plan(self) -> list[tuple[Answer, Segment]]:
+    def _plan(self) -> list[tuple[AnswerState, TokenSegment]]:
         """What each answer computes in this step, of a chunk's tokens in all."""
         self._running.sort(key=lambda answer: answer.order)
         switching = any(answer.fill is not None for answer in self._running)
-        left = {False: self._chunk, True: self._chunk}
+        budget = {False: self._chunk, True: self._chunk}
         if switching and not self._deterministic:
-            left = {False: self._chunk - self._chunk // 2, True: max(1, self._chunk // 2)}
-        planned: list[tuple[Answer, Segment]] = []
+            budget = {False: self._chunk - self._chunk // 4, True: self._chunk // 4}
+        planned: list[tuple[AnswerState, TokenSegment]] = []
         for answer in self._running:
             self._slots.share(answer)
             into = answer.slot if answer.fill is None else answer.fill
             assert into is not None
             segment = None
             if answer.source is None:
-                segment = self._plan_segment(answer, into, left, answer.fill is not None)
+                segment = self._plan_segment(answer, into, budget, answer.fill is not None)
             if segment is not None:
                 planned.append((answer, segment))
             if answer.fill is not None and not self._is_last_of_fill(answer, segment):
                 assert answer.slot is not None
-                row = self._plan_segment(answer, answer.slot, left, False)
+                row = self._plan_segment(answer, answer.slot, budget, False)
                 assert row is not None
                 planned.append((answer, row))
         return planned
 
-    def _is_last_of_fill(self, answer: Answer, segment: Segment | None) -> bool:
+    def _is_last_of_fill(self, answer: AnswerState, segment: TokenSegment | None) -> bool:
         """Whether the old slot rests in this step. A deterministic fill never computes the last token with others, so
         it needs a step in which no further one comes."""
         if segment is None:
             return False
         return segment.start + len(segment.tokens) >= len(answer.known) - self._deterministic
 
-    def _plan_segment(self, answer: Answer, slot: int, left: dict[bool, int], is_fill: bool) -> Segment | None:
+    def _plan_segment(
+        self, answer: AnswerState, slot: int, budget: dict[bool, int], is_fill: bool
+    ) -> TokenSegment | None:
         start = len(self._slots[slot].tokens)
         missing = num = len(answer.known) - start
         if missing > 1:
             most = min(missing - 1, self._chunk) if self._deterministic else missing
-            if not left[is_fill] or (self._deterministic and most > left[is_fill]):
+            if not budget[is_fill] or (self._deterministic and most > budget[is_fill]):
                 return None
-            num = most if self._deterministic else min(missing, left[is_fill])
-            left[is_fill] -= num
+            num = most if self._deterministic else min(missing, budget[is_fill])
+            budget[is_fill] -= num
             self._totals["refilled_tokens" if is_fill or answer.spans else "prompt_tokens"] += num
         weights = self._slots[slot].weights
         assert weights is not None
-        return Segment(slot, start, answer.known[start : start + num], num == missing, weights.adapter)
+        return TokenSegment(slot, start, answer.known[start : start + num], num == missing, weights.adapter)
 
     def _arrange(
-        self, planned: list[tuple[Answer, Segment]]
-    ) -> Iterator[tuple[CausalModel, dict[int, tuple[Answer, Segment]], int]]:
+        self, planned: list[tuple[AnswerState, TokenSegment]]
+    ) -> Iterator[tuple[CausalModel, dict[int, tuple[AnswerState, TokenSegment]], int]]:
         """Forwards: one for each version of the base; deterministic, also one for each chunk, all of fixed sizes."""
-        groups: dict[tuple[int, int], tuple[CausalModel, dict[int, tuple[Answer, Segment]], int]] = {}
+        groups: dict[tuple[int, int], tuple[CausalModel, dict[int, tuple[AnswerState, TokenSegment]], int]] = {}
         for answer, segment in planned:
             weights = self._slots[segment.slot].weights
             assert weights is not None
@@ -364,7 +366,11 @@ class SlotEngine:
         return iter(groups.values())
 
     def _compute(
-        self, model: CausalModel, some: dict[int, tuple[Answer, Segment]], padded: int, events: list[Event]
+        self,
+        model: CausalModel,
+        some: dict[int, tuple[AnswerState, TokenSegment]],
+        padded: int,
+        events: list[TokenEvent],
     ) -> int:
         work = Work(self._cells, [segment for _, segment in some.values()], model.device, self._deterministic, padded)
         wanted = work.wanted
@@ -383,7 +389,7 @@ class SlotEngine:
                 events.append(self._take(answer, found))
         return work.num_tokens
 
-    def _take(self, answer: Answer, found: Sampled) -> Event:
+    def _take(self, answer: AnswerState, found: Sampled) -> TokenEvent:
         """Append a token to an answer, and see whether it ends."""
         assert answer.weights is not None
         if found.token < 0:
@@ -391,7 +397,7 @@ class SlotEngine:
         text = answer.add(found.token)
         answer.note_version(answer.weights.version)
         self._totals["new_tokens"] += 1
-        event = Event(
+        event = TokenEvent(
             answer.number, answer.index, found.token, found.logprob, found.top_logprobs, answer.weights.version, text
         )
         problem = answer.matcher.problem if answer.matcher is not None else ""
@@ -404,7 +410,9 @@ class SlotEngine:
             return self._end(answer, "length", event=event)
         return event
 
-    def _end(self, answer: Answer, finish: FinishReason, problem: str = "", event: Event | None = None) -> Event:
+    def _end(
+        self, answer: AnswerState, finish: FinishReason, problem: str = "", event: TokenEvent | None = None
+    ) -> TokenEvent:
         answer.is_over = True
         if answer.slot is not None:
             self._slots.release(answer)
@@ -414,7 +422,7 @@ class SlotEngine:
         if finish in ("stop", "length"):
             self._admission.observe_end(answer.num_new / answer.max_tokens)
         version = answer.weights.version if answer.weights is not None else self._current[""].version
-        event = event or Event(answer.number, answer.index, version=version)
+        event = event or TokenEvent(answer.number, answer.index, version=version)
         rest = answer.text.finish() if answer.text is not None else ""
         return replace(event, text=event.text + rest, finish=finish, problem=problem, spans=tuple(answer.spans))
 
@@ -422,11 +430,11 @@ class SlotEngine:
 _TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")
 
 
-def _is_late(answer: Answer, now_s: float) -> bool:
+def _is_late(answer: AnswerState, now_s: float) -> bool:
     begin_at_s = answer.begin_at_s if not answer.spans else None
     return any(at_s is not None and now_s > at_s for at_s in (begin_at_s, answer.end_at_s))
 
 
-def _count_waiting(answer: Answer) -> int:
+def _count_waiting(answer: AnswerState) -> int:
     """Tokens that count to the queue: a group's prompt counts once."""
     return len(answer.known) if answer.index == 0 else 0

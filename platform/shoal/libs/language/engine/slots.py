@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from shoal.libs.language.engine.answer import Answer, Slot, Weights, count_common
-from shoal.libs.language.engine.cells import Cells, Segment
+from shoal.libs.language.engine.answer import AnswerState, CacheSlot, Weights, count_common
+from shoal.libs.language.engine.cells import CacheCells, TokenSegment
 
 MIN_SHARED = 8  # tokens: below, waiting and copying cost more than computing
 
@@ -19,15 +19,15 @@ MIN_SHARED = 8  # tokens: below, waiting and copying cost more than computing
 class SlotTable:
     """`num_answers` answers may have a slot; `spare` more slots are for new weights."""
 
-    def __init__(self, cells: Cells, num_answers: int, spare: int, chunk: int, deterministic: bool) -> None:
+    def __init__(self, cells: CacheCells, num_answers: int, spare: int, chunk: int, deterministic: bool) -> None:
         self.num_answers, self._spare = num_answers, spare
         self._cells, self._chunk, self._deterministic = cells, chunk, deterministic
-        self._slots = [Slot() for _ in range(num_answers + spare)]
+        self._slots = [CacheSlot() for _ in range(num_answers + spare)]
         self._clock = itertools.count(1)
         self._num_fills = 0
         self.num_shared_tokens = 0  # that were not computed, since the start
 
-    def __getitem__(self, number: int) -> Slot:
+    def __getitem__(self, number: int) -> CacheSlot:
         return self._slots[number]
 
     def forget(self, current: Collection[Weights]) -> None:
@@ -37,12 +37,12 @@ class SlotTable:
                 slot.clear()
                 slot.weights = None
 
-    def take(self, answer: Answer, weights: Weights) -> None:
+    def take(self, answer: AnswerState, weights: Weights) -> None:
         """Give a slot to an answer, under these weights. At most `num_answers` have one."""
         answer.weights = weights
         answer.slot = self._bind(answer, weights)
 
-    def follow(self, answer: Answer, weights: Weights) -> None:
+    def follow(self, answer: AnswerState, weights: Weights) -> None:
         """Let a running answer go over to new weights: at once where its cache is not filled yet, else by a spare slot
         that is filled meanwhile, as soon as there is one."""
         assert answer.slot is not None
@@ -58,7 +58,7 @@ class SlotTable:
             self._num_fills += 1
             answer.fill = self._bind(answer, weights)
 
-    def switch(self, answer: Answer, slot: int) -> None:
+    def switch(self, answer: AnswerState, slot: int) -> None:
         """The answer's next token comes from this slot: from now on it is the answer's only one."""
         if answer.fill == slot:
             assert answer.slot is not None
@@ -66,7 +66,7 @@ class SlotTable:
             answer.slot, answer.fill, answer.weights = slot, None, self._slots[slot].weights
             self._num_fills -= 1
 
-    def release(self, answer: Answer) -> None:
+    def release(self, answer: AnswerState) -> None:
         """Take an answer's slots; their cells stay valid."""
         assert answer.slot is not None
         if answer.fill is not None:
@@ -74,14 +74,14 @@ class SlotTable:
         self._free(answer.slot)
         answer.slot = answer.source = None
 
-    def note(self, segment: Segment) -> None:
+    def note(self, segment: TokenSegment) -> None:
         """These tokens' cells are filled."""
         slot = self._slots[segment.slot]
         if slot.num_aligned == segment.start and len(segment.tokens) == self._chunk:
             slot.num_aligned += self._chunk
         slot.tokens += segment.tokens
 
-    def share(self, answer: Answer) -> None:
+    def share(self, answer: AnswerState) -> None:
         """Copy what the answer waits for, if it is there. An answer whose source has left looks for another."""
         if answer.source is None:
             return
@@ -101,7 +101,7 @@ class SlotTable:
             answer.source = None
             self._copy(number, into, answer.num_shared)
 
-    def _bind(self, answer: Answer, weights: Weights) -> int:
+    def _bind(self, answer: AnswerState, weights: Weights) -> int:
         """A free slot, with the longest prefix that can be had, or the promise of one in `answer.source`."""
         num_shared, number = self._find_prefix(answer, weights)
         free = [index for index, slot in enumerate(self._slots) if slot.owner is None]
@@ -123,7 +123,7 @@ class SlotTable:
         slot.owner, slot.weights, slot.used_at = answer, weights, next(self._clock)
         return taken
 
-    def _find_prefix(self, answer: Answer, weights: Weights) -> tuple[int, int]:
+    def _find_prefix(self, answer: AnswerState, weights: Weights) -> tuple[int, int]:
         """The most cells that a slot holds, or will hold, for this answer, and the slot; (0, 0) for too few."""
         best = (0, 0)
         for number, slot in enumerate(self._slots):
@@ -155,7 +155,7 @@ class SlotTable:
         slot = self._slots[number]
         slot.owner, slot.used_at = None, next(self._clock)
 
-    def _release_fill(self, answer: Answer) -> None:
+    def _release_fill(self, answer: AnswerState) -> None:
         assert answer.fill is not None
         self._free(answer.fill)
         answer.fill = answer.source = None

@@ -22,7 +22,7 @@ class TextStream:
         self._tokens = list(prompt[-_CONTEXT:])
         self._read = len(self._tokens)  # tokens that are text already
         self._before = decode(self._tokens)
-        self._held = ""
+        self._retained = ""
         self.stopped: str | None = None
 
     def push(self, token: int) -> str:
@@ -36,27 +36,27 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, with unfinished characters as replacement characters."""
-        text = self._take(self._decode(self._tokens)) + self._held
-        self._held = ""
+        text = self._take(self._decode(self._tokens)) + self._retained
+        self._retained = ""
         return text
 
     def _take(self, now: str) -> str:
         if self.stopped is not None:
             return ""
-        self._held += now[len(self._before) :]
+        self._retained += now[len(self._before) :]
         self._tokens = self._tokens[self._read :]
         self._read = len(self._tokens)
         self._before = self._decode(self._tokens)
-        met = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        met = [(place, stop) for stop in self._stops if (place := self._retained.find(stop)) >= 0]
         if met:
             place, self.stopped = min(met)
-            text, self._held = self._held[:place], ""
+            text, self._retained = self._retained[:place], ""
             return text
         # the longest end of what is held that begins a stop text
         most = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(most, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                text, self._held = self._held[:-length], self._held[-length:]
+        for length in range(min(most, len(self._retained)), 0, -1):
+            if any(stop.startswith(self._retained[-length:]) for stop in self._stops):
+                text, self._retained = self._retained[:-length], self._retained[-length:]
                 return text
-        text, self._held = self._held, ""
+        text, self._retained = self._retained, ""
         return text
