@@ -245,8 +245,9 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Linear.*is no network that generates"):
         SlotEngine(torch.nn.Linear(2, 2))
     engine.set_weights(1, {"head.norm.weight": torch.full((32,), torch.nan)})
-    ((event,),) = engine.run([TextRequest(PROMPT)])
-    assert (event.finish, event.problem) == ("error", "the model's logits are not finite")
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5)):
+        ((event,),) = engine.run([TextRequest(PROMPT, sampling)])
+        assert (event.finish, event.problem) == ("error", "the model's logits are not finite")
 
 
 def test_adapters_of_one_base_share_a_batch() -> None:

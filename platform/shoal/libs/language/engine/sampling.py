@@ -107,6 +107,7 @@ def _draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=scores.device)
     mass = scores.softmax(-1).double().cumsum(-1)
     tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True)[:, 0]
+    tokens.clamp_(max=scores.shape[1] - 1)  # of a row that is not finite, whose token is not used
     for number, row in enumerate(rows):
         chosen = row.sampling
         if chosen.top_k or chosen.top_p < 1 or chosen.min_p:
@@ -130,4 +131,4 @@ def _draw_filtered(scores: Tensor, chosen: Sampling, uniform: float) -> Tensor:
             break
         num = size
     mass = (probabilities * keep).cumsum(-1)
-    return best.indices[torch.searchsorted(mass, uniform * mass[-1:], right=True)[0]]
+    return best.indices[torch.searchsorted(mass, uniform * mass[-1:], right=True).clamp_(max=num - 1)[0]]
