@@ -133,6 +133,7 @@ MISSING = [
     ("starlette", "from shoal.flows.serving import open_endpoint; open_endpoint(None, '').__enter__()", "serve"),
     ("pandas", "from shoal.flows.training import RayBackend; RayBackend.attempt(RUN, None)", "train"),
     ("obstore", "from shoal.store import open_store; open_store('s3://bucket')", "store"),
+    ("llguidance", "from shoal.libs.language.engine.grammar import GrammarCompiler as G; G(None, 1, ())", "language"),
     ("sklearn", "from shoal.libs.population.evolution.bandit import Bandit; Bandit(None)", "recipes"),
 ]
 PROGRAM = f"""

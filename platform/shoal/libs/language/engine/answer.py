@@ -1,0 +1,116 @@
+"""One answer of a request, and the slots of the cache, as an engine keeps them between steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.libs.language.engine.adapters import Adapter
+from shoal.libs.language.engine.grammar import Matcher
+from shoal.libs.language.engine.models import CausalModel
+from shoal.libs.language.engine.request import TextRequest
+from shoal.libs.language.engine.sampling import Row, draw_uniform
+from shoal.libs.language.engine.text import TextStream
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What computes a token. CacheCells belong to one such object, and to no other with the same numbers."""
+
+    model: CausalModel
+    version: int | str
+    adapter: Adapter | None = None
+
+
+@dataclass(eq=False)
+class AnswerState:
+    """known:    the prompt, and what follows so far
+    slot, fill: the slot whose cells it decodes from; that which new weights fill for it meanwhile
+    source:     a slot, and its owner, that is computing the first `num_shared` cells of this answer as well
+    """
+
+    request: TextRequest
+    number: int
+    index: int
+    order: int
+    seed: int
+    max_tokens: int
+    stop_tokens: frozenset[int]
+    known: list[int]
+    begin_at_s: float | None
+    end_at_s: float | None
+    text: TextStream | None = None
+    matcher: Matcher | None = None
+    weights: Weights | None = None
+    slot: int | None = None
+    fill: int | None = None
+    source: tuple[int, AnswerState] | None = None
+    num_shared: int = 0
+    spans: list[tuple[int | str, int]] = field(default_factory=list)
+    counts: Counter[int] = field(default_factory=Counter)
+    prompt_tokens: frozenset[int] = frozenset()
+    is_over: bool = False
+
+    def __lt__(self, other: AnswerState) -> bool:
+        return (-self.request.priority, self.order) < (-other.request.priority, other.order)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of the answer so far, with those that were given."""
+        return len(self.known) - len(self.request.prompt)
+
+    def make_row(self) -> Row:
+        """What its next token is sampled by."""
+        sampling = self.request.sampling
+        allowed = None
+        if self.matcher is not None:
+            assert self.weights is not None
+            allowed = self.matcher.allow(self.weights.model.num_tokens, self.weights.model.device)
+        uniform = draw_uniform(self.seed, self.index, self.num_new) if sampling.temperature else 0.0
+        return Row(sampling, self.counts, self.prompt_tokens, allowed, uniform, self.request.top_logprobs)
+
+    def add(self, token: int) -> str:
+        """Append a token; returns text that is certain. A token that ends the answer is no text."""
+        self.known.append(token)
+        if self.request.sampling.presence_penalty or self.request.sampling.frequency_penalty or self.prompt_tokens:
+            self.counts[token] += 1
+        if self.matcher is not None:
+            self.matcher.advance(token)
+        return "" if self.text is None or token in self.stop_tokens else self.text.push(token)
+
+    def note_version(self, version: int | str) -> None:
+        """Count a token to the last span."""
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = version, self.spans[-1][1] + 1
+        else:
+            self.spans.append((version, 1))
+
+
+@dataclass(eq=False)
+class CacheSlot:
+    """tokens: those of the filled cells, under `weights`. They stay valid after the answer is gone, until another
+    takes the slot. num_aligned: of these, written by full chunks from the first cell on."""
+
+    tokens: list[int] = field(default_factory=list)
+    weights: Weights | None = None
+    owner: AnswerState | None = None
+    used_at: int = 0
+    num_aligned: int = 0
+
+    def clear(self) -> None:
+        self.tokens, self.num_aligned = [], 0
+
+
+def count_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the longest common prefix."""
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
+        return high
+    while high - low > 1:  # the first `low` agree, the first `high` do not
+        middle = (low + high) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,178 @@
+"""Keys and values of slots, and the attention of one forward over them.
+
+Owned by an engine, written by its forwards. A forward computes *packed* tokens: T tokens of several answers in one row,
+without padding, so that linear layers see one matrix and weights are read once for prefill and decode. Attention is
+computed for each segment over the cells of its own slot. Legend: S slots, L cells of a slot, T packed tokens, R rows
+(segments of one token), H heads of queries, K heads of keys, D size of a head.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class TokenSegment:
+    """Tokens that follow the `start` filled cells of a slot. `wants_logits`: of the last one."""
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    wants_logits: bool
+    adapter: AdapterLayers | None = None
+
+
+class AdapterLayers(Protocol):
+    """Low-rank products by the name of a linear layer."""
+
+    def add_to(self, name: str, x: Tensor, output: Tensor, rows: Tensor, fixed: bool) -> None:
+        """Add the adapter's share of `rows` to a layer's output [T, out]; `fixed`: by products over all T."""
+
+
+class CacheCells:
+    """Keys and values [S + 1, K, L, D] of each layer, made when the layer first writes; the last slot takes padding."""
+
+    def __init__(self, num_slots: int, length: int) -> None:
+        self.num_slots, self.length = num_slots, length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys [K, T, D] and values of packed tokens into their cells; returns the layer's cells."""
+        found = self._layers.get(layer)
+        if found is None:  # zeros: cells that a mask hides must be finite
+            shapes = [(self.num_slots + 1, x.shape[0], self.length, x.shape[2]) for x in (key, value)]
+            found = self._layers[layer] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
+        found[0][slots, :, positions] = key.transpose(0, 1)
+        found[1][slots, :, positions] = value.transpose(0, 1)
+        return found
+
+    def copy(self, source: int, target: int, num_cells: int) -> None:
+        """Copy the first cells of a slot to another."""
+        for pair in self._layers.values():
+            for cells in pair:
+                cells[target, :, :num_cells] = cells[source, :, :num_cells]
+
+
+class Work:
+    """The packed tokens of one forward.
+
+    ids, positions, slots: int64 [T]; segments of one token come first
+    wanted:                indices of the tokens that need logits, in the order of `segments`
+    is_fixed:              each row attends alone, over its own cells only: its bits do not depend on other slots
+    num_padded:            at least so many tokens; those that pad write into the last slot
+    """
+
+    def __init__(
+        self,
+        cells: CacheCells,
+        segments: Sequence[TokenSegment],
+        device: torch.device,
+        is_fixed: bool = False,
+        num_padded: int = 0,
+    ) -> None:
+        self.segments = sorted(segments, key=lambda each: (len(each.tokens) > 1, each.slot))
+        self.num_rows = sum(len(each.tokens) == 1 for each in self.segments)
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for each in self.segments:
+            ids += each.tokens
+            positions += range(each.start, each.start + len(each.tokens))
+            slots += [each.slot] * len(each.tokens)
+        self.num_tokens, self.is_fixed = len(ids), is_fixed
+        padding = max(0, num_padded - len(ids))
+        packed = torch.tensor(
+            [ids + [0] * padding, positions + [0] * padding, slots + [cells.num_slots] * padding], device=device
+        )
+        self.ids, self.positions, self.slots = packed
+        ends, end = [], -1
+        for each in self.segments:
+            end += len(each.tokens)
+            ends.append(end)
+        self.ends = ends
+        last = [at for at, each in zip(ends, self.segments, strict=True) if each.wants_logits]
+        self.wanted = torch.tensor(last, dtype=torch.int64, device=device)
+        self._cells, self._masks = cells, dict[tuple[int, int | None], Tensor]()
+        top = 1 + max((each.slot for each in self.segments[: self.num_rows]), default=-1)
+        self._top = top if not is_fixed and 2 * self.num_rows > top else 0  # else most of such a batch would be holes
+        self.adapters = self._group_adapters(device)
+
+    def _group_adapters(self, device: torch.device) -> list[tuple[AdapterLayers, Tensor]]:
+        rows: dict[int, tuple[AdapterLayers, list[int]]] = {}
+        for end, each in zip(self.ends, self.segments, strict=True):
+            if each.adapter is not None:
+                known = rows.setdefault(id(each.adapter), (each.adapter, []))
+                known[1].extend(range(end + 1 - len(each.tokens), end + 1))
+        return [(adapter, torch.tensor(found, device=device)) for adapter, found in rows.values()]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Queries [H, T, D], and the keys and values [K, T, D] of the same tokens, to outputs [T, H, D].
+
+        window: how many cells a token sees, itself included; None: all of its slot
+        """
+        keys, values = self._cells.write(layer, self.slots, self.positions, key, value)
+        mixed = query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+        first = self.num_rows if self._top else 0
+        if first:
+            mixed[:first] = self._attend_rows(query[:, :first], keys, values, scale, window)
+        for number in range(first, len(self.segments)):
+            each, end = self.segments[number], self.ends[number] + 1
+            begin, last = end - len(each.tokens), each.start + len(each.tokens)
+            low = 0 if window is None else max(0, each.start + 1 - window)
+            few = keys[each.slot, :, low:last], values[each.slot, :, low:last]
+            groups = query.shape[0] // key.shape[0]
+            mask = None if end - begin == 1 else self._mask_segment(number, low, groups, window)
+            grouped = query[:, begin:end].unflatten(0, (-1, groups)).flatten(1, 2)  # [K, H / K * n, D]
+            found = scaled_dot_product_attention(grouped[None], few[0][None], few[1][None], mask, scale=scale)[0]
+            mixed[begin:end] = found.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
+        return mixed
+
+    def _attend_rows(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """All rows at once, over the first slots; a slot without a row attends to its first cell, for nothing."""
+        top, rows = self._top, self.slots[: self.num_rows]
+        span = 1 + max(each.start for each in self.segments[: self.num_rows])
+        if (mask := self._masks.get((-1, window))) is None:
+            at = torch.zeros(top, dtype=torch.int64, device=rows.device)
+            at[rows] = self.positions[: self.num_rows]
+            cell = torch.arange(span, device=rows.device)
+            mask = cell <= at[:, None]
+            if window is not None:
+                mask &= cell > at[:, None] - window
+            mask = self._masks[-1, window] = mask[:, None, None]
+        spread = query.transpose(0, 1)
+        if top > self.num_rows:
+            spread = query.new_zeros(top, *spread.shape[1:]).index_copy_(0, rows, spread)
+        grouped = spread.unflatten(1, (keys.shape[1], -1))  # [S, K, H / K, D]
+        found = scaled_dot_product_attention(grouped, keys[:top, :, :span], values[:top, :, :span], mask, scale=scale)
+        return found.flatten(1, 2)[rows] if top > self.num_rows else found.flatten(1, 2)
+
+    def _mask_segment(self, number: int, low: int, groups: int, window: int | None) -> Tensor:
+        if (mask := self._masks.get((number, window))) is None:
+            each = self.segments[number]
+            last = each.start + len(each.tokens)
+            cell = torch.arange(low, last, device=self.ids.device)
+            at = torch.arange(each.start, last, device=self.ids.device)[:, None]
+            mask = cell <= at
+            if window is not None:
+                mask &= cell > at - window
+            mask = self._masks[number, window] = mask.repeat(groups, 1)
+        return mask
+
+
+class _Active(threading.local):
+    work: Work | None = None
+
+
+ACTIVE = _Active()
+"""The work of the forward that this thread computes: what attention inside of a foreign module asks for."""

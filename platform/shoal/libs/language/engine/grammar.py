@@ -1,0 +1,98 @@
+"""Grammars of structured output, by llguidance: what an answer may continue with.
+
+A grammar is compiled in the thread that submits its request, within llguidance's limits of symbols, lexer states and
+work; one that breaks them, or that no text satisfies, is refused before a token is computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ConfigError, needs_extra
+from shoal.libs.language.engine.request import MAX_CHOICES, GrammarKind
+
+MAX_GRAMMAR_CHARS = 64 * 1024
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer: a fast one of transformers, or one that llguidance's TokenizerWrapper takes."""
+
+    def __init__(self, tokenizer: Any, num_tokens: int, stop_tokens: Sequence[int]) -> None:
+        with needs_extra("language"):
+            import llguidance
+            import llguidance.hf
+        if hasattr(tokenizer, "backend_tokenizer"):
+            ends = list(stop_tokens) or None
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=ends)
+        else:
+            wrapper = llguidance.TokenizerWrapper(tokenizer)
+            self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=num_tokens)
+        # A step is bounded too: the others of a batch wait for it.
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=20_000, verbose_errors=False
+        )
+        self._make = llguidance.LLMatcher
+
+    def compile(self, kind: GrammarKind, value: Any) -> Matcher:
+        """Raises ConfigError."""
+        if len(text := value if isinstance(value, str) else json.dumps(value)) > MAX_GRAMMAR_CHARS:
+            raise ConfigError("grammar", kind, f"has {len(text)} characters", f"expected {MAX_GRAMMAR_CHARS} at most")
+        if kind in ("regex", "lark") and not isinstance(value, str):
+            raise ConfigError("grammar", kind, "expected a text")
+        if kind == "json_schema":
+            if not isinstance(value, (str, dict)):
+                raise ConfigError("grammar", kind, "expected an object")
+            grammar = self._make.grammar_from_json_schema(value)
+        elif kind == "regex":
+            grammar = self._make.grammar_from_regex(value)
+        elif kind == "lark":
+            grammar = self._make.grammar_from_lark(value)
+        elif kind == "choice":
+            if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES or not all(value):
+                raise ConfigError("grammar", kind, f"expected 1 to {MAX_CHOICES} texts")
+            grammar = self._make.grammar_from_lark("start: " + " | ".join(json.dumps(str(each)) for each in value))
+        else:
+            raise ConfigError("grammar", kind, "expected json_schema, regex, lark or choice")
+        matcher = self._make(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one finds what no text satisfies, and what is too dear
+        if matcher.is_error():
+            raise ConfigError("grammar", kind, matcher.get_error().splitlines()[0][:300])
+        return Matcher(matcher)
+
+
+class Matcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fork(self) -> Matcher:
+        """Another answer from here."""
+        return Matcher(self._matcher.deep_copy())
+
+    @property
+    def problem(self) -> str:
+        """Why the grammar cannot be followed any further; "" while it can."""
+        return str(self._matcher.get_error()).partition("\n")[0] if self._matcher.is_error() else ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def allow(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Tokens that may come next, bool [num_tokens]."""
+        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) != 0
+        if len(allowed) != num_tokens:
+            allowed = torch.nn.functional.pad(allowed[:num_tokens], (0, max(0, num_tokens - len(allowed))))
+        return allowed.to(device)
+
+    def advance(self, token: int) -> None:
+        """Take a token that was allowed."""
+        self._matcher.consume_token(token)

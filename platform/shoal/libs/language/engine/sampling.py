@@ -1,0 +1,134 @@
+"""Tokens from logits: pure functions of a row's logits, its request and its own uniform number.
+
+Rows never meet: a row's token depends on no other row. Legend: R rows, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.libs.language.engine.request import Sampling
+
+_NEAR = 256  # most probable tokens: nearly always enough for top_p and min_p, without a sort of the vocabulary
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one row is sampled by.
+
+    counts:  occurrences of tokens in the answer
+    prompt:  the tokens of the prompt, for `repetition_penalty`
+    allowed: bool [V], by a grammar
+    uniform: in [0, 1)
+    """
+
+    sampling: Sampling
+    counts: Mapping[int, int]
+    prompt: frozenset[int]
+    allowed: Tensor | None
+    uniform: float
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """token: -1 where the model's logits are not finite."""
+
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def draw_uniform(seed: int, index: int, position: int) -> float:
+    """The uniform number in [0, 1) of a token. It depends on the seed, the answer and the token's place in the answer
+    alone, so that it outlives preemption, and an answer that another engine continues."""
+    digest = hashlib.blake2b(f"{seed}/{index}/{position}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """A token for each of the first rows of logits float32 [>= R, V]."""
+    total = logits.logsumexp(-1)
+    raw = logits[: len(rows)]
+    scores = raw
+    for number, row in enumerate(rows):
+        if _is_altered(row):
+            scores = raw.clone() if scores is raw else scores
+            scores[number] = _alter(scores[number], row)
+    chosen = scores.argmax(-1)
+    hot = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
+    if hot:
+        chosen[hot] = _draw(scores if len(hot) == len(rows) else scores[hot], [rows[number] for number in hot])
+    logprobs = (raw.gather(1, chosen[:, None])[:, 0] - total[: len(rows)]).tolist()
+    is_finite = total.isfinite().tolist()
+    found = []
+    for number, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+        top: tuple[tuple[int, float], ...] = ()
+        if row.top_logprobs:
+            best = (raw[number] - total[number]).topk(row.top_logprobs)
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        found.append(Sampled(token if is_finite[number] else -1, logprobs[number], top))
+    return found
+
+
+def _is_altered(row: Row) -> bool:
+    chosen = row.sampling
+    penalties = chosen.repetition_penalty, chosen.presence_penalty, chosen.frequency_penalty
+    return row.allowed is not None or bool(chosen.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+
+def _alter(scores: Tensor, row: Row) -> Tensor:
+    """Grammar, bias and penalties on one row [V]."""
+    chosen = row.sampling
+    if row.allowed is not None:
+        scores = scores.masked_fill(~row.allowed, -torch.inf)
+    if chosen.logit_bias:
+        tokens = torch.tensor(list(chosen.logit_bias), device=scores.device)
+        scores[tokens] += torch.tensor(list(chosen.logit_bias.values()), device=scores.device)
+    if chosen.repetition_penalty != 1.0:
+        seen = torch.tensor(list(row.prompt | row.counts.keys()), device=scores.device)
+        known = scores[seen]
+        scores[seen] = torch.where(known > 0, known / chosen.repetition_penalty, known * chosen.repetition_penalty)
+    if row.counts and (chosen.presence_penalty or chosen.frequency_penalty):
+        seen = torch.tensor(list(row.counts), device=scores.device)
+        times = torch.tensor(list(row.counts.values()), device=scores.device)
+        scores[seen] -= chosen.presence_penalty + chosen.frequency_penalty * times
+    return scores
+
+
+def _draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Tokens [R] by the inverse of each row's distribution function, at its uniform number."""
+    scores = scores / torch.tensor([row.sampling.temperature for row in rows], device=scores.device)[:, None]
+    uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=scores.device)
+    mass = scores.softmax(-1).double().cumsum(-1)
+    tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True)[:, 0]
+    tokens.clamp_(max=scores.shape[1] - 1)  # of a row that is not finite, whose token is not used
+    for number, row in enumerate(rows):
+        chosen = row.sampling
+        if chosen.top_k or chosen.top_p < 1 or chosen.min_p:
+            tokens[number] = _draw_filtered(scores[number], chosen, row.uniform)
+    return tokens
+
+
+def _draw_filtered(scores: Tensor, chosen: Sampling, uniform: float) -> Tensor:
+    """One token of a row [V], of those that top_k, top_p and min_p leave."""
+    size = len(scores)
+    num = min(chosen.top_k, size) if chosen.top_k else min(_NEAR, size)
+    while True:
+        best = scores.topk(num)  # descending
+        # top_k comes first: what it leaves is all there is
+        total = best.values.logsumexp(-1) if chosen.top_k else scores.logsumexp(-1)
+        probabilities = (best.values - total).exp().double()
+        mass = probabilities.cumsum(-1)
+        keep = (mass - probabilities < chosen.top_p) & (probabilities >= chosen.min_p * probabilities[0])
+        keep[0] = True
+        if num == size or chosen.top_k or not keep[-1]:
+            break
+        num = size
+    mass = (probabilities * keep).cumsum(-1)
+    return best.indices[torch.searchsorted(mass, uniform * mass[-1:], right=True).clamp_(max=num - 1)[0]]

@@ -1,0 +1,5 @@
+"""The name of this library in `shoal`."""
+
+from shoal.plugins.library import Library
+
+LIBRARY = Library("language", names={"language": "shoal.libs.language"})

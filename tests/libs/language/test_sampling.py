@@ -1,0 +1,75 @@
+"""Tokens follow the distribution that a request describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.libs.language.engine.request import Sampling
+from shoal.libs.language.engine.sampling import Row, draw_uniform, sample
+
+NUM = 1000
+
+
+def filter_plainly(logits: torch.Tensor, chosen: Sampling) -> torch.Tensor:
+    """Probabilities [V] by a sort of the whole vocabulary."""
+    probabilities, order = (logits.double() / chosen.temperature).softmax(-1).sort(descending=True)
+    if chosen.top_k:
+        probabilities[chosen.top_k :] = 0
+        probabilities /= probabilities.sum()
+    probabilities[(probabilities.cumsum(0) - probabilities >= chosen.top_p)] = 0
+    probabilities[probabilities < chosen.min_p * probabilities[0]] = 0
+    return torch.zeros(len(order), dtype=torch.float64).index_copy_(0, order, probabilities / probabilities.sum())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"top_p": 0.9999},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
+    ],
+)
+def test_shares_of_tokens_are_their_probabilities(fields: dict[str, Any]) -> None:
+    logits = torch.randn(400, generator=torch.Generator().manual_seed(1)) * 2
+    chosen = Sampling(**{"temperature": 0.8, **fields})
+    rows = [Row(chosen, {}, frozenset(), None, (i + 0.5) / NUM) for i in range(NUM)]
+    found = torch.zeros(400, dtype=torch.float64)
+    for each in sample(logits.expand(NUM, -1), rows):
+        found[each.token] += 1 / NUM
+        assert each.logprob == pytest.approx(float(logits.log_softmax(-1)[each.token]), abs=1e-5)
+    expected = filter_plainly(logits, chosen)
+    torch.testing.assert_close(found, expected, atol=1.1 / NUM, rtol=0)
+    assert ((found > 0) <= (expected > 0)).all()
+
+
+def test_penalties_bias_and_grammar_change_the_choice_and_not_the_log_probability() -> None:
+    logits = torch.tensor([[3.0, 2.9, 2.0, -1.0]])
+    nothing: frozenset[int] = frozenset()
+    cases = [
+        (Row(Sampling(), {}, nothing, None, 0.0), 0),
+        (Row(Sampling(repetition_penalty=1.2), {}, frozenset({0}), None, 0.0), 1),
+        (Row(Sampling(repetition_penalty=2.0), {1: 1}, frozenset({0}), None, 0.0), 2),
+        (Row(Sampling(presence_penalty=0.2), {0: 5}, nothing, None, 0.0), 1),
+        (Row(Sampling(frequency_penalty=0.2), {0: 1, 1: 9}, nothing, None, 0.0), 0 if 3.0 - 0.2 > 2.0 else 2),
+        (Row(Sampling(frequency_penalty=0.6), {0: 2, 1: 2}, nothing, None, 0.0), 2),
+        (Row(Sampling(logit_bias={3: 5.0}), {}, nothing, None, 0.0), 3),
+        (Row(Sampling(logit_bias={0: 99.0}), {}, nothing, torch.tensor([False, False, True, True]), 0.0), 2),
+    ]
+    expected = logits.log_softmax(-1)[0]
+    found = sample(logits.expand(len(cases), -1), [row for row, _ in cases])
+    assert [each.token for each in found] == [token for _, token in cases]
+    assert [each.logprob for each in found] == pytest.approx([float(expected[token]) for _, token in cases])
+
+
+def test_uniform_numbers_depend_on_seed_answer_and_place() -> None:
+    numbers = [draw_uniform(seed, index, place) for seed in range(10) for index in range(10) for place in range(100)]
+    assert len(set(numbers)) == len(numbers)
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01
+    assert all(0 <= number < 1 for number in numbers)
+    assert draw_uniform(3, 1, 4) == draw_uniform(3, 1, 4)
