@@ -69,6 +69,29 @@ def test_gathers_in_the_order_of_ranks() -> None:
         assert sent_bytes == 16.0  # eight bytes to each of two
 
 
+def gathered_and_scattered(world: World) -> list[tuple[Tensor, Tensor]]:
+    """For each size, in several parts: everyone's values, and this rank's part of the mean of other values."""
+    shm_all_reduce.CHUNK_BYTES = 4096
+    mine, found = formed(), list[tuple[Tensor, Tensor]]()
+    for size in (5, 3000, 3000, 7):
+        everyone, own = torch.zeros(3 * size), torch.zeros(size)
+        everyone.view(3, size)[world.rank] = values_of(world.rank, size)
+        mine.gather_into(everyone, everyone.view(3, size)[world.rank])
+        mine.sum_scattered(own, values_of(world.rank, 3 * size), 1 / 3)
+        found.append((everyone, own))
+    return found
+
+
+def test_shards_are_gathered_and_their_gradients_averaged() -> None:
+    every_rank = run_ranks(gathered_and_scattered, 3)
+    for rank, found in enumerate(every_rank):
+        for everyone, own in found:
+            size = own.numel()
+            assert torch.equal(everyone, torch.cat([values_of(other, size) for other in range(3)]))
+            expected = sum(values_of(other, 3 * size) for other in range(3)).view(3, size)[rank] / 3  # type: ignore[union-attr]
+            torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-4)
+
+
 def in_turn(world: World) -> None:
     """A rank that is slow to look at what it got must not see the next round's values."""
     mine = formed()

@@ -25,6 +25,7 @@ from shoal.parallel.state.skeleton import replace_registered
 
 MAX_REAL_BYTES = 512 << 20  # of parameters: a model that has more is not built to be looked at
 MAX_SHARE = 1 / 8  # ... or more than this share of the free memory
+COUNTED_BYTES = 32 << 20  # one that has more is counted on fake tensors first: to draw weights takes 2 s a GB
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -44,6 +45,22 @@ def build_small_model(build: Callable[[], nn.Module]) -> nn.Module:
     """The result of `build`. Raises ModelTooLarge as soon as it has registered more bytes of parameters than the
     limit."""
     limit = min(MAX_REAL_BYTES, int(MAX_SHARE * psutil.virtual_memory().available))
+    try:
+        return _build_within(min(limit, COUNTED_BYTES), build)
+    except ModelTooLarge:
+        if limit <= COUNTED_BYTES:
+            raise
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _build_within(limit, build)
+    except ModelTooLarge:
+        raise
+    except Exception:  # noqa: BLE001 - of tensors without values; if it is the model's own, it comes again
+        pass
+    return _build_within(limit, build)
+
+
+def _build_within(limit: int, build: Callable[[], nn.Module]) -> nn.Module:
     sizes: dict[int, int] = {}
 
     def count(parameter: nn.Parameter) -> None:

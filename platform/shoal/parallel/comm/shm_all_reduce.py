@@ -1,4 +1,4 @@
-"""All-reduce between ranks of one host through shared memory: for CPU tensors, instead of gloo over loopback.
+"""Sums and gathers between ranks of one host through shared memory: for CPU tensors, instead of gloo over loopback.
 
     one group    one anonymous file (memfd), mapped by all ranks: [2 turns][n ranks][CHUNK_BYTES]
     one barrier  a message between each pair of ranks, over private sockets: the number of values
@@ -9,8 +9,9 @@ barrier signals that all parts are done. Turns alternate: a rank that reuses a r
 barrier lay in between. Neither file nor sockets have a name that outlives their processes, and /dev/shm's limit does
 not apply.
 
-Gloo wakes threads of its own for each sum, which on a fully loaded host takes longer than the sum (decision 010).
-Called by plans that average gradients, and by batch normalisation.
+Gloo wakes threads of its own for each sum, which on a fully loaded host takes longer than the sum (decision 010); and
+it copies what it gathers or scatters, into fresh memory (decision 076). Called by plans that average gradients, by
+sharded ones, and by batch normalisation.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.parallel.comm.shm_rendezvous import PEER_GONE, Peers, rendezvous, set_socket_timeouts
 from shoal.parallel.comm.world import TIMEOUT_S
@@ -48,7 +50,7 @@ class ShmAllReduce:
 
     def __init__(self, rank: int, peers: Peers) -> None:
         """Raises OSError."""
-        self._rank, self._peers = rank, list(peers.values())
+        self._rank, self._others, self._peers = rank, list(peers), list(peers.values())
         self.size = len(peers) + 1
         self.waited_s = self.sent_bytes = 0.0
         memory = _map_shared_memory(self._peers, rank, 2 * self.size * CHUNK_BYTES)
@@ -120,13 +122,48 @@ class ShmAllReduce:
         self.waited_s += time.perf_counter() - began_s
         return everyone
 
+    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
+        """Fill `everyone` [n * k] with every rank's values; `mine` [k] is this rank's part of it. Collective; raises as
+        `sum` does."""
+        began_s = time.perf_counter()
+        for columns in everyone.view(self.size, -1).split(CHUNK_BYTES // everyone.element_size(), dim=1):
+            rows, message = self._next_rows(columns[self._rank])
+            rows[self._rank].copy_(columns[self._rank])
+            self._sync_peers(message)
+            for rank in self._others:
+                columns[rank].copy_(rows[rank])
+        self.sent_bytes += mine.nbytes * (self.size - 1)
+        self.waited_s += time.perf_counter() - began_s
+
+    def sum_scattered(self, total: Tensor, parts: Tensor, factor: float = 1.0) -> None:
+        """Fill `total` [k] with this rank's part of the sum over all ranks of `parts` [n * k], times `factor`.
+        Collective; raises as `sum` does."""
+        began_s = time.perf_counter()
+        most = CHUNK_BYTES // parts.element_size() // self.size
+        for own, columns in zip(total.split(most), parts.view(self.size, -1).split(most, dim=1), strict=True):
+            rows, message = self._next_rows(columns)
+            grids = [row.view(columns.shape) for row in rows]
+            for rank in self._others:
+                grids[self._rank][rank].copy_(columns[rank])
+            self._sync_peers(message)
+            grids[self._rank] = columns
+            first, second, *others = (grid[self._rank] for grid in grids)
+            torch.add(first, second, out=own)
+            for other in others:
+                own.add_(other)
+            if factor != 1.0:
+                own.mul_(factor)
+        self.sent_bytes += parts.nbytes * (self.size - 1) / self.size
+        self.waited_s += time.perf_counter() - began_s
+
     def _next_rows(self, part: Tensor) -> _BufferRows:
         """Each rank's row of the next turn, as far as `part` needs it; and the message for the barrier."""
         self._buffer_index ^= 1
         key = (self._buffer_index, part.numel(), part.dtype)
         if key not in self._rows:
             size = part.numel() * part.element_size()
-            rows = [row[:size].view(part.dtype) for row in self.memory[self._buffer_index]]
+            with _disable_current_modes():  # checkpointed layers note operators, which the next time has not
+                rows = [row[:size].view(part.dtype) for row in self.memory[self._buffer_index]]
             self._rows[key] = _BufferRows(rows, _COUNT_STRUCT.pack(part.numel()))
         return self._rows[key]
 

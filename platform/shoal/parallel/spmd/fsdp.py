@@ -7,7 +7,8 @@ with one rank for each copy this is plain data parallel, for layers that are alr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import PlanError
+from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import World
 from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.layers.compile import compile_forward
@@ -55,7 +59,8 @@ class FsdpModel(TimedCollectivesMixin):
         for block in [block for _, block in blocks] if spec.compile and blocks else [model] * spec.compile:
             compile_forward(block)
         with preserve_parameter_attributes(model):
-            apply_fsdp([*(block for _, block in blocks), model], mesh, spec)
+            shared = self._shm_all_reduce if mesh["replicate"].size() == 1 else None
+            apply_fsdp([*(block for _, block in blocks), model], mesh, spec, shared)
             if deferred is not None:
                 deferred.fill(model, world.device if spec.offload == "none" else torch.device("cpu"))
             if spec.offload == "none":  # otherwise FSDP has moved what is not sharded
@@ -94,22 +99,87 @@ class FsdpModel(TimedCollectivesMixin):
                 self.module.set_requires_gradient_sync(True)
 
 
-def apply_fsdp(parts: Sequence[nn.Module], mesh: DeviceMesh, spec: ParallelSpec) -> None:
+def apply_fsdp(
+    parts: Sequence[nn.Module], mesh: DeviceMesh, spec: ParallelSpec, shared: ShmAllReduce | None = None
+) -> None:
     """Shard each of `parts`, in place, over [replicate, shard] of the mesh; inner ones come first. Collective.
 
-    spec: its options for FSDP; with `dynamic` a parameter counts as zero on ranks that have not used it
+    spec:   its options for FSDP; with `dynamic` a parameter counts as zero on ranks that have not used it
+    shared: the memory of the ranks of `shard`, if they are on one host
     """
+    comms = (_AllGather(shared), _ReduceScatter(shared)) if shared is not None else None
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
         part.register_forward_hook(lambda module, args, output: tree_map_only(Tensor, _prepare_output, output))
         if spec.precision == "bf16_params":
             autocast_forward(part, mesh.device_type)
         sharded = fully_shard(part, mesh=mesh[names], **make_fsdp_options(spec, part is parts[-1]))
+        if comms is not None:
+            sharded.set_custom_all_gather(comms[0])
+            sharded.set_custom_reduce_scatter(comms[1])
         if hasattr(sharded, "set_reduce_scatter_unused_params"):
             sharded.set_reduce_scatter_unused_params(spec.dynamic)
         elif spec.dynamic:
             problem = f"needs an exchange of unused parameters, which torch {torch.__version__} lacks in FSDP2"
             raise PlanError("parallel.dynamic", spec.dynamic, problem, "use torch 2.13 or newer, or parallel=ddp")
+
+
+class _LentMemory:
+    """Memory for one value at a time, lent again and again: fresh pages take longer than a copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+        self._lent: Callable[[], Tensor | None] = lambda: None
+
+    def lend(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of its own while the last value is in use, as where a block was gathered that was not called."""
+        if self._lent() is not None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        if self._memory.dtype != dtype or self._memory.numel() < size[0]:
+            self._memory = torch.empty(*size, dtype=dtype, device=device)
+        lent = self._memory[: size[0]]
+        self._lent = weakref.ref(lent)
+        return lent
+
+
+class _Done(dist.Work):
+    """What a collective returns that has ended: FSDP2 then lets go of the gathered values as soon as it has copied
+    them."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _AllGather(AllGather):
+    """Gathers the blocks of a model through shared memory."""
+
+    def __init__(self, shared: ShmAllReduce) -> None:
+        self._shared, self._memory = shared, _LentMemory()
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._memory.lend(size, dtype, device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> dist.Work:
+        with _disable_current_modes():  # it may run where checkpointed layers note their operators
+            self._shared.gather_into(output_tensor, input_tensor)
+        return _Done()
+
+
+class _ReduceScatter(ReduceScatter):
+    """Averages, or adds up, their gradients."""
+
+    def __init__(self, shared: ShmAllReduce) -> None:
+        self._shared, self._memory, self._is_input = shared, _LentMemory(), False
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called for an input and then for the output, which becomes the gradients."""
+        self._is_input = not self._is_input
+        return self._memory.lend(size, dtype, device) if self._is_input else torch.empty(*size, dtype=dtype)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any, **__: Any) -> None:
+        factor = 1.0 / self._shared.size if op == dist.ReduceOp.AVG else 1.0
+        with _disable_current_modes():
+            self._shared.sum_scattered(output_tensor, input_tensor, factor)
 
 
 def _prepare_output(output: Tensor) -> Tensor:

@@ -143,6 +143,14 @@ class _FakeAllReduce(ShmAllReduce):
         self._record(mine.nbytes * (self.size - 1))
         return mine.expand(self.size, *mine.shape).clone()
 
+    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
+        self._record(mine.nbytes * (self.size - 1))
+        everyone.view(self.size, -1).copy_(mine.expand(self.size, -1))
+
+    def sum_scattered(self, total: Tensor, parts: Tensor, factor: float = 1.0) -> None:
+        self._record(parts.nbytes * (self.size - 1) / self.size)
+        torch.mul(parts.view(self.size, -1)[0], factor, out=total)
+
     def _record(self, sent_bytes: float) -> None:
         self.sent_bytes += sent_bytes
         self._sums.append((self._ranks, sent_bytes))

@@ -211,7 +211,9 @@ class FakeTask:
         try:
             parameters = [parameter for _, parameter in parallelized.named_parameters()]
             optimizer = make_optimizer(self.task, spec.optimizer, parameters)
-            if degrees.data > 1 == degrees.tensor and not degrees.is_sharded:  # DDP has its buckets from a step on
+            is_shared = degrees.is_sharded and world.device.type == "cpu" and parallel.uses_shared_memory("cpu")
+            # DDP has its buckets from a step on, and shards the memory through which they are gathered.
+            if degrees.data > 1 == degrees.tensor and (is_shared or not degrees.is_sharded):
                 run_step(parallelized, optimizer, batch, 0, spec.clip_norm)
             else:
                 for parameter in parameters:
