@@ -19,10 +19,12 @@ from benchmarks.result import Row, compare, options, write
 
 SETTINGS = {
     ("mlp", 2): ("DDP, 2 workers, perceptron", "bare torchrun DDP", 0.4),
-    ("lenet", 2): ("DDP, 2 workers, LeNet", "bare torchrun DDP", 0.6),
+    ("lenet", 2): ("DDP, 2 workers, LeNet", "bare torchrun DDP", None),
     ("mlp", 1): ("one process, perceptron", "a loop by hand", 1.03),
     ("lenet", 1): ("one process, LeNet", "a loop by hand", 1.03),
 }
+# LeNet's arithmetic alone takes two thirds of torchrun's step: the bar is a share of that limit.
+ALONE_BARS: dict[tuple[str, int], float | None] = {("mlp", 2): None, ("lenet", 2): 1.15}
 SIDES = ("ours", "peer", "alone")
 
 
@@ -55,7 +57,7 @@ def main() -> None:
         rows.append(make_row(f"step time, {name}", ours, theirs, peer, bar))
         for each in alone:
             title = f"step time, {name}, over its arithmetic"
-            rows.append(make_row(title, ours, each, "the same steps without an exchange", None))
+            rows.append(make_row(title, ours, each, "the same steps without an exchange", ALONE_BARS[key]))
     write("training_step", rows, chosen.results)
 
 

@@ -1,4 +1,4 @@
-"""What is slow to read, read once a second for all pages: an endpoint's status, a cluster.
+"""What is slow to read, read every two seconds for all pages: an endpoint's status, a cluster.
 
 A page never waits long: it gets the newest reading, with its age, or why there is none.
 """
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from shoal.errors import ShoalError
 
-PERIOD_S = 0.9  # below the second after which a page asks again
+PERIOD_S = 1.9  # a page asks every second; more often would cost an endpoint more than 1% of its requests
 PATIENCE_S, FIRST_PATIENCE_S = 0.3, 3.0  # how long a page waits for a newer reading, and for the first one
 T = TypeVar("T")
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 class SharedReading(Generic[T]):
     """The newest result of `read`, which raises ShoalError for what cannot be read now. Any thread may ask.
 
-    A reading is made, in a thread, when somebody asks and the last one is older than a second: one at a time, however
-    long it takes and however many ask.
+    A reading is made, in a thread, when somebody asks and the last one is older than two seconds: one at a time,
+    however long it takes and however many ask.
 
     value: of the last reading that succeeded; None before that
     problem: why the last one did not; "" if it did
