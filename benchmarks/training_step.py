@@ -57,7 +57,7 @@ def main() -> None:
         rows.append(make_row(f"step time, {name}", ours, theirs, peer, bar))
         for each in alone:
             title = f"step time, {name}, over its arithmetic"
-            rows.append(make_row(title, ours, each, "the same steps without an exchange", ALONE_BARS[key]))
+            rows.append(make_row(title, ours, each, "its steps without an exchange", ALONE_BARS[key]))
     write("training_step", rows, chosen.results)
 
 
