@@ -14,6 +14,9 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import httptools
 
 from shoal.cluster.ingress.backup_listener import MAX_HTTP
 from shoal.cluster.ingress.connection_guard import IN_HAND, IS_CHANGE, MAX_MESSAGE_BYTES, NUM_FLAGS, ConnectionGuard
@@ -112,10 +115,10 @@ class CountingTransport:
 class FrontProtocol(DirectProtocol):
     """One connection."""
 
-    _began = _is_change = _is_returned = False
-    _head = b""  # of a request, as long as it is incomplete; none if it began with the end of another one's body
+    _began = _is_change = _is_returned = _has_completed_head = False
+    _head = b""  # of a request, as long as it is incomplete; none if it began with the end of another one
     _num_head_bytes = 0
-    _seen: tuple[Any, int] = (None, 0)  # what the last check saw, and since when
+    _seen: tuple[Any, int, int] = (None, 0, 0)  # what the last check saw, and since when
     _seen_s = 0.0
 
     def __init__(self, front: DirectFront, server: Any, number: int) -> None:
@@ -144,11 +147,14 @@ class FrontProtocol(DirectProtocol):
                 self._return(data)
                 return
         transport: Any = self.transport
-        was_idle = not self._head and self._is_idle()
+        was_within = self._is_within_head()
+        was_idle = not was_within and self._is_idle()
         if was_idle:
             self._states[self._number] = transport.written << NUM_FLAGS | IN_HAND
+        self._has_completed_head = False
         super().data_received(data)
-        if self._is_within_head():
+        # Not a head that follows another request in this data: that one would be answered twice.
+        if (was_within or was_idle) and not self._has_completed_head and self._is_within_head():
             self._num_head_bytes += len(data)
             if was_idle or self._head:
                 self._head += data
@@ -166,15 +172,17 @@ class FrontProtocol(DirectProtocol):
 
     def on_headers_complete(self) -> None:
         headers, url = self.headers, self.url
-        self._head, self._num_head_bytes = b"", 0
+        self._head, self._num_head_bytes, self._has_completed_head = b"", 0, True
         headers.append(self._from)
-        if (b"rollout" in url or b"repository" in url) and CHANGES.match(url):
+        is_plain = url.startswith(b"/") and b"%" not in url
+        path = url if is_plain else unquote_to_bytes(httptools.parse_url(url).path)
+        if (b"rollout" in path or b"repository" in path) and CHANGES.match(path):
             self._is_change = True
             self._states[self._number] |= IS_CHANGE
         upgrades = self.parser.should_upgrade()
-        if url.startswith(SERVE_PATH_PREFIX):
+        if path.startswith(SERVE_PATH_PREFIX):
             self.url = b"/closed"
-        elif upgrades or self.expect_100_continue or b"%" in url or not url.startswith(b"/"):
+        elif upgrades or self.expect_100_continue or not is_plain:
             headers[:] = [each for each in headers if STEERS_SERVE.fullmatch(each[0]) is None]
             headers.append((b"x-request-disconnect-disabled", b"?1"))
         super().on_headers_complete()
@@ -195,8 +203,10 @@ class FrontProtocol(DirectProtocol):
         self._refuse(400)
 
     def _refuse(self, code: int) -> None:
-        self.transport.write(build_error(code, closes=True))
-        self.transport.close()
+        transport: Any = self.transport
+        if transport.written == self._states[self._number] >> NUM_FLAGS:  # not into an answer that has begun
+            transport.write(build_error(code, closes=True))
+        transport.close()
 
     def leave(self) -> None:
         """Have the connection end with its next answer."""
@@ -221,8 +231,9 @@ class FrontProtocol(DirectProtocol):
 
     def check(self, now_s: float) -> None:
         """End what has made no progress for too long. Called once a second."""
-        seen: tuple[Any, int] = (self.scope, self.transport.get_write_buffer_size())
-        if seen[0] is not self._seen[0] or seen[1] != self._seen[1]:
+        transport: Any = self.transport
+        seen: tuple[Any, int, int] = (self.scope, transport.get_write_buffer_size(), transport.written)
+        if seen[0] is not self._seen[0] or seen[1:] != self._seen[1:]:
             self._seen, self._seen_s = seen, now_s
             return
         limit_s, end = self._find_limit(seen[1])
@@ -234,7 +245,7 @@ class FrontProtocol(DirectProtocol):
         cycle: Any = self.cycle
         if unread_bytes:
             return CLIENT_SILENCE_S, self.transport.abort
-        if self._is_within_head():
+        if self._is_within_head() and self._is_idle():
             return REQUEST_TIMEOUT_S, lambda: self._refuse(408)
         if cycle is None:
             return REQUEST_TIMEOUT_S, self.transport.close
