@@ -1,7 +1,12 @@
 """One connection of a replica that answers at HAProxy's own port, in memory, by a clock of the test's."""
 
 import asyncio
+import mmap
+import socket
+import threading
 from collections.abc import Callable, Coroutine
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +14,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from shoal.cluster.ingress import connection_guard
 from shoal.serve.http.direct_protocol import DirectProtocol
 from shoal.serve.http.front_protocol import FrontProtocol
+from waiting import wait_for
 
 ANSWER_S = 60.0
 
@@ -135,3 +142,41 @@ def test_an_answered_request_is_not_returned_with_half_of_the_next(monkeypatch: 
         assert b"HTTP/1.1 503" in line.told
 
     run(test, monkeypatch)
+
+
+def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_RETURNED", 2)
+    num_clients = 20
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    haproxy = socket.socket(socket.AF_UNIX)
+    haproxy.bind(connection_guard.RETURN_SOCKET)
+    haproxy.listen(1)
+    replica, guards = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    states = memoryview(mmap.mmap(-1, 8 * num_clients)).cast("Q")
+    guard = connection_guard._Guard(guards, states, Path(), "127.0.0.1:1")
+    running = threading.Thread(target=guard.run, daemon=True)
+    with closing(haproxy), socket.create_server(("127.0.0.1", 0)) as listener:
+        clients = [socket.create_connection(listener.getsockname(), 30) for _ in range(num_clients)]
+        for number, client in enumerate(clients):
+            client.sendall(b"asked")
+            accepted, _ = listener.accept()
+            head = connection_guard.HEAD.pack(connection_guard.HOLD, number)
+            socket.send_fds(replica, [head], [accepted.fileno()])
+            accepted.close()
+        replica.close()
+        running.start()
+        for _ in clients:
+            line, _ = haproxy.accept()
+            with line:
+                assert line.recv(1000).endswith(b"asked")
+                line.sendall(b"answered")
+        for client in clients:
+            with client:
+                assert client.recv(1000) == b"answered"
+    running.join(30)
+    guards.close()
+    loop = guard._loop
+    assert loop is not None
+    loop.call_soon_threadsafe(loop.stop)
+    wait_for(lambda: not loop.is_running())
+    loop.close()
