@@ -144,6 +144,15 @@ def test_an_answered_request_is_not_returned_with_half_of_the_next(monkeypatch: 
     run(test, monkeypatch)
 
 
+def test_all_that_a_client_of_http2_sends_first_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        first = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(80_000)
+        await line.send(first)
+        assert line.returned == [first]
+
+    run(test, monkeypatch)
+
+
 def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_guard, "MAX_RETURNED", 2)
     num_clients = 20

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 COMMAND = "import sys; sys.path.append({root!r}); from shoal.cluster.ingress.connection_guard import main; main()"
 HOLD, RELEASE, RETURN = b"+-<"
 HEAD = struct.Struct("<BI")  # of a message: what to do, and the connection's number
-MAX_MESSAGE_BYTES = 65_536
+MAX_MESSAGE_BYTES = 100_000  # a client of HTTP/2 sends 65,535 of a body, and heads, before it has heard of the server
 IN_HAND, IS_CHANGE, NUM_FLAGS = 1, 2, 2  # of a connection's state; above them the bytes written before this request
 # Linux's tcp_info: not sent yet, sent, sent again.
 NOT_SENT, SENT = struct.Struct("=I"), struct.Struct("=QQ")

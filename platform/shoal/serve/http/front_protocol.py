@@ -141,14 +141,14 @@ class FrontProtocol(DirectProtocol):
             self._guard.release(self._number)
 
     def data_received(self, data: bytes) -> None:
-        if not self._began:
-            self._began = True
-            if data.startswith(HTTP2):
-                self._return(data)
-                return
         transport: Any = self.transport
         was_within = self._is_within_head()
         was_idle = not was_within and self._is_idle()
+        is_http2 = not self._began and data.startswith(HTTP2)
+        self._began = True
+        if is_http2 or (was_idle and self._front.is_leaving and self._may_return(data)):  # by now for another endpoint
+            self._return(data)
+            return
         if was_idle:
             self._states[self._number] = transport.written << NUM_FLAGS | IN_HAND
         self._has_completed_head = False
@@ -222,6 +222,9 @@ class FrontProtocol(DirectProtocol):
                 self._refuse(503)
         else:
             super().shutdown()
+
+    def _may_return(self, read: bytes) -> bool:
+        return len(read) < MAX_MESSAGE_BYTES and self._guard.is_alive
 
     def _return(self, read: bytes) -> None:
         if not self._is_returned and len(read) < MAX_MESSAGE_BYTES:
