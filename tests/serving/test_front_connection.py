@@ -27,10 +27,11 @@ class Line:
 
     def __init__(self) -> None:
         self.told, self.returned, self.asked = b"", list[bytes](), list[Any]()
-        self.is_closed = False
+        self.is_closed, self.num_unread = False, 0
         self.resume = asyncio.Event()
         guard = SimpleNamespace(
             states=[0],
+            is_alive=True,
             return_connection=lambda _, read: self.returned.append(read),
             release=lambda _: None,
         )
@@ -47,7 +48,7 @@ class Line:
             **dict.fromkeys(("pause_reading", "resume_reading"), lambda: None),
             write=self._write,
             get_extra_info=lambda name, default=None: ("192.0.2.7", 4000) if name == "peername" else default,
-            get_write_buffer_size=lambda: 0,
+            get_write_buffer_size=lambda: self.num_unread,
             is_closing=lambda: self.is_closed,
         )
         self.protocol.connection_made(transport)
@@ -140,6 +141,18 @@ def test_an_answered_request_is_not_returned_with_half_of_the_next(monkeypatch: 
         line.protocol.shutdown()
         assert not line.returned
         assert b"HTTP/1.1 503" in line.told
+
+    run(test, monkeypatch)
+
+
+def test_no_answer_is_cut_by_the_return_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        request = b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n"
+        await line.send(request)
+        line.front.is_leaving, line.num_unread = True, 1
+        await line.send(request)
+        assert line.told.count(b"HTTP/1.1 200") == 2
+        assert not line.returned
 
     run(test, monkeypatch)
 

@@ -146,7 +146,7 @@ class FrontProtocol(DirectProtocol):
         was_idle = not was_within and self._is_idle()
         is_http2 = not self._began and data.startswith(HTTP2)
         self._began = True
-        if is_http2 or (was_idle and self._front.is_leaving and self._may_return(data)):  # by now for another endpoint
+        if is_http2 or (was_idle and self._front.is_leaving and self._may_return(data)):  # maybe for a new endpoint
             self._return(data)
             return
         if was_idle:
@@ -224,7 +224,8 @@ class FrontProtocol(DirectProtocol):
             super().shutdown()
 
     def _may_return(self, read: bytes) -> bool:
-        return len(read) < MAX_MESSAGE_BYTES and self._guard.is_alive
+        is_answered = not self.transport.get_write_buffer_size()
+        return is_answered and len(read) < MAX_MESSAGE_BYTES and self._guard.is_alive
 
     def _return(self, read: bytes) -> None:
         if not self._is_returned and len(read) < MAX_MESSAGE_BYTES:
