@@ -101,7 +101,7 @@ def test_a_trailer_is_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_form_of_a_path_leads_to_serve(path: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(line: Line) -> None:
         await line.send(b"GET " + path + b" HTTP/1.1\r\nhost: a\r\n\r\n")
-        assert line.asked[0]["path"] == "/closed"
+        assert line.protocol.scope["path"] == "/closed"
 
     run(test, monkeypatch)
 

@@ -97,7 +97,7 @@ class _Guard:
         self._control, self._states, self._folder, self._server = control, states, folder, server
         self._connections: dict[int, socket.socket] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._room: asyncio.Semaphore | None = None  # of HAProxy's, whose queue of connections is short
+        self._capacity: asyncio.Semaphore | None = None  # of HAProxy's, whose queue of connections is short
         self._pending: list[Future[None]] = []
 
     def run(self) -> None:
@@ -125,7 +125,7 @@ class _Guard:
         import asyncio
 
         if self._loop is None:
-            self._loop, self._room = asyncio.new_event_loop(), asyncio.Semaphore(MAX_RETURNED)
+            self._loop, self._capacity = asyncio.new_event_loop(), asyncio.Semaphore(MAX_RETURNED)
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._pending = [each for each in self._pending if not each.done()]
         self._pending.append(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -163,9 +163,9 @@ class _Guard:
             reader, writer = await asyncio.open_connection(sock=connection)
             async with asyncio.timeout(CLIENT_SILENCE_S):
                 first = read or await reader.read(MAX_MESSAGE_BYTES)
-            assert self._room is not None
+            assert self._capacity is not None
             if first:
-                async with self._room:
+                async with self._capacity:
                     await self._exchange(reader, writer, describe_addresses(connection) + first)
             writer.close()
         connection.close()

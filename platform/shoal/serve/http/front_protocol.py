@@ -14,9 +14,6 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from urllib.parse import unquote_to_bytes
-
-import httptools
 
 from shoal.cluster.ingress.backup_listener import MAX_HTTP
 from shoal.cluster.ingress.connection_guard import IN_HAND, IS_CHANGE, MAX_MESSAGE_BYTES, NUM_FLAGS, ConnectionGuard
@@ -33,7 +30,7 @@ STEERS_SERVE = re.compile(
     rb"x-(request-timeout-seconds|request-id|session-id|shoal-asleep|serve-router-.*|forwarded-.*)"
     rb"|serve[_-]multiplexed[_-]model[_-]id|forwarded|upgrade"
 )
-CHANGES = re.compile(PATHS_OF_CHANGES.encode())
+CHANGES = re.compile(PATHS_OF_CHANGES)
 
 
 class DirectFront:
@@ -174,18 +171,19 @@ class FrontProtocol(DirectProtocol):
         headers, url = self.headers, self.url
         self._head, self._num_head_bytes, self._has_completed_head = b"", 0, True
         headers.append(self._from)
-        is_plain = url.startswith(b"/") and b"%" not in url
-        path = url if is_plain else unquote_to_bytes(httptools.parse_url(url).path)
-        if (b"rollout" in path or b"repository" in path) and CHANGES.match(path):
-            self._is_change = True
-            self._states[self._number] |= IS_CHANGE
         upgrades = self.parser.should_upgrade()
-        if path.startswith(SERVE_PATH_PREFIX):
+        if url.startswith(SERVE_PATH_PREFIX):
             self.url = b"/closed"
-        elif upgrades or self.expect_100_continue or not is_plain:
+        elif upgrades or self.expect_100_continue or b"%" in url or not url.startswith(b"/"):
             headers[:] = [each for each in headers if STEERS_SERVE.fullmatch(each[0]) is None]
             headers.append((b"x-request-disconnect-disabled", b"?1"))
         super().on_headers_complete()
+        path = self.scope["path"]
+        if path.startswith("/-/"):  # in another form
+            self.scope["path"] = "/closed"
+        elif ("rollout" in path or "repository" in path) and CHANGES.match(path):
+            self._is_change = True
+            self._states[self._number] |= IS_CHANGE
         if upgrades or self._front.is_leaving:
             self.cycle.keep_alive = False
 
