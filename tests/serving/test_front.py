@@ -164,7 +164,7 @@ def test_another_replica_takes_the_connections_back_to_the_ingress(direct: Direc
     (direct.proxy.folder / "alone.json").unlink()
     wait_for(direct.is_passed_on, what="HAProxy")
     status, closes, told = ask(connection)
-    assert (status, closes, told["is_direct"]) == (200, "close", True)
+    assert (status, closes, told["is_direct"]) == (200, "close", False), "it may be for an endpoint that has come"
     assert not ask(connection)[2]["is_direct"]
     connection.close()
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cluster.ingress.backup_listener import MAX_HTTP
+from shoal.cluster.ingress.backup_listener import MAX_HTTP, MAX_RETURNED
 from shoal.cluster.ingress.haproxy_config import build_error
 from shoal.cluster.ingress.shared_listener import RETURN_SOCKET, pause_front, read_mark
 from shoal.cluster.ingress.time_limits import CLIENT_SILENCE_S
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 COMMAND = "import sys; sys.path.append({root!r}); from shoal.cluster.ingress.connection_guard import main; main()"
 HOLD, RELEASE, RETURN = b"+-<"
 HEAD = struct.Struct("<BI")  # of a message: what to do, and the connection's number
-MAX_MESSAGE_BYTES = 65_536
+MAX_MESSAGE_BYTES = 100_000  # a client of HTTP/2 sends 65,535 of a body, and heads, before it has heard of the server
 IN_HAND, IS_CHANGE, NUM_FLAGS = 1, 2, 2  # of a connection's state; above them the bytes written before this request
 # Linux's tcp_info: not sent yet, sent, sent again.
 NOT_SENT, SENT = struct.Struct("=I"), struct.Struct("=QQ")
@@ -97,6 +97,7 @@ class _Guard:
         self._control, self._states, self._folder, self._server = control, states, folder, server
         self._connections: dict[int, socket.socket] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._capacity: asyncio.Semaphore | None = None  # of HAProxy's, whose queue of connections is short
         self._pending: list[Future[None]] = []
 
     def run(self) -> None:
@@ -124,7 +125,7 @@ class _Guard:
         import asyncio
 
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop, self._capacity = asyncio.new_event_loop(), asyncio.Semaphore(MAX_RETURNED)
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._pending = [each for each in self._pending if not each.done()]
         self._pending.append(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -162,15 +163,25 @@ class _Guard:
             reader, writer = await asyncio.open_connection(sock=connection)
             async with asyncio.timeout(CLIENT_SILENCE_S):
                 first = read or await reader.read(MAX_MESSAGE_BYTES)
+            assert self._capacity is not None
             if first:
-                from_haproxy, to_haproxy = await asyncio.open_unix_connection(self._folder / RETURN_SOCKET)
-                to_haproxy.write(describe_addresses(connection) + first)
-                upwards = asyncio.ensure_future(copy(reader, to_haproxy))
-                await copy(from_haproxy, writer)
-                upwards.cancel()
-                to_haproxy.close()
+                async with self._capacity:
+                    await self._exchange(reader, writer, describe_addresses(connection) + first)
             writer.close()
         connection.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes) -> None:
+        """Pass on what a client and HAProxy send each other, until HAProxy ends it."""
+        import asyncio
+
+        from_haproxy, to_haproxy = await asyncio.open_unix_connection(self._folder / RETURN_SOCKET)
+        to_haproxy.write(first)
+        upwards = asyncio.ensure_future(copy(reader, to_haproxy))
+        try:
+            await copy(from_haproxy, writer)
+        finally:
+            upwards.cancel()
+            to_haproxy.close()
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

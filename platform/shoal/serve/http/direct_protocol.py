@@ -31,7 +31,18 @@ HIGH_WATER_BYTES = 65536  # a shorter first part of an answer is sent together w
 # The methods and connection attributes of uvicorn's HttpToolsProtocol that `DirectProtocol` uses.
 USED_OF_UVICORN = frozenset(
     {"shutdown", "connection_lost", "on_response_complete", "on_headers_complete", "timeout_keep_alive_handler"}
-    | {"cycle", "expect_100_continue", "flow", "loop", "parser", "pipeline", "scope", "server_state", "tasks"}
+    | {
+        "cycle",
+        "expect_100_continue",
+        "flow",
+        "headers",
+        "loop",
+        "parser",
+        "pipeline",
+        "scope",
+        "server_state",
+        "tasks",
+    }
     | {"timeout_keep_alive", "transport", "url"}
 )
 STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in http.HTTPStatus}
@@ -122,6 +133,7 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         url = self.url
+        self.scope["headers"] = self.headers.copy()  # uvicorn adds a body's trailers to its own
         if url.startswith(SERVE_PATH_PREFIX) or self.expect_100_continue or self.parser.should_upgrade():
             super().on_headers_complete()
             return

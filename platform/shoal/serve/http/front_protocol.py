@@ -30,7 +30,7 @@ STEERS_SERVE = re.compile(
     rb"x-(request-timeout-seconds|request-id|session-id|shoal-asleep|serve-router-.*|forwarded-.*)"
     rb"|serve[_-]multiplexed[_-]model[_-]id|forwarded|upgrade"
 )
-CHANGES = re.compile(PATHS_OF_CHANGES.encode())
+CHANGES = re.compile(PATHS_OF_CHANGES)
 
 
 class DirectFront:
@@ -112,10 +112,10 @@ class CountingTransport:
 class FrontProtocol(DirectProtocol):
     """One connection."""
 
-    _began = _is_change = _is_returned = False
-    _head = b""  # of a request, as long as it is incomplete; none if it began with the end of another one's body
+    _began = _is_change = _is_returned = _has_completed_head = False
+    _head = b""  # of a request, as long as it is incomplete; none if it began with the end of another one
     _num_head_bytes = 0
-    _seen: tuple[Any, int] = (None, 0)  # what the last check saw, and since when
+    _seen: tuple[Any, int, int] = (None, 0, 0)  # what the last check saw, and since when
     _seen_s = 0.0
 
     def __init__(self, front: DirectFront, server: Any, number: int) -> None:
@@ -138,17 +138,20 @@ class FrontProtocol(DirectProtocol):
             self._guard.release(self._number)
 
     def data_received(self, data: bytes) -> None:
-        if not self._began:
-            self._began = True
-            if data.startswith(HTTP2):
-                self._return(data)
-                return
         transport: Any = self.transport
-        was_idle = not self._head and self._is_idle()
+        was_within = self._is_within_head()
+        was_idle = not was_within and self._is_idle()
+        is_http2 = not self._began and data.startswith(HTTP2)
+        self._began = True
+        if is_http2 or (was_idle and self._front.is_leaving and self._may_return(data)):  # maybe for a new endpoint
+            self._return(data)
+            return
         if was_idle:
             self._states[self._number] = transport.written << NUM_FLAGS | IN_HAND
+        self._has_completed_head = False
         super().data_received(data)
-        if self._is_within_head():
+        # Not a head that follows another request in this data: that one would be answered twice.
+        if (was_within or was_idle) and not self._has_completed_head and self._is_within_head():
             self._num_head_bytes += len(data)
             if was_idle or self._head:
                 self._head += data
@@ -166,11 +169,8 @@ class FrontProtocol(DirectProtocol):
 
     def on_headers_complete(self) -> None:
         headers, url = self.headers, self.url
-        self._head, self._num_head_bytes = b"", 0
+        self._head, self._num_head_bytes, self._has_completed_head = b"", 0, True
         headers.append(self._from)
-        if (b"rollout" in url or b"repository" in url) and CHANGES.match(url):
-            self._is_change = True
-            self._states[self._number] |= IS_CHANGE
         upgrades = self.parser.should_upgrade()
         if url.startswith(SERVE_PATH_PREFIX):
             self.url = b"/closed"
@@ -178,6 +178,12 @@ class FrontProtocol(DirectProtocol):
             headers[:] = [each for each in headers if STEERS_SERVE.fullmatch(each[0]) is None]
             headers.append((b"x-request-disconnect-disabled", b"?1"))
         super().on_headers_complete()
+        path = self.scope["path"]
+        if path.startswith("/-/"):  # in another form
+            self.scope["path"] = "/closed"
+        elif ("rollout" in path or "repository" in path) and CHANGES.match(path):
+            self._is_change = True
+            self._states[self._number] |= IS_CHANGE
         if upgrades or self._front.is_leaving:
             self.cycle.keep_alive = False
 
@@ -195,8 +201,10 @@ class FrontProtocol(DirectProtocol):
         self._refuse(400)
 
     def _refuse(self, code: int) -> None:
-        self.transport.write(build_error(code, closes=True))
-        self.transport.close()
+        transport: Any = self.transport
+        if transport.written == self._states[self._number] >> NUM_FLAGS:  # not into an answer that has begun
+            transport.write(build_error(code, closes=True))
+        transport.close()
 
     def leave(self) -> None:
         """Have the connection end with its next answer."""
@@ -213,6 +221,10 @@ class FrontProtocol(DirectProtocol):
         else:
             super().shutdown()
 
+    def _may_return(self, read: bytes) -> bool:
+        is_answered = not self.transport.get_write_buffer_size()
+        return is_answered and len(read) < MAX_MESSAGE_BYTES and self._guard.is_alive
+
     def _return(self, read: bytes) -> None:
         if not self._is_returned and len(read) < MAX_MESSAGE_BYTES:
             self._is_returned = True
@@ -221,8 +233,9 @@ class FrontProtocol(DirectProtocol):
 
     def check(self, now_s: float) -> None:
         """End what has made no progress for too long. Called once a second."""
-        seen: tuple[Any, int] = (self.scope, self.transport.get_write_buffer_size())
-        if seen[0] is not self._seen[0] or seen[1] != self._seen[1]:
+        transport: Any = self.transport
+        seen: tuple[Any, int, int] = (self.scope, transport.get_write_buffer_size(), transport.written)
+        if seen[0] is not self._seen[0] or seen[1:] != self._seen[1:]:
             self._seen, self._seen_s = seen, now_s
             return
         limit_s, end = self._find_limit(seen[1])
@@ -234,7 +247,7 @@ class FrontProtocol(DirectProtocol):
         cycle: Any = self.cycle
         if unread_bytes:
             return CLIENT_SILENCE_S, self.transport.abort
-        if self._is_within_head():
+        if self._is_within_head() and self._is_idle():
             return REQUEST_TIMEOUT_S, lambda: self._refuse(408)
         if cycle is None:
             return REQUEST_TIMEOUT_S, self.transport.close

@@ -1,0 +1,204 @@
+"""One connection of a replica that answers at HAProxy's own port, in memory, by a clock of the test's."""
+
+import asyncio
+import mmap
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from shoal.cluster.ingress import connection_guard
+from shoal.serve.http.direct_protocol import DirectProtocol
+from shoal.serve.http.front_protocol import FrontProtocol
+from waiting import wait_for
+
+ANSWER_S = 60.0
+
+
+class Line:
+    """A connection and its client: `told` has what the client gets, `returned` what HAProxy does."""
+
+    def __init__(self) -> None:
+        self.told, self.returned, self.asked = b"", list[bytes](), list[Any]()
+        self.is_closed, self.num_unread = False, 0
+        self.resume = asyncio.Event()
+        guard = SimpleNamespace(
+            states=[0],
+            is_alive=True,
+            return_connection=lambda _, read: self.returned.append(read),
+            release=lambda _: None,
+        )
+        self.front: Any = SimpleNamespace(guard=guard, connections=set(), is_leaving=False, answer_s=ANSWER_S)
+        server = SimpleNamespace(
+            config=uvicorn.Config(self.answer, lifespan="off", log_level="critical"),
+            server_state=ServerState(),
+            lifespan=SimpleNamespace(state={}),
+        )
+        DirectProtocol.application = self.answer
+        self.protocol = FrontProtocol(self.front, server, 0)
+        transport: Any = SimpleNamespace(
+            **dict.fromkeys(("abort", "close", "write_eof"), self._close),
+            **dict.fromkeys(("pause_reading", "resume_reading"), lambda: None),
+            write=self._write,
+            get_extra_info=lambda name, default=None: ("192.0.2.7", 4000) if name == "peername" else default,
+            get_write_buffer_size=lambda: self.num_unread,
+            is_closing=lambda: self.is_closed,
+        )
+        self.protocol.connection_made(transport)
+
+    def _close(self) -> None:
+        self.is_closed = True
+
+    def _write(self, data: bytes) -> None:
+        self.told += data
+
+    async def answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """With three parts for `/parts`, each once `resume` is set; else with none."""
+        self.asked.append(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(3 if scope["path"] == "/parts" else 0):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            await self.resume.wait()
+            self.resume.clear()
+        await send({"type": "http.response.body"})
+
+    async def send(self, data: bytes) -> None:
+        self.protocol.data_received(data)
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[Line], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DirectProtocol, "application", None, raising=False)
+
+    async def use() -> None:
+        await test(Line())
+
+    asyncio.run(use())
+
+
+def test_a_trailer_is_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        head = b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        await line.send(head + b"1\r\nx\r\n0\r\nshoal-from: forged\r\n\r\n")
+        assert dict(line.asked[0]["headers"])[b"shoal-from"] == b"192.0.2.7"
+
+    run(test, monkeypatch)
+
+
+@pytest.mark.parametrize("path", [b"/%2D/healthz", b"http://a/-/healthz", b"/-/healthz?a"])
+def test_no_form_of_a_path_leads_to_serve(path: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET " + path + b" HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert line.protocol.scope["path"] == "/closed"
+
+    run(test, monkeypatch)
+
+
+def test_an_answer_that_comes_in_parts_may_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET /parts HTTP/1.1\r\nhost: a\r\n\r\n")
+        now_s = asyncio.get_running_loop().time()
+        for part in range(1, 3):
+            line.protocol.check(now_s + part * ANSWER_S)
+            line.resume.set()
+            await settle()
+        line.protocol.check(now_s + 3 * ANSWER_S)
+        assert not line.is_closed
+        line.protocol.check(now_s + 4 * ANSWER_S + 1)
+        assert line.is_closed
+        assert line.told.count(b"HTTP/1.1") == 1, "no other answer within it"
+
+    run(test, monkeypatch)
+
+
+def test_half_of_the_next_head_ends_no_request_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET /parts HTTP/1.1\r\nhost: a\r\n\r\nGET /b HTTP/1.1\r\nx: y")
+        now_s = asyncio.get_running_loop().time()
+        for later_s in (1.0, 30.0):
+            line.protocol.check(now_s + later_s)
+        assert not line.is_closed
+
+    run(test, monkeypatch)
+
+
+def test_an_answered_request_is_not_returned_with_half_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET /a HTTP/1.1\r\nhost: a\r\n\r\nGET /b HTTP/1.1\r\nx: y")
+        assert line.told.startswith(b"HTTP/1.1 200")
+        line.protocol.shutdown()
+        assert not line.returned
+        assert b"HTTP/1.1 503" in line.told
+
+    run(test, monkeypatch)
+
+
+def test_no_answer_is_cut_by_the_return_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        request = b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n"
+        await line.send(request)
+        line.front.is_leaving, line.num_unread = True, 1
+        await line.send(request)
+        assert line.told.count(b"HTTP/1.1 200") == 2
+        assert not line.returned
+
+    run(test, monkeypatch)
+
+
+def test_all_that_a_client_of_http2_sends_first_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        first = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(80_000)
+        await line.send(first)
+        assert line.returned == [first]
+
+    run(test, monkeypatch)
+
+
+def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_RETURNED", 2)
+    num_clients = 20
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    haproxy = socket.socket(socket.AF_UNIX)
+    haproxy.bind(connection_guard.RETURN_SOCKET)
+    haproxy.listen(1)
+    replica, guards = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    states = memoryview(mmap.mmap(-1, 8 * num_clients)).cast("Q")
+    guard = connection_guard._Guard(guards, states, Path(), "127.0.0.1:1")
+    running = threading.Thread(target=guard.run, daemon=True)
+    with closing(haproxy), socket.create_server(("127.0.0.1", 0)) as listener:
+        clients = [socket.create_connection(listener.getsockname(), 30) for _ in range(num_clients)]
+        for number, client in enumerate(clients):
+            client.sendall(b"asked")
+            accepted, _ = listener.accept()
+            head = connection_guard.HEAD.pack(connection_guard.HOLD, number)
+            socket.send_fds(replica, [head], [accepted.fileno()])
+            accepted.close()
+        replica.close()
+        running.start()
+        for _ in clients:
+            line, _ = haproxy.accept()
+            with line:
+                assert line.recv(1000).endswith(b"asked")
+                line.sendall(b"answered")
+        for client in clients:
+            with client:
+                assert client.recv(1000) == b"answered"
+    running.join(30)
+    guards.close()
+    loop = guard._loop
+    assert loop is not None
+    loop.call_soon_threadsafe(loop.stop)
+    wait_for(lambda: not loop.is_running())
+    loop.close()
