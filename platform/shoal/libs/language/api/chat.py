@@ -12,18 +12,9 @@ import msgspec
 import numpy as np
 
 from shoal.errors import InferenceError
-from shoal.libs.language.api.answers import TextAnswer, Answers
+from shoal.libs.language.api.answers import Answers, TextAnswer
 from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, require
-from shoal.libs.language.api.prompt import (
-    Job,
-    check_length,
-    encode_prompts,
-    make_job,
-    make_tool_grammar,
-    read_format,
-    read_messages,
-    render_chat,
-)
+from shoal.libs.language.api.prompt import Job, check_length, encode_prompts, make_chat_job, make_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
 from shoal.libs.language.engine.request import TokenEvent
 from shoal.libs.language.text_model import TextModel
@@ -54,17 +45,10 @@ def prepare_chat(model: TextModel, body: ChatBody) -> Job:
         raise InferenceError(400, "top_logprobs: needs logprobs = true", field="top_logprobs")
     functions = [require(each, "function", dict, f"tools[{number}]") for number, each in enumerate(body.tools)]
     use = read_tool_use(functions, body.tool_choice, body.parallel_tool_calls)
-    prompt, template = render_chat(model, read_messages(body.messages, "messages"), use, "messages")
-    return make_job(
-        model,
-        body,
-        [prompt],
-        use=use,
-        template=template,
-        names={"prompt": "messages"},
-        grammars=[read_format(body.response_format, "response_format"), make_tool_grammar(model, use, template)],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        top_logprobs=body.top_logprobs,
+    wanted = read_format(body.response_format, "response_format")
+    most, top = body.max_completion_tokens or body.max_tokens, body.top_logprobs
+    return make_chat_job(
+        model, body, body.messages, use, "messages", grammars=[wanted], max_tokens=most, top_logprobs=top
     )
 
 
@@ -111,15 +95,9 @@ async def stream_chat(answers: Answers) -> AsyncIterator[bytes]:
 
 def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
     """Raises InferenceError (400)."""
-    return make_job(
-        model,
-        body,
-        encode_prompts(model, body.prompt, "prompt"),
-        grammars=[read_format(body.response_format, "response_format")],
-        max_tokens=body.max_tokens,
-        names={"top_logprobs": "logprobs"},
-        top_logprobs=body.logprobs or 0,
-    )
+    prompts, wanted = encode_prompts(model, body.prompt, "prompt"), read_format(body.response_format, "response_format")
+    more: dict[str, Any] = {"max_tokens": body.max_tokens, "top_logprobs": body.logprobs or 0}
+    return make_job(model, body, prompts, grammars=[wanted], names={"top_logprobs": "logprobs"}, **more)
 
 
 async def write_completion(answers: Answers) -> dict[str, Any]:
@@ -208,12 +186,8 @@ class _TextLogprobs:
 
     def __init__(self, job: Job) -> None:
         self._decode, self._wanted = job.model.tokenizer.decode, job.body.logprobs is not None
-        self._columns: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        self._columns: dict[str, list[Any]] = {name: [] for name in names}
 
     def add(self, event: TokenEvent, offset: int) -> None:
         if event.token is not None and self._wanted:

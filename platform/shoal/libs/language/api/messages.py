@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shoal.errors import InferenceError
-from shoal.libs.language.api.answers import TextAnswer, Answers
+from shoal.libs.language.api.answers import Answers, TextAnswer
 from shoal.libs.language.api.bodies import MessageBody, read_text, require
 from shoal.libs.language.api.chat import Api, make_id, write_frame
-from shoal.libs.language.api.prompt import Job, make_job, make_tool_grammar, read_messages, render_chat
+from shoal.libs.language.api.prompt import Job, make_chat_job
 from shoal.libs.language.api.tools import read_tool_use
 from shoal.libs.language.text_model import TextModel
 
@@ -28,29 +28,15 @@ def prepare_message(model: TextModel, body: MessageBody) -> Job:
     functions = []
     for number, tool in enumerate(body.tools):
         path = f"tools[{number}]"
-        parameters = require(tool, "input_schema", dict, path)
-        description = str(tool.get("description", ""))
-        functions.append(
-            {"name": require(tool, "name", str, path), "description": description, "parameters": parameters}
-        )
+        function = {"name": require(tool, "name", str, path), "description": str(tool.get("description", ""))}
+        functions.append(function | {"parameters": require(tool, "input_schema", dict, path)})
     kind = body.tool_choice.get("type", "auto")
     choice = body.tool_choice if kind == "tool" else _CHOICES.get(str(kind), str(kind))
     use = read_tool_use(functions, choice, not body.tool_choice.get("disable_parallel_tool_use", False))
-    last = body.messages[-1]
-    continues = last.get("role") == "assistant" and "tool_calls" not in messages[-1]
-    read = read_messages(messages, "messages")
-    prompt, template = render_chat(model, read, use, "messages", continues=continues)
-    return make_job(
-        model,
-        body,
-        [prompt],
-        use=use,
-        template=template,
-        names={"prompt": "messages", "stop": "stop_sequences"},
-        grammars=[make_tool_grammar(model, use, template)],
-        max_tokens=body.max_tokens,
-        stop=tuple(body.stop_sequences),
-    )
+    continues = body.messages[-1].get("role") == "assistant" and "tool_calls" not in messages[-1]
+    more: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": tuple(body.stop_sequences)}
+    names = {"stop": "stop_sequences"}
+    return make_chat_job(model, body, messages, use, "messages", names=names, continues=continues, **more)
 
 
 def _divide(message: dict[str, Any], path: str) -> list[dict[str, Any]]:

@@ -77,6 +77,20 @@ def make_job(model: TextModel, body: Fields, prompts: Sequence[tuple[int, ...]],
     return Job(model, body, [replace(request, prompt=prompt) for prompt in prompts], names=names, **more)
 
 
+def make_chat_job(
+    model: TextModel, body: Fields, messages: Sequence[dict[str, Any]], use: ToolUse, name: str, **more: Any
+) -> Job:
+    """A job of a conversation; `name`: the API's field that has it. `more`: as `make_job` has it, and `continues` as
+    `render_chat` has it. Raises InferenceError (400)."""
+    read, continues = read_messages(messages, name), more.pop("continues", False)
+    prompt, template = render_chat(model, read, use, name, continues=continues)
+    special = {each: model.tokenizer.convert_tokens_to_ids(each) for each in model.tokenizer.all_special_tokens}
+    lark = use.make_grammar(template, special)
+    more["grammars"] = [*more.pop("grammars", ()), ("tool_choice", lark and ("lark", lark))]
+    more["names"] = {"prompt": name, **more.pop("names", {})}
+    return make_job(model, body, [prompt], use=use, template=template, **more)
+
+
 def _read_sampling(body: Fields) -> Sampling:
     bias = {}
     for token, value in body.logit_bias.items():
@@ -182,13 +196,6 @@ def _read_call(call: Any, path: str) -> dict[str, Any]:
         raise InferenceError(400, f"{where}: expected a JSON object as text", field=where)
     name = require(function, "name", str, f"{path}.function")
     return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def make_tool_grammar(model: TextModel, use: ToolUse, template: str) -> tuple[str, Grammar | None]:
-    """The grammar that compels a call, by the name of its field."""
-    special = {each: model.tokenizer.convert_tokens_to_ids(each) for each in model.tokenizer.all_special_tokens}
-    lark = use.make_grammar(template, special)
-    return "tool_choice", lark and ("lark", lark)  # type: ignore[return-value]
 
 
 def read_format(given: dict[str, Any], name: str) -> tuple[str, Grammar | None]:

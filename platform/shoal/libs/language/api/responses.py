@@ -7,17 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shoal.errors import InferenceError
-from shoal.libs.language.api.answers import TextAnswer, Answers
+from shoal.libs.language.api.answers import Answers, TextAnswer
 from shoal.libs.language.api.bodies import ResponseBody, read_text, require
 from shoal.libs.language.api.chat import Api, make_id, write_frame
-from shoal.libs.language.api.prompt import (
-    Job,
-    make_job,
-    make_tool_grammar,
-    read_format,
-    read_messages,
-    render_chat,
-)
+from shoal.libs.language.api.prompt import Job, make_chat_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
 from shoal.libs.language.text_model import TextModel
 
@@ -33,20 +26,8 @@ def prepare_response(model: TextModel, body: ResponseBody) -> Job:
     names = ("name", "description", "parameters")
     functions = [{name: each[name] for name in names if each.get(name) is not None} for each in body.tools]
     use = read_tool_use(functions, body.tool_choice, body.parallel_tool_calls)
-    prompt, template = render_chat(model, read_messages(_list_messages(body), "input"), use, "input")
-    return make_job(
-        model,
-        body,
-        [prompt],
-        use=use,
-        template=template,
-        names={"prompt": "input"},
-        grammars=[
-            read_format(body.text.get("format") or {}, "text.format"),
-            make_tool_grammar(model, use, template),
-        ],
-        max_tokens=body.max_output_tokens,
-    )
+    wanted, most = read_format(body.text.get("format") or {}, "text.format"), body.max_output_tokens
+    return make_chat_job(model, body, _list_messages(body), use, "input", grammars=[wanted], max_tokens=most)
 
 
 def _list_messages(body: ResponseBody) -> list[dict[str, Any]]:
@@ -84,7 +65,7 @@ async def write_response(answers: Answers) -> dict[str, Any]:
 async def stream_response(answers: Answers) -> AsyncIterator[bytes]:
     """response.created to response.completed, or response.incomplete."""
     number, head, item_id = -1, make_id("resp_"), make_id("msg_")
-    path = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    part = {"item_id": item_id, "output_index": 0, "content_index": 0}
 
     def write(kind: str, **more: object) -> bytes:
         nonlocal number
@@ -100,14 +81,14 @@ async def stream_response(answers: Answers) -> AsyncIterator[bytes]:
             is_open = True
             message = _make_message(item_id, "")
             yield write("output_item.added", output_index=0, item=message | {"status": "in_progress", "content": []})
-            yield write("content_part.added", **path, part=message["content"][0])
+            yield write("content_part.added", **part, part=message["content"][0])
         if text:
-            yield write("output_text.delta", **path, delta=text, logprobs=[])
+            yield write("output_text.delta", **part, delta=text, logprobs=[])
     (answer,) = answers.all
     if is_open:
         message = _make_message(item_id, answer.text)
-        yield write("output_text.done", **path, text=answer.text, logprobs=[])
-        yield write("content_part.done", **path, part=message["content"][0])
+        yield write("output_text.done", **part, text=answer.text, logprobs=[])
+        yield write("content_part.done", **part, part=message["content"][0])
         yield write("output_item.done", output_index=0, item=message)
         output.append(message)
     for call in answer.calls:
@@ -139,39 +120,19 @@ def _make_response(
     """answer: None while it runs"""
     body: ResponseBody = answers.job.body
     is_cut = answer is not None and answer.finish == "length"
-    usage = answers.count_usage()
-    return {
-        "id": name,
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress" if answer is None else "incomplete" if is_cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "error": None,
-        "instructions": body.instructions or None,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": {},
-        "model": body.model,
-        "output": output or [],
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None,
-        "store": False,
-        "temperature": body.temperature,
-        "text": body.text or {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice,
-        "tools": body.tools,
-        "top_p": body.top_p,
-        "truncation": "disabled",
-        "usage": None
-        if answer is None
-        else {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        },
-        **({} if answer is None else {"shoal": {"spans": answer.spans}}),
-    }
+    status = "in_progress" if answer is None else "incomplete" if is_cut else "completed"
+    copied = ("model", "temperature", "top_p", "max_output_tokens", "parallel_tool_calls", "tool_choice", "tools")
+    response: dict[str, Any] = {"id": name, "object": "response", "created_at": int(time.time()), "status": status}
+    response |= {each: getattr(body, each) for each in copied}
+    response |= {"instructions": body.instructions or None, "text": body.text or {"format": {"type": "text"}}}
+    response |= {"store": False, "previous_response_id": None, "error": None, "output": output or []}
+    response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+    if answer is None:
+        return response
+    before, new, total = answers.count_usage().values()
+    usage: dict[str, Any] = {"input_tokens": before, "output_tokens": new, "total_tokens": total}
+    usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    return response | {"usage": usage, "shoal": {"spans": answer.spans}}
 
 
 RESPONSES = Api(ResponseBody, prepare_response, write_response, stream_response)
