@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -95,24 +95,32 @@ class LanguageApp:
         if not is_get and path not in BODIES:
             known = ", ".join(f"{PREFIX}{each}" for each in (*BODIES, "models"))
             raise InferenceError(404, f"no such path: {scope['path'][:200]!r}; there are {known}")
-        if scope["method"] != ("GET" if is_get else "POST"):
+        reply.method = "GET" if is_get else "POST"
+        if scope["method"] != reply.method:
             raise InferenceError(405, f"{scope['method']} is not allowed here")
         if is_get:
-            self._answer_get(path, self._access.admit(key, origin=origin), reply)
-            await reply.send_json()
+            await reply.send_json(self._get(path, self._access.admit(key, origin=origin)))
             return
         with RequestLifecycle(self._in_progress, receive) as progress:
             arrived_s = time.monotonic()
             body = await progress.read_body(read_length(headers, b"content-length"))
             body = await decompress_in_thread(self._limits, body, headers.get(b"content-encoding", b"identity"))
-            work = _Work(len(body))
-            fields: Any = await work.run(read_body, body, BODIES[path])
+            size_bytes = len(body)
+            fields: Any = await _run(size_bytes, read_body, body, BODIES[path])
             model, call = self._find(fields.model, key, origin, headers)
             if isinstance(fields, EmbeddingBody):
-                await self._embed(model, fields, call, work, reply)
+                prompts = await _run(size_bytes, prepare_embedding, model, fields)
+                vectors, version = await model.embed(prompts, call)
+                reply.name_version(version)
+                await reply.send_json(write_embeddings(fields, sum(map(len, prompts)), vectors))
+                return
+            _apply_deadline(fields, headers, arrived_s)
+            api = APIS.get(path, MESSAGES)
+            job: Job = await _run(size_bytes, api.prepare, model, fields)
+            if isinstance(fields, CountBody):
+                await reply.send_json({"input_tokens": job.num_prompt_tokens})
             else:
-                _apply_deadline(fields, headers, arrived_s)
-                await self._generate(APIS.get(path, MESSAGES), model, fields, call, work, reply)
+                await self._generate(api, job, call, reply)
 
     def _find(self, name: str, key: bytes, origin: bytes, headers: Headers) -> tuple[TextModel, TextCall]:
         """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404, 429)."""
@@ -128,55 +136,35 @@ class LanguageApp:
         resume = headers.get(b"idempotency-key", b"").decode("latin-1")
         return model, TextCall(caller, int(version) if at else None, sticky, track, resume)
 
-    async def _generate(
-        self, api: Api, model: TextModel, body: Fields, call: TextCall, work: _Work, reply: _Reply
-    ) -> None:
-        job: Job = await work.run(api.prepare, model, body)
-        if isinstance(body, CountBody):
-            reply.content = {"input_tokens": job.num_prompt_tokens}
-            await reply.send_json()
-            return
+    async def _generate(self, api: Api, job: Job, call: TextCall, reply: _Reply) -> None:
         async with aclosing(merge_events(job, call)) as events:
             answers = await begin(job, events)
             reply.name_version(answers.first[1].version)
-            if body.stream:
-                await reply.send_stream(api.stream(answers))
-            else:
-                reply.content = await api.write(answers)
-        if not body.stream:
-            await reply.send_json()
+            if job.body.stream:
+                async with aclosing(api.stream(answers)) as frames:
+                    await reply.send_stream(frames)
+                return
+            content = await api.write(answers)
+        await reply.send_json(content)
 
-    async def _embed(self, model: TextModel, body: EmbeddingBody, call: TextCall, work: _Work, reply: _Reply) -> None:
-        prompts = await work.run(prepare_embedding, model, body)
-        vectors, version = await model.embed(prompts, call)
-        reply.name_version(version)
-        reply.content = write_embeddings(model, body, sum(map(len, prompts)), vectors)
-        await reply.send_json()
-
-    def _answer_get(self, path: str, caller: Caller, reply: _Reply) -> None:
-        if path.startswith("responses/"):
-            raise InferenceError(404, "responses are not stored: send the earlier messages as input")
+    def _get(self, path: str, caller: Caller) -> dict[str, Any]:
         kind, _, name = path.partition("/")
+        if kind == "responses":
+            raise InferenceError(404, "responses are not stored: send the earlier messages as input")
         if kind != "models":
             raise InferenceError(404, f"no such path: {path[:200]!r}")
         if name:
-            reply.content = _describe_model(self._models.get(name, caller))
-            return
+            return _describe_model(self._models.get(name, caller))
         data = [_describe_model(each) for each in self._models.list(caller)]
         ids = [each["id"] for each in data] or [None]
-        reply.content = {"object": "list", "data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+        return {"object": "list", "data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
 
 
-class _Work:
-    """Runs what depends on a body: at once for a small one, in a thread for a large one."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._size_bytes = size_bytes
-
-    async def run(self, work: Callable[..., T], *arguments: object) -> T:
-        if self._size_bytes <= SMALL_BYTES:
-            return work(*arguments)
-        return await decode_in_thread(self._size_bytes, work, *arguments)
+async def _run(size_bytes: int, work: Callable[..., T], *arguments: object) -> T:
+    """Run what depends on a body of so many bytes: at once for a small one, in a thread for a large one."""
+    if size_bytes <= SMALL_BYTES:
+        return work(*arguments)
+    return await decode_in_thread(size_bytes, work, *arguments)
 
 
 class _Reply:
@@ -184,16 +172,17 @@ class _Reply:
 
     def __init__(self, send: Send, is_anthropic: bool, grace_s: float) -> None:
         self._send, self._is_anthropic, self._grace_s = send, is_anthropic, grace_s
-        self._has_started = False
+        self._has_started, self.method = False, ""
         self._headers: list[tuple[bytes, bytes]] = []
-        self.content: Any = None
 
     def name_version(self, version: int | str) -> None:
         self._headers.append((b"shoal-model-version", str(version).encode()))
 
-    async def send_json(self) -> None:
-        """Send `content`."""
-        await self._send_body(200, msgspec.json.encode(self.content), self._headers)
+    async def send_json(self, content: object, status: int = 200) -> None:
+        body = msgspec.json.encode(content)
+        head = [(b"content-type", JSON_TYPE), (b"content-length", b"%d" % len(body)), *self._headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": body})
 
     async def send_stream(self, frames: AsyncIterator[bytes]) -> None:
         """Send server-sent events as fast as the client takes them. Raises Disconnected where it takes none."""
@@ -206,12 +195,12 @@ class _Reply:
     async def send_error(self, error: InferenceError) -> None:
         """Send an error, as the stream's last event if it has begun."""
         if self._has_started:
-            await self._send_frame(write_frame(self._describe(error), "error" if self._is_anthropic else ""))
-            await self._send({"type": "http.response.body", "body": b""})
+            with suppress(Disconnected):
+                await self._send_frame(write_frame(self._describe(error), "error" if self._is_anthropic else ""))
+                await self._send({"type": "http.response.body", "body": b""})
             return
-        await self._send_body(
-            error.status, msgspec.json.encode(self._describe(error)), build_error_response(error).headers
-        )
+        self._headers = build_error_response(error, self.method).headers
+        await self.send_json(self._describe(error), error.status)
 
     def _describe(self, error: InferenceError) -> dict[str, Any]:
         kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
@@ -220,11 +209,6 @@ class _Reply:
         code = "context_length_exceeded" if " context of " in error.message else None
         code = "model_not_found" if error.status == 404 and error.field == "model" else code
         return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": code}}
-
-    async def _send_body(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        head = [(b"content-type", JSON_TYPE), (b"content-length", b"%d" % len(body)), *headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": head})
-        await self._send({"type": "http.response.body", "body": body})
 
     async def _send_frame(self, frame: bytes) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,7 +26,7 @@ class Api(NamedTuple):
     body: type[Fields]
     prepare: Callable[[TextModel, Any], Job]
     write: Callable[[Answers], Any]
-    stream: Callable[[Answers], AsyncIterator[bytes]]
+    stream: Callable[[Answers], AsyncGenerator[bytes, None]]
 
 
 def write_frame(data: object, event: str = "") -> bytes:
@@ -68,7 +68,7 @@ async def write_chat(answers: Answers) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": answers.count_usage()}
 
 
-async def stream_chat(answers: Answers) -> AsyncIterator[bytes]:
+async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
     """chat.completion.chunk, and [DONE]."""
     head = _make_head(answers, "chat.completion.chunk", "chatcmpl-")
     begun: set[int] = set()
@@ -113,7 +113,7 @@ async def write_completion(answers: Answers) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": answers.count_usage()}
 
 
-async def stream_completion(answers: Answers) -> AsyncIterator[bytes]:
+async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     """text_completion, and [DONE]."""
     head = _make_head(answers, "text_completion", "cmpl-")
     async for answer, event, text in answers.read():
@@ -135,7 +135,7 @@ def prepare_embedding(model: TextModel, body: EmbeddingBody) -> list[tuple[int, 
     return prompts
 
 
-def write_embeddings(model: TextModel, body: EmbeddingBody, num_tokens: int, vectors: Sequence[np.ndarray]) -> Any:
+def write_embeddings(body: EmbeddingBody, num_tokens: int, vectors: Sequence[np.ndarray]) -> Any:
     """A list of embeddings."""
     data = []
     for index, vector in enumerate(vectors):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from shoal.errors import InferenceError
@@ -34,7 +34,8 @@ def prepare_message(model: TextModel, body: MessageBody) -> Job:
     choice = body.tool_choice if kind == "tool" else _CHOICES.get(str(kind), str(kind))
     use = read_tool_use(functions, choice, not body.tool_choice.get("disable_parallel_tool_use", False))
     continues = body.messages[-1].get("role") == "assistant" and "tool_calls" not in messages[-1]
-    more: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": tuple(body.stop_sequences)}
+    more: dict[str, Any] = {"max_tokens": body.max_tokens}
+    more |= {"stop": tuple(body.stop_sequences)} if body.stop_sequences else {}
     names = {"stop": "stop_sequences"}
     return make_chat_job(model, body, messages, use, "messages", names=names, continues=continues, **more)
 
@@ -74,7 +75,7 @@ async def write_message(answers: Answers) -> dict[str, Any]:
     return message | {"usage": _count_usage(answers), "shoal": {"spans": answer.spans}}
 
 
-async def stream_message(answers: Answers) -> AsyncIterator[bytes]:
+async def stream_message(answers: Answers) -> AsyncGenerator[bytes, None]:
     """message_start to message_stop."""
     head = {**_make_head(answers), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _write("message_start", message=head | {"usage": _count_usage(answers)})
@@ -119,9 +120,10 @@ def _count_usage(answers: Answers) -> dict[str, int]:
 def _describe_end(answers: Answers, answer: TextAnswer) -> dict[str, Any]:
     """Why it ended. A stop text is cut off the answer, and found in its tokens."""
     met = None
-    if answer.finish == "stop" and answers.job.body.stop_sequences:
+    stops = answers.job.requests[0].stop
+    if answer.finish == "stop" and stops:
         text = answers.job.model.tokenizer.decode(answer.tokens)
-        met = next((each for each in answers.job.body.stop_sequences if each in text), None)
+        met = next((each for each in stops if each in text), None)
     reason = "stop_sequence" if met else _STOPS.get(answer.finish, "end_turn")
     return {"stop_reason": reason, "stop_sequence": met}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from shoal.errors import InferenceError
@@ -62,7 +62,7 @@ async def write_response(answers: Answers) -> dict[str, Any]:
     return _make_response(answers, make_id("resp_"), answer, output + [_make_call(call) for call in answer.calls])
 
 
-async def stream_response(answers: Answers) -> AsyncIterator[bytes]:
+async def stream_response(answers: Answers) -> AsyncGenerator[bytes, None]:
     """response.created to response.completed, or response.incomplete."""
     number, head, item_id = -1, make_id("resp_"), make_id("msg_")
     part = {"item_id": item_id, "output_index": 0, "content_index": 0}
