@@ -225,6 +225,12 @@ def test_errors_have_the_form_of_the_api_that_was_called(client: Client) -> None
     assert asyncio.run(client.call("GET", "/v1/completions"))[0] == 405
 
 
+def test_a_body_that_does_not_end_is_cut_off(models: Models) -> None:
+    client = Client(make_tiny_app(models, limits=RequestLimits(max_body_bytes=1000)))
+    status, headers, answer = client.post("/v1/messages", b"[" * 1001)
+    assert (status, answer["error"]["type"], headers["connection"]) == (413, "request_too_large", "close")
+
+
 def test_keys_models_and_rates(models: Models) -> None:
     keys = [ApiKey(name="a", key="k" * 20, models=["tiny"], requests_per_s=0.01, burst=2)]
     app = make_tiny_app(models, keys)

@@ -157,7 +157,7 @@ def render_chat(
     how = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, **how)
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, ValueError) as error:
         problem = f"{name}: the chat template of model {model.name!r} refuses them: {summarize_error(error)}"
         raise InferenceError(400, problem, field=name) from error
     return encode(model, text, name, add_special_tokens=False), template
