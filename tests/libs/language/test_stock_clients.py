@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
-import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import uvicorn
+from tests.libs.language.tiny_served import Models, make_tiny_app
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-CLIENTS = ROOT / ".venv-clients"
+CLIENTS = HERE.parents[2] / ".venv-clients"
 
 
-def test_stock_clients_pass_their_common_calls() -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    app = cast(Any, make_tiny_app(Models()))
+    server = uvicorn.Server(uvicorn.Config(app, factory=False, lifespan="off", log_level="critical"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+def test_stock_clients_pass_their_common_calls(port: int) -> None:
     if not [*CLIENTS.glob("lib/*/site-packages/anthropic")]:
         pytest.skip("there is no anthropic in .venv-clients: make test brings it")
-    command = [sys.executable, HERE / "tiny_served.py"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT)}
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        port = server.stdout.readline().strip()
-        done = subprocess.run(
-            [CLIENTS / "bin" / "python", HERE / "stock_clients.py", port], capture_output=True, text=True, timeout=120
-        )
-        server.stdin.close()
-        assert server.wait(20) == 0
+    command = [CLIENTS / "bin" / "python", HERE / "stock_clients.py", str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -89,9 +89,10 @@ def test_fields_arrive_at_the_engine_and_the_model(client: Client, models: Model
     assert (sampling.top_k, sampling.min_p, sampling.logit_bias, sampling.temperature) == (5, 0.1, {65: 2}, 0.3)
 
 
-def test_prompts_of_a_completion_are_answered_together(client: Client) -> None:
+def test_prompts_of_a_completion_are_answered_together(client: Client, models: Models) -> None:
     asked = {"model": "bare", "prompt": ["a", [1, 2, 3]], "n": 2, "max_tokens": 4, "logprobs": 2}
-    answer = client.post("/v1/completions", asked)[2]
+    answer = client.post("/v1/completions", asked, idempotency_key="k")[2]
+    assert [each.resume for each in models.bare.calls[-2:]] == ["k/0", "k/1"]
     assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
     assert [len(each["logprobs"]["tokens"]) for each in answer["choices"]] == [4] * 4
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}

@@ -1,10 +1,9 @@
-"""A tiny decoder behind the HTTP API, in this process; as a program, with uvicorn on a port that it prints."""
+"""A tiny decoder behind the HTTP API, in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -156,22 +155,3 @@ class Client:
             return head["status"], found, json.loads(self.taken)
         frames = [each.partition(b"data: ")[2] for each in self.taken.split(b"\n\n") if each]
         return head["status"], found, [each.decode() if each == b"[DONE]" else json.loads(each) for each in frames]
-
-
-if __name__ == "__main__":
-    import socket
-
-    import uvicorn
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_tiny_app(Models()), lifespan="off", log_level="warning"))  # type: ignore[arg-type]
-    sys.stdout.write(f"{listener.getsockname()[1]}\n")
-    sys.stdout.flush()
-
-    async def serve() -> None:
-        serving = asyncio.create_task(server.serve([listener]))
-        await asyncio.to_thread(sys.stdin.read)
-        server.should_exit = True
-        await serving
-
-    asyncio.run(serve())

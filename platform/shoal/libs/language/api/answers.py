@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from shoal.errors import InferenceError
@@ -96,7 +96,11 @@ async def begin(job: Job, events: Events) -> Answers:
 
 async def merge_events(job: Job, call: TextCall) -> Events:
     """Events of all prompts with the prompt's number, no more of each than the reader takes. Closing it cancels all."""
-    streams = [cast(AsyncGenerator[TokenEvent, None], job.model.generate(each, call)) for each in job.requests]
+    calls = [call] * len(job.requests)
+    if call.resume and len(calls) > 1:  # each prompt is continued by itself
+        calls = [replace(call, resume=f"{call.resume}/{number}") for number in range(len(calls))]
+    made = map(job.model.generate, job.requests, calls)
+    streams = [cast(AsyncGenerator[TokenEvent, None], each) for each in made]
     if len(streams) == 1:
         async with aclosing(streams[0]) as events:
             async for event in events:
