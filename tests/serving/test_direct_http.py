@@ -48,9 +48,12 @@ class Echo:
             await self._wait(receive)
         told = {"path": scope["path"], "query": scope["query_string"].decode(), "method": scope["method"]}
         answer = body if scope["path"] == "/same" else json.dumps({**told, "body": body.decode()[:100]}).encode()
-        headers = [(b"content-length", b"%d" % len(answer))]
+        is_stream = scope["path"] == "/stream"
+        headers = [] if is_stream else [(b"content-length", b"%d" % len(answer))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        for part in (b"a" * 70_000, b"", b"b") if is_stream else ():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"" if is_stream else answer})
 
     async def _wait(self, receive: Any) -> None:
         departure = asyncio.ensure_future(receive())
@@ -129,6 +132,14 @@ def test_a_large_body_comes_and_goes_whole(running: Running, chunked: bool) -> N
     with running.client() as client:
         answer = client.post("/same", content=iter([body[:1000], body[1000:]]) if chunked else body)
     assert answer.content == body
+
+
+def test_an_answer_without_a_length_comes_in_chunks(running: Running) -> None:
+    with running.client() as client:
+        for _ in range(2):  # the connection remains
+            answer = client.get("/stream")
+            assert answer.headers["transfer-encoding"] == "chunked"
+            assert answer.content == b"a" * 70_000 + b"b"
 
 
 def test_pipelined_requests_are_answered_in_order(running: Running) -> None:

@@ -47,9 +47,11 @@ if TYPE_CHECKING:
     from shoal.serve.protocol.infer_call import (
         LARGE_BYTES,
         ModelCodecs,
+        compute_deadline,
         decode_in_thread,
         has_large_arrays,
         read_head,
+        read_side,
         resolve_version,
         run_in_thread,
         start_trace,

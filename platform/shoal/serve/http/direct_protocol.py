@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 SERVE_PATH_PREFIX = b"/-/"
 # For the rest of a request that was answered before it was complete: as long as HAProxy waits for a client.
 UNREAD_BODY_TIMEOUT_S = 30.0
+FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 HIGH_WATER_BYTES = 65536  # a shorter first part of an answer is sent together with its head
 # The methods and connection attributes of uvicorn's HttpToolsProtocol that `DirectProtocol` uses.
 USED_OF_UVICORN = frozenset(
@@ -166,7 +167,8 @@ class DirectCycle:
     """One request and its answer: ASGI's `receive` and `send`.
 
     The start of an answer may have `guard`: a function of the connection's transport that returns the answer's
-    `WriteGuard`, or None. The application sets a content-length or writes chunks.
+    `WriteGuard`, or None. Without a content-length or transfer-encoding of the application, the parts of its answer are
+    sent as chunks.
     """
 
     __slots__ = (
@@ -176,6 +178,7 @@ class DirectCycle:
         "_head",
         "_headers",
         "_is_body_delivered",
+        "_is_chunked",
         "_is_incomplete",
         "_on_finished",
         "_transport",
@@ -201,7 +204,7 @@ class DirectCycle:
         self._headers, self._on_finished = headers, finished
         self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
         self.body, self.more_body = bytearray(), True
-        self._is_body_delivered = self._closing = self._is_incomplete = False
+        self._is_body_delivered = self._closing = self._is_incomplete = self._is_chunked = False
         self.message_event = asyncio.Event()
         self._head: list[bytes] = []
         self._guarded: WriteGuard | None = None
@@ -258,6 +261,9 @@ class DirectCycle:
         content = message.get("body", b"")
         if self.scope["method"] == "HEAD":
             content = b""
+        elif self._is_chunked:
+            end = b"" if message.get("more_body", False) else b"0\r\n\r\n"
+            content = b"%x\r\n%b\r\n%b" % (len(content), content, end) if content else end
         if self._guarded is not None:
             self._guarded.begin_write()
         if self._head:
@@ -284,9 +290,15 @@ class DirectCycle:
         if guard := message.get("guard"):
             self._guarded = guard(self._transport)
         head = [STATUS_LINES[message["status"]]]
+        is_chunked = True
         for name, value in (*self._headers, *message["headers"]):
             head += (name, b": ", value, b"\r\n")
             if name == b"connection" and value == b"close":
                 self.keep_alive = False
+            elif name in FRAMING_HEADERS:
+                is_chunked = False
+        if is_chunked:
+            self._is_chunked = True
+            head.append(b"transfer-encoding: chunked\r\n")
         head.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
         self._head = head

@@ -136,6 +136,12 @@ def read_head(
     arrived_s: by `time.monotonic()`
     """
     number = resolve_version(model, version)
+    track, sticky = read_side(headers)
+    return CallHead(model, headers, caller.name, trace, arrived_s, number, track, sticky)
+
+
+def read_side(headers: Mapping[bytes, bytes]) -> tuple[str, str]:
+    """The track and the sticky key of a request, "" for none. Raises InferenceError (400)."""
     track = sticky = ""
     if text := headers.get(b"shoal-track"):
         track = text.decode("latin-1")
@@ -143,7 +149,7 @@ def read_head(
             raise InferenceError(400, f"shoal-track = {track[:40]!r}: expected stable or candidate")
     if text := headers.get(b"shoal-sticky"):
         sticky = parse_sticky(text.decode("latin-1"))
-    return CallHead(model, headers, caller.name, trace, arrived_s, number, track, sticky)
+    return track, sticky
 
 
 def resolve_version(model: ServedModelProtocol, text: str | None) -> int | None:

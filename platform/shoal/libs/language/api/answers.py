@@ -1,0 +1,129 @@
+"""Answers of a request while they come: text apart from tool calls, versions, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from shoal.errors import InferenceError
+from shoal.libs.language.api.prompt import Job
+from shoal.libs.language.api.tools import ToolCall, ToolCallReader
+from shoal.libs.language.engine.request import TokenEvent
+from shoal.libs.language.text_model import TextCall
+
+Events = AsyncGenerator[tuple[int, TokenEvent], None]
+# Ends that are errors: a client repeats 409, and gets the answer from the new weights.
+_FAILURES = {
+    "cancelled": (503, "the answer was cancelled"),
+    "deadline": (504, "the deadline has passed"),
+    "swapped": (409, "the weights were replaced, and swap = 'refuse'"),
+    "error": (500, "the model failed"),
+}
+
+
+@dataclass
+class TextAnswer:
+    """One answer so far. `events` are retained where log-probabilities are wanted."""
+
+    index: int
+    reader: ToolCallReader | None
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    spans: list[list[int | str]] = field(default_factory=list)
+
+    def take(self, event: TokenEvent) -> str:
+        """Add an event; returns the text to show. Raises InferenceError for an end that is a failure."""
+        if event.token is not None:
+            self.tokens.append(event.token)
+        text = event.text if self.reader is None else self.reader.push(event.text)
+        if event.finish in _FAILURES:
+            status, problem = _FAILURES[event.finish]
+            raise InferenceError(status, f"{problem}: {event.problem}" if event.problem else problem)
+        if event.finish:
+            if self.reader is not None:
+                rest, self.calls = self.reader.finish()
+                text += rest
+            self.finish = "tool_calls" if self.calls else event.finish
+            self.spans = [list(span) for span in event.spans]
+        self.text += text
+        return text
+
+
+@dataclass
+class Answers:
+    """All answers of a job. `first` came before the head of the HTTP answer, which names its version."""
+
+    job: Job
+    first: tuple[int, TokenEvent]
+    rest: Events
+    all: list[TextAnswer]
+
+    async def read(self) -> AsyncIterator[tuple[TextAnswer, TokenEvent, str]]:
+        """The answer, an event and the text to show, as they come. Raises InferenceError."""
+        yield self._take(*self.first)
+        async for number, event in self.rest:
+            yield self._take(number, event)
+
+    def _take(self, number: int, event: TokenEvent) -> tuple[TextAnswer, TokenEvent, str]:
+        answer = self.all[number * self.job.body.n + event.index]
+        return answer, event, answer.take(event)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.all)
+
+    def count_usage(self) -> dict[str, int]:
+        """As the chat API has it."""
+        before, new = self.job.num_prompt_tokens, self.num_new_tokens
+        return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+
+
+async def begin(job: Job, events: Events) -> Answers:
+    """Wait for the first event. Raises InferenceError with the API's name of a field."""
+    try:
+        first = await anext(events)
+    except InferenceError as error:
+        name = (job.names or {}).get(error.field, error.field)
+        raise InferenceError(error.status, error.message, error.retry_after_s, name) from error
+    made = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
+    return Answers(job, first, events, made)
+
+
+async def merge_events(job: Job, call: TextCall) -> Events:
+    """Events of all prompts with the prompt's number, no more of each than the reader takes. Closing it cancels all."""
+    calls = [call] * len(job.requests)
+    if call.resume and len(calls) > 1:  # each prompt is continued by itself
+        calls = [replace(call, resume=f"{call.resume}/{number}") for number in range(len(calls))]
+    made = map(job.model.generate, job.requests, calls)
+    streams = [cast(AsyncGenerator[TokenEvent, None], each) for each in made]
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as events:
+            async for event in events:
+                yield 0, event
+        return
+    waiting = {asyncio.ensure_future(anext(stream, None)): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                if (found := task.result()) is not None:
+                    waiting[asyncio.ensure_future(anext(streams[number], None))] = number
+                    yield number, found
+    finally:
+        await _close(list(waiting), streams)
+
+
+async def _close(
+    tasks: Sequence[asyncio.Future[TokenEvent | None]], streams: Sequence[AsyncGenerator[TokenEvent, None]]
+) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for stream in streams:
+        await stream.aclose()

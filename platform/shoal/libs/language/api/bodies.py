@@ -1,0 +1,172 @@
+"""Bodies of requests: what each field may be, and which unknown ones change nothing. Pure; raises InferenceError."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shoal.errors import InferenceError, suggest
+
+T = TypeVar("T")
+MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS = 4096, 128, 128
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+_ANY = object()
+# Fields of the stock clients without effect here, and the values for which that is so.
+HARMLESS: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "service_tier"), (_ANY,)),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "cache_control", "inference_geo"), (_ANY,)),
+    **dict.fromkeys(("store", "background", "echo"), (False,)),
+    "best_of": (1,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "truncation": ("disabled",),
+    "include": ([],),
+    "thinking": ({"type": "disabled"},),
+    "reasoning_effort": ("none",),
+}
+REASONS = {
+    "store": "responses are not stored: send store=false, and the earlier messages as input",
+    "previous_response_id": "responses are not stored: send the earlier messages as input",
+    "conversation": "conversations are not stored: send the earlier messages as input",
+}
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool = False
+
+
+class Fields(Struct, kw_only=True):
+    """What every text may have. Ranges are checked by the engine, which knows its model."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    seed: Seed | None = None
+    stop: str | list[str] = []
+    n: Count = 1
+    grammar: str | None = None  # in Lark
+    regex: str | None = None
+    choice: list[str] | None = None
+    swap: Literal["continue", "finish", "refuse"] = "continue"
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    begin_s: float | None = None
+    deadline_s: float | None = None
+
+
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+
+
+class ChatBody(Fields, kw_only=True):
+    messages: Messages
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    response_format: dict[str, Any] = {}
+    tools: Tools = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+
+
+class CompletionBody(Fields, kw_only=True):
+    prompt: str | list[Any]
+    max_tokens: Count = 16
+    logprobs: int | None = None
+    response_format: dict[str, Any] = {}
+
+
+class ResponseBody(Fields, kw_only=True):
+    input: str | Messages
+    instructions: str = ""
+    max_output_tokens: Count | None = None
+    text: dict[str, Any] = {}
+    tools: Tools = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+
+
+class MessageBody(Fields, kw_only=True):
+    messages: Messages
+    max_tokens: Count
+    system: str | list[dict[str, Any]] = ""
+    stop_sequences: list[str] = []
+    tools: Tools = []
+    tool_choice: dict[str, Any] = {}
+
+
+class CountBody(MessageBody, kw_only=True):
+    max_tokens: Count = 1
+
+
+class EmbeddingBody(Struct, kw_only=True):
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+def read_body(raw: bytes, kind: type[T]) -> T:
+    """Raises InferenceError (400) that names the field. A field that is null counts as absent, as in OpenAI's API."""
+    try:
+        found = msgspec.json.decode(raw)
+        if not isinstance(found, dict):
+            raise InferenceError(400, "the body is not a JSON object")
+        fields = {name: value for name, value in found.items() if value is not None}
+        for name in fields.keys() - set(kind.__struct_fields__):  # type: ignore[attr-defined]
+            _check_unknown(name, fields.pop(name), kind)
+        return msgspec.convert(fields, kind)
+    except RecursionError:
+        raise InferenceError(400, "the body is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        missing = re.search("required field `(.*)`", problem)
+        path = ".".join(filter(None, (path.strip(".`"), missing[1] if missing else "")))
+        raise InferenceError(400, f"{path}: {problem}" if path else problem, field=path) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InferenceError(400, f"the body is not JSON: {error}") from None
+
+
+def _check_unknown(name: str, value: object, kind: type) -> None:
+    allowed = HARMLESS.get(name, ())
+    if _ANY in allowed or any(value == each and type(value) is type(each) for each in allowed):
+        return
+    known = kind.__struct_fields__  # type: ignore[attr-defined]
+    shown = f"{name[:80]} = {str(value)[:40]!r}" if allowed else name[:80]
+    reason = REASONS.get(name, "would change the answer, and is not offered here")
+    problem = f"{shown}: {reason}. {suggest(name[:80], known)}"
+    raise InferenceError(400, problem.removesuffix(". "), field=name[:80])
+
+
+def read_text(content: object, path: str) -> str:
+    """The text of a message: a string, or parts of text. Raises InferenceError (400) for other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content if isinstance(content, list) else [content]):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            shown = f"{path}[{number}]"
+            raise InferenceError(400, f"{shown}: expected text, got {str(kind)[:40]!r}", field=shown)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def require(value: dict[str, Any], name: str, kind: type[T], path: str) -> T:
+    """A field of an object. Raises InferenceError (400)."""
+    found = value.get(name)
+    if not isinstance(found, kind):
+        path = f"{path}.{name}"
+        raise InferenceError(400, f"{path}: expected {kind.__name__}, got {str(found)[:40]!r}", field=path)
+    return found

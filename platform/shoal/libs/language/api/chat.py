@@ -1,0 +1,204 @@
+"""OpenAI's /v1/chat/completions, /v1/completions and /v1/embeddings: bodies to jobs, answers to JSON and chunks."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from shoal.errors import InferenceError
+from shoal.libs.language.api.answers import Answers, TextAnswer
+from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, require
+from shoal.libs.language.api.prompt import Job, check_length, encode_prompts, make_chat_job, make_job, read_format
+from shoal.libs.language.api.tools import ToolCall, read_tool_use
+from shoal.libs.language.engine.request import TokenEvent
+from shoal.libs.language.text_model import TextModel
+
+
+class Api(NamedTuple):
+    """One path. prepare: without the event loop, may take long; write, stream: read the answers."""
+
+    body: type[Fields]
+    prepare: Callable[[TextModel, Any], Job]
+    write: Callable[[Answers], Any]
+    stream: Callable[[Answers], AsyncGenerator[bytes, None]]
+
+
+def write_frame(data: object, event: str = "") -> bytes:
+    """A server-sent event."""
+    head = b"event: %b\n" % event.encode() if event else b""
+    return head + b"data: %b\n\n" % msgspec.json.encode(data)
+
+
+def make_id(kind: str) -> str:
+    return f"{kind}{secrets.token_hex(12)}"
+
+
+def prepare_chat(model: TextModel, body: ChatBody) -> Job:
+    """Raises InferenceError (400)."""
+    if body.top_logprobs and not body.logprobs:
+        raise InferenceError(400, "top_logprobs: needs logprobs = true", field="top_logprobs")
+    functions = [require(each, "function", dict, f"tools[{number}]") for number, each in enumerate(body.tools)]
+    use = read_tool_use(functions, body.tool_choice, body.parallel_tool_calls)
+    wanted = read_format(body.response_format, "response_format")
+    most, top = body.max_completion_tokens or body.max_tokens, body.top_logprobs
+    return make_chat_job(
+        model, body, body.messages, use, "messages", grammars=[wanted], max_tokens=most, top_logprobs=top
+    )
+
+
+async def write_chat(answers: Answers) -> dict[str, Any]:
+    """A chat.completion."""
+    logprobs: list[list[Any]] = [[] for _ in answers.all]
+    async for answer, event, _ in answers.read():
+        logprobs[answer.index] += _describe_event(answers.job, event)
+    choices = []
+    for answer, entries in zip(answers.all, logprobs, strict=True):
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": describe_calls(answer.calls)}
+        content = {"content": entries, "refusal": None} if answers.job.body.logprobs else None
+        choices.append({"index": answer.index, "message": message, "logprobs": content, **_describe_end(answer)})
+    head = _make_head(answers, "chat.completion", "chatcmpl-")
+    return {**head, "choices": choices, "usage": answers.count_usage()}
+
+
+async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
+    """chat.completion.chunk, and [DONE]."""
+    head = _make_head(answers, "chat.completion.chunk", "chatcmpl-")
+    begun: set[int] = set()
+    async for answer, event, text in answers.read():
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if answer.index not in begun:
+            begun.add(answer.index)
+            delta = {"role": "assistant", "content": text}
+        if answer.calls:
+            calls = describe_calls(answer.calls)
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        entries = _describe_event(answers.job, event)
+        if not (delta or entries or answer.finish):
+            continue
+        choice: dict[str, Any] = {"index": answer.index, "delta": delta, "finish_reason": None}
+        if entries:
+            choice["logprobs"] = {"content": entries, "refusal": None}
+        if answer.finish:
+            choice |= _describe_end(answer)
+        yield write_frame({**head, "choices": [choice]})
+    for frame in _end_stream(answers, head):
+        yield frame
+
+
+def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
+    """Raises InferenceError (400)."""
+    prompts, wanted = encode_prompts(model, body.prompt, "prompt"), read_format(body.response_format, "response_format")
+    more: dict[str, Any] = {"max_tokens": body.max_tokens, "top_logprobs": body.logprobs or 0}
+    return make_job(model, body, prompts, grammars=[wanted], names={"top_logprobs": "logprobs"}, **more)
+
+
+async def write_completion(answers: Answers) -> dict[str, Any]:
+    """A text_completion."""
+    logprobs = [_TextLogprobs(answers.job) for _ in answers.all]
+    async for answer, event, text in answers.read():
+        logprobs[answer.index].add(event, len(answer.text) - len(text))
+    choices = [
+        {"index": answer.index, "text": answer.text, "logprobs": logprobs[answer.index].take(), **_describe_end(answer)}
+        for answer in answers.all
+    ]
+    head = _make_head(answers, "text_completion", "cmpl-")
+    return {**head, "choices": choices, "usage": answers.count_usage()}
+
+
+async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
+    """text_completion, and [DONE]."""
+    head = _make_head(answers, "text_completion", "cmpl-")
+    async for answer, event, text in answers.read():
+        logprobs = _TextLogprobs(answers.job)
+        logprobs.add(event, len(answer.text) - len(text))
+        found = logprobs.take()
+        if text or answer.finish or found:
+            choice = {"index": answer.index, "text": text, "logprobs": found, "finish_reason": None}
+            yield write_frame({**head, "choices": [choice | (_describe_end(answer) if answer.finish else {})]})
+    for frame in _end_stream(answers, head):
+        yield frame
+
+
+def prepare_embedding(model: TextModel, body: EmbeddingBody) -> list[tuple[int, ...]]:
+    """The prompts. Raises InferenceError (400)."""
+    prompts = encode_prompts(model, body.input, "input")
+    for prompt in prompts:
+        check_length(model, prompt, "input")
+    return prompts
+
+
+def write_embeddings(body: EmbeddingBody, num_tokens: int, vectors: Sequence[np.ndarray]) -> Any:
+    """A list of embeddings."""
+    data = []
+    for index, vector in enumerate(vectors):
+        floats = vector.astype("<f4")
+        shown = base64.b64encode(floats.tobytes()).decode() if body.encoding_format == "base64" else floats.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": shown})
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": body.model, "usage": usage}
+
+
+def describe_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Calls as the chat API has them."""
+    return [
+        {"id": make_id("call_"), "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+        for each in calls
+    ]
+
+
+def _make_head(answers: Answers, kind: str, prefix: str) -> dict[str, Any]:
+    return {"id": make_id(prefix), "object": kind, "created": int(time.time()), "model": answers.job.body.model}
+
+
+def _describe_end(answer: TextAnswer) -> dict[str, Any]:
+    return {"finish_reason": answer.finish, "shoal": {"spans": answer.spans}}
+
+
+def _end_stream(answers: Answers, head: dict[str, Any]) -> list[bytes]:
+    usage = {**head, "choices": [], "usage": answers.count_usage()}
+    return [write_frame(usage)] * answers.job.body.stream_options.include_usage + [b"data: [DONE]\n\n"]
+
+
+def _describe_event(job: Job, event: TokenEvent) -> list[dict[str, Any]]:
+    """The log-probability of an event's token, in a list; empty where none is wanted."""
+    if not job.body.logprobs or event.token is None:
+        return []
+    top = [_describe_token(job, *each) for each in event.top_logprobs]
+    return [_describe_token(job, event.token, event.logprob) | {"top_logprobs": top}]
+
+
+def _describe_token(job: Job, token: int, logprob: float) -> dict[str, Any]:
+    text = job.model.tokenizer.decode([token])
+    known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text, and no bytes here
+    return {"token": text, "logprob": logprob, "bytes": known}
+
+
+class _TextLogprobs:
+    """Log-probabilities as /v1/completions has them."""
+
+    def __init__(self, job: Job) -> None:
+        self._decode, self._wanted = job.model.tokenizer.decode, job.body.logprobs is not None
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        self._columns: dict[str, list[Any]] = {name: [] for name in names}
+
+    def add(self, event: TokenEvent, offset: int) -> None:
+        if event.token is not None and self._wanted:
+            top = {self._decode([token]): logprob for token, logprob in event.top_logprobs}
+            row = (self._decode([event.token]), event.logprob, top, offset)
+            for column, value in zip(self._columns.values(), row, strict=True):
+                column.append(value)
+
+    def take(self) -> dict[str, list[Any]] | None:
+        return self._columns if self._columns["tokens"] else None
+
+
+CHAT = Api(ChatBody, prepare_chat, write_chat, stream_chat)
+COMPLETIONS = Api(CompletionBody, prepare_completion, write_completion, stream_completion)

@@ -1,0 +1,131 @@
+"""Anthropic's /v1/messages: blocks of text and tools to a job, answers to a message and its events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from shoal.errors import InferenceError
+from shoal.libs.language.api.answers import Answers, TextAnswer
+from shoal.libs.language.api.bodies import MessageBody, read_text, require
+from shoal.libs.language.api.chat import Api, make_id, write_frame
+from shoal.libs.language.api.prompt import Job, make_chat_job
+from shoal.libs.language.api.tools import read_tool_use
+from shoal.libs.language.text_model import TextModel
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def prepare_message(model: TextModel, body: MessageBody) -> Job:
+    """Raises InferenceError (400)."""
+    if body.n != 1:
+        raise InferenceError(400, f"n = {body.n}: /v1/messages has one answer", field="n")
+    messages = [{"role": "system", "content": read_text(body.system, "system")}] if body.system else []
+    for number, message in enumerate(body.messages):
+        messages += _divide(message, f"messages[{number}]")
+    functions = []
+    for number, tool in enumerate(body.tools):
+        path = f"tools[{number}]"
+        function = {"name": require(tool, "name", str, path), "description": str(tool.get("description", ""))}
+        functions.append(function | {"parameters": require(tool, "input_schema", dict, path)})
+    kind = body.tool_choice.get("type", "auto")
+    choice = body.tool_choice if kind == "tool" else _CHOICES.get(str(kind), str(kind))
+    use = read_tool_use(functions, choice, not body.tool_choice.get("disable_parallel_tool_use", False))
+    continues = body.messages[-1].get("role") == "assistant" and "tool_calls" not in messages[-1]
+    more: dict[str, Any] = {"max_tokens": body.max_tokens}
+    more |= {"stop": tuple(body.stop_sequences)} if body.stop_sequences else {}
+    names = {"stop": "stop_sequences"}
+    return make_chat_job(model, body, messages, use, "messages", names=names, continues=continues, **more)
+
+
+def _divide(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """A message of blocks as messages of the chat API."""
+    role, content = require(message, "role", str, path), message.get("content")
+    if not isinstance(content, list):
+        return [{"role": role, "content": read_text(content, f"{path}.content")}]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for number, block in enumerate(content):
+        where = f"{path}.content[{number}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use":
+            arguments = json.dumps(require(block, "input", dict, where))
+            function = {"name": require(block, "name", str, where), "arguments": arguments}
+            calls.append({"id": require(block, "id", str, where), "type": "function", "function": function})
+        elif kind == "tool_result":
+            text = read_text(block.get("content"), f"{where}.content")
+            results.append({"role": "tool", "tool_call_id": require(block, "tool_use_id", str, where), "content": text})
+        else:
+            texts.append(read_text([block], f"{path}.content"))
+    rest = {"role": role, "content": "".join(texts)} | ({"tool_calls": calls} if calls else {})
+    return results + [rest] * bool(texts or calls or not results)
+
+
+async def write_message(answers: Answers) -> dict[str, Any]:
+    """A message."""
+    async for _ in answers.read():
+        pass
+    (answer,) = answers.all
+    text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    tools = [{**_begin_tool(call.name), "input": json.loads(call.arguments)} for call in answer.calls]
+    message = {**_make_head(answers), "content": [*text, *tools], **_describe_end(answers, answer)}
+    return message | {"usage": _count_usage(answers), "shoal": {"spans": answer.spans}}
+
+
+async def stream_message(answers: Answers) -> AsyncGenerator[bytes, None]:
+    """message_start to message_stop."""
+    head = {**_make_head(answers), "content": [], "stop_reason": None, "stop_sequence": None}
+    yield _write("message_start", message=head | {"usage": _count_usage(answers)})
+    index, is_open = 0, False
+    async for _, _, text in answers.read():
+        if text and not is_open:
+            is_open = True
+            yield _write("content_block_start", index=index, content_block={"type": "text", "text": ""})
+        if text:
+            yield _write("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
+    if is_open:
+        yield _write("content_block_stop", index=index)
+        index += 1
+    (answer,) = answers.all
+    for call in answer.calls:
+        yield _write("content_block_start", index=index, content_block=_begin_tool(call.name))
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        yield _write("content_block_delta", index=index, delta=delta)
+        yield _write("content_block_stop", index=index)
+        index += 1
+    spans = {"spans": answer.spans}
+    yield _write("message_delta", delta=_describe_end(answers, answer), usage=_count_usage(answers), shoal=spans)
+    yield _write("message_stop")
+
+
+def _write(kind: str, **more: object) -> bytes:
+    return write_frame({"type": kind, **more}, kind)
+
+
+def _make_head(answers: Answers) -> dict[str, Any]:
+    return {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": answers.job.body.model}
+
+
+def _begin_tool(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": make_id("toolu_"), "name": name, "input": {}}
+
+
+def _count_usage(answers: Answers) -> dict[str, int]:
+    return {"input_tokens": answers.job.num_prompt_tokens, "output_tokens": answers.num_new_tokens}
+
+
+def _describe_end(answers: Answers, answer: TextAnswer) -> dict[str, Any]:
+    """Why it ended. A stop text is cut off the answer, and found in its tokens."""
+    met = None
+    stops = answers.job.requests[0].stop
+    if answer.finish == "stop" and stops:
+        text = answers.job.model.tokenizer.decode(answer.tokens)
+        met = next((each for each in stops if each in text), None)
+    reason = "stop_sequence" if met else _STOPS.get(answer.finish, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": met}
+
+
+MESSAGES = Api(MessageBody, prepare_message, write_message, stream_message)

@@ -1,0 +1,303 @@
+"""The HTTP API in this process: what it answers, what it refuses before a token is spent, and how a stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.libs.language.tiny_served import Client, Models, make_tiny_app
+
+from shoal.libs.language.api.tools import ToolCall, ToolUse, read_tool_use
+from shoal.serve.protocol.request_limits import RequestLimits
+from shoal.serve.spec.api_key import ApiKey
+
+pytest.importorskip("transformers")
+USER = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "tiny", "messages": USER, "max_tokens": 6, "seed": 1}
+ONE = {"type": "object", "properties": {"n": {"const": 1}}, "required": ["n"], "additionalProperties": False}
+TOOL = {"name": "where", "parameters": ONE}
+TOOLS = [{"type": "function", "function": TOOL}]
+PATHS = {
+    "chat/completions": CHAT,
+    "completions": {"model": "bare", "prompt": "hi", "max_tokens": 6, "seed": 1},
+    "responses": {"model": "tiny", "input": "hi", "max_output_tokens": 6, "seed": 1},
+    "messages": CHAT,
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models()
+
+
+@pytest.fixture
+def client(models: Models) -> Iterator[Client]:
+    yield Client(make_tiny_app(models))
+    for each in (models.tiny, models.plain, models.bare):
+        while each.engine.has_work:  # what was cancelled
+            each.engine.step()
+
+
+def find(value: Any, name: str) -> list[Any]:
+    """All fields of this name, however deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = [value[name]] if isinstance(value, dict) and name in value else []
+    return own + [found for each in inner for found in find(each, name)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_has_the_text_and_the_spans_of_the_answer(path: str, client: Client) -> None:
+    status, headers, answer = client.post(f"/any/root/v1/{path}", PATHS[path])
+    assert (status, headers["shoal-model-version"]) == (200, "3")
+    text = "".join(find(answer, "content" if path == "chat/completions" else "text")[-1:])
+    status, headers, frames = client.post(f"/v1/{path}", PATHS[path] | {"stream": True})
+    assert (status, headers["shoal-model-version"]) == (200, "3")
+    deltas = [frame for frame in frames if frame != "[DONE]" and frame.get("type", "").partition(".")[2] != "done"]
+    if path == "responses":
+        assert "".join(each["delta"] for each in deltas if each["type"].endswith("text.delta")) == text
+        assert [each["sequence_number"] for each in frames] == list(range(len(frames)))
+    else:
+        name = "content" if path == "chat/completions" else "text"
+        assert "".join(found for each in deltas for found in find(each, name) if isinstance(found, str)) == text
+    assert find(frames, "shoal")[-1] == find(answer, "shoal")[-1] == {"spans": [[3, 6]]}
+
+
+def test_new_weights_within_an_answer_are_in_its_spans(client: Client, models: Models) -> None:
+    models.plain.switch_at = models.plain.engine.observe().new_tokens + 3
+    (choice,) = client.post("/v1/chat/completions", CHAT | {"max_tokens": 20, "model": "plain"})[2]["choices"]
+    first, second = choice["shoal"]["spans"]
+    assert (second[0] - first[0], first[1] + second[1]) == (1, 20)
+
+
+def test_fields_arrive_at_the_engine_and_the_model(client: Client, models: Models) -> None:
+    fields = {"top_k": 5, "min_p": 0.1, "logit_bias": {"65": 2}, "presence_penalty": 0.5, "temperature": 0.3}
+    asked = {"n": 2, "stop": "zz", "swap": "finish", "priority": 2, "deadline_s": 50, "user": "me", "metadata": None}
+    headers = {"shoal_deadline_ms": "9000", "shoal_sticky": "a%20b", "shoal_track": "stable", "idempotency_key": "k"}
+    status, _, answer = client.post("/v1/chat/completions", CHAT | fields | asked | {"model": "tiny@3"}, **headers)
+    assert (status, len(answer["choices"]), answer["usage"]["total_tokens"]) == (200, 2, 21 + 12)
+    call, request = models.tiny.calls[-1], models.tiny.requests[-1]
+    assert (call.version, call.sticky, call.track, call.resume) == (3, "a b", "stable", "k")
+    assert (request.num_answers, request.stop, request.swap, request.priority) == (2, ("zz",), "finish", 2)
+    assert request.end_s is not None
+    assert 8 < request.end_s <= 9
+    sampling = request.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.logit_bias, sampling.temperature) == (5, 0.1, {65: 2}, 0.3)
+
+
+def test_prompts_of_a_completion_are_answered_together(client: Client, models: Models) -> None:
+    asked = {"model": "bare", "prompt": ["a", [1, 2, 3]], "n": 2, "max_tokens": 4, "logprobs": 2}
+    answer = client.post("/v1/completions", asked, idempotency_key="k")[2]
+    assert [each.resume for each in models.bare.calls[-2:]] == ["k/0", "k/1"]
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
+    assert [len(each["logprobs"]["tokens"]) for each in answer["choices"]] == [4] * 4
+    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+
+
+def test_a_stop_text_and_a_prefilled_message_of_anthropics_form(client: Client, models: Models) -> None:
+    talk = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "I am"}]}]
+    asked = {"model": "tiny", "messages": talk, "max_tokens": 9, "stop_sequences": ["B"], "logit_bias": {"33": 100}}
+    answer = client.post("/v1/messages", asked | {"temperature": 0, "system": [{"type": "text", "text": "s"}]})[2]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "B")
+    assert models.tiny.tokenizer.decode(models.tiny.requests[-1].prompt).endswith("assistant\nI am")
+
+
+@pytest.mark.parametrize(
+    ("mark", "text", "shown", "calls"),
+    [
+        ("<tool_call>", 'ok <tool_call>\n{"name": "where", "arguments": {"n": 1}}\n</tool_call>', "ok ", 1),
+        ("<tool_call>", '<tool_call>{"name": "where"}</tool_call>\n<tool_call>{"name": "where"}', "", 2),
+        ("<tool_call>", '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', 0),
+        ("<tool_call>", "a <tool_ b <tool", "a <tool_ b <tool", 0),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "where", "arguments": {"n": 1}}, {"name": "where"}]', "", 2),
+        ("", '<|python_tag|>{"name": "where", "parameters": {"n": 1}}', "", 1),
+        ("", ' {"name": "where", "parameters": {"n": 1}}; {"name": "where"}', "", 2),
+        ("", '{"city": "Rome"}', '{"city": "Rome"}', 0),
+        ("", "no {}", "no {}", 0),
+        ("", "[" * 5000, "[" * 5000, 0),
+    ],
+)
+def test_tool_calls_are_read_from_a_stream(mark: str, text: str, shown: str, calls: int) -> None:
+    reader = ToolUse([TOOL]).make_reader(f"{mark} tools")
+    assert reader is not None
+    seen = "".join(reader.push(letter) for letter in text)
+    rest, found = reader.finish()
+    assert (seen + rest, len(found)) == (shown, calls)
+    assert set(found) <= {ToolCall("where", '{"n": 1}'), ToolCall("where", "{}")}
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", "[TOOL_CALLS]", ""])
+def test_a_compelled_call_is_in_the_form_of_the_template(mark: str, client: Client, models: Models) -> None:
+    template = models.tiny.tokenizer.chat_template
+    models.tiny.tokenizer.chat_template = template.replace("<tool_call>", mark)
+    choice = {"type": "function", "function": {"name": "where"}}
+    answer = client.post("/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": choice, "max_tokens": 600})[2]
+    models.tiny.tokenizer.chat_template = template
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])["n"]) == ("where", 1)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_single_call_is_given_where_several_are_not_wanted() -> None:
+    use = read_tool_use([TOOL], "auto", parallel=False)
+    reader = use.make_reader("")
+    assert reader is not None
+    reader.push('{"name": "where"} {"name": "where"}')
+    assert reader.finish() == ("", [ToolCall("where", "{}")])
+
+
+DEEP = b'{"model": "tiny", "messages": ' + b"[" * 100_000
+REFUSED: list[tuple[str, Any, int, str]] = [
+    ("chat/completions", b"{", 400, "the body is not JSON"),
+    ("chat/completions", b"\xff", 400, "the body is not JSON"),
+    ("chat/completions", b'["a"]', 400, "not a JSON object"),
+    ("chat/completions", DEEP, 400, "nested too deeply"),
+    ("chat/completions", {"messages": USER}, 400, "model: Object missing required field"),
+    ("chat/completions", {"tempersture": 1}, 400, "tempersture: .*did you mean 'temperature'?"),
+    ("chat/completions", {"store": True}, 400, "store = 'True': responses are not stored"),
+    ("chat/completions", {"temperature": "hot"}, 400, "temperature: Expected `float`"),
+    ("chat/completions", {"temperature": 101}, 400, "temperature = 101.0: expected 0.0 to 100.0"),
+    ("chat/completions", {"n": 10**6}, 400, "num_answers = 1000000"),
+    ("chat/completions", {"n": 10**30}, 400, "n: |out of range"),
+    ("chat/completions", {"stop": ["a"] * 10_000}, 400, "stop = '10000 texts'"),
+    ("chat/completions", {"messages": USER * 100_000}, 400, "messages: Expected `array` of length <= 4096"),
+    ("chat/completions", {"messages": []}, 400, "messages: Expected `array` of length >= 1"),
+    ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, 400, r"messages\[0\].role: 'robot'"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a" * 3000}]}, 400, "has 30.. tokens"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a" * 300_000}]}, 400, "300000 characters"),
+    ("chat/completions", {"logit_bias": {"x": 1}}, 400, "logit_bias.x: expected a token's number"),
+    ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs: needs logprobs"),
+    ("chat/completions", {"grammar": "start: /a/", "regex": "a"}, 400, "grammar and regex exclude each other"),
+    ("chat/completions", {"response_format": {"type": "xml"}}, 400, "response_format.type: expected text"),
+    ("chat/completions", {"regex": "(a"}, 400, "grammar = 'regex'"),
+    ("chat/completions", {"grammar": "start: " + "a " * 20_000 + "\na: /a*/"}, 400, "Too many items"),
+    ("chat/completions", {"model": "bare"}, 400, "model 'bare' has no chat template"),
+    ("chat/completions", {"model": "plain", "tools": TOOLS}, 400, "tools: the chat template of model 'plain' has none"),
+    ("chat/completions", {"model": "other"}, 404, "there is no model 'other'"),
+    ("chat/completions", {"model": "tiny@7"}, 404, "no version 7"),
+    ("chat/completions", {"model": "tiny@champion"}, 400, "model: 'champion' is no number of a version"),
+    ("chat/completions", {"tools": TOOLS, "tool_choice": "maybe"}, 400, "tool_choice = 'maybe'"),
+    ("chat/completions", {"tool_choice": "required"}, 400, "there are no tools"),
+    ("chat/completions", {"tools": [{"type": "function"}]}, 400, r"tools\[0\].function: expected dict"),
+    ("completions", {"prompt": ""}, 400, "prompt: has no token"),
+    ("completions", {"prompt": [[1], "a", 3]}, 400, r"prompt\[2\]: expected a text"),
+    ("completions", {"prompt": [999]}, 400, "holds one outside of 0 to"),
+    ("completions", {"prompt": ["a"] * 1000}, 400, "expected 1 to 128 texts, got 1000"),
+    ("completions", {"echo": True}, 400, "echo = 'True': would change the answer"),
+    ("responses", {"previous_response_id": "resp_1"}, 400, "responses are not stored"),
+    ("responses", {"input": [{"type": "computer_call"}]}, 400, r"input\[0\].type: 'computer_call'"),
+    ("responses", {"tools": [{"type": "web_search"}]}, 400, r"tools\[0\].type: expected function"),
+    ("messages", {"max_tokens": None}, 400, "max_tokens"),
+    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "thinking = "),
+    ("nothing", {}, 404, "no such path"),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "status", "message"), REFUSED)
+def test_what_is_wrong_is_refused_before_a_token_is_spent(
+    path: str, change: Any, status: int, message: str, client: Client, models: Models
+) -> None:
+    counts = [each.engine.observe() for each in (models.tiny, models.bare)]
+    body = change if isinstance(change, bytes) else PATHS.get(path, {}) | change
+    if isinstance(body, dict) and change == {"messages": USER}:
+        del body["model"]
+    found, _, answer = client.post(f"/v1/{path}", body)
+    assert found == status, answer
+    assert re.search(message, answer["error"]["message"]), answer
+    assert [each.engine.observe() for each in (models.tiny, models.bare)] == counts
+
+
+def test_errors_have_the_form_of_the_api_that_was_called(client: Client) -> None:
+    wrong = client.post("/v1/chat/completions", CHAT | {"n": 0})[2]["error"]
+    assert (wrong["type"], wrong["param"], wrong["code"]) == ("invalid_request_error", "n", None)
+    wrong = client.post("/v1/chat/completions", CHAT | {"n": 500})[2]["error"]
+    assert wrong["param"] == "n"  # the engine calls it num_answers
+    wrong = client.post("/v1/responses", {"model": "tiny", "input": "a" * 3000})[2]["error"]
+    assert (wrong["param"], wrong["code"]) == ("input", "context_length_exceeded")
+    wrong = client.post("/v1/messages", CHAT | {"n": 2})[2]
+    assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")
+    for path in ("responses/resp_1", "models/other", "models_", "nothing"):
+        assert asyncio.run(client.call("GET", f"/v1/{path}"))[0] == 404
+    assert asyncio.run(client.call("GET", "/v1/completions"))[0] == 405
+
+
+def test_a_body_that_does_not_end_is_cut_off(models: Models) -> None:
+    client = Client(make_tiny_app(models, limits=RequestLimits(max_body_bytes=1000)))
+    status, headers, answer = client.post("/v1/messages", b"[" * 1001)
+    assert (status, answer["error"]["type"], headers["connection"]) == (413, "request_too_large", "close")
+
+
+def test_keys_models_and_rates(models: Models) -> None:
+    keys = [ApiKey(name="a", key="k" * 20, models=["tiny"], requests_per_s=0.01, burst=2)]
+    app = make_tiny_app(models, keys)
+    assert Client(app).post("/v1/completions", b"x" * 99)[0] == 401
+    client = Client(app, "k" * 20)
+    assert [each["id"] for each in asyncio.run(client.call("GET", "/v1/models"))[2]["data"]] == ["tiny"]
+    assert client.post("/v1/completions", PATHS["completions"])[0] == 403
+    assert Client(app).post("/v1/messages", CHAT | {"max_tokens": 1}, x_api_key="k" * 20)[0] == 200
+    status, headers, answer = client.post("/v1/chat/completions", CHAT)
+    assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+    assert int(headers["retry-after"]) > 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_leaves_ends_its_answers(n: int, client: Client, models: Models) -> None:
+    async def leave() -> None:
+        body = json.dumps(CHAT | {"max_tokens": 2000, "n": n, "stream": True}).encode()
+        await client.call("POST", "/v1/chat/completions", body, leave_at=500)
+
+    before = models.tiny.engine.observe().new_tokens
+    asyncio.run(leave())
+    models.tiny.engine.step()
+    seen = models.tiny.engine.observe()
+    assert (seen.running, seen.queued) == (0, 0)
+    assert seen.new_tokens - before < 1900 * n
+
+
+def test_a_client_that_takes_nothing_ends_its_answer(models: Models) -> None:
+    app = make_tiny_app(models, limits=RequestLimits(answer_grace_s=0.01))
+    sent = []
+
+    async def receive() -> dict[str, Any]:
+        body = json.dumps(CHAT | {"max_tokens": 2000, "stream": True}).encode()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.Event().wait()
+
+    asyncio.run(app({"method": "POST", "path": "/v1/chat/completions", "headers": []}, receive, send))  # type: ignore[arg-type]
+    assert len(sent) == 4  # no event was taken from the engine meanwhile
+    models.tiny.engine.step()
+    assert models.tiny.engine.observe().running == 0
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_a_failure_within_a_stream_is_its_last_event(path: str, client: Client, models: Models) -> None:
+    asked = CHAT | {"model": "plain", "max_tokens": 200, "stream": True, "swap": "refuse"}
+    models.plain.switch_at = models.plain.engine.observe().new_tokens + 3
+    status, _, frames = client.post(f"/v1/{path}", asked)
+    assert (status, len(frames) > 2) == (200, True)
+    assert find(frames[-1], "message") == ["the weights were replaced, and swap = 'refuse'"]
+    models.plain.switch_at = models.plain.engine.observe().new_tokens + 3
+    assert client.post(f"/v1/{path}", asked | {"stream": False})[0] == 409
+
+
+def test_what_is_large_is_rendered_in_a_thread(client: Client, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    render = models.tiny.tokenizer.apply_chat_template
+
+    def record(*arguments: Any, **more: Any) -> Any:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return render(*arguments, **more)
+
+    monkeypatch.setattr(models.tiny.tokenizer, "apply_chat_template", record)
+    client.post("/v1/messages/count_tokens", {"model": "tiny", "messages": USER})
+    client.post("/v1/messages/count_tokens", {"model": "tiny", "messages": USER * 1000})
+    assert seen == [True, False]
