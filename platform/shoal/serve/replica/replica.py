@@ -229,5 +229,8 @@ class EndpointReplica:
 
     def measure_load(self) -> dict[str, float]:
         """What an autoscaling policy needs, as numbers by name. Call it on the event loop."""
-        models = {each.name: each.measure_load() for each in self.manager.list_loaded()}
+        loaded = self.manager.list_loaded()
+        models = {each.name: each.measure_load() for each in loaded}
+        streams = {f"{each.name} streams": each.streams.measure_load() for each in loaded if each.streams is not None}
+        models |= {name: each for name, each in streams.items() if each.latency}
         return encode(self._load_meter.measure(models, self.manager.on_demand.num_waiting))

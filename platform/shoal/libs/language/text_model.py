@@ -1,0 +1,64 @@
+"""What the HTTP API needs of a model that writes text; the endpoint's models implement it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from shoal.extend.serve import Caller
+from shoal.libs.language.engine.request import TextRequest, TokenEvent
+
+
+@dataclass(frozen=True)
+class TextCall:
+    """Who asks, and which version.
+
+    version:       None leaves it to the rollout
+    sticky, track: as `InferCall` has them
+    resume:        an idempotency key, "" for none
+    """
+
+    caller: Caller
+    version: int | None = None
+    sticky: str = ""
+    track: str = ""
+    resume: str = ""
+
+
+class TextModel(Protocol):
+    """One model, or an adapter of it, of an endpoint.
+
+    name:      by which requests ask for it, such as smollm or smollm:adapter
+    created_s: seconds since 1970 of the answering version
+    tokenizer: of transformers: encode, decode, apply_chat_template, chat_template
+    context:   tokens of a prompt and its answer together
+    """
+
+    name: str
+    created_s: float
+    tokenizer: Any
+    context: int
+
+    def generate(self, request: TextRequest, call: TextCall) -> AsyncIterator[TokenEvent]:
+        """Events of all answers as they come; closing the iterator cancels the request.
+
+        Raises, before the first event, InferenceError (400 with the field's name, 429, 503, 504).
+        """
+        ...
+
+    async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+        """A vector per prompt (mean of the last hidden states, normalised), and the version that computed them."""
+        ...
+
+
+class TextModels(Protocol):
+    """The models of an endpoint that write text."""
+
+    def list(self, caller: Caller) -> list[TextModel]: ...
+
+    def get(self, name: str, caller: Caller) -> TextModel:
+        """Raises InferenceError (403, 404)."""
+        ...
