@@ -6,6 +6,7 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.batching.batcher import BatcherCounts, PendingBatch, Prediction
+    from shoal.batching.step_queue import StepQueue
     from shoal.client.endpoint_status import EndpointStatus
     from shoal.client.payload import ArrayLike
     from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
     from shoal.serve.replica.model_manager import ModelManager
     from shoal.serve.replica.model_statistics import SECONDS, Histogram
     from shoal.serve.replica.served_model import ServedModel
-    from shoal.serve.replica.step_queue import StepQueue
     from shoal.serve.replica.version_router import Track
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
     from shoal.serve.scaling.replica_counts import ModelLoad

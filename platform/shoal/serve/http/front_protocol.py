@@ -115,7 +115,7 @@ class FrontProtocol(DirectProtocol):
     _began = _is_change = _is_returned = False
     _head = b""  # of a request, as long as it is incomplete; none if it began with the end of another one's body
     _num_head_bytes = 0
-    _seen: tuple[Any, int] = (None, 0)  # what the last check saw, and since when
+    _seen: tuple[Any, int, int] = (None, 0, 0)  # what the last check saw, and since when
     _seen_s = 0.0
 
     def __init__(self, front: DirectFront, server: Any, number: int) -> None:
@@ -221,8 +221,9 @@ class FrontProtocol(DirectProtocol):
 
     def check(self, now_s: float) -> None:
         """End what has made no progress for too long. Called once a second."""
-        seen: tuple[Any, int] = (self.scope, self.transport.get_write_buffer_size())
-        if seen[0] is not self._seen[0] or seen[1] != self._seen[1]:
+        transport: Any = self.transport
+        seen = (self.scope, transport.get_write_buffer_size(), transport.written)  # an answer that streams grows
+        if seen[0] is not self._seen[0] or seen[1:] != self._seen[1:]:
             self._seen, self._seen_s = seen, now_s
             return
         limit_s, end = self._find_limit(seen[1])

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -29,6 +29,7 @@ from shoal.serve.messages.inference import (
     TracerProtocol,
     size_bytes,
 )
+from shoal.serve.messages.metrics_snapshot import LibraryMetric
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
@@ -38,7 +39,6 @@ from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
 from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
-from shoal.serve.replica.step_queue import StreamedAnswers
 from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
 from shoal.serve.scaling.replica_counts import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
@@ -83,6 +83,31 @@ class FailureLog:
         return failed_model(reference)
 
 
+class StreamedAnswers(Protocol):
+    """What a library streams for a served model: `ServedModel.streams`. Called on the event loop."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is in progress."""
+        ...
+
+    def follow(self) -> None:
+        """Other versions answer from now on."""
+        ...
+
+    def close(self, problem: str) -> None:
+        """End every answer with 503, for this reason. Idempotent."""
+        ...
+
+    def measure_load(self) -> ModelLoad:
+        """What an autoscaling policy needs, with a token, say, as the unit of requests and rows."""
+        ...
+
+    def list_metrics(self) -> Mapping[str, LibraryMetric]:
+        """Series of the model, by the name of their family."""
+        ...
+
+
 class ServedModel:
     """Implements `ServedModelProtocol`. Only the model manager changes `table`; `predictor` is the newest version's.
 
@@ -118,16 +143,11 @@ class ServedModel:
         self._failures = FailureLog(name, show_errors)
         self._forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
+        self._prepare = prepare
         if is_live:
             options = self.options
-
-            def load(snapshot: WeightSnapshot) -> LoadedModel:
-                loaded = predictor.load(snapshot)
-                prepare(loaded)
-                return loaded
-
             self.live = LiveVersionSelector(
-                options.guard, load, self.point, self._forward_times, num_older=options.held_versions
+                options.guard, self._load_live, self.point, self._forward_times, num_older=options.held_versions
             )
         self._queue = batcher.add_queue(
             name,
@@ -273,6 +293,11 @@ class ServedModel:
     def describe_failure(self, error: Exception, version: int) -> InferenceError:
         """What the caller receives for an error of a version: its text, or a reference to the log."""
         return self._failures.to_answer(error, version)
+
+    def _load_live(self, snapshot: WeightSnapshot) -> LoadedModel:
+        loaded = self.predictor.load(snapshot)
+        self._prepare(loaded)
+        return loaded
 
     def _count_failure(self, track: Track | None, status: int, arrived_s: float, *, is_excused: bool = False) -> None:
         """Count a failure: a 5xx of the model's making counts against the version, a request refused before a forward

@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from shoal.errors import ConfigError, WeightsError
 from shoal.extend.models import Decoder
 from shoal.extend.registry import Registry
 from shoal.extend.serve import LoadedModel, ModelOptions
@@ -63,9 +62,10 @@ class VersionPreparation:
 
     def prepare(self, name: str, registry: str, options: ModelOptions, loaded: LoadedModel) -> None:
         """See `ModelManager.prepare_with`. Whatever is wrong with the texts of a version, it answers tensors."""
-        if loaded.module is None or (module := share_module(loaded.module)) is None:
-            return
         try:
+            module = share_module(loaded.module) if loaded.module is not None else None
+            if module is None:
+                return
             read = self._read_tokenizer(name, registry, options, loaded.version)
             if read is None:
                 logger.info("%s@%d has no tokenizer, and so no text", name, loaded.version)
@@ -73,7 +73,7 @@ class VersionPreparation:
             key = (name, type(module))
             if key not in self._contexts:
                 self._contexts[key] = open_model(module).context
-        except (ConfigError, WeightsError, OSError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - of files and networks that are the user's
             logger.warning("%s@%d answers tensors, and no text: %s", name, loaded.version, error)
             return
         (tokenizer, stops, created_s), known = read, self._contexts[key]

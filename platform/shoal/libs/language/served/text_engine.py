@@ -27,7 +27,7 @@ MAX_UNREAD = 4096
 T = TypeVar("T")
 
 
-class TextStream:
+class RequestStream:
     """The events of one request, from the engine's steps to its reader."""
 
     def __init__(self, request: TextRequest, arrived_s: float) -> None:
@@ -78,7 +78,7 @@ class TextEngine:
         self._tokenizer: object = None
         self.engine: SlotEngine | None = None
         self._opening: asyncio.Future[SlotEngine] | None = None
-        self._streams: dict[int, TextStream] = {}
+        self._streams: dict[int, RequestStream] = {}
         self._num_pending = 0  # submissions, and what is run besides steps
         self._num_compiling = 0  # submissions in threads, of which a step may give events first:
         self._early: dict[int, list[TokenEvent]] = {}
@@ -96,9 +96,9 @@ class TextEngine:
     def is_idle(self) -> bool:
         return not (self._streams or self._num_pending)
 
-    async def submit(self, request: TextRequest, arrived_s: float) -> TextStream:
+    async def submit(self, request: TextRequest, arrived_s: float) -> RequestStream:
         """Raises ConfigError and InferenceError, as `SlotEngine.submit`."""
-        stream = TextStream(request, arrived_s)
+        stream = RequestStream(request, arrived_s)
         self._num_pending += 1
         try:
             engine = await self._open()
@@ -125,7 +125,7 @@ class TextEngine:
         finally:
             self._num_compiling -= 1
 
-    def release(self, stream: TextStream) -> None:
+    def release(self, stream: RequestStream) -> None:
         """Its reader has left: cancel what is still computed."""
         if self._streams.pop(stream.number, None) is not None and stream.running and self.engine is not None:
             self.engine.cancel(stream.number)

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import CLIENT_GONE, Caller, LibraryMetric, ModelLoad, ModelManager, ServedModel, Track
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed
-from shoal.libs.language.served.text_engine import TextEngine, TextStream
+from shoal.libs.language.served.text_engine import RequestStream, TextEngine
 from shoal.libs.language.served.text_statistics import TextStatistics
 from shoal.libs.language.text_model import TextCall, TextModel
 
@@ -27,7 +26,6 @@ class ServedTexts:
 
     def __init__(self, manager: ModelManager) -> None:
         self._manager, self._preparation = manager, VersionPreparation()
-        self._texts: WeakKeyDictionary[ServedModel, ModelTexts] = WeakKeyDictionary()
         manager.prepare_with(self._preparation.prepare)
 
     def list(self, caller: Caller) -> list[TextModel]:
@@ -53,9 +51,10 @@ class ServedTexts:
         """The texts of a model as it is served now."""
         served = self._manager.get_model(name)
         assert isinstance(served, ServedModel)
-        if served not in self._texts:
-            served.streams = self._texts[served] = ModelTexts(served, self._preparation)
-        return self._texts[served]
+        if served.streams is None:
+            served.streams = ModelTexts(served, self._preparation)
+        assert isinstance(served.streams, ModelTexts)
+        return served.streams
 
     def _find(self, served: ServedModel) -> ServedText | None:
         stable = served.router.stable
@@ -208,7 +207,7 @@ class ModelTexts:
     def _list_open(self) -> list[SlotEngine]:
         return [each.engine for each in (*self._engines.values(), *self._ending) if each.engine is not None]
 
-    def _count(self, stream: TextStream | None, status: int, arrived_s: float) -> None:
+    def _count(self, stream: RequestStream | None, status: int, arrived_s: float) -> None:
         """As tensors are counted: an answer and a failure of the model's count for its version."""
         version = stream.version if stream is not None and status in (200, 500) else 0
         self._served.counts.count_request(version, status, time.monotonic() - arrived_s, rows=1)

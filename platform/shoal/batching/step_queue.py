@@ -1,9 +1,8 @@
-"""An answer that streams: work for a served model that is computed in many steps, in the batcher's thread.
+"""An answer that streams: work that is computed in many steps, each of them an entry of a batcher.
 
-A library that generates, such as one of texts, has an engine whose `step` computes a little of every answer in
-progress. Each step is one entry of a queue of the replica's batcher. So the models of a replica share its thread by
-their weights, a step that hangs is found as a forward is, and what a step gives reaches the event loop in one call.
-Decision 082.
+An engine that generates, texts say, computes a little of every answer in progress in each `step`. As entries of a
+queue, steps share the batcher's thread with the models of a replica by their weights, one that hangs is found as a
+forward is, and what it gives reaches the event loop in one call. Decision 082.
 
 | capacity                    | what blocks | who unblocks | close()                                      |
 |-----------------------------|-------------|--------------|----------------------------------------------|
@@ -13,42 +12,15 @@ Decision 082.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from shoal.batching.batcher import Batcher, PendingBatch, Prediction
-from shoal.serve.messages.metrics_snapshot import LibraryMetric
-from shoal.serve.scaling.replica_counts import ModelLoad
 
 StepT = TypeVar("StepT")
 T = TypeVar("T")
 DEPTH = 2  # steps in the queue: the next one begins while the event loop hands out what the last one gave
 MAX_ENTRIES = 1024
-
-
-class StreamedAnswers(Protocol):
-    """What a library streams for a served model: `ServedModel.streams`. Called on the event loop."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no answer is in progress."""
-        ...
-
-    def follow(self) -> None:
-        """Other versions answer from now on."""
-        ...
-
-    def close(self, problem: str) -> None:
-        """End every answer with 503, for this reason. Idempotent."""
-        ...
-
-    def measure_load(self) -> ModelLoad:
-        """What an autoscaling policy needs, with a token, say, as the unit of requests and rows."""
-        ...
-
-    def list_metrics(self) -> Mapping[str, LibraryMetric]:
-        """Series of the model, by the name of their family."""
-        ...
 
 
 class StepQueue(Generic[StepT]):
