@@ -146,6 +146,20 @@ async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, byt
         assert served(replica).counts.snapshot()["refused"] == {"400": 1, "404": 1}
 
 
+async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
+    async with ReplicaSet(route_prefix="/second") as endpoint:
+        replica = endpoint.add()
+        paths = []
+
+        async def record(scope: Any, receive: Any, send: Any) -> None:
+            paths.append(scope["path"])
+
+        replica.app._others = [("/v1/", record)]
+        for path in ("/second/v1/models", "/v1/models"):
+            await replica.app({"type": "http", "path": path}, record, record)  # type: ignore[arg-type]
+        assert paths == ["/v1/models", "/v1/models"]
+
+
 async def test_a_version_without_a_tokenizer_is_not_listed() -> None:
     register_decoder({}, 1)
     async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
