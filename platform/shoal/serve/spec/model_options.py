@@ -56,7 +56,7 @@ class TextOptions(Spec):
     """
 
     slots: int = Field(default=16, ge=1, le=4096)
-    length: int | None = Field(default=None, ge=2)
+    length: int | None = Field(default=None, ge=2, le=10_000_000)
     swap: Literal["continue", "finish", "refuse"] = "continue"
     deterministic: bool = False
     tokenizer: str = ""
