@@ -106,12 +106,7 @@ def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> by
     """Render the text of a scrape, of type CONTENT_TYPE. A caller with a key for some models sees only those, and no
     other callers."""
     reports = list(reports)
-    metrics = METRICS | {
-        name: Metric(each["kind"], _MODEL, each["help"])
-        for report in reports
-        for model in report.models.values()
-        for name, each in _get_others(model.counts).items()
-    }
+    metrics = list_metrics(reports)
     families: dict[str, list[str]] = {name: [] for name in metrics}
     for report in reports:
         for name, labels, value in series(report):
@@ -125,6 +120,16 @@ def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> by
         if families[name]:
             lines += (f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *families[name])
     return ("\n".join(lines) + "\n").encode()
+
+
+def list_metrics(reports: Iterable[ReplicaReport]) -> dict[str, Metric]:
+    """The families of these reports by name, with those of libraries."""
+    return METRICS | {
+        name: Metric(each["kind"], _MODEL, each["help"])
+        for report in reports
+        for model in report.models.values()
+        for name, each in _get_others(model.counts).items()
+    }
 
 
 def series(report: ReplicaReport) -> Iterator[Series]:
