@@ -57,10 +57,17 @@ def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: py
         assert value("nv_inference_count", model="m", version="1") == 4
         assert value("shoal_requests_total", model="m", version="", status="429") == 2
         assert value("shoal_queued_rows", model="m") == 7
+    counted = report(statistics)
+    snapshot = counted.models["m"].counts
+    assert snapshot is not None
+    snapshot["others"] = {"shoal_words_total": {"kind": "counter", "help": "Words, of a library", "value": 5.0}}
+    metrics.publish(counted)
+    assert value("shoal_words_total", model="m") == 5
     statistics.count_request(1, 200, 0.01, rows=3)
     metrics.publish(report(statistics))
     assert value("nv_inference_count", model="m", version="1") == 7
-    assert {name for name, _ in values} == {name for name, metric in METRICS.items() if metric.kind != "histogram"}
+    own = {name for name, metric in METRICS.items() if metric.kind != "histogram"}
+    assert {name for name, _ in values} == own | {"shoal_words_total"}
 
 
 def test_columns_with_umlauts_are_ascii_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:

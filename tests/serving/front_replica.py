@@ -1,8 +1,8 @@
 """A replica's server that follows HAProxy, as a process: `python -m serving.front_replica PORT FOLDER HEAD_S`.
 
-`/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more; any other path
-with the path, and whether HAProxy has passed the request on. SIGTERM stops the server. HEAD_S: how
-long a head may take.
+`/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more; `/drip` with a
+part every half a second; any other path with the path, and whether HAProxy has passed the request on. SIGTERM stops the
+server. HEAD_S: how long a head may take.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/part":
         await send({"type": "http.response.body", "body": body[:5], "more_body": True})
         await asyncio.sleep(60.0)
+    if scope["path"] == "/drip":
+        for at in range(8):
+            await send({"type": "http.response.body", "body": body[at : at + 1], "more_body": True})
+            await asyncio.sleep(0.5)
+        body = body[8:]
     await send({"type": "http.response.body", "body": body})
 
 

@@ -104,7 +104,9 @@ def test_the_rules_of_the_ingress_hold_without_it(direct: Direct) -> None:
     with socket.create_connection(("127.0.0.1", direct.proxy.port), 30) as line:
         line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
         assert line.recv(9)[3] == 4, "HAProxy's settings of HTTP/2"
+    drip = direct.send("connection: close\r\n", path="/drip")
     assert read_all(direct.send("", path="/slow")).startswith(b"HTTP/1.1 504"), "longer than an answer may take"
+    assert read_all(drip).endswith(b"}"), "longer, and never silent for so long"
     assert read_all(late).startswith(b"HTTP/1.1 408")
     direct.proxy.process.kill()
     direct.proxy.process.wait(30)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.batching.batcher import PendingBatch, Prediction
+    from shoal.batching.batcher import BatcherCounts, PendingBatch, Prediction
+    from shoal.batching.step_queue import StepQueue
     from shoal.client.endpoint_status import EndpointStatus
     from shoal.client.payload import ArrayLike
     from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         TracerProtocol,
         format_origin,
     )
+    from shoal.serve.messages.metrics_snapshot import LibraryMetric
     from shoal.serve.model.formats import open_template
     from shoal.serve.model.formats.module import check_finite, check_names, check_shape
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from shoal.serve.model.hooks import find_hook
     from shoal.serve.model.onnx_trace import name_dynamic_axes, trace_to_onnx
     from shoal.serve.model.precision import PrecisionConverter
-    from shoal.serve.model.predictor import Predictor
+    from shoal.serve.model.predictor import LoadedModel, Predictor
     from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
     from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
     from shoal.serve.protocol.infer_call import (
@@ -73,7 +75,12 @@ if TYPE_CHECKING:
         Send,
         decompress_in_thread,
     )
+    from shoal.serve.replica.model_manager import ModelManager
+    from shoal.serve.replica.model_statistics import SECONDS, Histogram
+    from shoal.serve.replica.served_model import ServedModel
+    from shoal.serve.replica.version_router import Track
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
+    from shoal.serve.scaling.replica_counts import ModelLoad
     from shoal.serve.spec.batch_layout import BatchLayout, has_batch_first
     from shoal.serve.spec.endpoint import DEFAULT_OBJECTIVE_S, EndpointSpec, GangSplit, GpuCount, TraceDestination
     from shoal.serve.spec.model_options import ModelOptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -57,3 +58,16 @@ class Bytes:
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
+
+
+def make_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Those of a tokenizer of bytes, as transformers saves them: a folder that is written."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={each: number for number, each in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return {each.name: each.read_bytes() for each in folder.iterdir()}

@@ -2,4 +2,8 @@
 
 from shoal.plugins.library import Library
 
-LIBRARY = Library("language", names={"language": "shoal.libs.language"})
+LIBRARY = Library(
+    "language",
+    names={"language": "shoal.libs.language"},
+    extensions={"shoal.protocols": {"language": "shoal.libs.language.app:make_app"}},
+)

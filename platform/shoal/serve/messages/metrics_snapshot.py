@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 
 class DurationSnapshot(TypedDict):
@@ -78,6 +78,14 @@ class ActiveVersions(TypedDict):
     percent: float
 
 
+class LibraryMetric(TypedDict):
+    """A family of Prometheus with one series for a model, which a library counts."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    value: float | HistogramSnapshot
+
+
 class ModelSnapshot(TypedDict):
     """One model on one replica, or on several (`merge_snapshots`). Plain data for other processes and JSON."""
 
@@ -92,6 +100,7 @@ class ModelSnapshot(TypedDict):
     queue_s: HistogramSnapshot
     compute_s: HistogramSnapshot
     batch_rows: HistogramSnapshot
+    others: NotRequired[dict[str, LibraryMetric]]  # of libraries, by name
 
 
 def merge_snapshots(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:

@@ -16,6 +16,7 @@ from http import HTTPStatus
 
 import numpy as np
 import torch
+from torch import nn
 
 from shoal.device_memory import explain_out_of_memory
 from shoal.errors import ConfigError, InferenceError, ModelError, WeightsError
@@ -215,6 +216,8 @@ class LoadedModel:
     """One version of a model, ready to answer. Immutable and thread-safe.
 
     size_limits: the sizes of a request's inputs that it takes, which the caller checks; None for any
+    module:      what computes it, where that is a module that runs eagerly in this process; None for others. It is not
+                 to be changed
     sampler:     of a policy with a distribution: draws actions, for the caller to apply
     """
 
@@ -222,6 +225,7 @@ class LoadedModel:
         self.version, self._forward, self._steps, self.sampler = version, forward, steps, sampler
         self._layout, self._input_names = steps.layout, steps.collator.names
         self.size_limits: InputLimits | None = None
+        self.module: nn.Module | None = getattr(forward, "module", None)
         if steps.preprocess is None:  # a hook's arrays are no request's
             self.size_limits = getattr(forward, "limits", None)
 

@@ -21,7 +21,7 @@ from shoal.serve.http import fast_path
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.on_ray.bind_address import announce_http_address, answer_clients, is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
-from shoal.serve.protocol.prometheus import METRICS, series
+from shoal.serve.protocol.prometheus import METRICS, Metric, list_metrics, series
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import PREDICTORS, EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
@@ -110,20 +110,25 @@ class RayMetrics:
     def __init__(self) -> None:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
-        for name, metric in METRICS.items():
-            arguments = (metric.help, (*metric.labels, "replica"))
-            if metric.kind == "counter":
-                self._counters[name] = Counter(name, *arguments)
-            elif metric.kind == "gauge":
-                self._gauges[name] = Gauge(name, *arguments)
+        self._add(METRICS)
         self._published: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def _add(self, metrics: Mapping[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            arguments = (metric.help, (*metric.labels, "replica"))
+            if metric.kind == "counter" and name not in self._counters:
+                self._counters[name] = Counter(name, *arguments)
+            elif metric.kind == "gauge" and name not in self._gauges:
+                self._gauges[name] = Gauge(name, *arguments)
 
     def publish(self, report: ReplicaReport) -> None:
         """Publish the counts since the last report, and the gauges."""
+        metrics = list_metrics([report])
+        self._add(metrics)
         for name, labels, value in series(report):
             if not isinstance(value, (int, float)):
                 continue
-            tags = {label: labels.get(label, "") for label in METRICS[name].labels} | {"replica": report.replica}
+            tags = {label: labels.get(label, "") for label in metrics[name].labels} | {"replica": report.replica}
             # Ray refuses others than ASCII.
             tags = {label: tag.encode("ascii", "backslashreplace").decode() for label, tag in tags.items()}
             if name in self._gauges:

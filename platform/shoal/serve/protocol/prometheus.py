@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.serve.messages.inference import Caller
-from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, ModelSnapshot, VersionSnapshot, sum_versions
+from shoal.serve.messages.metrics_snapshot import (
+    HistogramSnapshot,
+    LibraryMetric,
+    ModelSnapshot,
+    VersionSnapshot,
+    sum_versions,
+)
 from shoal.serve.messages.replica_report import ReplicaReport
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -99,7 +105,9 @@ _REASONS = {"429": "REJECTED", "503": "REJECTED", "504": "REJECTED", "499": "CAN
 def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> bytes:
     """Render the text of a scrape, of type CONTENT_TYPE. A caller with a key for some models sees only those, and no
     other callers."""
-    families: dict[str, list[str]] = {name: [] for name in METRICS}
+    reports = list(reports)
+    metrics = list_metrics(reports)
+    families: dict[str, list[str]] = {name: [] for name in metrics}
     for report in reports:
         for name, labels, value in series(report):
             if caller is not None and caller.models is not None:
@@ -108,10 +116,20 @@ def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> by
                     continue
             families[name].extend(_lines(name, {**labels, "replica": report.replica}, value))
     lines: list[str] = []
-    for name, metric in METRICS.items():
+    for name, metric in metrics.items():
         if families[name]:
             lines += (f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *families[name])
     return ("\n".join(lines) + "\n").encode()
+
+
+def list_metrics(reports: Iterable[ReplicaReport]) -> dict[str, Metric]:
+    """The families of these reports by name, with those of libraries."""
+    return METRICS | {
+        name: Metric(each["kind"], _MODEL, each["help"])
+        for report in reports
+        for model in report.models.values()
+        for name, each in _get_others(model.counts).items()
+    }
 
 
 def series(report: ReplicaReport) -> Iterator[Series]:
@@ -148,10 +166,16 @@ def _model(labels: Labels, counts: ModelSnapshot) -> Iterator[Series]:
     yield "shoal_queue_duration_seconds", labels, counts["queue_s"]
     yield "shoal_batch_duration_seconds", labels, counts["compute_s"]
     yield "shoal_batch_rows", labels, counts["batch_rows"]
+    for name, other in _get_others(counts).items():
+        yield name, labels, other["value"]
     yield from _statuses({**labels, "version": ""}, counts["refused"])
     versions = {"live": sum_versions(counts)} if counts["live"] else counts["versions"]
     for version, each in versions.items():
         yield from _version({**labels, "version": version}, each)
+
+
+def _get_others(counts: ModelSnapshot | None) -> Mapping[str, LibraryMetric]:
+    return {} if counts is None else counts.get("others", {})
 
 
 def _version(labels: Labels, counts: VersionSnapshot) -> Iterator[Series]:

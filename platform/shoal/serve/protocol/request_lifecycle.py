@@ -167,6 +167,7 @@ class EndpointApp:
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
     that its protocol answers, and an application.
 
+    root:     the path before all of the endpoint's
     required: of these; others that cannot be loaded, or raise when they are called, are left out
     """
 
@@ -178,18 +179,20 @@ class EndpointApp:
         limits: RequestLimits,
         tracer: TracerProtocol | None = None,
         required: Iterable[str] = (),
+        root: str = "",
     ) -> None:
         others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
         for name in {*required} - others.keys():  # raises
             others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
-        self._rest, self._others = rest, list[tuple[str, Application]](others.values())
+        self._root, self._rest, self._others = root.rstrip("/"), rest, list[tuple[str, Application]](others.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         application = self._rest
         if scope["type"] == "http":
+            path = scope["path"].removeprefix(self._root) if self._root else scope["path"]
             for prefix, other in self._others:
-                if scope["path"].startswith(prefix):
-                    application = other
+                if path.startswith(prefix):
+                    application, scope = other, scope if path == scope["path"] else {**scope, "path": path}
         await application(scope, receive, send)
 
 

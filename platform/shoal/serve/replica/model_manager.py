@@ -26,7 +26,7 @@ from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
 from shoal.serve.replica.live_follower import LiveFollower
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
-from shoal.serve.replica.model_slot import ModelSlot, SlotHost
+from shoal.serve.replica.model_slot import ModelSlot, Prepare, SlotHost
 from shoal.serve.replica.peers import HttpTransport, PeerTransport
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import BatchGroup
@@ -68,11 +68,17 @@ class ModelManager:
         )
         loader = VersionLoader(spec.torch_threads, share, spec.code, *(ON_DEMAND_LOADS if spec.memory else ()))
         memory = ModelMemory(spec.memory or 0, lambda: psutil.Process().memory_info().rss)
-        self._host = SlotHost(batcher, loader, memory, self.on_demand, controller, live, spec.show_errors, tracer)
+        self._host = SlotHost(
+            batcher, loader, memory, self.on_demand, controller, live, spec.show_errors, tracer, drain_s=spec.drain_s
+        )
 
     def call_when_changed(self, on_changed: Callable[[], None]) -> None:
         """Call `on_changed` from now on when there is something to report."""
         self._host.on_changed = on_changed
+
+    def prepare_with(self, prepare: Prepare) -> None:
+        """Call `prepare` from now on with each loaded version, before it answers."""
+        self._host.prepare = prepare
 
     # -- ModelManagerProtocol -----------------------------------------------------------------------------------------
 

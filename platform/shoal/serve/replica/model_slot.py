@@ -8,6 +8,8 @@ answers. A slot that the plan no longer has is retired: it drains its model, clo
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +18,7 @@ from shoal.batching.batcher import Batcher
 from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion
-from shoal.serve.model.predictor import Predictor
+from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.cold_models import OnDemandRequests
 from shoal.serve.replica.live_follower import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
@@ -29,6 +31,9 @@ from shoal.serve.spec.model_source import LiveModel, RegisteredModel
 
 DRAIN_POLL_S = 0.02
 Options = dict[str, Any]  # as the plan has them
+# Called with a loaded version, in a thread, before it answers: the model's name and registry ("" for a live model), its
+# options, the version.
+Prepare = Callable[[str, str, ModelOptions, LoadedModel], None]
 
 
 @dataclass
@@ -37,6 +42,8 @@ class SlotHost:
 
     live:       the models that follow the weights of a run, by name
     on_changed: called when there is something to report
+    prepare:    what libraries do with a loaded version
+    drain_s:    how long streamed answers of a retired model may take
     """
 
     batcher: Batcher[BatchGroup, InferCall, Outputs]
@@ -48,6 +55,8 @@ class SlotHost:
     show_errors: bool
     tracer: TracerProtocol | None = None
     on_changed: Callable[[], None] = lambda: None
+    prepare: Prepare = lambda name, registry, options, loaded: None
+    drain_s: float = 10.0
 
 
 class ModelSlot:
@@ -216,7 +225,9 @@ class ModelSlot:
         async with host.memory.reserve(version, lambda: self.plan if self._find_missing() == wanted else None) as fits:
             try:
                 if fits:
-                    self._add(await host.loader.load_version(source, version, options, signature, built), plan_options)
+                    staged = await host.loader.load_version(source, version, options, signature, built)
+                    await asyncio.to_thread(host.prepare, self.name, plan.registry, options, staged.loaded)
+                    self._add(staged, plan_options)
             except StagingError as error:
                 if self.plan is not None:
                     self.rejected = RejectedVersion(version, str(error), plan.attempt)
@@ -261,7 +272,7 @@ class ModelSlot:
             counts = host.on_demand.get_use(self.name).counts
         served = ServedModel(
             self.name, predictor, host.batcher, is_live=is_live, tracer=host.tracer, show_errors=host.show_errors,
-            counts=counts,
+            counts=counts, prepare=functools.partial(host.prepare, self.name, "", ModelOptions.parse(options)),
         )  # fmt: skip
         served.plan_options = options
         return served
@@ -277,7 +288,10 @@ class ModelSlot:
         """Close a model once it has answered its pending calls."""
 
         async def drain() -> None:
+            ends_s = time.monotonic() + self._host.drain_s
             while not served.is_idle:
+                if time.monotonic() > ends_s:
+                    served.close_streams("is no longer served here")
                 await asyncio.sleep(DRAIN_POLL_S)
             self._close_served(served)
             self._draining.discard(task)

@@ -129,7 +129,9 @@ class EndpointReplica:
             root=spec.route_prefix,
         )
         required = [] if spec.grpc_port is None else ["grpc"]
-        self.app = EndpointApp(self._rest, self.manager, self._access, limits, self._tracer, required)
+        self.app = EndpointApp(
+            self._rest, self.manager, self._access, limits, self._tracer, required, spec.route_prefix
+        )
         self._load_meter = LoadMeter(time.thread_time)
         rest_s = REPORT_REST_S if spec.memory else 0.0
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report, rest_s)
@@ -229,5 +231,8 @@ class EndpointReplica:
 
     def measure_load(self) -> dict[str, float]:
         """What an autoscaling policy needs, as numbers by name. Call it on the event loop."""
-        models = {each.name: each.measure_load() for each in self.manager.list_loaded()}
+        loaded = self.manager.list_loaded()
+        models = {each.name: each.measure_load() for each in loaded}
+        streams = {f"{each.name} streams": each.streams.measure_load() for each in loaded if each.streams is not None}
+        models |= {name: each for name, each in streams.items() if each.latency}
         return encode(self._load_meter.measure(models, self.manager.on_demand.num_waiting))

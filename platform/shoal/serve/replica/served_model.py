@@ -10,9 +10,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -29,10 +29,11 @@ from shoal.serve.messages.inference import (
     TracerProtocol,
     size_bytes,
 )
+from shoal.serve.messages.metrics_snapshot import LibraryMetric
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
-from shoal.serve.model.predictor import Predictor
+from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
 from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
@@ -41,6 +42,7 @@ from shoal.serve.replica.shadow import ShadowTraffic
 from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
 from shoal.serve.scaling.replica_counts import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +83,37 @@ class FailureLog:
         return failed_model(reference)
 
 
+class StreamedAnswers(Protocol):
+    """What a library streams for a served model: `ServedModel.streams`. Called on the event loop."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is in progress."""
+        ...
+
+    def follow(self) -> None:
+        """Other versions answer from now on."""
+        ...
+
+    def close(self, problem: str) -> None:
+        """End every answer with 503, for this reason. Idempotent."""
+        ...
+
+    def measure_load(self) -> ModelLoad:
+        """What an autoscaling policy needs, with a token, say, as the unit of requests and rows."""
+        ...
+
+    def list_metrics(self) -> Mapping[str, LibraryMetric]:
+        """Series of the model, by the name of their family."""
+        ...
+
+
 class ServedModel:
     """Implements `ServedModelProtocol`. Only the model manager changes `table`; `predictor` is the newest version's.
 
     live: selects the versions of a model that follows a run; None for a registered one
     counts: continues those of the model that this one replaces
+    prepare: called with each version of a live model once it is loaded, in the thread that loads it
     """
 
     def __init__(
@@ -98,8 +126,12 @@ class ServedModel:
         tracer: TracerProtocol | None = None,
         show_errors: bool = False,
         counts: ModelStatistics | None = None,
+        prepare: Callable[[LoadedModel], None] = lambda loaded: None,
     ) -> None:
         self.name, self.predictor, self.is_live, self._tracer = name, predictor, is_live, tracer
+        self.batcher = batcher
+        self.streams: StreamedAnswers | None = None
+        self._loop = asyncio.get_running_loop()
         self.signature: Signature = predictor.signature
         self.options: ModelOptions = predictor.options
         self.plan_options: dict[str, Any] = {}  # `options` as its plan has them
@@ -111,10 +143,11 @@ class ServedModel:
         self._failures = FailureLog(name, show_errors)
         self._forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
+        self._prepare = prepare
         if is_live:
             options = self.options
             self.live = LiveVersionSelector(
-                options.guard, predictor.load, self.point, self._forward_times, num_older=options.held_versions
+                options.guard, self._load_live, self.point, self._forward_times, num_older=options.held_versions
             )
         self._queue = batcher.add_queue(
             name,
@@ -206,17 +239,19 @@ class ServedModel:
     def is_idle(self) -> bool:
         counts = self._queue.counts()
         ended = counts.answered + counts.failed + counts.cancelled + counts.expired + counts.evicted
-        return counts.submitted == ended
+        return counts.submitted == ended and (self.streams is None or self.streams.is_idle)
 
     def report(self) -> ModelReport:
         """The model's part of the report to the controller."""
         table, versions = self.router, self.versions
         report = ModelReport(table.version, table.candidate_version, tuple(versions))
         rows = [2**power for power in range(self.options.max_rows.bit_length())]
-        latency = self._queue.latency
+        latency, counts = self._queue.latency, self.counts.snapshot()
+        if self.streams is not None:
+            counts["others"] = dict(self.streams.list_metrics())
         return replace(
             report if self.live is None else self.live.report(),
-            counts=self.counts.snapshot(),
+            counts=counts,
             forwards=self._forward_times.retain_medians(versions),
             queued_rows=self._queue.queued_rows,
             failure=self._failures.last,
@@ -229,8 +264,14 @@ class ServedModel:
 
     def close(self) -> None:
         """Fail queued requests with 503. Idempotent."""
+        self.close_streams("is closing; try again later")
         self.shadow.close()
         self._queue.close()
+
+    def close_streams(self, problem: str) -> None:
+        """End every streamed answer with 503: the model, and this problem."""
+        if self.streams is not None:
+            self.streams.close(f"model {self.name!r} {problem}")
 
     def apply(self, plan: ModelPlan) -> None:
         """Let the planned versions answer, as far as they are loaded, and drop all others."""
@@ -246,6 +287,17 @@ class ServedModel:
         self.counts.pending = lambda: self._queue.queued_requests
         self.shadow.set_candidate(table.candidate, answering.shares.shadow_percent)
         self.counts.set_serving(table.version, table.candidate_version, table.percent)
+        if self.streams is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.streams.follow)
+
+    def describe_failure(self, error: Exception, version: int) -> InferenceError:
+        """What the caller receives for an error of a version: its text, or a reference to the log."""
+        return self._failures.to_answer(error, version)
+
+    def _load_live(self, snapshot: WeightSnapshot) -> LoadedModel:
+        loaded = self.predictor.load(snapshot)
+        self._prepare(loaded)
+        return loaded
 
     def _count_failure(self, track: Track | None, status: int, arrived_s: float, *, is_excused: bool = False) -> None:
         """Count a failure: a 5xx of the model's making counts against the version, a request refused before a forward

@@ -30,6 +30,13 @@ class Track:
     def __init__(self, loaded: LoadedModel | FallbackPredictor | None = None) -> None:
         self.loaded = loaded
 
+    @property
+    def model(self) -> LoadedModel:
+        """The version itself, without its fallback; of a track that answers."""
+        loaded = self.loaded
+        assert loaded is not None
+        return loaded.newest if isinstance(loaded, FallbackPredictor) else loaded
+
 
 class BatchGroup(NamedTuple):
     """What the calls of one batch have in common: the track, and the `bucket` of their shapes."""
@@ -125,6 +132,15 @@ class VersionTable:
         else:
             is_selected = percent > 0.0 and self._draws.draw(percent)
         return self._candidate if is_selected else self._stable
+
+    @property
+    def stable(self) -> LoadedModel | None:
+        """The stable version, without its fallback; None before the first."""
+        return None if self._stable.loaded is None else self._stable.model
+
+    def has_track(self, track: Track) -> bool:
+        """Whether calls may still get this track."""
+        return track in (self._stable, self.candidate, *self._tracks.values())
 
     def is_stable(self, track: Track) -> bool:
         """Whether this is the track of calls without a version or track."""

@@ -44,6 +44,24 @@ class GuardOptions(Spec):
     min_requests: int = Field(default=50, ge=1, le=1_000_000_000)
 
 
+class TextOptions(Spec):
+    """How an endpoint generates text with a language model.
+
+    slots:         answers that are computed at the same time, by each version
+    length:        tokens of a prompt and its answer together; None: what the model knows
+    swap:          what becomes of an answer when the version changes, where its request leaves it open: it continues
+                   with the new one, finishes with the old one, or is refused the rest
+    deterministic: the bits of an answer do not depend on others, which costs a third of the speed
+    tokenizer:     NAME@VERSION of the registry, or a folder, with the tokenizer's files; "": the version's own
+    """
+
+    slots: int = Field(default=16, ge=1, le=4096)
+    length: int | None = Field(default=None, ge=2, le=10_000_000)
+    swap: Literal["continue", "finish", "refuse"] = "continue"
+    deterministic: bool = False
+    tokenizer: str = ""
+
+
 class ModelOptions(Spec):
     """The options of one model of an endpoint.
 
@@ -69,6 +87,7 @@ class ModelOptions(Spec):
                     them
     warm_up:        run the forward at every power of two of the batch before the version is ready
     pin:            loaded on every replica and never dropped, where `endpoint.memory` limits the loaded models
+    text:           of a language model: see `TextOptions`
     held_versions:  of a live model: versions retained for a rollback, half a minute apart, in addition to the answering
                     one and the one before
     """
@@ -93,6 +112,7 @@ class ModelOptions(Spec):
     pin: bool = False
     held_versions: int = Field(default=2, ge=0, le=10_000)
     guard: GuardOptions = GuardOptions()
+    text: TextOptions = TextOptions()
 
     @field_validator("batch_dim")
     @classmethod

@@ -70,6 +70,11 @@ class QueueAdmission:
         """Seconds that a step over so many tokens should take at most."""
         return self._times.seconds(num_tokens)
 
+    def list_step_times(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of the steps that were observed."""
+        with self._lock:
+            return self._times.list_points()
+
     def _estimate_begin_s(self, queued_tokens: int, queued: int) -> float:
         steps = float(math.ceil(queued_tokens / self._chunk))
         behind = queued - (self._slots - len(self._remaining))  # answers that must end before the last of these begins

@@ -51,6 +51,7 @@ class CausalModel:
             new: dict[str, Tensor] = {**dict(weights.named_parameters(remove_duplicate=False))}
             if missing := next((name for name, _ in self.module.named_parameters() if name not in new), None):
                 raise ConfigError("weights", missing, "is missing: another network")
+            new |= dict(weights.named_buffers())
         else:
             new = dict(weights)
         memo: dict[int, Any] = {id(tensor): tensor for tensor in old.values()}

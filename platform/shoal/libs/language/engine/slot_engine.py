@@ -168,6 +168,10 @@ class SlotEngine:
             **{name: self._totals[name] for name in _TOTALS},
         )
 
+    def list_step_times(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of steps, ascending; empty before the first."""
+        return self._admission.list_step_times()
+
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""

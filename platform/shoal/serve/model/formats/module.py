@@ -122,7 +122,11 @@ class ModuleTemplate:
         # In the module's order: a compiled graph is guarded by the order of its arguments, and a file has none.
         state = self._precision.convert({name: tensors[name] for name in self._expected})
         state = {name: tensor.to(self._setting.device) for name, tensor in state.items()}
-        return make_torch_forward(self._bind(state), self._setting, by_name=self._by_name, names=self._names)
+        bound = self._bind(state)
+        forward = make_torch_forward(bound, self._setting, by_name=self._by_name, names=self._names)
+        if isinstance(bound, nn.Module) and self._setting.options.precision != "int8":
+            forward.module = bound  # type: ignore[attr-defined]
+        return forward
 
     def _bind_rebuilt(self, state: State) -> Callable[..., Any]:
         module = self._build_module()

@@ -1,0 +1,155 @@
+"""A loaded version as an engine takes it: its network, which shares the version's tensors, and its tokenizer.
+
+Prepared in the thread that loads the version, so that a request finds all there. A version that an engine cannot
+compute, or that has no tokenizer, answers tensors alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shoal.extend.models import Decoder
+from shoal.extend.registry import Registry
+from shoal.extend.serve import LoadedModel, ModelOptions
+from shoal.libs.language.engine.models import open_model
+
+logger = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedVersion:
+    """module: has the tensors of the loaded version; an engine takes it over
+    context:  tokens of a prompt and its answer together
+    created_s: seconds since 1970
+    """
+
+    module: nn.Module
+    tokenizer: Any
+    stop_tokens: tuple[int, ...]
+    context: int
+    created_s: float
+
+
+class VersionPreparation:
+    """Prepares versions in any thread, and finds them as long as they are loaded."""
+
+    def __init__(self) -> None:
+        self._found: WeakKeyDictionary[LoadedModel, PreparedVersion] = WeakKeyDictionary()
+        self._tokenizers: dict[object, tuple[Any, tuple[int, ...]]] = {}  # by the digests of their files
+        self._contexts: dict[tuple[str, type], int | None] = {}  # of models that were compared with their own forward
+        self._lock = threading.Lock()
+
+    def find(self, loaded: LoadedModel) -> PreparedVersion | None:
+        """The version, if it writes text."""
+        return self._found.get(loaded)
+
+    def prepare(self, name: str, registry: str, options: ModelOptions, loaded: LoadedModel) -> None:
+        """See `ModelManager.prepare_with`. Whatever is wrong with the texts of a version, it answers tensors."""
+        try:
+            module = share_module(loaded.module) if loaded.module is not None else None
+            if module is None:
+                return
+            read = self._read_tokenizer(name, registry, options, loaded.version)
+            if read is None:
+                logger.info("%s@%d has no tokenizer, and so no text", name, loaded.version)
+                return
+            key = (name, type(module))
+            if key not in self._contexts:
+                self._contexts[key] = open_model(module).context
+        except Exception as error:  # noqa: BLE001 - of files and networks that are the user's
+            logger.warning("%s@%d answers tensors, and no text: %s", name, loaded.version, error)
+            return
+        (tokenizer, stops, created_s), known = read, self._contexts[key]
+        eos = getattr(getattr(module, "config", None), "eos_token_id", None)
+        context = min(options.text.length or known or 2048, known or 1 << 30)
+        self._found[loaded] = PreparedVersion(module, tokenizer, (*stops, *_list_tokens(eos)), context, created_s)
+
+    def _read_tokenizer(
+        self, name: str, registry: str, options: ModelOptions, version: int
+    ) -> tuple[Any, tuple[int, ...], float] | None:
+        """The tokenizer, the tokens that end an answer, and when the version was made; None without a tokenizer."""
+        given, created_s = options.text.tokenizer, time.time()
+        files: Mapping[str, Path] = {}
+        key: object = given
+        if registry:
+            own = Registry(registry).get(f"{name}@{version}")
+            created_s = own.manifest.created_at
+        if given and "@" not in given:
+            files = {each.name: each for each in Path(given).iterdir() if each.is_file()}
+        elif given or registry:
+            source = Registry(registry or None).get(given) if given else own
+            key = tuple(sorted(source.manifest.files.items()))
+            if key not in self._tokenizers:
+                files = {each: source.fetch_file(each) for each in source.manifest.files}
+        with self._lock:
+            if key not in self._tokenizers:
+                if not any(each in files for each in _TOKENIZER_FILES):
+                    return None
+                self._tokenizers[key] = _load_tokenizer(files)
+        return *self._tokenizers[key], created_s
+
+
+def share_module(module: nn.Module) -> nn.Module | None:
+    """A copy of a causal language model that has the same tensors; None for any other network.
+
+    The copy is an engine's, which changes its attention: the original computes as it did. A class that a Task has
+    derived, to take tensors by position, gives way to that of transformers.
+    """
+    kind: type | None = Decoder if isinstance(module, Decoder) else None
+    if hasattr(module, "config") and hasattr(module, "set_attn_implementation"):
+        own = [(each, vars(each)["forward"]) for each in type(module).__mro__ if "forward" in vars(each)]
+        kind = next((each for each, call in own if "logits_to_keep" in inspect.signature(call).parameters), None)
+    if kind is None:
+        return None
+    copied = copy.deepcopy(module, {id(each): each for each in (*module.parameters(), *module.buffers())})
+    copied.__class__ = kind
+    return copied
+
+
+def embed(module: nn.Module, prompt: tuple[int, ...]) -> torch.Tensor:
+    """The mean of the last hidden states over a prompt, of length 1: float32 [D]."""
+    ids = torch.tensor([prompt], device=next(module.parameters()).device)
+    with torch.inference_mode():
+        if isinstance(module, Decoder):
+            *layers, head = [*module]
+            hidden = head.norm(nn.Sequential(*layers)(ids))  # type: ignore[operator]
+        else:
+            hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+        found: torch.Tensor = nn.functional.normalize(hidden[0].float().mean(0), dim=0).cpu()
+    return found
+
+
+def _load_tokenizer(files: Mapping[str, Path]) -> tuple[Any, tuple[int, ...]]:
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:  # a store may have each file elsewhere, by its digest
+        for name, path in files.items():
+            if path.suffix in (".json", ".model", ".txt", ".jinja"):
+                shutil.copyfile(path, Path(folder, name))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        has_defaults = _GENERATION in files
+        defaults = json.loads(files[_GENERATION].read_text()) if has_defaults else {}
+    return tokenizer, (*_list_tokens(defaults.get("eos_token_id")), *_list_tokens(tokenizer.eos_token_id))
+
+
+def _list_tokens(given: int | list[int] | None) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)

@@ -1,0 +1,229 @@
+"""The engine of one track of a served model, such as its stable version: its steps, and the streams of its answers.
+
+Lives on the event loop. Its steps run in the batcher's thread (`StepQueue`), and read the track's version once, as a
+batch of tensors does: a change of version is a change of the engine's weights.
+
+| queue                  | capacity     | beyond it                             | who empties it   | close()     |
+|------------------------|--------------|---------------------------------------|------------------|-------------|
+| events of an answer    | `MAX_UNREAD` | the request is cancelled, with 408    | who reads it     | 503         |
+| requests of the engine | the engine's | 429                                   | a step           | 503         |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from shoal.errors import Closed, ConfigError, InferenceError
+from shoal.extend.serve import LoadedModel, ServedModel, StepQueue, Track
+from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.served.prepared import PreparedVersion, VersionPreparation
+from shoal.libs.language.served.text_statistics import TextStatistics
+
+MAX_UNREAD = 4096
+T = TypeVar("T")
+
+
+class RequestStream:
+    """The events of one request, from the engine's steps to its reader."""
+
+    def __init__(self, request: TextRequest, arrived_s: float) -> None:
+        self.events: deque[TokenEvent] = deque()
+        self.error: InferenceError | None = None
+        self.running = request.num_answers  # answers that have not ended
+        self.number = 0
+        self.version = 0  # of the last event
+        self.at_s = dict.fromkeys(range(request.num_answers), arrived_s)  # of each answer's last token
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def read(self) -> TokenEvent | None:
+        """The next event; None after the last. Raises the InferenceError that ends the stream."""
+        while not self.events:
+            if self.error is not None:
+                raise self.error
+            if not self.running:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.events.popleft()
+
+    def push(self, event: TokenEvent) -> None:
+        self.version = int(event.version)
+        self.running -= event.finish is not None
+        self.events.append(event)
+        self._wake()
+
+    def fail(self, error: InferenceError) -> None:
+        """End it, after what was computed."""
+        self.error = self.error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class TextEngine:
+    """Opened by the first request. `is_retired`: it takes no more requests, and ends with its last one."""
+
+    def __init__(
+        self, served: ServedModel, track: Track, preparation: VersionPreparation, statistics: TextStatistics
+    ) -> None:
+        self.track, self.is_retired = track, False
+        self._served, self._preparation, self._statistics = served, preparation, statistics
+        self._loaded: LoadedModel | None = None  # that the engine computes with
+        self._tokenizer: object = None
+        self.engine: SlotEngine | None = None
+        self._opening: asyncio.Future[SlotEngine] | None = None
+        self._streams: dict[int, RequestStream] = {}
+        self._num_pending = 0  # submissions, and what is run besides steps
+        self._num_compiling = 0  # submissions in threads, of which a step may give events first:
+        self._early: dict[int, list[TokenEvent]] = {}
+        self._steps: StepQueue[list[TokenEvent]] = StepQueue(
+            served.batcher,
+            f"{served.name} text",
+            served.options.weight,
+            self._step,
+            lambda: self.engine is not None and (self.engine.has_work or self.track.model is not self._loaded),
+            self._deliver,
+            self._fail,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._streams or self._num_pending)
+
+    async def submit(self, request: TextRequest, arrived_s: float) -> RequestStream:
+        """Raises ConfigError and InferenceError, as `SlotEngine.submit`."""
+        stream = RequestStream(request, arrived_s)
+        self._num_pending += 1
+        try:
+            engine = await self._open()
+            if request.grammar is None:
+                stream.number = engine.submit(request)
+            else:
+                stream.number = await self._compile(engine, request)
+            if self._steps.is_closed:
+                raise Closed
+            self._streams[stream.number] = stream
+        finally:
+            self._num_pending -= 1
+        self._deliver(self._early.pop(stream.number, []))
+        self._steps.wake()
+        return stream
+
+    async def _compile(self, engine: SlotEngine, request: TextRequest) -> int:
+        """Submit a request with a grammar, which may take a second."""
+        if not self._num_compiling:
+            self._early = {}
+        self._num_compiling += 1
+        try:
+            return await asyncio.to_thread(engine.submit, request)
+        finally:
+            self._num_compiling -= 1
+
+    def release(self, stream: RequestStream) -> None:
+        """Its reader has left: cancel what is still computed."""
+        if self._streams.pop(stream.number, None) is not None and stream.running and self.engine is not None:
+            self.engine.cancel(stream.number)
+            self._steps.wake()
+        if self.is_retired and self.is_idle:
+            self._steps.close()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Compute something else of the model among the steps."""
+        self._num_pending += 1
+        try:
+            return await self._steps.run(function)
+        finally:
+            self._num_pending -= 1
+
+    def wake(self) -> None:
+        """The track may have another version."""
+        self._steps.wake()
+
+    def close(self, problem: str) -> None:
+        """End all streams with 503. Idempotent."""
+        self.is_retired = True
+        for stream in self._streams.values():
+            stream.fail(InferenceError(503, problem, retry_after_s=1.0))
+        self._steps.close()
+
+    async def _open(self) -> SlotEngine:
+        if self.engine is None:
+            if self._opening is None or (self._opening.done() and self._opening.exception()):
+                self._opening = asyncio.ensure_future(asyncio.to_thread(self._make_engine))
+            self.engine = await asyncio.shield(self._opening)
+        return self.engine
+
+    def _make_engine(self) -> SlotEngine:
+        self._served.predictor.set_torch_threads()
+        loaded, options = self.track.model, self._served.options.text
+        prepared = self._preparation.find(loaded)
+        assert prepared is not None  # else it is no TextModel
+        self._loaded, self._tokenizer = loaded, prepared.tokenizer
+        return SlotEngine(
+            prepared.module,
+            loaded.version,
+            prepared.tokenizer,
+            prepared.stop_tokens,
+            slots=options.slots,
+            length=prepared.context,
+            deterministic=options.deterministic,
+        )
+
+    # -- in the batcher's thread ----------------------------------------------------------------------------------
+
+    def _step(self) -> list[TokenEvent] | None:
+        engine, loaded = self.engine, self.track.model
+        assert engine is not None
+        if loaded is not self._loaded:
+            self._loaded = loaded
+            self._follow(engine, loaded.version, self._preparation.find(loaded))
+        return engine.step() if engine.has_work else None
+
+    def _follow(self, engine: SlotEngine, version: int, prepared: PreparedVersion | None) -> None:
+        """Take the weights of another version; one that has another network or tokenizer has an engine of its own."""
+        if prepared is None or prepared.tokenizer is not self._tokenizer:
+            self.is_retired = True
+            return
+        try:
+            engine.set_weights(version, prepared.module)
+        except ConfigError:
+            self.is_retired = True
+
+    # -- on the event loop ----------------------------------------------------------------------------------------
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        now_s = time.monotonic()
+        for event in events:
+            stream = self._streams.get(event.request)
+            if stream is None:
+                if self._num_compiling:
+                    self._early.setdefault(event.request, []).append(event)
+                elif event.finish is None and self.engine is not None:  # its reader left while it was compiled
+                    self.engine.cancel(event.request)
+                continue
+            if event.token is not None:
+                self._statistics.count_token(now_s - stream.at_s[event.index], is_first=stream.version == 0)
+                stream.at_s[event.index] = now_s
+            stream.push(event)
+            if not stream.running:
+                del self._streams[event.request]
+            elif len(stream.events) > MAX_UNREAD:
+                stream.fail(InferenceError(408, f"{MAX_UNREAD} tokens were not read in time"))
+                self.release(stream)
+        if self.is_retired and self.is_idle:
+            self._steps.close()
+
+    def _fail(self, error: Exception) -> None:
+        """A step has failed: what it left cannot be known, so all its answers end."""
+        self.is_retired = True
+        loaded = self._loaded
+        answer = self._served.describe_failure(error, loaded.version if loaded is not None else 0)
+        for stream in self._streams.values():
+            stream.fail(answer)
+        self._steps.close()

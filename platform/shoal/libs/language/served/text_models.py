@@ -1,0 +1,213 @@
+"""The models of a replica that write text: `TextModels` on its model manager."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import Closed, ConfigError, InferenceError
+from shoal.extend.serve import CLIENT_GONE, Caller, LibraryMetric, ModelLoad, ModelManager, ServedModel, Track
+from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.served.prepared import VersionPreparation, embed
+from shoal.libs.language.served.text_engine import RequestStream, TextEngine
+from shoal.libs.language.served.text_statistics import TextStatistics
+from shoal.libs.language.text_model import TextCall, TextModel
+
+_STATUSES = {"stop": 200, "length": 200, "swapped": 503, "deadline": 504, "cancelled": CLIENT_GONE, "error": 500}
+
+
+class ServedTexts:
+    """Implements `TextModels`."""
+
+    def __init__(self, manager: ModelManager) -> None:
+        self._manager, self._preparation = manager, VersionPreparation()
+        manager.prepare_with(self._preparation.prepare)
+
+    def list(self, caller: Caller) -> list[TextModel]:
+        """The models that write text, and that the caller's key is for."""
+        found = [self._find(each) for each in self._manager.list_loaded() if caller.can_see(each.name)]
+        return [each for each in found if each is not None]
+
+    def get(self, name: str, caller: Caller) -> TextModel:
+        """Raises InferenceError: 403, 404, and 503 for a model that is not loaded here."""
+        if not caller.can_see(name):
+            raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
+        served = self._manager.get_model(name)
+        if not isinstance(served, ServedModel):
+            remedy = "text needs it to be loaded everywhere: set `pin: true` in its options"
+            raise InferenceError(503, f"model {name!r} is loaded on demand, and not here now; {remedy}", 1.0)
+        if not served.version:
+            raise InferenceError(503, f"model {name!r} has no weights yet; try again later", 1.0)
+        if (found := self._find(served)) is None:
+            raise InferenceError(404, f"model {name!r} writes no text: it is no language model with a tokenizer")
+        return found
+
+    def open(self, name: str) -> ModelTexts:
+        """The texts of a model as it is served now."""
+        served = self._manager.get_model(name)
+        assert isinstance(served, ServedModel)
+        if served.streams is None:
+            served.streams = ModelTexts(served, self._preparation)
+        assert isinstance(served.streams, ModelTexts)
+        return served.streams
+
+    def _find(self, served: ServedModel) -> ServedText | None:
+        stable = served.router.stable
+        prepared = None if stable is None else self._preparation.find(stable)
+        if prepared is None:
+            return None
+        return ServedText(served.name, prepared.created_s, prepared.tokenizer, prepared.context, self)
+
+
+@dataclass
+class ServedText:
+    """Implements `TextModel`."""
+
+    name: str
+    created_s: float
+    tokenizer: Any
+    context: int
+    texts: ServedTexts
+
+    def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
+        return self.texts.open(self.name).generate(request, call)
+
+    async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+        return await self.texts.open(self.name).embed(prompts, call)
+
+
+class ModelTexts:
+    """The texts of one served model: an engine for each track. Implements `StreamedAnswers`."""
+
+    def __init__(self, served: ServedModel, preparation: VersionPreparation) -> None:
+        self._served, self._preparation = served, preparation
+        self._statistics = TextStatistics(served.options.text.slots)
+        self._engines: dict[Track, TextEngine] = {}
+        self._ending: list[TextEngine] = []  # retired, with answers in progress
+        self._problem = ""
+
+    async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
+        """See `TextModel`."""
+        arrived_s = time.monotonic()
+        try:
+            engine = self._choose(call)
+            stream = await engine.submit(self._complete(request, call), arrived_s)
+        except ConfigError as error:
+            self._count(None, 400, arrived_s)
+            raise InferenceError(400, str(error), field=error.field) from None
+        except Closed:
+            self._count(None, 503, arrived_s)
+            raise self._make_closed() from None
+        except InferenceError as error:
+            self._count(None, error.status, arrived_s)
+            raise
+        self._statistics.count_prompt(len(request.prompt), engine.engine)
+        status = CLIENT_GONE
+        try:
+            while (event := await stream.read()) is not None:
+                if event.finish is not None:
+                    status = _STATUSES[event.finish]
+                yield event
+        except InferenceError as error:
+            status = error.status
+            raise
+        finally:
+            engine.release(stream)
+            self._count(stream, status if stream.error or not stream.running else CLIENT_GONE, arrived_s)
+
+    async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+        """See `TextModel`."""
+        arrived_s, engine = time.monotonic(), self._choose(call)
+        loaded = engine.track.model
+        prepared = self._preparation.find(loaded)
+        assert prepared is not None
+        for prompt in prompts:
+            if not 1 <= len(prompt) <= prepared.context:
+                problem = f"has {len(prompt)} tokens, expected 1 to {prepared.context}"
+                raise InferenceError(400, f"prompt {problem}", field="prompt")
+        try:
+            found = [await engine.run(lambda each=prompt: embed(prepared.module, each)) for prompt in prompts]  # type: ignore[misc]
+        except Closed:
+            raise self._make_closed() from None
+        except Exception as error:  # noqa: BLE001 - any error of the model's: its caller receives a reference
+            self._served.counts.count_request(loaded.version, 500, time.monotonic() - arrived_s)
+            raise self._served.describe_failure(error, loaded.version) from None
+        self._served.counts.count_request(loaded.version, 200, time.monotonic() - arrived_s, rows=len(prompts))
+        return [each.numpy() for each in found], loaded.version
+
+    # -- StreamedAnswers ------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return all(each.is_idle for each in (*self._engines.values(), *self._ending))
+
+    def follow(self) -> None:
+        router = self._served.router
+        for track, engine in list(self._engines.items()):
+            if router.has_track(track):
+                engine.wake()
+            else:
+                self._retire(track)
+
+    def close(self, problem: str) -> None:
+        self._problem = problem
+        for engine in (*self._engines.values(), *self._ending):
+            engine.close(problem)
+
+    def measure_load(self) -> ModelLoad:
+        return self._statistics.measure_load(self._list_open())
+
+    def list_metrics(self) -> Mapping[str, LibraryMetric]:
+        return self._statistics.list_metrics([each.observe() for each in self._list_open()])
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _choose(self, call: TextCall) -> TextEngine:
+        if self._problem:
+            raise self._make_closed()
+        track = self._served.router.choose_track(call.version, call.track, call.sticky)
+        if self._preparation.find(track.model) is None:
+            raise InferenceError(404, f"version {track.model.version} of {self._served.name!r} writes no text")
+        if track in self._engines and self._engines[track].is_retired:
+            self._retire(track)
+        if track not in self._engines:
+            self._engines[track] = TextEngine(self._served, track, self._preparation, self._statistics)
+        return self._engines[track]
+
+    def _retire(self, track: Track) -> None:
+        """Let an engine end with its last answer."""
+        engine = self._engines.pop(track)
+        engine.is_retired = True
+        self._ending = [each for each in self._ending if not each.is_idle]
+        if engine.is_idle:
+            engine.close(self._problem)
+        else:
+            self._ending.append(engine)
+
+    def _complete(self, request: TextRequest, call: TextCall) -> TextRequest:
+        options = self._served.options
+        if request.swap == "continue":
+            request = replace(request, swap=options.text.swap)
+        if request.end_s is None and options.deadline_s is not None:
+            request = replace(request, end_s=options.deadline_s)
+        if call.resume and request.sampling.seed is None:  # another replica continues with the same tokens
+            seed = int.from_bytes(hashlib.blake2b(call.resume.encode(), digest_size=7).digest())
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
+        return request
+
+    def _make_closed(self) -> InferenceError:
+        problem = self._problem or f"model {self._served.name!r} is closing; try again later"
+        return InferenceError(503, problem, retry_after_s=1.0)
+
+    def _list_open(self) -> list[SlotEngine]:
+        return [each.engine for each in (*self._engines.values(), *self._ending) if each.engine is not None]
+
+    def _count(self, stream: RequestStream | None, status: int, arrived_s: float) -> None:
+        """As tensors are counted: an answer and a failure of the model's count for its version."""
+        version = stream.version if stream is not None and status in (200, 500) else 0
+        self._served.counts.count_request(version, status, time.monotonic() - arrived_s, rows=1)

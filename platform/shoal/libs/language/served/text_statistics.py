@@ -1,0 +1,72 @@
+"""What a replica counts of the texts of a model, for metrics and for scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from shoal.extend.serve import SECONDS, BatcherCounts, Histogram, LibraryMetric, ModelLoad
+from shoal.libs.language.engine import Observation, SlotEngine
+
+_CHUNK = 128  # tokens of a prompt in a step of an engine
+
+
+class TextStatistics:
+    """Counts only rise. A token that is written is the unit of load; those of a prompt are computed many at a time, and
+    count as the rows of the steps that could have been computed instead."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._first_s, self._between_s = Histogram(SECONDS), Histogram(SECONDS)
+        self._prompt_tokens = self._new_tokens = 0
+        self._load = 0.0
+
+    def count_prompt(self, num_tokens: int, engine: SlotEngine | None) -> None:
+        """Count a request that was admitted."""
+        times = dict(engine.list_step_times()) if engine is not None else {}
+        self._prompt_tokens += num_tokens
+        few, many = min(times, default=0), max(times, default=0)
+        cost = times[many] / many / (times[few] / few) if few else 1.0  # of a token among many, of one among few
+        self._load += num_tokens * min(1.0, cost)
+
+    def count_token(self, seconds: float, *, is_first: bool) -> None:
+        """Count a token, `seconds` after the one before it, or after the request."""
+        self._new_tokens += 1
+        self._load += 1.0
+        (self._first_s if is_first else self._between_s).observe(seconds)
+
+    def measure_load(self, engines: Iterable[SlotEngine]) -> ModelLoad:
+        """Written tokens as requests, steps as batches."""
+        waiting, latency = 0, list[tuple[int, float]]()
+        for engine in engines:
+            found = engine.observe()
+            waiting += found.queued_tokens + found.queued
+            latency = latency or engine.list_step_times()
+        done = round(self._load)
+        counts = BatcherCounts(submitted=done, answered=done, rows=done)
+        return ModelLoad(counts, waiting, latency, self._slots)
+
+    def list_metrics(self, observed: Iterable[Observation]) -> Mapping[str, LibraryMetric]:
+        """Families of Prometheus, by name."""
+        observed = list(observed)
+        running = sum(each.running for each in observed)
+        versions = {version for each in observed for version in each.versions}
+        used = max((each.cells_used for each in observed), default=0.0)
+        return {
+            "shoal_text_first_token_seconds": _histogram("Requests, from arrival to their first token", self._first_s),
+            "shoal_text_between_tokens_seconds": _histogram("Tokens, since the one before them", self._between_s),
+            "shoal_text_prompt_tokens_total": _number("counter", "Tokens of prompts", self._prompt_tokens),
+            "shoal_text_new_tokens_total": _number("counter", "Tokens that were written", self._new_tokens),
+            "shoal_text_running_answers": _number("gauge", "Answers that are computed now", running),
+            "shoal_text_queued_answers": _number("gauge", "Answers that wait", sum(each.queued for each in observed)),
+            "shoal_text_cells_used_ratio": _number("gauge", "Share of the cache that running answers use", used),
+            "shoal_text_versions": _number("gauge", "Versions that compute running answers", len(versions)),
+        }
+
+
+def _number(kind: Literal["counter", "gauge"], text: str, value: float) -> LibraryMetric:
+    return {"kind": kind, "help": text, "value": value}
+
+
+def _histogram(text: str, histogram: Histogram) -> LibraryMetric:
+    return {"kind": "histogram", "help": text, "value": histogram.snapshot()}

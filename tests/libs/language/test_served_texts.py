@@ -1,0 +1,386 @@
+"""Whole replicas that write text: versions, tracks, ends, metrics; no Ray, no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decoder, make_tokenizer_files
+from torch import nn
+
+from serving.replica_set import ReplicaSet, ask, infer, register, until
+from shoal.errors import InferenceError
+from shoal.extend.serve import Caller, ServedModel
+from shoal.libs.language.app import TextApp
+from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.engine.request import Swap
+from shoal.libs.language.served import text_engine
+from shoal.libs.language.text_model import TextCall, TextModel, TextModels
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.serve.protocol.prometheus import render
+from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
+from shoal.weights import WeightSnapshot, WeightStore
+
+ANYONE = Caller("")
+CALL = TextCall(ANYONE)
+PROMPT = tuple(b"Once upon a time")
+DECODER = ModelFactory(
+    factory="shoal.models.decoder:Decoder",
+    kwargs={"num_tokens": VOCABULARY, "context": 96, "width": 32, "depth": 2, "heads": 4},
+)
+SIGNATURE = Signature(
+    inputs=[TensorSignature(name="ids", datatype="INT64", shape=[-1, -1])],
+    outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, -1, VOCABULARY])],
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
+    return make_tokenizer_files(tmp_path_factory.mktemp("tokenizer"))
+
+
+def make_weights(seed: int) -> WeightSnapshot:
+    return WeightSnapshot.of(seed, {name: each.numpy() for name, each in make_decoder(seed).state_dict().items()})
+
+
+def register_decoder(files: Mapping[str, bytes], seed: int, *aliases: str) -> ModelVersion:
+    """The next version, with the weights of this seed."""
+    return Registry().register(
+        "tiny", make_weights(seed), model=DECODER, signature=SIGNATURE, files=files, aliases=aliases
+    )
+
+
+def find_texts(replica: EndpointReplica) -> TextModels:
+    [app] = [app for prefix, app in replica.app._others if prefix == "/v1/"]
+    return cast(TextApp, app).models
+
+
+def get_text(replica: EndpointReplica) -> TextModel:
+    return find_texts(replica).get("tiny", ANYONE)
+
+
+def served(replica: EndpointReplica) -> ServedModel:
+    return cast(ServedModel, replica.manager.get_model("tiny"))
+
+
+async def write(replica: EndpointReplica, call: TextCall = CALL, **request: Any) -> list[TokenEvent]:
+    return [each async for each in get_text(replica).generate(TextRequest(PROMPT, **request), call)]
+
+
+def versions_of(events: list[TokenEvent]) -> set[int]:
+    return {int(event.version) for event in events}
+
+
+async def begin(
+    replica: EndpointReplica, call: TextCall = CALL, **request: Any
+) -> tuple[list[TokenEvent], AsyncIterator[TokenEvent]]:
+    """A stream whose first event has come."""
+    stream = get_text(replica).generate(TextRequest(PROMPT, **request), call)
+    return [await anext(stream)], stream
+
+
+async def test_a_registered_version_writes_text_and_answers_tensors(files: Mapping[str, bytes]) -> None:
+    register_decoder(files, 1, "champion")
+    register("linear")
+    async with ReplicaSet(model_from_ref("tiny@champion"), model_from_ref("linear@1")) as endpoint:
+        [replica] = await endpoint.start()
+        assert [each.name for each in find_texts(replica).list(ANYONE)] == ["tiny"]  # the other is no language model
+        text = get_text(replica)
+        assert (text.context, text.tokenizer.decode(text.tokenizer.encode("Once"))) == (96, "Once")
+        decoder = make_decoder(1)
+        events = await write(replica, max_tokens=20)
+        assert list_tokens(events) == continue_greedily(decoder, PROMPT, 20)
+        assert (events[-1].finish, events[-1].spans) == ("length", ((1, 20),))
+        assert "".join(each.text for each in events) == text.tokenizer.decode(list_tokens(events))
+        choice = await write(replica, max_tokens=8, grammar=("choice", ["yes", "no"]))
+        assert "".join(each.text for each in choice) in ("yes", "no")
+        ids = {"name": "ids", "datatype": "INT64", "shape": [1, 16], "data": list(PROMPT)}
+        answer = await ask(replica, "POST", "/v2/models/tiny/infer", {"inputs": [ids]})
+        logits = np.array(answer.body["outputs"][0]["data"]).reshape(16, VOCABULARY)
+        assert logits[-1].argmax() == events[0].token
+        [vector, _], version = await text.embed([PROMPT, PROMPT[:3]], CALL)
+        assert (version, vector.shape) == (1, (32,))
+        assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-6)
+
+        loaded = served(replica).router.stable
+        engine = next(iter(served(replica).streams._engines.values())).engine  # type: ignore[union-attr, attr-defined]
+        assert loaded is not None
+        assert loaded.module is not None
+        mine, its = loaded.module.state_dict(), engine._current[""].model.module.state_dict()
+        assert {name: each.data_ptr() for name, each in mine.items()} == {
+            name: each.data_ptr() for name, each in its.items()
+        }
+
+        counts = served(replica).counts.snapshot()["versions"]["1"]
+        assert counts["statuses"] == {"200": 4}  # two texts, the tensors, the vectors
+        lines = render([replica.report()]).decode()
+        assert 'shoal_text_prompt_tokens_total{model="tiny",replica="r1"} 32' in lines
+        assert 'shoal_text_first_token_seconds_count{model="tiny",replica="r1"} 2' in lines
+        assert replica.measure_load()["requests"] > 20
+
+
+async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, bytes]) -> None:
+    register_decoder(files, 1)
+    async with ReplicaSet(model_from_ref("tiny@1"), model_from_ref("tiny@1")) as endpoint:
+        [replica] = await endpoint.start()
+        with pytest.raises(InferenceError, match="top_p") as wrong:
+            await write(replica, sampling=Sampling(top_p=2.0))
+        assert (wrong.value.status, wrong.value.field) == (400, "top_p")
+        with pytest.raises(InferenceError, match="version") as wrong:
+            await write(replica, TextCall(ANYONE, version=7))
+        assert wrong.value.status == 404
+        with pytest.raises(InferenceError) as wrong:
+            find_texts(replica).get("tiny", Caller("key", models=frozenset({"other"})))
+        assert wrong.value.status == 403
+        with pytest.raises(InferenceError) as wrong:
+            find_texts(replica).get("unknown", ANYONE)
+        assert wrong.value.status == 404
+        assert served(replica).counts.snapshot()["refused"] == {"400": 1, "404": 1}
+
+
+async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
+    async with ReplicaSet(route_prefix="/second") as endpoint:
+        replica = endpoint.add()
+        paths = []
+
+        async def record(scope: Any, receive: Any, send: Any) -> None:
+            paths.append(scope["path"])
+
+        replica.app._others = [("/v1/", record)]
+        for path in ("/second/v1/models", "/v1/models"):
+            await replica.app({"type": "http", "path": path}, record, record)  # type: ignore[arg-type]
+        assert paths == ["/v1/models", "/v1/models"]
+
+
+async def test_a_version_without_a_tokenizer_is_not_listed() -> None:
+    register_decoder({}, 1)
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        [replica] = await endpoint.start()
+        assert find_texts(replica).list(ANYONE) == []
+        with pytest.raises(InferenceError, match="no language model with a tokenizer"):
+            get_text(replica)
+
+
+class Pace:
+    """Steps of engines, counted; after `free` of them, each waits for more."""
+
+    def __init__(self) -> None:
+        self.num_steps, self._free = 0, threading.Semaphore(0)
+        self._step = SlotEngine.step
+
+    def allow(self, num: int) -> None:
+        self._free.release(num)
+
+    def step(self, engine: SlotEngine) -> list[TokenEvent]:
+        assert self._free.acquire(timeout=60.0)
+        self.num_steps += 1
+        return self._step(engine)
+
+
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
+    pace = Pace()
+    monkeypatch.setattr(SlotEngine, "step", lambda engine: pace.step(engine))
+    yield pace
+    pace.allow(10_000)
+
+
+async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
+    files: Mapping[str, bytes], pace: Pace
+) -> None:
+    register_decoder(files, 1, "champion")
+    async with ReplicaSet(model_from_ref("tiny@champion")) as endpoint:
+        [replica] = await endpoint.start()
+        pace.allow(12)
+        swaps: list[Swap] = ["continue", "finish", "refuse"]
+        streams = {each: await begin(replica, swap=each) for each in swaps}
+        register_decoder(files, 2)
+        Registry().promote("tiny@2")
+        await until(lambda: served(replica).version == 2)
+        pace.allow(1000)
+        found = {name: events + [each async for each in stream] for name, (events, stream) in streams.items()}
+        for events in found.values():
+            runs = Counter(int(event.version) for event in events if event.token is not None)
+            assert tuple(runs.items()) == events[-1].spans
+        ends = {name: (events[-1].finish, len(events[-1].spans)) for name, events in found.items()}
+        assert ends == {"continue": ("length", 2), "finish": ("length", 1), "refuse": ("swapped", 1)}
+        before = list_tokens(found["continue"])[: found["continue"][-1].spans[0][1]]
+        assert before == continue_greedily(make_decoder(1), PROMPT, len(before))
+        rest = continue_greedily(make_decoder(2), (*PROMPT, *before), 80 - len(before))
+        assert list_tokens(found["continue"]) == before + rest
+        assert list_tokens(found["finish"]) == continue_greedily(make_decoder(1), PROMPT, 80)
+        assert versions_of(await write(replica, max_tokens=3)) == {2}
+        with pytest.raises(InferenceError) as gone:
+            await write(replica, TextCall(ANYONE, version=1))
+        assert gone.value.status == 404
+        assert replica.report().models["tiny"].counts["versions"]["1"]["statuses"] == {"200": 1}  # type: ignore[index]
+
+
+async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapping[str, bytes]) -> None:
+    register_decoder(files, 1)
+    register_decoder(files, 2)
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        [replica] = await endpoint.start()
+        await endpoint.administer(action="canary", model="tiny", version=2, percent=50)
+        await until(lambda: served(replica).router.candidate_version == 2)
+        texts = await asyncio.gather(*[write(replica, max_tokens=3) for _ in range(8)])
+        assert Counter(next(iter(versions_of(each))) for each in texts) == {1: 4, 2: 4}
+        for call, version in (
+            (TextCall(ANYONE, version=2), 2),
+            (TextCall(ANYONE, track="candidate"), 2),
+            (TextCall(ANYONE, track="stable"), 1),
+        ):
+            events = await write(replica, call, max_tokens=3)
+            assert list_tokens(events) == continue_greedily(make_decoder(version), PROMPT, 3)
+        streams = [await write(replica, TextCall(ANYONE, sticky="someone"), max_tokens=2) for _ in range(4)]
+        assert len(set().union(*map(versions_of, streams))) == 1
+        running, stream = await begin(replica, TextCall(ANYONE, version=2))
+        await endpoint.administer(action="rollback", model="tiny")
+        await until(lambda: served(replica).versions == [1])
+        rest = [each async for each in stream]  # pinned: it ends as it began
+        assert list_tokens(running + rest) == continue_greedily(make_decoder(2), PROMPT, 80)
+
+
+async def test_a_reader_that_leaves_frees_its_slot(files: Mapping[str, bytes], pace: Pace) -> None:
+    register_decoder(files, 1)
+    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": {"slots": 1}}) as endpoint:
+        [replica] = await endpoint.start()
+        pace.allow(4)
+        _, first = await begin(replica)
+        waiting = asyncio.create_task(write(replica, max_tokens=4))
+        await asyncio.sleep(0)
+        await first.aclose()  # type: ignore[attr-defined]
+        pace.allow(2 + 4)  # two were in the queue
+        assert list_tokens(await waiting) == continue_greedily(make_decoder(1), PROMPT, 4)
+        assert served(replica).is_idle
+        assert served(replica).counts.snapshot()["refused"] == {"499": 1}
+
+
+async def test_a_reader_that_is_too_slow_ends_alone(
+    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_engine, "MAX_UNREAD", 8)
+    register_decoder(files, 1)
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        [replica] = await endpoint.start()
+        _, slow = await begin(replica)
+        assert len(await write(replica, max_tokens=40)) == 40
+        with pytest.raises(InferenceError, match="not read in time"):
+            [_ async for _ in slow]
+
+
+async def test_tensors_of_another_model_wait_for_a_step_not_for_a_text(files: Mapping[str, bytes], pace: Pace) -> None:
+    register_decoder(files, 1)
+    register("linear")
+    async with ReplicaSet(model_from_ref("tiny@1"), model_from_ref("linear@1")) as endpoint:
+        [replica] = await endpoint.start()
+        pace.allow(1000)
+        _, stream = await begin(replica)
+        for _ in range(5):
+            before = pace.num_steps
+            assert (await infer(replica)).status == 200
+            assert pace.num_steps - before <= 4
+        assert len([each async for each in stream]) == 79
+
+
+async def test_a_text_follows_live_weights(files: Mapping[str, bytes], pace: Pace, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    store = WeightStore()
+    store.publish(make_weights(1))
+    live = EndpointModel("tiny", LiveModel(DECODER, SIGNATURE, store))
+    async with ReplicaSet(live, model={"text": {"tokenizer": str(tmp_path)}}) as endpoint:
+        [replica] = await endpoint.start()
+        pace.allow(6)
+        events, stream = await begin(replica)
+        for version in (2, 3):
+            store.publish(make_weights(version))
+            await until(lambda expected=version: served(replica).version == expected)
+        pace.allow(1000)
+        events += [each async for each in stream]
+        spans = [version for version, _ in events[-1].spans]
+        assert (spans[0], spans[-1], spans) == (1, 3, sorted(spans))
+        assert versions_of(await write(replica, max_tokens=2)) == {3}
+        store.close()
+
+
+async def test_an_unloaded_model_ends_its_streams_by_name_after_the_drain(
+    files: Mapping[str, bytes], pace: Pace
+) -> None:
+    register_decoder(files, 1)
+    register("linear")
+    async with ReplicaSet(model_from_ref("linear@1"), drain_s=0.2) as endpoint:
+        [replica] = await endpoint.start()
+        await endpoint.administration.load("tiny", {"version": "1"}, "tester")
+        await until(lambda: "tiny" in [each.name for each in find_texts(replica).list(ANYONE)])
+        pace.allow(3)
+        _, stream = await begin(replica)
+        unloading = asyncio.create_task(endpoint.administration.unload("tiny", "tester"))
+        with pytest.raises(InferenceError, match="'tiny' is no longer served here") as ended:
+            async for _ in stream:
+                pass
+        assert ended.value.status == 503
+        pace.allow(100)
+        await unloading
+
+
+async def test_a_replica_that_ends_says_so_and_a_failed_step_ends_its_answers_alone(
+    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_decoder(files, 1)
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        [replica] = await endpoint.start()
+        step = SlotEngine.step
+
+        def fail(engine: SlotEngine) -> list[TokenEvent]:
+            raise RuntimeError("secret")
+
+        _, stream = await begin(replica)
+        monkeypatch.setattr(SlotEngine, "step", fail)
+        with pytest.raises(InferenceError, match="failed") as failed:
+            async for _ in stream:
+                pass
+        assert (failed.value.status, "secret" in str(failed.value)) == (500, False)
+        monkeypatch.setattr(SlotEngine, "step", step)
+        assert served(replica).counts.snapshot()["versions"]["1"]["statuses"] == {"500": 1}
+        _, stream = await begin(replica)
+        await replica.close()
+        with pytest.raises(InferenceError, match="'tiny' is closing") as closed:
+            async for _ in stream:
+                pass
+        assert closed.value.status == 503
+        with pytest.raises(InferenceError, match="closing"):
+            await write(replica)
+
+
+async def test_a_model_of_hugging_face_writes_and_keeps_its_own_attention(tmp_path: Path) -> None:
+    """Its Task's network takes tensors by position: an engine takes the class of transformers below it."""
+    import transformers
+
+    from shoal.libs.hf.transfer import pull
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, eos_token_id=0, **sizes)
+    network = transformers.LlamaForCausalLM(config).eval()
+    network.save_pretrained(tmp_path / "model")
+    make_tokenizer_files(tmp_path / "model")
+    pull(str(tmp_path / "model"), "tiny")
+    async with ReplicaSet(model_from_ref("tiny@champion")) as endpoint:
+        [replica] = await endpoint.start()
+        found = await write(replica, max_tokens=6, stop_tokens=())
+        assert list_tokens(found) == continue_greedily(network, PROMPT, 6)
+        module = served(replica).router.stable.module  # type: ignore[union-attr]
+        assert isinstance(module, nn.Module)
+        assert module.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+        [vector], _ = await get_text(replica).embed([PROMPT], CALL)
+        hidden = network.model(torch.tensor([PROMPT])).last_hidden_state[0].mean(0).detach()
+        assert np.allclose(vector, nn.functional.normalize(hidden, dim=0).numpy(), atol=1e-5)
