@@ -115,11 +115,10 @@ class Sessions(dict[bytes, Session]):
         return session
 
     def compute_open_credit(self) -> dict[bytes, int]:
-        """How many slots of the queue each session has, of those of segments that are not idle."""
-        get_account = self._queue.ledger.get_account
-        return {
-            route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in self._playing.items()
-        }
+        """How many slots of the queue each session has, of those of segments that are not idle. Callable from any
+        thread."""
+        get_account, playing = self._queue.ledger.get_account, self._playing.copy()
+        return {route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in playing.items()}
 
     def count_slots(self) -> dict[str, int]:
         """How many slots the queue has, and how many of them sessions may fill."""
