@@ -2,7 +2,7 @@
 
 `/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more; `/drip` with a
 part every half a second; any other path with the path, and whether HAProxy has passed the request on. SIGTERM stops the
-server. HEAD_S: how long a head may take.
+server. HEAD_S: how long a head may take. Says `alone` once HAProxy accepts no more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ async def main(port: int, folder: Path) -> None:
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
-    await asyncio.gather(serving, follower.run())
+    following = asyncio.create_task(follower.run())
+    while follower._mark is None and not following.done():
+        await asyncio.sleep(0.01)
+    sys.stdout.write("alone\n")
+    sys.stdout.flush()
+    await asyncio.gather(serving, following)
 
 
 if __name__ == "__main__":

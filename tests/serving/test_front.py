@@ -27,8 +27,10 @@ class Direct:
         port = find_free_port()
         self.proxy = HaproxyProcess(port, 0)
         words = [sys.executable, "-m", "serving.front_replica", str(port), str(self.proxy.folder), str(head_s)]
-        self.replica = subprocess.Popen(words, cwd=TESTS, start_new_session=True)
-        wait_for(self.is_direct, what="the replica at HAProxy's port")
+        self.replica = subprocess.Popen(words, cwd=TESTS, start_new_session=True, stdout=subprocess.PIPE)
+        assert self.replica.stdout is not None
+        assert self.replica.stdout.readline() == b"alone\n"
+        assert self.is_direct()
 
     def is_direct(self) -> bool:
         with closing(self.connect()) as connection:
@@ -53,7 +55,7 @@ class Direct:
 
     def close(self) -> None:
         self.replica.kill()
-        self.replica.wait(30)
+        self.replica.communicate(timeout=30)
         self.proxy.close()
 
 
