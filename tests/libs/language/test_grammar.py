@@ -11,6 +11,7 @@ from tests.libs.language.tiny_language import Bytes, make_decoder
 
 from shoal.errors import ConfigError
 from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest
+from shoal.libs.language.engine.grammar import GrammarCompiler
 
 pytest.importorskip("llguidance")
 PROMPT = tuple(b"answer: ")
@@ -43,6 +44,13 @@ def test_answers_satisfy_their_grammar(engine: SlotEngine) -> None:
     assert all(re.fullmatch("[ab]{3}-[0-9]{2}", text) for text in generate(engine, ("regex", "[ab]{3}-[0-9]{2}")))
     assert set(generate(engine, ("choice", ["yes", 'no "really"']), 6)) <= {"yes", 'no "really"'}
     assert all(text.strip("+1") == "" for text in generate(engine, ("lark", 'start: "1" ("+" "1"){1,3}')))
+
+
+def test_a_grammar_is_compiled_once(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar: Any = ("regex", "x{2}[yz]")
+    engine.compile_grammar(grammar)
+    monkeypatch.setattr(GrammarCompiler, "_compile", None)
+    assert generate(engine, grammar) + generate(engine, grammar) == 2 * generate(engine, grammar)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from shoal.libs.language.text_model import TextCall, TextModel, TextModels
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.replica.replica import EndpointReplica
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightSnapshot, WeightStore
 
@@ -197,10 +198,11 @@ async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
     files: Mapping[str, bytes], pace: Pace
 ) -> None:
     register_decoder(files, 1, "champion")
-    async with ReplicaSet(model_from_ref("tiny@champion")) as endpoint:
+    options = ModelOptions.model_validate({"text": {"swap": "refuse"}})
+    async with ReplicaSet(model_from_ref("tiny@champion", options)) as endpoint:
         [replica] = await endpoint.start()
         pace.allow(12)
-        swaps: list[Swap] = ["continue", "finish", "refuse"]
+        swaps: list[Swap | None] = ["continue", "finish", "refuse", None]
         streams = {each: await begin(replica, swap=each) for each in swaps}
         register_decoder(files, 2)
         Registry().promote("tiny@2")
@@ -211,7 +213,8 @@ async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
             runs = Counter(int(event.version) for event in events if event.token is not None)
             assert tuple(runs.items()) == events[-1].spans
         ends = {name: (events[-1].finish, len(events[-1].spans)) for name, events in found.items()}
-        assert ends == {"continue": ("length", 2), "finish": ("length", 1), "refuse": ("swapped", 1)}
+        refused = dict.fromkeys(["refuse", None], ("swapped", 1))  # None: as the model's options say
+        assert ends == {"continue": ("length", 2), "finish": ("length", 1)} | refused
         before = list_tokens(found["continue"])[: found["continue"][-1].spans[0][1]]
         assert before == continue_greedily(make_decoder(1), PROMPT, len(before))
         rest = continue_greedily(make_decoder(2), (*PROMPT, *before), 80 - len(before))

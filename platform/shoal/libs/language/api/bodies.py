@@ -59,7 +59,7 @@ class Fields(Struct, kw_only=True):
     grammar: str | None = None  # in Lark
     regex: str | None = None
     choice: list[str] | None = None
-    swap: Literal["continue", "finish", "refuse"] = "continue"
+    swap: Literal["continue", "finish", "refuse"] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     begin_s: float | None = None
     deadline_s: float | None = None

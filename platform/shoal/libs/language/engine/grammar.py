@@ -1,12 +1,14 @@
 """Grammars of structured output, by llguidance: what an answer may continue with.
 
-A grammar is compiled in the thread that submits its request, within llguidance's limits of symbols, lexer states and
-work; one that breaks them, or that no text satisfies, is refused before a token is computed.
+A grammar is compiled once, by the first request with it, within llguidance's limits of symbols, lexer states and work;
+one that breaks them, or that no text satisfies, is refused before a token is computed.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from shoal.errors import ConfigError, needs_extra
 from shoal.libs.language.engine.request import MAX_CHOICES, GrammarKind
 
 MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_COMPILED = 64
 
 
 class GrammarCompiler:
@@ -37,9 +40,24 @@ class GrammarCompiler:
             initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=20_000, verbose_errors=False
         )
         self._make = llguidance.LLMatcher
+        self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()  # the one used last at the end
+        self._lock = threading.Lock()
 
-    def compile(self, kind: GrammarKind, value: Any) -> Matcher:
-        """Raises ConfigError."""
+    def start(self, kind: GrammarKind, value: Any) -> Matcher:
+        """The beginning of an answer: quick for a grammar that was compiled, from any thread. Raises ConfigError."""
+        key = kind, value if isinstance(value, str) else json.dumps(value)
+        with self._lock:
+            if (matcher := self._compiled.pop(key, None)) is not None:
+                self._compiled[key] = matcher
+        if matcher is None:
+            matcher = self._compile(kind, value)
+            with self._lock:
+                self._compiled[key] = matcher
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        return matcher.fork()
+
+    def _compile(self, kind: GrammarKind, value: Any) -> Matcher:
         if len(text := value if isinstance(value, str) else json.dumps(value)) > MAX_GRAMMAR_CHARS:
             raise ConfigError("grammar", kind, f"has {len(text)} characters", f"expected {MAX_GRAMMAR_CHARS} at most")
         if kind in ("regex", "lark") and not isinstance(value, str):

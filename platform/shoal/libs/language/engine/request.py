@@ -55,7 +55,7 @@ class TextRequest:
     top_logprobs:  alternatives reported with each token
     adapter:       the name of an adapter; "" for the base model
     swap:          when the weights are replaced: `continue` under the new ones once its cache was filled again by
-                   them, `finish` under the old ones, or `refuse`: end
+                   them, `finish` under the old ones, or `refuse`: end. None: `continue`, or what an endpoint says
     priority:      a request of a higher one is admitted first, and takes the slot of a lower one, which waits
     begin_s, end_s: seconds from now within which the first and the last token must come; None: no limit
     """
@@ -70,7 +70,7 @@ class TextRequest:
     grammar: tuple[GrammarKind, Any] | None = None
     top_logprobs: int = 0
     adapter: str = ""
-    swap: Swap = "continue"
+    swap: Swap | None = None
     priority: int = 0
     begin_s: float | None = None
     end_s: float | None = None
@@ -134,7 +134,6 @@ class Limits:
     length: int
     max_answers: int
     has_text: bool
-    has_grammar: bool
 
 
 def check_request(request: TextRequest, limits: Limits) -> None:
@@ -152,14 +151,12 @@ def check_request(request: TextRequest, limits: Limits) -> None:
     _check_range("top_logprobs", request.top_logprobs, 0, min(MAX_TOP_LOGPROBS, limits.num_tokens))
     if request.given and request.num_answers > 1:
         raise ConfigError("given", f"{len(request.given)} tokens", "continue one answer alone")
-    if request.swap not in SWAPS:
+    if request.swap is not None and request.swap not in SWAPS:
         raise ConfigError("swap", request.swap, f"expected {', '.join(SWAPS)}", suggest(request.swap, SWAPS))
     for name, seconds in (("begin_s", request.begin_s), ("end_s", request.end_s)):
         if seconds is not None and not seconds > 0:
             raise ConfigError(name, seconds, "must be above zero")
     _check_stops(request, limits)
-    if request.grammar is not None and not limits.has_grammar:
-        raise ConfigError("grammar", request.grammar[0], "needs an engine with a tokenizer")
     _check_sampling(request.sampling, limits.num_tokens)
 
 

@@ -32,7 +32,15 @@ from shoal.libs.language.engine.answer import AnswerState, Weights
 from shoal.libs.language.engine.cells import CacheCells, TokenSegment, Work
 from shoal.libs.language.engine.grammar import GrammarCompiler
 from shoal.libs.language.engine.models import CausalModel, open_model
-from shoal.libs.language.engine.request import FinishReason, Limits, Observation, TextRequest, TokenEvent, check_request
+from shoal.libs.language.engine.request import (
+    FinishReason,
+    GrammarKind,
+    Limits,
+    Observation,
+    TextRequest,
+    TokenEvent,
+    check_request,
+)
 from shoal.libs.language.engine.sampling import Sampled, sample
 from shoal.libs.language.engine.slots import SlotTable
 from shoal.libs.language.engine.text import TextStream
@@ -80,11 +88,10 @@ class SlotEngine:
         for name, value, least in (("slots", slots, 1), ("chunk", chunk, 8), ("spare", spare, 1)):
             if value < least:
                 raise ConfigError(name, value, f"must be at least {least}")
-        self._limits = Limits(
-            opened.num_tokens, length or most, max_queued, tokenizer is not None, tokenizer is not None
-        )
+        self._limits = Limits(opened.num_tokens, length or most, max_queued, tokenizer is not None)
         self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
         self._grammars: GrammarCompiler | None = None
+        self._grammar_lock = threading.Lock()
         self._chunk, self._deterministic = chunk, deterministic
         self._current: dict[str, Weights] = {"": Weights(opened, version)}
         self._cells = CacheCells(slots + spare, self._limits.length)
@@ -122,6 +129,10 @@ class SlotEngine:
                 answer.number, answer.order = number, number * self._limits.max_answers + index
             self._submitted += answers
         return number
+
+    def compile_grammar(self, grammar: tuple[GrammarKind, Any]) -> None:
+        """Compile a grammar, of which `submit` is quick then: for a caller that must not wait. Raises ConfigError."""
+        self._get_grammars().start(*grammar)
 
     def cancel(self, number: int) -> None:
         """End a request; its slots are free before the next step computes anything. Unknown numbers are ignored."""
@@ -224,7 +235,7 @@ class SlotEngine:
         now_s = time.monotonic()
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         stops = self._stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
-        matcher = self._get_grammars().compile(*request.grammar) if request.grammar is not None else None
+        matcher = self._get_grammars().start(*request.grammar) if request.grammar is not None else None
         seen = frozenset(request.prompt) if request.sampling.repetition_penalty != 1.0 else frozenset[int]()
         answers = []
         for index in range(request.num_answers):
@@ -250,7 +261,9 @@ class SlotEngine:
         return answers
 
     def _get_grammars(self) -> GrammarCompiler:
-        with self._lock:  # made once: it takes about a second for a large vocabulary
+        if self._tokenizer is None:
+            raise ConfigError("grammar", None, "needs an engine with a tokenizer")
+        with self._grammar_lock:  # made once: it takes about a second for a large vocabulary
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self._tokenizer, self._limits.num_tokens, tuple(self._stop_tokens))
             return self._grammars

@@ -80,8 +80,6 @@ class TextEngine:
         self._opening: asyncio.Future[SlotEngine] | None = None
         self._streams: dict[int, RequestStream] = {}
         self._num_pending = 0  # submissions, and what is run besides steps
-        self._num_compiling = 0  # submissions in threads, of which a step may give events first:
-        self._early: dict[int, list[TokenEvent]] = {}
         self._steps: StepQueue[list[TokenEvent]] = StepQueue(
             served.batcher,
             f"{served.name} text",
@@ -102,28 +100,16 @@ class TextEngine:
         self._num_pending += 1
         try:
             engine = await self._open()
-            if request.grammar is None:
-                stream.number = engine.submit(request)
-            else:
-                stream.number = await self._compile(engine, request)
+            if request.grammar is not None:
+                await asyncio.to_thread(engine.compile_grammar, request.grammar)
+            stream.number = engine.submit(request)
             if self._steps.is_closed:
                 raise Closed
             self._streams[stream.number] = stream
         finally:
             self._num_pending -= 1
-        self._deliver(self._early.pop(stream.number, []))
         self._steps.wake()
         return stream
-
-    async def _compile(self, engine: SlotEngine, request: TextRequest) -> int:
-        """Submit a request with a grammar, which may take a second."""
-        if not self._num_compiling:
-            self._early = {}
-        self._num_compiling += 1
-        try:
-            return await asyncio.to_thread(engine.submit, request)
-        finally:
-            self._num_compiling -= 1
 
     def release(self, stream: RequestStream) -> None:
         """Its reader has left: cancel what is still computed."""
@@ -201,11 +187,7 @@ class TextEngine:
         now_s = time.monotonic()
         for event in events:
             stream = self._streams.get(event.request)
-            if stream is None:
-                if self._num_compiling:
-                    self._early.setdefault(event.request, []).append(event)
-                elif event.finish is None and self.engine is not None:  # its reader left while it was compiled
-                    self.engine.cancel(event.request)
+            if stream is None:  # its reader has left
                 continue
             if event.token is not None:
                 self._statistics.count_token(now_s - stream.at_s[event.index], is_first=stream.version == 0)

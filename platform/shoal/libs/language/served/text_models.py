@@ -191,7 +191,7 @@ class ModelTexts:
 
     def _complete(self, request: TextRequest, call: TextCall) -> TextRequest:
         options = self._served.options
-        if request.swap == "continue":
+        if request.swap is None:
             request = replace(request, swap=options.text.swap)
         if request.end_s is None and options.deadline_s is not None:
             request = replace(request, end_s=options.deadline_s)
