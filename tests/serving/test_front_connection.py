@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import resource
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -16,7 +17,7 @@ from uvicorn.server import ServerState
 
 from shoal.cluster.ingress import connection_guard
 from shoal.serve.http.direct_protocol import DirectProtocol
-from shoal.serve.http.front_protocol import FrontProtocol
+from shoal.serve.http.front_protocol import SPARE_FILES, DirectFront, FrontProtocol
 from waiting import wait_for
 
 ANSWER_S = 60.0
@@ -36,13 +37,13 @@ class Line:
             release=lambda _: None,
         )
         self.front: Any = SimpleNamespace(guard=guard, connections=set(), is_leaving=False, answer_s=ANSWER_S)
-        server = SimpleNamespace(
+        self.server = SimpleNamespace(
             config=uvicorn.Config(self.answer, lifespan="off", log_level="critical"),
             server_state=ServerState(),
             lifespan=SimpleNamespace(state={}),
         )
         DirectProtocol.application = self.answer
-        self.protocol = FrontProtocol(self.front, server, 0)
+        self.protocol = FrontProtocol(self.front, self.server, 0)
         transport: Any = SimpleNamespace(
             **dict.fromkeys(("abort", "close", "write_eof"), self._close),
             **dict.fromkeys(("pause_reading", "resume_reading"), lambda: None),
@@ -86,6 +87,29 @@ def run(test: Callable[[Line], Coroutine[Any, Any, None]], monkeypatch: pytest.M
         await test(Line())
 
     asyncio.run(use())
+
+
+def test_more_clients_than_the_process_may_have_files_for_are_haproxys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (SPARE_FILES + 2, 0))
+
+    async def test(line: Line) -> None:
+        line.front.guard.hold = lambda _: 0
+        front = DirectFront(line.server, line.front.guard, ANSWER_S)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+            accepting = listener.dup()
+            front.listen(accepting)
+            async with asyncio.timeout(30):
+                while not (line.returned and len(front.connections) == 2):
+                    await asyncio.sleep(0)
+            front.stop_listening(accepting)
+        assert line.returned == [b""]
+        front.close()
+        for each in clients:
+            each.close()
+        await settle()
+
+    run(test, monkeypatch)
 
 
 def test_a_trailer_is_no_header(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from shoal.serve.protocol.access import FORWARDED_FROM_HEADER
 
 CHECK_S = 1.0
 MAX_ACCEPTED = 32  # in one turn of the loop
+SPARE_FILES = 256  # of those that the process may open: for all but clients
 HTTP2 = b"PRI * HTTP/2.0"  # how a connection of HTTP/2 begins
 STEERS_SERVE = re.compile(
     rb"x-(request-timeout-seconds|request-id|session-id|shoal-asleep|serve-router-.*|forwarded-.*)"
@@ -41,6 +43,7 @@ class DirectFront:
 
     def __init__(self, server: Any, guard: ConnectionGuard, answer_s: float) -> None:
         self.guard, self.answer_s, self.is_leaving = guard, answer_s, False
+        self._max_connections = min(MAX_HTTP, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
         self.connections: set[FrontProtocol] = set()
         self._accepted: set[asyncio.Task[Any]] = set()
         self._server, self._loop = server, asyncio.get_running_loop()
@@ -65,7 +68,7 @@ class DirectFront:
 
     def _connect(self, connection: socket.socket) -> None:
         number = self.guard.hold(connection)
-        if len(self.connections) + len(self._accepted) >= MAX_HTTP:
+        if len(self.connections) + len(self._accepted) >= self._max_connections:
             self.guard.return_connection(number, b"")
             connection.close()
             return
