@@ -97,16 +97,14 @@ def test_more_clients_than_the_process_may_have_files_for_are_haproxys(monkeypat
         front = DirectFront(line.server, line.front.guard, ANSWER_S)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-            accepting = listener.dup()
-            front.listen(accepting)
+            front.listen(listener)
             async with asyncio.timeout(30):
                 while not (line.returned and len(front.connections) == 2):
                     await asyncio.sleep(0)
-            front.stop_listening(accepting)
+            front.stop_listening(listener)
         assert line.returned == [b""]
         front.close()
-        for each in clients:
-            each.close()
+        [each.close() for each in clients]
         await settle()
 
     run(test, monkeypatch)

@@ -54,8 +54,8 @@ class StepQueue(Generic[StepT]):
 
     async def run(self, function: Callable[[], T]) -> T:
         """Compute a function once, among the steps. Raises what it raises, and QueueFull (429), Closed."""
-        found: Prediction[T] = await self._queue.submit(function, group=None)
-        return found.outputs
+        prediction: Prediction[T] = await self._queue.submit(function, group=None)
+        return prediction.outputs
 
     @property
     def is_closed(self) -> bool:

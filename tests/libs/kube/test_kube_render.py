@@ -82,12 +82,8 @@ SPECS: dict[str, tuple[tuple[str, ...], str, object]] = {
     "cluster of fixed size": (
         (
             *("cluster", IMAGE, "kube.home_claim=shared", "kube.credentials=aws", "kube.secret=own"),
-            *(
-                "kube.autoscale=false",
-                "kube.workers.min=3",
-                "kube.pull_secrets=[registry]",
-                "kube.service_account=shoal",
-            ),
+            *("kube.autoscale=false", "kube.workers.min=3", "kube.pull_secrets=[registry]"),
+            "kube.service_account=shoal",
         ),
         "spec.workerGroupSpecs.0.template.spec.volumes.0.persistentVolumeClaim",
         "shared",

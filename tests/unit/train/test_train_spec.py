@@ -20,10 +20,7 @@ from shoal.train.spec import TrainSpec
 
 
 def test_a_target_is_typed_as_it_is_said() -> None:
-    for word, parts in [
-        ("accuracy>=0.9", ("accuracy", 0.9, "max")),
-        ("loss <= 0.1", ("loss", 0.1, "min")),
-    ]:
+    for word, parts in [("accuracy>=0.9", ("accuracy", 0.9, "max")), ("loss <= 0.1", ("loss", 0.1, "min"))]:
         target = TrainSpec().override([f"stop.target={word}"]).stop.target
         assert target is not None
         assert (target.metric, target.value, target.direction) == parts
@@ -277,12 +274,7 @@ def test_a_range_of_workers_that_does_not_fit_is_rejected(words: list[str]) -> N
 @pytest.mark.parametrize("device", ["cuda:0", "banana", ""])
 @pytest.mark.parametrize(
     ("spec", "field"),
-    [
-        (TrainSpec, "device"),
-        (RLSpec, "learner.device"),
-        (PopulationSpec, "device"),
-        (ModelOptions, "device"),
-    ],
+    [(TrainSpec, "device"), (RLSpec, "learner.device"), (PopulationSpec, "device"), (ModelOptions, "device")],
 )
 def test_a_device_is_a_word(spec: type[Spec], field: str, device: str) -> None:
     changes: dict[str, Any] = {field.rpartition(".")[2]: device}

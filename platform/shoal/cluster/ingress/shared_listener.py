@@ -59,8 +59,8 @@ def pause_front(folder: Path, is_paused: bool) -> None:
 
 def is_running(mark: Mark, folder: Path) -> bool:
     """Whether the HAProxy of the mark has the admin socket; its predecessor has it until then."""
-    found = re.search(r"^Pid: (\d+)$", _ask(folder, "show info"), re.MULTILINE)
-    return found is not None and int(found[1]) == mark.pid
+    match = re.search(r"^Pid: (\d+)$", _ask(folder, "show info"), re.MULTILINE)
+    return match is not None and int(match[1]) == mark.pid
 
 
 def _ask(folder: Path, command: str) -> str:

@@ -90,8 +90,8 @@ async def begin(job: Job, events: Events) -> Answers:
     except InferenceError as error:
         name = (job.names or {}).get(error.field, error.field)
         raise InferenceError(error.status, error.message, error.retry_after_s, name) from error
-    made = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
-    return Answers(job, first, events, made)
+    answers = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
+    return Answers(job, first, events, answers)
 
 
 async def merge_events(job: Job, call: TextCall) -> Events:
@@ -99,8 +99,8 @@ async def merge_events(job: Job, call: TextCall) -> Events:
     calls = [call] * len(job.requests)
     if call.resume and len(calls) > 1:  # each prompt is continued by itself
         calls = [replace(call, resume=f"{call.resume}/{number}") for number in range(len(calls))]
-    made = map(job.model.generate, job.requests, calls)
-    streams = [cast(AsyncGenerator[TokenEvent, None], each) for each in made]
+    generators = map(job.model.generate, job.requests, calls)
+    streams = [cast(AsyncGenerator[TokenEvent, None], each) for each in generators]
     if len(streams) == 1:
         async with aclosing(streams[0]) as events:
             async for event in events:
@@ -112,9 +112,9 @@ async def merge_events(job: Job, call: TextCall) -> Events:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 number = waiting.pop(task)
-                if (found := task.result()) is not None:
+                if (newest := task.result()) is not None:
                     waiting[asyncio.ensure_future(anext(streams[number], None))] = number
-                    yield number, found
+                    yield number, newest
     finally:
         await _close(list(waiting), streams)
 

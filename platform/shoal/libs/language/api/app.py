@@ -229,6 +229,6 @@ def _apply_deadline(body: Fields, headers: Headers, arrived_s: float) -> None:
 
 def _describe_model(model: TextModel) -> dict[str, Any]:
     """As both APIs have it."""
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created_s))
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created_s))
     known = {"id": model.name, "object": "model", "created": int(model.created_s), "owned_by": "shoal"}
-    return known | {"type": "model", "display_name": model.name, "created_at": made, "max_input_tokens": model.context}
+    return known | {"type": "model", "display_name": model.name, "created_at": stamp, "max_input_tokens": model.context}

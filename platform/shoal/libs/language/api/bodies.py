@@ -120,10 +120,10 @@ class EmbeddingBody(Struct, kw_only=True):
 def read_body(raw: bytes, kind: type[T]) -> T:
     """Raises InferenceError (400) that names the field. A field that is null counts as absent, as in OpenAI's API."""
     try:
-        found = msgspec.json.decode(raw)
-        if not isinstance(found, dict):
+        body = msgspec.json.decode(raw)
+        if not isinstance(body, dict):
             raise InferenceError(400, "the body is not a JSON object")
-        fields = {name: value for name, value in found.items() if value is not None}
+        fields = {name: value for name, value in body.items() if value is not None}
         for name in fields.keys() - set(kind.__struct_fields__):  # type: ignore[attr-defined]
             _check_unknown(name, fields.pop(name), kind)
         return msgspec.convert(fields, kind)
@@ -165,8 +165,8 @@ def read_text(content: object, path: str) -> str:
 
 def require(value: dict[str, Any], name: str, kind: type[T], path: str) -> T:
     """A field of an object. Raises InferenceError (400)."""
-    found = value.get(name)
-    if not isinstance(found, kind):
+    result = value.get(name)
+    if not isinstance(result, kind):
         path = f"{path}.{name}"
-        raise InferenceError(400, f"{path}: expected {kind.__name__}, got {str(found)[:40]!r}", field=path)
-    return found
+        raise InferenceError(400, f"{path}: expected {kind.__name__}, got {str(result)[:40]!r}", field=path)
+    return result

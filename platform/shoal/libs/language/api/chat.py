@@ -119,9 +119,9 @@ async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     async for answer, event, text in answers.read():
         logprobs = _TextLogprobs(answers.job)
         logprobs.add(event, len(answer.text) - len(text))
-        found = logprobs.take()
-        if text or answer.finish or found:
-            choice = {"index": answer.index, "text": text, "logprobs": found, "finish_reason": None}
+        reported = logprobs.take()
+        if text or answer.finish or reported:
+            choice = {"index": answer.index, "text": text, "logprobs": reported, "finish_reason": None}
             yield write_frame({**head, "choices": [choice | (_describe_end(answer) if answer.finish else {})]})
     for frame in _end_stream(answers, head):
         yield frame

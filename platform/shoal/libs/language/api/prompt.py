@@ -166,7 +166,7 @@ def render_chat(
 def read_messages(messages: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """Messages of the chat API as templates take them: texts as strings, arguments as objects. Raises InferenceError
     (400)."""
-    found = []
+    results = []
     for number, message in enumerate(messages):
         path = f"{name}[{number}]"
         role = require(message, "role", str, path)
@@ -180,8 +180,8 @@ def read_messages(messages: Sequence[dict[str, Any]], name: str) -> list[dict[st
             raise InferenceError(400, f"{path}.tool_calls: expected a list", field=f"{path}.tool_calls")
         if calls:
             each["tool_calls"] = [_read_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
-        found.append(each)
-    return found
+        results.append(each)
+    return results
 
 
 def _read_call(call: Any, path: str) -> dict[str, Any]:

@@ -124,13 +124,13 @@ class ToolCallReader:
                 return ""
             self._has_text, text, self._retained = True, self._retained, ""
             return text
-        place = self._retained.find(self._mark)
-        self._is_call = place >= 0
-        if place < 0:
+        mark_at = self._retained.find(self._mark)
+        self._is_call = mark_at >= 0
+        if mark_at < 0:
             most = range(min(len(self._mark) - 1, len(self._retained)), 0, -1)
-            held = next((size for size in most if self._mark.startswith(self._retained[-size:])), 0)
-            place = len(self._retained) - held
-        text, self._retained = self._retained[:place], self._retained[place:]
+            num_retained = next((size for size in most if self._mark.startswith(self._retained[-size:])), 0)
+            mark_at = len(self._retained) - num_retained
+        text, self._retained = self._retained[:mark_at], self._retained[mark_at:]
         return text
 
     def finish(self) -> tuple[str, list[ToolCall]]:
@@ -147,10 +147,10 @@ class ToolCallReader:
         calls = []
         decoder = json.JSONDecoder()
         for part in parts:
-            place = 0
-            while (place := _SEPARATORS.match(part, place).end()) < len(part):  # type: ignore[union-attr]
+            position = 0
+            while (position := _SEPARATORS.match(part, position).end()) < len(part):  # type: ignore[union-attr]
                 try:
-                    value, place = decoder.raw_decode(part, place)
+                    value, position = decoder.raw_decode(part, position)
                 except (ValueError, RecursionError):
                     return []
                 call = _read_call(value, self.use.names)

@@ -79,6 +79,6 @@ class QueueAdmission:
         steps = float(math.ceil(queued_tokens / self._chunk))
         behind = queued - (self._slots - len(self._remaining))  # answers that must end before the last of these begins
         if behind > 0 and self._remaining:
-            rounds, place = divmod(behind - 1, len(self._remaining))
-            steps += (rounds * self._remaining[-1] + self._remaining[place]) * self._used_share
+            rounds, rest = divmod(behind - 1, len(self._remaining))
+            steps += (rounds * self._remaining[-1] + self._remaining[rest]) * self._used_share
         return steps * self.step_s(self._slots + self._chunk)

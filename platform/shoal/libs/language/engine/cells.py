@@ -45,13 +45,13 @@ class CacheCells:
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put keys [K, T, D] and values of packed tokens into their cells; returns the layer's cells."""
-        found = self._layers.get(layer)
-        if found is None:  # zeros: cells that a mask hides must be finite
+        stored = self._layers.get(layer)
+        if stored is None:  # zeros: cells that a mask hides must be finite
             shapes = [(self.num_slots + 1, x.shape[0], self.length, x.shape[2]) for x in (key, value)]
-            found = self._layers[layer] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
-        found[0][slots, :, positions] = key.transpose(0, 1)
-        found[1][slots, :, positions] = value.transpose(0, 1)
-        return found
+            stored = self._layers[layer] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
+        stored[0][slots, :, positions] = key.transpose(0, 1)
+        stored[1][slots, :, positions] = value.transpose(0, 1)
+        return stored
 
     def copy(self, source: int, target: int, num_cells: int) -> None:
         """Copy the first cells of a slot to another."""
@@ -110,7 +110,7 @@ class Work:
             if each.adapter is not None:
                 known = rows.setdefault(id(each.adapter), (each.adapter, []))
                 known[1].extend(range(end + 1 - len(each.tokens), end + 1))
-        return [(adapter, torch.tensor(found, device=device)) for adapter, found in rows.values()]
+        return [(adapter, torch.tensor(indices, device=device)) for adapter, indices in rows.values()]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -132,8 +132,8 @@ class Work:
             groups = query.shape[0] // key.shape[0]
             mask = None if end - begin == 1 else self._mask_segment(number, low, groups, window)
             grouped = query[:, begin:end].unflatten(0, (-1, groups)).flatten(1, 2)  # [K, H / K * n, D]
-            found = scaled_dot_product_attention(grouped[None], few[0][None], few[1][None], mask, scale=scale)[0]
-            mixed[begin:end] = found.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
+            attended = scaled_dot_product_attention(grouped[None], few[0][None], few[1][None], mask, scale=scale)[0]
+            mixed[begin:end] = attended.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
         return mixed
 
     def _attend_rows(
@@ -154,8 +154,8 @@ class Work:
         if top > self.num_rows:
             spread = query.new_zeros(top, *spread.shape[1:]).index_copy_(0, rows, spread)
         grouped = spread.unflatten(1, (keys.shape[1], -1))  # [S, K, H / K, D]
-        found = scaled_dot_product_attention(grouped, keys[:top, :, :span], values[:top, :, :span], mask, scale=scale)
-        return found.flatten(1, 2)[rows] if top > self.num_rows else found.flatten(1, 2)
+        output = scaled_dot_product_attention(grouped, keys[:top, :, :span], values[:top, :, :span], mask, scale=scale)
+        return output.flatten(1, 2)[rows] if top > self.num_rows else output.flatten(1, 2)
 
     def _mask_segment(self, number: int, low: int, groups: int, window: int | None) -> Tensor:
         if (mask := self._masks.get((number, window))) is None:

@@ -69,14 +69,14 @@ class CausalModel:
         """Compare chunks and rows over cells with the network's own forward. Raises ConfigError."""
         num = min(12, self.context or 12)
         ids = torch.arange(num, device=self.device) * 7 % self.num_tokens
-        cells, at, found = CacheCells(2, num), 0, []
+        cells, at, computed = CacheCells(2, num), 0, []
         for size in (num // 2, num - num // 2 - 1, 1):
             segment = TokenSegment(1, at, ids[at : at + size].tolist(), True)
             work = Work(cells, [segment], self.device)
-            found.append(self.compute(work, torch.arange(size, device=self.device)))
+            computed.append(self.compute(work, torch.arange(size, device=self.device)))
             at += size
         expected = self.compute_plain(ids).float()
-        share = (torch.cat(found) - expected).abs().max() / expected.abs().max()
+        share = (torch.cat(computed) - expected).abs().max() / expected.abs().max()
         if not share <= _TOLERANCE.get(next(self.module.parameters()).dtype, 0.05):
             problem = f"computes other logits over a cache, by {float(share):.2g} of the greatest"
             raise ConfigError("model", type(self.module).__name__, problem, "its layers keep more than keys and values")
@@ -137,7 +137,7 @@ class TransformersModel(CausalModel):
     def compute(self, work: Work, wanted: Tensor) -> Tensor:
         ACTIVE.work = work
         try:
-            found = self.module(
+            output = self.module(
                 input_ids=work.ids[None],
                 position_ids=work.positions[None],
                 attention_mask=self._mask,
@@ -146,7 +146,7 @@ class TransformersModel(CausalModel):
             )
         finally:
             ACTIVE.work = None
-        logits: Tensor = found.logits[0].float()
+        logits: Tensor = output.logits[0].float()
         return logits
 
     def compute_plain(self, ids: Tensor) -> Tensor:
@@ -189,8 +189,8 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if (work := ACTIVE.work) is None:
-        found = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-        return found[0], None
+        attended = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return attended[0], None
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise ConfigError("model", type(module).__name__, f"has attention with {name}")

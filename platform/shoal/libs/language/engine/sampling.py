@@ -66,14 +66,14 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         chosen[hot] = _draw(scores if len(hot) == len(rows) else scores[hot], [rows[number] for number in hot])
     logprobs = (raw.gather(1, chosen[:, None])[:, 0] - total[: len(rows)]).tolist()
     is_finite = total.isfinite().tolist()
-    found = []
+    results = []
     for number, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
         top: tuple[tuple[int, float], ...] = ()
         if row.top_logprobs:
             best = (raw[number] - total[number]).topk(row.top_logprobs)
             top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        found.append(Sampled(token if is_finite[number] else -1, logprobs[number], top))
-    return found
+        results.append(Sampled(token if is_finite[number] else -1, logprobs[number], top))
+    return results
 
 
 def _is_altered(row: Row) -> bool:

@@ -32,15 +32,7 @@ from shoal.libs.language.engine.answer import AnswerState, Weights
 from shoal.libs.language.engine.cells import CacheCells, TokenSegment, Work
 from shoal.libs.language.engine.grammar import GrammarCompiler
 from shoal.libs.language.engine.models import CausalModel, open_model
-from shoal.libs.language.engine.request import (
-    FinishReason,
-    GrammarKind,
-    Limits,
-    Observation,
-    TextRequest,
-    TokenEvent,
-    check_request,
-)
+from shoal.libs.language.engine.request import FinishReason, Limits, Observation, TextRequest, TokenEvent, check_request
 from shoal.libs.language.engine.sampling import Sampled, sample
 from shoal.libs.language.engine.slots import SlotTable
 from shoal.libs.language.engine.text import TextStream
@@ -130,9 +122,10 @@ class SlotEngine:
             self._submitted += answers
         return number
 
-    def compile_grammar(self, grammar: tuple[GrammarKind, Any]) -> None:
-        """Compile a grammar, of which `submit` is quick then: for a caller that must not wait. Raises ConfigError."""
-        self._get_grammars().start(*grammar)
+    def prepare(self, request: TextRequest) -> None:
+        """Compile the request's grammar, so that `submit` takes no time. Raises ConfigError."""
+        if request.grammar is not None:
+            self._get_grammars().start(*request.grammar)
 
     def cancel(self, number: int) -> None:
         """End a request; its slots are free before the next step computes anything. Unknown numbers are ignored."""
@@ -154,11 +147,11 @@ class SlotEngine:
             base = self._incoming.get("", self._current[""])
         if adapter:
             state = weights if isinstance(weights, Mapping) else weights.state_dict()
-            found = Weights(base.model, version, Adapter(state, scale, base.model))
+            incoming = Weights(base.model, version, Adapter(state, scale, base.model))
         else:
-            found = Weights(base.model.replace_weights(weights), version)
+            incoming = Weights(base.model.replace_weights(weights), version)
         with self._lock:
-            self._incoming[adapter] = found
+            self._incoming[adapter] = incoming
 
     def observe(self) -> Observation:
         """Counts, now and since the engine was made."""
@@ -223,11 +216,11 @@ class SlotEngine:
     def run(self, requests: list[TextRequest]) -> list[list[TokenEvent]]:
         """Submit and step until all are over; the events of each request in order. For scripts and tests."""
         numbers = [self.submit(request) for request in requests]
-        found: dict[int, list[TokenEvent]] = {number: [] for number in numbers}
+        events: dict[int, list[TokenEvent]] = {number: [] for number in numbers}
         while self.has_work:
             for event in self.step():
-                found[event.request].append(event)
-        return [found[number] for number in numbers]
+                events[event.request].append(event)
+        return [events[number] for number in numbers]
 
     # ---------------------------------------------------------------- inside
 
@@ -276,11 +269,11 @@ class SlotEngine:
             if base is not None and len(used | {id(base.model)}) <= MAX_VERSIONS:
                 self._current = {"": self._incoming.pop("")}
                 base = None
-            for name, found in list(self._incoming.items()):
-                if name and (base is None or found.model is not base.model):
+            for name, weights in list(self._incoming.items()):
+                if name and (base is None or weights.model is not base.model):
                     del self._incoming[name]
-                    if found.model is self._current[""].model:
-                        self._current = self._current | {name: found}
+                    if weights.model is self._current[""].model:
+                        self._current = self._current | {name: weights}
         self._slots.forget(self._current.values())
         for answer in list(self._running):
             target = self._current.get(answer.request.adapter)
@@ -402,23 +395,23 @@ class SlotEngine:
                 self._slots.switch(answer, segment.slot)
                 answers.append(answer)
         if answers:
-            for answer, found in zip(answers, sample(logits, [each.make_row() for each in answers]), strict=True):
-                events.append(self._take(answer, found))
+            for answer, choice in zip(answers, sample(logits, [each.make_row() for each in answers]), strict=True):
+                events.append(self._take(answer, choice))
         return work.num_tokens
 
-    def _take(self, answer: AnswerState, found: Sampled) -> TokenEvent:
+    def _take(self, answer: AnswerState, choice: Sampled) -> TokenEvent:
         """Append a token to an answer, and see whether it ends."""
         assert answer.weights is not None
-        if found.token < 0:
+        if choice.token < 0:
             return self._end(answer, "error", "the model's logits are not finite")
-        text = answer.add(found.token)
+        text = answer.add(choice.token)
         answer.note_version(answer.weights.version)
         self._totals["new_tokens"] += 1
         event = TokenEvent(
-            answer.number, answer.index, found.token, found.logprob, found.top_logprobs, answer.weights.version, text
+            answer.number, answer.index, choice.token, choice.logprob, choice.top_logprobs, answer.weights.version, text
         )
         problem = answer.matcher.problem if answer.matcher is not None else ""
-        is_stopped = found.token in answer.stop_tokens or (answer.text is not None and answer.text.stopped is not None)
+        is_stopped = choice.token in answer.stop_tokens or (answer.text is not None and answer.text.stopped is not None)
         if problem:
             return self._end(answer, "error", problem, event)
         if is_stopped or (answer.matcher is not None and answer.matcher.is_complete):

@@ -137,11 +137,11 @@ class SlotTable:
                 if slot.owner is not None and is_promise:
                     most = max(most, (len(slot.owner.request.prompt) - 1) // self._chunk * self._chunk)
                 known = known[:most]
-            found = min(count_common(known, answer.known), len(answer.known) - 1)
+            num_common = min(count_common(known, answer.known), len(answer.known) - 1)
             if self._deterministic:
-                found = found // self._chunk * self._chunk
-            if found >= MIN_SHARED and found > best[0]:
-                best = found, number
+                num_common = num_common // self._chunk * self._chunk
+            if num_common >= MIN_SHARED and num_common > best[0]:
+                best = num_common, number
         return best
 
     def _copy(self, source: int, target: int, num_cells: int) -> None:

@@ -47,10 +47,10 @@ class TextStream:
         self._tokens = self._tokens[self._read :]
         self._read = len(self._tokens)
         self._before = self._decode(self._tokens)
-        met = [(place, stop) for stop in self._stops if (place := self._retained.find(stop)) >= 0]
+        met = [(begin, stop) for stop in self._stops if (begin := self._retained.find(stop)) >= 0]
         if met:
-            place, self.stopped = min(met)
-            text, self._retained = self._retained[:place], ""
+            begin, self.stopped = min(met)
+            text, self._retained = self._retained[:begin], ""
             return text
         # the longest end of what is held that begins a stop text
         most = max((len(stop) for stop in self._stops), default=1) - 1

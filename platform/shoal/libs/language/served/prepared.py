@@ -132,8 +132,8 @@ def embed(module: nn.Module, prompt: tuple[int, ...]) -> torch.Tensor:
             hidden = head.norm(nn.Sequential(*layers)(ids))  # type: ignore[operator]
         else:
             hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
-        found: torch.Tensor = nn.functional.normalize(hidden[0].float().mean(0), dim=0).cpu()
-    return found
+        vector: torch.Tensor = nn.functional.normalize(hidden[0].float().mean(0), dim=0).cpu()
+    return vector
 
 
 def _load_tokenizer(files: Mapping[str, Path]) -> tuple[Any, tuple[int, ...]]:

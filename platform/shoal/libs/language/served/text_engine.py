@@ -101,7 +101,7 @@ class TextEngine:
         try:
             engine = await self._open()
             if request.grammar is not None:
-                await asyncio.to_thread(engine.compile_grammar, request.grammar)
+                await asyncio.to_thread(engine.prepare, request)
             stream.number = engine.submit(request)
             if self._steps.is_closed:
                 raise Closed

@@ -30,8 +30,8 @@ class ServedTexts:
 
     def list(self, caller: Caller) -> list[TextModel]:
         """The models that write text, and that the caller's key is for."""
-        found = [self._find(each) for each in self._manager.list_loaded() if caller.can_see(each.name)]
-        return [each for each in found if each is not None]
+        texts = [self._find(each) for each in self._manager.list_loaded() if caller.can_see(each.name)]
+        return [each for each in texts if each is not None]
 
     def get(self, name: str, caller: Caller) -> TextModel:
         """Raises InferenceError: 403, 404, and 503 for a model that is not loaded here."""
@@ -43,9 +43,9 @@ class ServedTexts:
             raise InferenceError(503, f"model {name!r} is loaded on demand, and not here now; {remedy}", 1.0)
         if not served.version:
             raise InferenceError(503, f"model {name!r} has no weights yet; try again later", 1.0)
-        if (found := self._find(served)) is None:
+        if (text := self._find(served)) is None:
             raise InferenceError(404, f"model {name!r} writes no text: it is no language model with a tokenizer")
-        return found
+        return text
 
     def open(self, name: str) -> ModelTexts:
         """The texts of a model as it is served now."""
@@ -131,14 +131,14 @@ class ModelTexts:
                 problem = f"has {len(prompt)} tokens, expected 1 to {prepared.context}"
                 raise InferenceError(400, f"prompt {problem}", field="prompt")
         try:
-            found = [await engine.run(lambda each=prompt: embed(prepared.module, each)) for prompt in prompts]  # type: ignore[misc]
+            vectors = [await engine.run(lambda each=prompt: embed(prepared.module, each)) for prompt in prompts]  # type: ignore[misc]
         except Closed:
             raise self._make_closed() from None
         except Exception as error:  # noqa: BLE001 - any error of the model's: its caller receives a reference
             self._served.counts.count_request(loaded.version, 500, time.monotonic() - arrived_s)
             raise self._served.describe_failure(error, loaded.version) from None
         self._served.counts.count_request(loaded.version, 200, time.monotonic() - arrived_s, rows=len(prompts))
-        return [each.numpy() for each in found], loaded.version
+        return [each.numpy() for each in vectors], loaded.version
 
     # -- StreamedAnswers ------------------------------------------------------------------------------------------
 

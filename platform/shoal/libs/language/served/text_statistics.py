@@ -39,8 +39,8 @@ class TextStatistics:
         """Written tokens as requests, steps as batches."""
         waiting, latency = 0, list[tuple[int, float]]()
         for engine in engines:
-            found = engine.observe()
-            waiting += found.queued_tokens + found.queued
+            observed = engine.observe()
+            waiting += observed.queued_tokens + observed.queued
             latency = latency or engine.list_step_times()
         done = round(self._load)
         counts = BatcherCounts(submitted=done, answered=done, rows=done)
