@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.cost.measure.memory import bytes_of, track_growth
+from shoal.cost.measure.memory import MemoryGrowth, bytes_of, track_growth
 from shoal.cost.measure.op_counter import count_ops
 
 CPU = torch.device("cpu")
@@ -53,6 +53,9 @@ def test_the_allocator_tells_of_what_is_inside_of_operators() -> None:
         del before
         after.sort()
     assert grown.peak_bytes >= 3 * 16 * KIB  # the sum, the values, and indices of twice the size
+    grown = MemoryGrowth()
+    grown.compute_peak([(1.0, 100), (2.0, 16), (2.0, -16)])
+    assert grown.peak_bytes == 116, "in their order within one tick of the clock"
     assert bytes_of([after, after[1:], after.view(2, -1)]) == 16 * KIB
 
 

@@ -35,9 +35,9 @@ class MemoryGrowth:
         self._mapped.append((began_us, -num_bytes))
 
     def compute_peak(self, changes: Iterable[tuple[float, int]]) -> None:
-        """Find the peak of these events, without the mapped files."""
+        """Find the peak of these events, of each thread in its order, without the mapped files."""
         live = 0
-        for _, change in sorted([*changes, *self._mapped]):
+        for _, change in sorted([*self._mapped, *changes], key=lambda event: event[0]):
             live += change
             self.peak_bytes = max(self.peak_bytes, live)
 
