@@ -64,6 +64,7 @@ class Task:
     tuple, list or dict of tensors, with the sample as dimension 0.
 
     args:  the arguments with which it was created, of a Task that `shoal.fit` takes as an instance; else None
+    defaults: fields of the spec of such a Task where `shoal.fit` is given no others
     parts: for `shoal ablate`: the removable or changeable parts, as {name: arguments of the Task}
     preprocess, postprocess: applied by an endpoint to a batch of requests, and to the network's outputs, each a dict
            of arrays by name with the sample as dimension 0; methods, functions or None. They belong here like `inputs`:
@@ -82,6 +83,7 @@ class Task:
     """
 
     args: Mapping[str, Any] | None = None
+    defaults: Mapping[str, Any] = {}
     parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     preprocess: Hook | None = None
     postprocess: Hook | None = None

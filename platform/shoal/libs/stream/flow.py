@@ -46,17 +46,21 @@ def stream_main(recipe: StreamSpec) -> None:
     def resume(overrides: list[str]) -> list[str]:
         if last_override(overrides, "resume") != AUTO:
             return overrides
-        resumed = find_resumable(last_override(overrides, "name") or recipe.name)
         overrides = [each for each in overrides if not each.startswith("resume=")]
+        resumed = find_resumable(recipe.override(overrides))
         return [*overrides, f"resume={resumed}"] if resumed else overrides
 
     job_main(recipe, run_stream, JOB, check_stream, resume, needs_cluster=False)
 
 
-def find_resumable(name: str) -> str:
-    """The newest stream run whose versions have this name; "" if there is none."""
+def find_resumable(spec: StreamSpec) -> str:
+    """The newest run that learns the same sensors under the same name; "" if there is none."""
+
+    def identify(spec: StreamSpec) -> tuple[object, ...]:
+        return spec.name, spec.files, spec.mqtt.topic, spec.mqtt.value_field, spec.mqtt.sensor_field
+
     runs = (run for run in shoal.runs.list_runs() if run.kind is shoal.runs.RunKind.STREAM)
-    return next((run.id for run in runs if StreamSpec.from_record(run.spec).name == name), "")
+    return next((run.id for run in runs if identify(StreamSpec.from_record(run.spec)) == identify(spec)), "")
 
 
 def check_stream(spec: StreamSpec) -> None:

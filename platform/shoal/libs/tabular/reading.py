@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from shoal.errors import ConfigError, DataError, needs_extra
+from shoal.frame import DATE_FORMATS, NUMBER_FORMS
 from shoal.open_inference.tables import find_separator
 from shoal.store import fetch, locate
 
@@ -26,11 +27,6 @@ with needs_extra("data"):
 Kind = Literal["number", "word", "date", "truth"]
 Values = np.ndarray  # [N]: float64 with NaN for gaps (dates in seconds since 1970), or str with None for gaps
 
-_FORMATS = ("%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%b %d %Y", "%b %d, %Y")  # besides those of ISO 8601
-_NUMBERS = {  # by the decimal sign
-    ",": r"^[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?$",
-    ".": r"^[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$",
-}
 _ID_NAMES = ("id", "index", "rownames", "rowid", "uuid", "key", "")
 
 
@@ -117,11 +113,11 @@ def _list_kinds(column: pa.ChunkedArray) -> list[str]:
     has_marks = pc.match_substring_regex(texts.slice(0, 1000), r"\d.*[-/. ,].*\d")
     if pc.any(has_marks).as_py() and pc.any(pc.match_substring(texts, ",")).as_py():
         found = [
-            f"number:{at}" for at, form in _NUMBERS.items() if pc.all(pc.match_substring_regex(texts, form)).as_py()
+            f"number:{at}" for at, form in NUMBER_FORMS.items() if pc.all(pc.match_substring_regex(texts, form)).as_py()
         ]
     if not found and pc.all(has_marks).as_py():
-        fits = [not pc.strptime(texts, each, "us", error_is_null=True).null_count for each in _FORMATS]
-        found = [f"date:{each}" for each in compress(_FORMATS, fits)]
+        fits = [not pc.strptime(texts, each, "us", error_is_null=True).null_count for each in DATE_FORMATS]
+        found = [f"date:{each}" for each in compress(DATE_FORMATS, fits)]
         if not found:
             with suppress(pa.ArrowInvalid):
                 texts.cast(pa.timestamp("us"))
@@ -137,7 +133,7 @@ def _is_text(column: pa.ChunkedArray) -> bool:
 def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
     """The values of a column as of a kind. Raises DataError naming the column and a value that is not of it."""
     word, _, form = kind.partition(":")
-    if word not in get_args(Kind) or (form and word != "date" and not (word == "number" and form in _NUMBERS)):
+    if word not in get_args(Kind) or (form and word != "date" and not (word == "number" and form in NUMBER_FORMS)):
         remedy = f"one of {', '.join(get_args(Kind))}, or date:%d.%m.%Y, number:, and number:. for decimal signs"
         raise ConfigError(f"columns.{name}", kind, "is no kind of column", remedy)
     is_text = _is_text(column)
