@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import compress
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -94,7 +95,8 @@ def choose_kind(name: str, column: pa.ChunkedArray, explicit: str = "") -> tuple
     if explicit:
         return found[0] if len(found) == 1 and found[0].startswith(f"{explicit}:") else explicit, ""
     if len(found) > 1:
-        return "word", f"{name!r} is taken as words: it may be {' or '.join(found)}; say which, as columns.{name}=..."
+        example = quote(f"columns.{name}={found[0]}")
+        return "word", f"{name!r} is taken as words: it may be {' or '.join(found)}; say which, as in {example}"
     return (found[0], "") if found else ("", f"left out {name!r}: {column.type} is no number, word, date or truth")
 
 
@@ -156,7 +158,7 @@ def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
         values[~np.isfinite(values)] = np.nan
         return values
     except pa.ArrowException as error:
-        remedy = f"say another kind, as in columns.{name}=word, or leave_out=[{name}]"
+        remedy = f"say another kind, as in {quote(f'columns.{name}=word')}, or leave_out=[{name}]"
         raise DataError("column", name, f"has a value that is no {kind}: {error}", remedy) from error
 
 
