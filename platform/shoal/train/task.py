@@ -213,10 +213,11 @@ def find_task(reference: str) -> TaskFactory:
         return factory
     tasks = _find_tasks(module)
     if len(tasks) != 1:
-        problem = f"{location} has {len(tasks)} Tasks" if tasks else f"{location} has no Task"
-        named = next(iter(tasks), "MyTask")
-        remedy = f"name one of {', '.join(tasks) or 'its classes'}: {location}:{named}"
-        raise ConfigError("task", reference, problem, remedy)
+        if not tasks:
+            remedy = f"name one of its classes, as in {location}:MyTask; a job is started by `shoal run {location}`"
+            raise ConfigError("task", reference, f"{location} has no Task", remedy)
+        remedy = f"name one of {', '.join(tasks)}: {location}:{next(iter(tasks))}"
+        raise ConfigError("task", reference, f"{location} has {len(tasks)} Tasks", remedy)
     return next(iter(tasks.values()))
 
 

@@ -190,10 +190,10 @@ _FORMS: list[Callable[[str], float]] = [
 ]
 
 
-def _reads(read: Callable[[str], float], words: Iterable[str]) -> bool:
+def _reads(read: Callable[[str], float], texts: Iterable[str]) -> bool:
     try:
-        for word in words:
-            read(word)
+        for text in texts:
+            read(text)
     except ValueError:
         return False
     return True
