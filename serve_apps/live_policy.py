@@ -1,7 +1,6 @@
 """Serve a policy while it is being learned: every version is live within a quarter of a second of its update.
 
     shoal run serve_apps/live_policy.py --actors 4                    # learns for ten minutes, and serves meanwhile
-    python serve_apps/live_policy_client.py                           # plays with the newest version
     shoal serve deploy serve_apps/live_policy.yaml                    # afterwards: the registered policy
 
 The learner publishes each version to the weight store; two replicas load it from there, each by itself, between two

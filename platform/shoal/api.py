@@ -92,6 +92,7 @@ def make_train_spec(task: type[Task] | Task | str | TrainSpec, fields: Mapping[s
         base = TrainSpec(task=get_task_path(task), name=task.__name__.lower())
     elif isinstance(task, Task) and task.args is not None:
         base = TrainSpec(task=get_task_path(type(task)), args=dict(task.args), name=type(task).__name__.lower())
+        base = base.update(task.defaults)
     else:
         raise ConfigError("task", repr(task), "is no Task class, word or TrainSpec", "give the class, not an instance")
     return base.update(fields)

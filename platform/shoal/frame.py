@@ -18,6 +18,11 @@ import numpy as np
 from shoal.errors import DataError
 
 REMEDY = "give its values numbers, or leave the column out"
+DATE_FORMATS = ("%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%b %d %Y", "%b %d, %Y")  # besides those of ISO 8601
+NUMBER_FORMS = {  # of texts, by the decimal sign
+    ",": r"^[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?$",
+    ".": r"^[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$",
+}
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.flows.serving_spec import load_serving_spec
-from shoal.libs.trees.syntax_tree import KINDS, MASKED
 from shoal.models.lenet import MEAN, STD, normalise, probabilities
 
 APPS = Path(__file__).parents[2] / "serve_apps"
@@ -25,14 +23,6 @@ def test_pixels_become_what_the_recipe_trains_on_and_logits_probabilities() -> N
     logits = np.array([[1.0, 2.0, 1000.0], [0.0, 0.0, 0.0]], np.float32)
     expected = torch.softmax(torch.from_numpy(logits), 1).numpy()
     np.testing.assert_allclose(probabilities({"output": logits})["output"], expected, atol=1e-7)
-
-
-def test_code_is_a_request_with_each_inner_node_hidden_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(APPS))
-    request, hidden = importlib.import_module("trees_client").hide_each("x = -f(1)")
-    assert [(node, KINDS[kind]) for node, kind in hidden] == [(0, "Assign"), (2, "UnaryOp"), (3, "Call")]
-    assert np.argwhere(request["tokens"] == MASKED).tolist() == [[0, 0], [1, 2], [2, 3]]
-    assert (request["parents"] == [-1, 0, 0, 2, 3, 3]).all()
 
 
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_what_is_no_optimizer_for_training_is_refused(made: Callable[..., Any], 
         make_optimizer(Wrong(), OptimizerSpec(), _parameters())
 
 
-def test_words_that_an_optimizer_of_the_tasks_own_does_not_hear_are_refused() -> None:
+def test_words_that_an_optimizer_of_the_tasks_own_ignores_are_refused() -> None:
     make_optimizer(_Own(), OptimizerSpec(learning_rate=1e-3), _parameters())  # as it is when nothing is said
-    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate = 0\.5: _Own has an optimiser of its own"):
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate = 0\.5: _Own has an optimizer of its own"):
         make_optimizer(_Own(), OptimizerSpec(learning_rate=0.5), _parameters())

@@ -131,16 +131,20 @@ def print_help(spec: Spec, others: Iterable[FieldHelp], *, has_all: bool) -> Non
     module = main.__spec__  # of `-m`
     ran = f"-m {module.name.removesuffix('.__main__')}" if module else sys.argv[0]
     program = os.environ.get(PROGRAM) or f"python {ran}"
-    print(f"usage: {program} [field=value ...]\n")
-    if about := (main.__doc__ or "").strip():
-        print(f"{about}\n")
     fields = list(list_field_help(spec))
     shown = fields if has_all else choose_main(fields, spec.main_fields)
     heading = "fields, with their present values, types and meanings"
-    print(f"{heading}:\n{format_field_help([*others, *shown])}")
-    if len(shown) < len(fields):
-        page = f"; docs/{spec.page} explains them" if spec.page else ""
-        print(f"\n{len(fields) - len(shown)} further fields: {program} --help --all{page}")
+    page = f"; docs/{spec.page} explains them" if spec.page else ""
+    try:
+        print(f"usage: {program} [field=value ...]\n")
+        if about := (main.__doc__ or "").strip():
+            print(f"{about}\n")
+        print(f"{heading}:\n{format_field_help([*others, *shown])}")
+        if len(shown) < len(fields):
+            print(f"\n{len(fields) - len(shown)} further fields: {program} --help --all{page}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; the interpreter flushes once more as it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def expected_run_id() -> str | None:

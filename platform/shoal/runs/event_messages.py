@@ -69,8 +69,10 @@ def format_warning(kind: str, details: Mapping[str, Any]) -> str:
         case "broker_back":
             lost = " and has lost its session: what was sent meanwhile is lost; switch on persistence"
             return f"the broker is back{'' if details['has_session'] else lost}"
-        case "drift":
-            return f"errors have grown at {details['count']} sensors: {', '.join(details['sensors'])}"
+        case "drift" | "sensors_silent" | "sensors_back":
+            said = {"drift": "errors have grown at", "sensors_silent": "no message comes any more of"}
+            names = f"{details['count']} sensors: {', '.join(details['sensors'])}"
+            return f"{said.get(kind, 'messages come again of')} {names}"
         case "untracked":
             return f"{details['tracker']} does not have this run's values yet, the run goes on: {details['problem']}"
         case "tracked" if details.get("problem"):

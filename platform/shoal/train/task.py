@@ -64,6 +64,7 @@ class Task:
     tuple, list or dict of tensors, with the sample as dimension 0.
 
     args:  the arguments with which it was created, of a Task that `shoal.fit` takes as an instance; else None
+    defaults: fields of the spec of such a Task where `shoal.fit` is given no others
     parts: for `shoal ablate`: the removable or changeable parts, as {name: arguments of the Task}
     preprocess, postprocess: applied by an endpoint to a batch of requests, and to the network's outputs, each a dict
            of arrays by name with the sample as dimension 0; methods, functions or None. They belong here like `inputs`:
@@ -82,6 +83,7 @@ class Task:
     """
 
     args: Mapping[str, Any] | None = None
+    defaults: Mapping[str, Any] = {}
     parts: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     preprocess: Hook | None = None
     postprocess: Hook | None = None
@@ -211,10 +213,11 @@ def find_task(reference: str) -> TaskFactory:
         return factory
     tasks = _find_tasks(module)
     if len(tasks) != 1:
-        problem = f"{location} has {len(tasks)} Tasks" if tasks else f"{location} has no Task"
-        named = next(iter(tasks), "MyTask")
-        remedy = f"name one of {', '.join(tasks) or 'its classes'}: {location}:{named}"
-        raise ConfigError("task", reference, problem, remedy)
+        if not tasks:
+            remedy = f"name one of its classes, as in {location}:MyTask; a job is started by `shoal run {location}`"
+            raise ConfigError("task", reference, f"{location} has no Task", remedy)
+        remedy = f"name one of {', '.join(tasks)}: {location}:{next(iter(tasks))}"
+        raise ConfigError("task", reference, f"{location} has {len(tasks)} Tasks", remedy)
     return next(iter(tasks.values()))
 
 

@@ -184,7 +184,7 @@ def _get_source_text(found: type | FunctionType) -> str:
         for method in vars(found).values():
             if isinstance(method, FunctionType) and (text := _find_class_text(found.__name__, method)):
                 return text
-    remedy = "put it into a file, and give file.py:Class"
+    remedy = "put it into a cell without %%time or the like, or into a file, and give file.py:Class"
     raise ConfigError("task", found.__name__, "has no source here, from which other processes could build it", remedy)
 
 

@@ -13,6 +13,7 @@ import yaml
 from tiny_models import save_model, write_lines
 
 import shoal
+from shoal.api import make_train_spec
 from shoal.errors import ConfigError, RegistryError, SpecMismatch
 from shoal.libs.hf.finetune import make_spec, translate
 from shoal.libs.hf.network import LoraSpec
@@ -47,6 +48,9 @@ def test_a_folder_is_trained_and_registered(folder: Path, data: str) -> None:
     task = shoal.hf.causal_lm(str(folder), data=data, validation=0.25)
     result = shoal.fit(task, stop={"epochs": 4}, batch_size=2, say=None, optimizer={"learning_rate": 1e-2})
     assert 0 < result.metrics["loss"] < 6
+    for lora, rate in ((None, 2e-5), ({"rank": 2}, 2e-4)):
+        spec = make_train_spec(shoal.hf.causal_lm(str(folder), data=data, lora=lora), {"stop": {"steps": 9}})
+        assert (spec.optimizer.name, spec.optimizer.learning_rate, spec.stop.epochs) == ("adamw", rate, 1)
     found = Registry().get("causallm@champion")
     assert found.manifest.files.keys() >= {"tokenizer.json", "tokenizer_config.json"}
     assert "model" not in found.manifest.model.kwargs["args"], "another host has no such folder"

@@ -271,8 +271,17 @@ def test_a_training_run_has_its_losses_and_what_it_is_judged_by() -> None:
                 run.log(step, {"validation/loss": 2 / step, "validation/accuracy": step / 40})
     seen = runs.load("one")
     assert seen.best() == ("validation/accuracy", 0.8)
+    with runs.reopen("one") as run:
+        run.record_event("trained", reason="epochs", metrics={"accuracy": 0.6, "loss": 0.1})
     page = write(seen)
-    for told in ("0.8 best accuracy", "against steps", "32 training steps", "4 epochs", "12.5% waiting for data"):
+    for told in (
+        "0.8 best accuracy",
+        "0.6 registered accuracy",
+        "against steps",
+        "32 training steps",
+        "4 epochs",
+        "12.5% waiting for data",
+    ):
         assert told in page.text, told
     drawn = re.findall(r"<svg.*?</svg>", page.source, re.DOTALL)
     assert all(f">{word}</text>" in drawn[0] for word in ("loss", "training", "validation"))

@@ -97,7 +97,8 @@ def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(
     assert "/s in batches of" in capsys.readouterr().out
     run = shoal.runs.load("latest")
     before = run.last_events()["trained"]["steps"]
-    shoal.runs.create("stream", StreamSpec(name="other").to_record(), kind=shoal.runs.RunKind.STREAM).close()
+    for other in (StreamSpec(name="other"), StreamSpec().override(["mqtt.value_field=humidity"])):
+        shoal.runs.create("stream", other.to_record(), kind=shoal.runs.RunKind.STREAM).close()
     main("resume=auto", f"max_messages={before + 50}")
     trained = shoal.runs.load(run.id).last_events()["trained"]
     assert trained["steps"] >= before + 50

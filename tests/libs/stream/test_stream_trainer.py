@@ -15,7 +15,7 @@ from torch import nn
 from shoal.libs.stream.flow import describe_network
 from shoal.libs.stream.messages import Message
 from shoal.libs.stream.network import MAX_DEVIATIONS, StreamNetwork
-from shoal.libs.stream.sensor_table import SensorTable, Window
+from shoal.libs.stream.sensor_table import SensorTable, SilenceDetector, Window
 from shoal.libs.stream.spec import OnlineSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast, _Adam, split_into_waves
 
@@ -210,6 +210,19 @@ def test_a_state_goes_on_to_the_bit_also_as_sensors_join() -> None:
     process(after, messages[100:], 5)
     assert differing_tensors(after.state_dict(), through.state_dict()) == []
     assert len(after.table) == 70
+
+
+def test_a_sensor_that_stops_is_noticed_once_and_so_is_its_return() -> None:
+    table, silence, told = SensorTable(1, 4, 1, 4), SilenceDetector(), list[tuple[int, list[str], list[str]]]()
+    for now_s in range(60):
+        names = ["steady"] * (now_s % 2 == 0) + ["slow"] * (now_s % 8 == 0) + ["once"] * (now_s == 4)
+        names += ["failing"] * (now_s % 2 == 0 and not 12 <= now_s < 40)
+        rows = table.find_rows(names)
+        table.counts[rows] += 1
+        stopped, back = silence.update(table, float(now_s))
+        told += [(now_s, stopped, back)] * bool(stopped or back)
+        assert silence.num_silent == (17 <= now_s < 40)
+    assert told == [(17, ["failing"], []), (40, [], ["failing"])]
 
 
 def test_a_batch_with_several_messages_of_a_sensor_is_taken_in_waves() -> None:

@@ -94,6 +94,25 @@ def test_what_cannot_work_is_refused(
     assert problem in str(caught.value)
 
 
+OWN_OPTIMIZER = f"""
+import sys, torch
+sys.path.insert(0, {str(Path(TASK).parent)!r})
+from train_task import Toy
+class Own(Toy):
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("rates", ["log(1e-4,1e-2)", "choice(1e-2,1e-3)"])  # the middle of each is the default
+def test_a_field_that_the_tasks_own_optimizer_ignores_is_not_searched(rates: str, tmp_path: Path) -> None:
+    (task := tmp_path / "own.py").write_text(OWN_OPTIMIZER)
+    words = make_overrides(f"{task}:Own", [f"optimizer.learning_rate={rates}", STOP])
+    with pytest.raises(ConfigError, match=r"optimizer.learning_rate = .*Own has an optimizer of its own.*args.rate="):
+        check_sweep(sweep_from_overrides(words))
+    check_sweep(sweep_from_overrides(make_overrides(f"{task}:Own", ["batch_size=choice(8,16)", STOP])))
+
+
 def test_python_is_refused_before_a_cluster_starts() -> None:
     space = {"optimizer.learning_rate": "log(1e-4,1e-1)"}
     with pytest.raises(ConfigError, match="is not evaluated"):

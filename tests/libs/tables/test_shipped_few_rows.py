@@ -78,9 +78,15 @@ def test_words_take_the_columns_that_are_free_and_an_unknown_one_is_a_gap() -> N
     sizes = pd.DataFrame({"size": pd.Categorical(["S", None, "L"], ["S", "M", "L"], ordered=True)})
     np.testing.assert_array_equal(TableEncoder(sizes).encode("X", sizes), [[0.0], [np.nan], [2.0]])
     assert TableEncoder([["3"], [" 4.5 "], [""]]).encode("X", [["7"], [None]])[0, 0] == 7.0
+    assert TableEncoder([["3,5"], ["1.024,5"]]).encode("X", [["7"], ["7,25"], [2.5]])[:, 0].tolist() == [7.0, 7.25, 2.5]
+    for two_meanings in ("1/2/2026", "1,500"):
+        assert TableEncoder([[two_meanings]]).encode("X", [[two_meanings]]).tolist() == [[1.0]], "a word"
+    with pytest.raises(DataError, match=r"row 0 has '2025/31/05', and the column has numbers or dates"):
+        TableEncoder([["31/05/2025"]]).encode("new", [["2025/31/05"]])
     moment = datetime.datetime(2025, 5, 31, tzinfo=datetime.UTC)
     assert read_date("2025-05-31") == read_date("2025-05-31T02:00+02:00") == moment.timestamp()
-    assert TableEncoder([["2025-05-31"]]).encode("new", [[moment]])[0, 0] == moment.timestamp()
+    for form in ("2025-05-31", "31/05/2025", "31.05.2025"):
+        assert TableEncoder([[form]]).encode("new", [[moment], [form]])[:, 0].tolist() == [moment.timestamp()] * 2
 
 
 def test_words_as_targets_are_classes() -> None:

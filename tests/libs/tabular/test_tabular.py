@@ -70,6 +70,7 @@ def test_kinds_are_inferred_and_ids_and_constants_are_excluded_with_a_note(custo
     assert found.encoders.excluded == list(found.notes)
     assert (found.num_training, len(found.validation)) == (48, 12)
     assert len(found.train) >= 2048
+    assert "; columns.customer=number takes it in" in found.notes[0]
     taken = table(customers, "churned", columns={"customer": "number", "age": "word"}, leave_out=["left"])
     assert kinds_of(taken) == {"customer": "number", "age": "word", "plan": "word", "since": "date", "news": "truth"}
 
@@ -323,6 +324,17 @@ def test_a_transformer_of_scikit_learn_takes_the_encoders_place(customers: str) 
         RequestEncoder(encoders)(request(plan=b"basik"))
     with pytest.raises(DataError, match="transformer = 'ColumnTransformer': does not fit the table"):
         table(customers, "churned", transformer=ColumnTransformer([("x", StandardScaler(), ["none"])]))
+
+
+def test_names_of_columns_may_have_dots_and_blanks(tmp_path: Path) -> None:
+    columns = make_columns(40)
+    path = write_csv(tmp_path / "odd.csv", {"net.age": columns["age"], "no of": [*range(40)], "y": columns["churned"]})
+    words = ["task=table", f"data={path}", "target=y", "columns.net.age=word", "stop.steps=1"]
+    found = TableTask(**spec_from_overrides(words).args).data()
+    assert (kinds_of(found), found.notes[0].endswith("; 'columns.no of=number' takes it in")) == (
+        {"net.age": "word"},
+        True,
+    )
 
 
 def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(

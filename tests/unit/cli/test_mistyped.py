@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,14 @@ def test_the_help_of_a_training_here_is_of_its_task(capsys: pytest.CaptureFixtur
     assert "args.slope" in shown
     assert "batch_size               7" in shown
     assert train_here(["task=nowhere", "-h"]) == 1
+
+
+def test_help_that_is_read_in_part_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does
+    with open(writing, "w") as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        assert train_here(["--help"]) == 0
 
 
 def test_a_field_within_a_group_is_meant_by_no_field_without_one() -> None:

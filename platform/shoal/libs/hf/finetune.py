@@ -45,22 +45,23 @@ def make_spec(overrides: list[str]) -> TrainSpec:
     model = last_override(overrides, "args.model")
     if not model:
         raise ConfigError("model", model, "is not given", "as in shoal run finetune model=./SmolLM2 data=texts.jsonl")
-    has_adapters = any(each.startswith("args.lora") for each in overrides)
-    base = TrainSpec.parse(
-        {
-            "task": last_override(overrides, "task") or KINDS["causal_lm"],
-            "name": make_model_name(model),
-            "batch_size": 8,
-            "optimizer": {"name": "adamw", "learning_rate": LORA_RATE if has_adapters else FULL_RATE},
-            "schedule": {"name": "cosine", "warmup": 0.03},
-            "clip_norm": 1.0,
-            "stop": {"epochs": 1},
-        }
-    )
-    spec = base.override(overrides)
+    task = last_override(overrides, "task") or KINDS["causal_lm"]
+    defaults = make_defaults(has_adapters=any(each.startswith("args.lora") for each in overrides))
+    spec = TrainSpec.parse({"task": task, "name": make_model_name(model), **defaults}).override(overrides)
     if spec.args.get("lora") is not None:  # the record has what was used, also of what was not given
         spec = spec.update({"args": {**spec.args, "lora": LoraSpec.parse(spec.args["lora"]).model_dump()}})
     return spec
+
+
+def make_defaults(*, has_adapters: bool) -> dict[str, Any]:
+    """The fields of a TrainSpec where a fine-tuning says nothing else."""
+    return {
+        "batch_size": 8,
+        "optimizer": {"name": "adamw", "learning_rate": LORA_RATE if has_adapters else FULL_RATE},
+        "schedule": {"name": "cosine", "warmup": 0.03},
+        "clip_norm": 1.0,
+        "stop": {"epochs": 1},
+    }
 
 
 def _take_adapters(overrides: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ from shoal.extend.parallel import Loss, Mean
 from shoal.extend.registry import Registry, Signature, TensorSignature
 from shoal.extend.train import Registration, load_initial_weights, read_state_dict
 from shoal.libs.hf import texts
+from shoal.libs.hf.finetune import make_defaults
 from shoal.libs.hf.network import LoraSpec, MergedWeights, add_adapters, build_network, find_weights, is_fake
 from shoal.libs.hf.pictures import make_picture_transform
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
@@ -78,6 +79,10 @@ class HuggingFaceTask(Transferable):
         check_labels(labels)
         if merge and lora is None:
             raise ConfigError("merge", merge, "merges adapters, and there are none", "give lora.rank=8, say")
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return make_defaults(has_adapters=self.lora is not None)
 
     @staticmethod
     def _given(args: Mapping[str, Any]) -> dict[str, Any]:

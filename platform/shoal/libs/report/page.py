@@ -213,7 +213,9 @@ def _build_cards(read: _ReportData) -> list[tuple[str, str]]:
         name, value = read.best
         label = "mean return" if name == MEAN_RETURN else name.removeprefix(VALIDATION)
         cards.append((format_number(value), f"best {label}"))
-        cards.append((format_number(read.latest[name]), f"newest {label}"))
+        registered = read.run.last_events().get("trained", {}).get("metrics", {}).get(label)
+        shown, word = (read.latest[name], "newest") if registered is None else (registered, "registered")
+        cards.append((format_number(shown), f"{word} {label}"))
     named = read.panels.cards.items()
     cards += [(format_metric(name, read.latest[name]), label) for name, label in named if name in read.latest]
     if read.num_versions and "weights/version" not in read.latest:

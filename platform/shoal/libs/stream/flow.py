@@ -28,6 +28,7 @@ from shoal.extend.registry import ModelFactory, Registry, Signature, TensorSigna
 from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import ConsoleLog, RecordLog, shutdown_event
 from shoal.libs.stream.loop import StreamLoop
+from shoal.libs.stream.sensor_table import SilenceDetector
 from shoal.libs.stream.spec import OnlineSpec, StreamSpec
 from shoal.libs.stream.trainer import OnlineTrainer
 from shoal.sources import StreamSource
@@ -45,17 +46,21 @@ def stream_main(recipe: StreamSpec) -> None:
     def resume(overrides: list[str]) -> list[str]:
         if last_override(overrides, "resume") != AUTO:
             return overrides
-        resumed = find_resumable(last_override(overrides, "name") or recipe.name)
         overrides = [each for each in overrides if not each.startswith("resume=")]
+        resumed = find_resumable(recipe.override(overrides))
         return [*overrides, f"resume={resumed}"] if resumed else overrides
 
     job_main(recipe, run_stream, JOB, check_stream, resume, needs_cluster=False)
 
 
-def find_resumable(name: str) -> str:
-    """The newest stream run whose versions have this name; "" if there is none."""
+def find_resumable(spec: StreamSpec) -> str:
+    """The newest run that learns the same sensors under the same name; "" if there is none."""
+
+    def identify(spec: StreamSpec) -> tuple[object, ...]:
+        return spec.name, spec.files, spec.mqtt.topic, spec.mqtt.value_field, spec.mqtt.sensor_field
+
     runs = (run for run in shoal.runs.list_runs() if run.kind is shoal.runs.RunKind.STREAM)
-    return next((run.id for run in runs if StreamSpec.from_record(run.spec).name == name), "")
+    return next((run.id for run in runs if identify(StreamSpec.from_record(run.spec)) == identify(spec)), "")
 
 
 def check_stream(spec: StreamSpec) -> None:
@@ -152,6 +157,7 @@ class _Monitor:
         self._began_s = self._reported_s = time.monotonic()
         self._has_started, self._registered_s = False, -spec.register_every_s
         self._drifting: dict[str, None] = {}  # sensors, in the order of their drifts
+        self._silence = SilenceDetector()
 
     def report(self, kind: str, **details: Any) -> None:
         """Record an event; print it if it is a warning. Drifts, which may be many, are one event for each line."""
@@ -181,7 +187,8 @@ class _Monitor:
 
     def _log(self, loop: StreamLoop) -> None:
         self._reported_s = time.monotonic()
-        totals, deduplicator = loop.trainer.totals, loop.deduplicator
+        totals, deduplicator, table = loop.trainer.totals, loop.deduplicator, loop.trainer.table
+        silent, back = ([], []) if self._spec.files else self._silence.update(table, self._reported_s)
         metrics = loop.statistics.take(totals) | {
             "stream/redelivered": loop.num_redelivered,
             "stream/duplicates": deduplicator.num_duplicates,
@@ -189,6 +196,7 @@ class _Monitor:
             "stream/malformed": loop.malformed.total(),
             "stream/clock_jumps": totals.num_clock_jumps,
             "stream/drifts": totals.num_drifts,
+            "stream/silent": self._silence.num_silent,
             "stream/updates": loop.trainer.num_updates,
         }
         metrics |= {f"malformed/{reason}": count for reason, count in loop.malformed.items()}
@@ -196,9 +204,10 @@ class _Monitor:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("stream/lag")}
         self._record.log(totals.num_messages, metrics)
         _print_line(format_stream_line(totals.num_messages, metrics))
-        if self._drifting:
-            names, self._drifting = list(self._drifting), {}
-            self._event_log.record_event("drift", count=len(names), sensors=names[:MAX_SHOWN_SENSORS])
+        drifting, self._drifting = list(self._drifting), {}
+        for kind, names in (("drift", drifting), ("sensors_silent", silent), ("sensors_back", back)):
+            if names:
+                self._event_log.record_event(kind, count=len(names), sensors=names[:MAX_SHOWN_SENSORS])
 
     def take_saved(self, state: dict[str, Any]) -> None:
         """Register the weights of a durable checkpoint when it is time; from the writer's thread."""
@@ -268,7 +277,7 @@ def format_stream_line(num_messages: int, metrics: dict[str, float]) -> str:
             f"learn {show('stream/learn_p50_ms')} ms (p99 {show('stream/learn_p99_ms')})",
             f"mae {show('prequential/mae')} (as now {show('prequential/as_now')})",
         ]
-    counts = ("redelivered", "duplicates", "missing", "clock_jumps", "drifts", "malformed")
+    counts = ("redelivered", "duplicates", "missing", "clock_jumps", "drifts", "silent", "malformed")
     parts += [
         f"{name.replace('_', ' ')} {metrics[key]:,.0f}" for name in counts if metrics.get(key := f"stream/{name}")
     ]

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.libs.stream.network import RunningMoments
 
 FIRST_CAPACITY = 64  # sensors
+SILENT_AFTER = 3  # times the longest pause so far
 
 
 class Window(NamedTuple):
@@ -139,3 +140,34 @@ class SensorTable:
         self.find_rows(state["names"])
         for name in self.ARRAYS:
             getattr(self, name)[: len(self)] = state[name].numpy()
+
+
+class SilenceDetector:
+    """Which sensors have stopped: none of their messages came for SILENT_AFTER times their longest pause so far.
+
+    It compares the counts of a table from one call to the next: a pause is as exact as the time between calls. A sensor
+    that has paused never is not judged. A silence is taken for a pause up to the limit at which it was noticed.
+    """
+
+    def __init__(self) -> None:
+        self._counts, self._is_silent = np.zeros(0, np.int64), np.zeros(0, bool)
+        self._seen_s, self._longest_s = np.zeros(0), np.zeros(0)
+
+    @property
+    def num_silent(self) -> int:
+        """Sensors that have stopped, and are not back."""
+        return int(self._is_silent.sum())
+
+    def update(self, table: SensorTable, now_s: float) -> tuple[list[str], list[str]]:
+        """The sensors that have stopped since the last call, and those that are back."""
+        new = (0, len(table) - len(self._counts))
+        self._counts, self._is_silent = np.pad(self._counts, new), np.pad(self._is_silent, new)
+        self._seen_s, self._longest_s = np.pad(self._seen_s, new, constant_values=now_s), np.pad(self._longest_s, new)
+        counts, pauses_s, was_silent = table.counts[: len(table)], now_s - self._seen_s, self._is_silent
+        limits_s, has_come = SILENT_AFTER * self._longest_s, counts > self._counts
+        self._is_silent = ~has_come & (limits_s > 0) & (pauses_s > limits_s)
+        learnt_s = np.where(was_silent, np.minimum(pauses_s, limits_s), pauses_s)
+        self._longest_s = np.where(has_come, np.maximum(self._longest_s, learnt_s), self._longest_s)
+        self._seen_s, self._counts = np.where(has_come, now_s, self._seen_s), counts.copy()
+        names = np.array(table.names, object)
+        return names[self._is_silent & ~was_silent].tolist(), names[was_silent & ~self._is_silent].tolist()

@@ -215,6 +215,8 @@ def check_sweep(spec: SweepSpec) -> CheckedSweep:
         check_loop(spec.make_loop_spec(space.from_unit([0.5] * len(space))))
         return CheckedSweep(None, MEAN_RETURN, True, loop.stop.steps)
     train = spec.make_trial_spec(space.from_unit([0.5] * len(space)))
+    if train.optimizer == TrainSpec().optimizer:  # a Task with an optimizer of its own refuses other values alone
+        train = spec.make_trial_spec(space.from_unit([0.0 if path.startswith("optimizer.") else 0.5 for path in space]))
     run = check_once(train)
     try:
         metric = choose_metric(run.metric_names, spec.train, spec.metric or None)

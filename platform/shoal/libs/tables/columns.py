@@ -6,15 +6,17 @@ A gap, and a word that the fitted rows do not have, are NaN. Called by `few_rows
 from __future__ import annotations
 
 import datetime
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shoal.errors import DataError
-from shoal.frame import find_names, require_columns, to_floats
+from shoal.frame import DATE_FORMATS, NUMBER_FORMS, find_names, require_columns, to_floats
 from shoal.libs.tables.tables import MAX_COLUMNS
 
 
@@ -153,13 +155,13 @@ def _fit(cells: Cells) -> FittedColumn:
     words = Counter(each for each in cells.texts if each is not None)
     if cells.levels:
         return FittedColumn(cells.name, None, cells.levels, is_ordered=True)
-    for read in (read_date,) if cells.has_dates else (float, read_date):
-        try:
-            for word in words:
-                read(word)
-            return FittedColumn(cells.name, read)
-        except ValueError:
-            continue
+    plain: list[Callable[[str], float]] = [read_date] if cells.has_dates else [float, read_date]
+    found = [read for read in plain if _reads(read, words)]
+    if not found and not cells.has_dates:  # texts that several of these read stay words
+        found = [read for read in _FORMS if _reads(read, words)]
+        found = found if len(found) == 1 else []
+    if found:
+        return FittedColumn(cells.name, found[0])
     levels = tuple(sorted(words, key=lambda each: (-words[each], each)))
     column = FittedColumn(cells.name, None, levels, frozenset(words))
     column.encode("X", cells)  # words alone
@@ -170,3 +172,28 @@ def read_date(text: str) -> float:
     """Seconds since 1970 of a date as in ISO 8601, of UTC where it has no zone. Raises ValueError."""
     date = datetime.datetime.fromisoformat(text)
     return (date if date.tzinfo else date.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def _read_number(sign: str, text: str) -> float:
+    if not re.search(NUMBER_FORMS[sign], text):
+        raise ValueError(text)
+    return float(text.replace("." if sign == "," else ",", "").replace(sign, "."))
+
+
+def _read_format(form: str, text: str) -> float:
+    return datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
+
+
+_FORMS: list[Callable[[str], float]] = [
+    *(partial(_read_number, sign) for sign in NUMBER_FORMS),
+    *(partial(_read_format, form) for form in DATE_FORMATS),
+]
+
+
+def _reads(read: Callable[[str], float], texts: Iterable[str]) -> bool:
+    try:
+        for text in texts:
+            read(text)
+    except ValueError:
+        return False
+    return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any, Literal
 
 import numpy as np
@@ -240,7 +241,7 @@ def _drop_unusable(
     for name, kind in list(kinds.items()):
         word = kind.partition(":")[0]
         if name not in explicit and (reason := find_unusable(name, values[name][:num_rows], word)):
-            notes.append(f"left out {name!r}: it {reason}; columns.{name}={word} takes it in")
+            notes.append(f"left out {name!r}: it {reason}; {quote(f'columns.{name}={word}')} takes it in")
             del values[name], kinds[name]
     if not values:
         raise DataError("data", "table", f"has no column from which to predict {target}", "; ".join(notes))

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import compress
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from shoal.errors import ConfigError, DataError, needs_extra
+from shoal.frame import DATE_FORMATS, NUMBER_FORMS
 from shoal.open_inference.tables import find_separator
 from shoal.store import fetch, locate
 
@@ -26,11 +28,6 @@ with needs_extra("data"):
 Kind = Literal["number", "word", "date", "truth"]
 Values = np.ndarray  # [N]: float64 with NaN for gaps (dates in seconds since 1970), or str with None for gaps
 
-_FORMATS = ("%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%b %d %Y", "%b %d, %Y")  # besides those of ISO 8601
-_NUMBERS = {  # by the decimal sign
-    ",": r"^[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?$",
-    ".": r"^[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$",
-}
 _ID_NAMES = ("id", "index", "rownames", "rowid", "uuid", "key", "")
 
 
@@ -98,7 +95,8 @@ def choose_kind(name: str, column: pa.ChunkedArray, explicit: str = "") -> tuple
     if explicit:
         return found[0] if len(found) == 1 and found[0].startswith(f"{explicit}:") else explicit, ""
     if len(found) > 1:
-        return "word", f"{name!r} is taken as words: it may be {' or '.join(found)}; say which, as columns.{name}=..."
+        example = quote(f"columns.{name}={found[0]}")
+        return "word", f"{name!r} is taken as words: it may be {' or '.join(found)}; say which, as in {example}"
     return (found[0], "") if found else ("", f"left out {name!r}: {column.type} is no number, word, date or truth")
 
 
@@ -117,11 +115,11 @@ def _list_kinds(column: pa.ChunkedArray) -> list[str]:
     has_marks = pc.match_substring_regex(texts.slice(0, 1000), r"\d.*[-/. ,].*\d")
     if pc.any(has_marks).as_py() and pc.any(pc.match_substring(texts, ",")).as_py():
         found = [
-            f"number:{at}" for at, form in _NUMBERS.items() if pc.all(pc.match_substring_regex(texts, form)).as_py()
+            f"number:{at}" for at, form in NUMBER_FORMS.items() if pc.all(pc.match_substring_regex(texts, form)).as_py()
         ]
     if not found and pc.all(has_marks).as_py():
-        fits = [not pc.strptime(texts, each, "us", error_is_null=True).null_count for each in _FORMATS]
-        found = [f"date:{each}" for each in compress(_FORMATS, fits)]
+        fits = [not pc.strptime(texts, each, "us", error_is_null=True).null_count for each in DATE_FORMATS]
+        found = [f"date:{each}" for each in compress(DATE_FORMATS, fits)]
         if not found:
             with suppress(pa.ArrowInvalid):
                 texts.cast(pa.timestamp("us"))
@@ -137,7 +135,7 @@ def _is_text(column: pa.ChunkedArray) -> bool:
 def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
     """The values of a column as of a kind. Raises DataError naming the column and a value that is not of it."""
     word, _, form = kind.partition(":")
-    if word not in get_args(Kind) or (form and word != "date" and not (word == "number" and form in _NUMBERS)):
+    if word not in get_args(Kind) or (form and word != "date" and not (word == "number" and form in NUMBER_FORMS)):
         remedy = f"one of {', '.join(get_args(Kind))}, or date:%d.%m.%Y, number:, and number:. for decimal signs"
         raise ConfigError(f"columns.{name}", kind, "is no kind of column", remedy)
     is_text = _is_text(column)
@@ -160,7 +158,7 @@ def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
         values[~np.isfinite(values)] = np.nan
         return values
     except pa.ArrowException as error:
-        remedy = f"say another kind, as in columns.{name}=word, or leave_out=[{name}]"
+        remedy = f"say another kind, as in {quote(f'columns.{name}=word')}, or leave_out=[{name}]"
         raise DataError("column", name, f"has a value that is no {kind}: {error}", remedy) from error
 
 

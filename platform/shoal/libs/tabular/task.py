@@ -7,7 +7,7 @@ Called by the recipe `jobs/table.py`, and subclassed by users. Legend: B rows, K
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,7 +60,12 @@ class TableTask(Task):
     ) -> None:
         self._source, self._network, self._trees, self._encoders = data, dict(network or {}), trees, encoders
         self._setting = {
-            **{"target": target, "columns": columns, "leave_out": leave_out, "validation": validation},
+            **{
+                "target": target,
+                "columns": dict(_join_names(columns or {})),
+                "leave_out": leave_out,
+                "validation": validation,
+            },
             **{"split": split, "order_by": order_by, "unknown": unknown},
         }
 
@@ -145,3 +150,9 @@ class TableTask(Task):
 
     def postprocess(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         return self.encoders.decode_scores(next(iter(arrays.values())))
+
+
+def _join_names(kinds: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, str]]:
+    """The kinds by column: `columns.net.weight=word` names a field of a field, where the column has a dot."""
+    for name, kind in kinds.items():
+        yield from _join_names(kind, f"{start}{name}.") if isinstance(kind, Mapping) else [(start + name, kind)]

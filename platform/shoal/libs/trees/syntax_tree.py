@@ -1,6 +1,6 @@
 """A child-sum Tree-LSTM over syntax trees (Tai et al., arXiv:1503.00075, equations 2 to 8), and Python code as trees.
 
-Called by jobs/trees.py and serve_apps/trees_client.py; `check_trees` is the preprocessing of an endpoint.
+Called by jobs/trees.py; `check_trees` is the preprocessing of an endpoint.
 `shoal.libs.trees` computes the trees.
 Legend: B trees, N nodes of all trees, T nodes of the largest tree, C classes.
 """

@@ -39,7 +39,7 @@ from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.shape_errors import explain_shapes
-from shoal.train.spec import TrainSpec
+from shoal.train.spec import OptimizerSpec, TrainSpec
 from shoal.train.task import Task, build_model, find_task, load_data, make_task, require_source_file
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any
     device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
     _require_own_step_fits(task, spec, model)
-    _require_sync_fits(task, spec, model)
+    _require_optimizer_fits(task, spec, model)
     measured = _find_metric_names(spec, task, model, validated)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(num_parameters, measured, infer_signature(task, model, batch))
@@ -255,11 +255,12 @@ def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> Non
         raise ConfigError(*sync.chosen_by, problem, remedy)
 
 
-def _require_sync_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
-    """What replicas and servers would find once they have started."""
-    if not spec.has_replicas:
+def _require_optimizer_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
+    """What workers, replicas and servers would find once they have started."""
+    is_own = type(task).optimizer is not Task.optimizer or type(task).optimizers is not Task.optimizers
+    if not spec.has_replicas and (not is_own or spec.optimizer == OptimizerSpec()):
         return
-    if spec.optimizer.name in ("adam_8bit", "adamw_8bit"):
+    if spec.has_replicas and spec.optimizer.name in ("adam_8bit", "adamw_8bit"):
         problem = "has states in blocks of eight bits, which replicas and servers do not exchange"
         remedy = "use adam or adamw, or a plan of fixed workers"
         raise ConfigError("optimizer.name", spec.optimizer.name, problem, remedy)
@@ -267,8 +268,10 @@ def _require_sync_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
     from shoal.sync.synchronizer import find_synchronizer
     from shoal.train.optim.optimizers import make_optimizer
 
-    find_synchronizer(spec.applied_sync)
-    spec.applied_sync.check_model(make_optimizer(task, spec.optimizer, model.parameters(), model))
+    optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
+    if spec.has_replicas:
+        find_synchronizer(spec.applied_sync)
+        spec.applied_sync.check_model(optimizer)
 
 
 def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:

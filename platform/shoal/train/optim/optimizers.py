@@ -73,8 +73,9 @@ def make_optimizer(
         raise ConfigError("task", type(task).__name__, problem, "return a torch.optim.Optimizer, or None")
     for name, default in OptimizerSpec() if own is not None else ():
         if (value := getattr(spec, name)) != default:
-            problem = f"{type(task).__name__} has an optimiser of its own, which does not hear this"
-            raise ConfigError(f"optimizer.{name}", value, problem, "say it there, or let its `optimizer` return None")
+            problem = f"{type(task).__name__} has an optimizer of its own, which ignores this field"
+            remedy = "make it an argument of the Task, as in args.rate=..., or let its `optimizer` return None"
+            raise ConfigError(f"optimizer.{name}", value, problem, remedy)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         problem = f"{type(optimizer).__name__} computes the loss again by itself, several times a step"
