@@ -76,10 +76,11 @@ def played(mean: float, *versions: int) -> Evaluation:
 def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FakeFlow(played(480.0, 7)).passes(monkeypatch)
     flow = FakeFlow(played(470.0, 7), action="best")
-    assert not any(flow.passes(monkeypatch) for _ in range(4))
+    assert not any(flow.passes(monkeypatch) for _ in range(53))
     reasons = [details["reason"] for _, details in flow.events]
     assert "the nearest trial returned 470, and would pass target_return=470: lower it, or raise max_w" in reasons[2]
     assert reasons[3] == "version 7 returned 470"
+    assert reasons[52] == reasons[2]
 
 
 def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_those(

@@ -375,9 +375,12 @@ def test_without_an_endpoint_it_says_how_to_have_one() -> None:
     assert "no endpoint is up" in complaint("serve", "status")  # whoever kept it up is no more
 
 
-def test_of_several_endpoints_one_must_be_named(recorded: str) -> None:
+def test_of_several_endpoints_the_one_that_serves_the_model_is_meant(recorded: str) -> None:
     with shoal.runs.create("serve", "") as recorder:
         recorder.record_endpoint("other", "inference", "http://127.0.0.1:1", "ready")
+        assert "several endpoints are up: give --endpoint NAME" in complaint("serve", "promote", "unserved")
+        assert lines("serve", "promote", "fashion")
+        recorder.record_endpoint("twin", "inference", recorded.replace("127.0.0.1", "localhost"), "ready")
         assert "several endpoints are up: give --endpoint NAME" in complaint("serve", "promote", "fashion")
         assert lines("serve", "promote", "fashion", "--endpoint", "shop")
 

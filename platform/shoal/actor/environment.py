@@ -88,6 +88,8 @@ def make_environment(name: str, ignored: Sequence[str] = (), *, draws: bool = Fa
         problem = "gives spaces, and no environment that could be played here"
         raise ConfigError("env", name, problem, "let a game join the run: docs/games/README.md")
     name = translate_reference(name)
+    if (folder := os.getcwd()) not in sys.path:  # a program such as `shoal` has its own folder there
+        sys.path.append(folder)
     if (function := _find_function(name)) is not None:
         if draws and "render_mode" in inspect.signature(function).parameters:
             function = partial(function, render_mode=PICTURES)

@@ -1,6 +1,7 @@
 """Finds the endpoints of this machine, and their token: in the run record, and the cards of those without a run.
 
-Called by the command line and by programs that name an endpoint instead of its address. Only reads; calls no endpoint.
+Called by the command line and by programs that name an endpoint instead of its address. Only reads; calls endpoints
+where several are up, and a model says which is meant.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shoal.client.address import normalize_address, parse_host
-from shoal.errors import RunError
+from shoal.errors import ConnectionLost, InferenceError, RunError
 from shoal.home import home, read_existing_token
 from shoal.network_address import is_loopback
 from shoal.runs import list_running
@@ -21,7 +22,7 @@ from shoal.runs.run_status import is_alive
 
 INFERENCE_KIND = "inference"  # the kind of an endpoint in the record; gateways have another
 GRPC_KIND = "grpc"  # the kind of its second address, host:port
-
+ASK_TIMEOUT_S = 5.0  # of one endpoint, whether it serves a model
 
 CARD_SUFFIX = ".address"
 
@@ -63,8 +64,9 @@ def list_endpoints() -> list[FoundEndpoint]:
     return [*(each for each in of_runs if each.url not in urls), *detached]
 
 
-def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
-    """Find the endpoint with this name, or at this address (`http://HOST:PORT`); None for the only one.
+def find_endpoint(wanted: str | None = None, model: str = "") -> FoundEndpoint:
+    """Find the endpoint with this name, or at this address (`http://HOST:PORT`); None for the only one, or for the only
+    one that serves `model`, for which several are asked.
 
     Raises RunError that lists the endpoints, ConfigError for an invalid address.
     """
@@ -75,12 +77,24 @@ def find_endpoint(wanted: str | None = None) -> FoundEndpoint:
     if not endpoints:
         raise RunError("no endpoint is up: `shoal serve deploy MODEL` starts one, `shoal models list` shows the models")
     matching = endpoints if wanted is None else [each for each in endpoints if each.name == wanted]
+    if wanted is None and model and len(matching) > 1:
+        matching = [each for each in matching if _serves(each.url, model)] or matching
     if len({each.url for each in matching}) == 1:
         return matching[0]
     names = ", ".join(f"{each.name} ({each.url})" for each in endpoints)
     if not matching:
         raise RunError(f"there is no endpoint {wanted!r}: there is {names}")
     raise RunError(f"several endpoints are up: give --endpoint NAME, or its address. There is {names}")
+
+
+def _serves(url: str, model: str) -> bool:
+    from shoal.client.client import Client  # a controller imports this module, and needs no client
+
+    with Client(url, token=token_for(url), timeout_s=ASK_TIMEOUT_S, num_retries=0) as client:
+        try:
+            return any(each.name == model for each in client.status().models)
+        except (ConnectionLost, InferenceError):  # it is not up, or has no such authority
+            return False
 
 
 def token_for(url: str) -> str:

@@ -32,6 +32,7 @@ MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a pass
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
 ACTIONS = ("best", "sampled")  # how a policy acts: see `shoal.serve.model.action_sampler`
 NUM_FULL_REASONS = 2  # of failed trials, before it is said what to do
+REMIND_EVERY = 50  # failed trials it is said once more
 NUM_RESAMPLES = 50_000  # estimates a probability of MAX_MISS_PROBABILITY within 15%
 
 Connections = Mapping[str, PolicyConnection]  # by policy
@@ -118,7 +119,7 @@ def judge_trial(trials: Sequence[Evaluation], spec: ActorLearnerSpec, version: i
             f" over {len(trial.returns)} episodes of a trial with action={action}, and would miss"
             f" {target:g} in others with a probability of {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
         )
-    elif reason and len(trials) == NUM_FULL_REASONS + 1:
+    elif reason and len(trials) % REMIND_EVERY == NUM_FULL_REASONS + 1:
         nearest = max(trials, key=lambda each: each.mean_return)
         sure = np.quantile(nearest.resample_means(max(spec.eval_episodes, MIN_EPISODES)), MAX_MISS_PROBABILITY / 2)
         reason += f" in its trial with action={action}; the nearest trial returned {format_number(nearest.mean_return)}"

@@ -236,9 +236,10 @@ class TrainSpec(Spec):
 
     def override(self, overrides: Iterable[str]) -> Self:
         """Also accepts an argument of the Task by its own name, where no field has it: `hidden=64`."""
-        return super().override([self._qualify(each) for each in overrides])
+        return super().override([self.qualify(each) for each in overrides])
 
-    def _qualify(self, override: str) -> str:
+    def qualify(self, override: str) -> str:
+        """`args.NAME=value` for an argument of the Task, another override as it is. Raises ConfigError."""
         name = re.split(r"[.=\[]", override, maxsplit=1)[0]
         if name in type(self).model_fields or not name.isidentifier() or not self.task or "=" not in override:
             return override

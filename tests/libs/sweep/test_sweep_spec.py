@@ -41,6 +41,10 @@ def test_a_trial_is_the_spec_with_its_values() -> None:
     assert (trial.args, trial.stop.steps) == ({"hidden": 3, "count": 64}, 20)
 
 
+def test_an_argument_of_the_task_is_searched_by_its_name_alone() -> None:
+    assert spec_of("hidden=int(1,4)", "stop.steps=5").make_trial_spec({"hidden": 3}).args["hidden"] == 3
+
+
 def test_a_recipes_target_is_left_out_unless_it_is_said() -> None:
     words = make_overrides("lenet", (RATE,))
     assert sweep_from_overrides(words).train.stop.target is None
@@ -71,6 +75,7 @@ PBT = {"search": "pbt"}
         (("optimizer.learning_rate=uniform(-1,1)", STOP), {}, "greater than 0"),
         (("optimizer.name=choice(adam,adamm)", STOP), {}, "optimizer.name = 'adamm'"),
         (("args.hiden=int(1,4)", STOP), {}, "args.hiden"),
+        (("hiden=int(1,4)", STOP), {}, "no such field. did you mean 'hidden'"),
         (("workers=choice(1,2)", STOP), {}, "is the same in all trials"),
         ((RATE,), {}, "nothing says when to end"),
         ((RATE, STOP), {"metric": "f1"}, "is not evaluated. there is loss, accuracy"),

@@ -304,3 +304,14 @@ def test_one_that_begins_with_what_no_actor_could_send_is_refused() -> None:
     with pytest.raises(ConfigError, match=said):
         inspect_environment(RLSpec(env="some_games:Faultshape-v0"))
     inspect_environment(RLSpec(env="some_games:Fault-v0"))
+
+
+def test_a_module_of_the_current_folder_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program `shoal` has its own folder in `sys.path`, in place of the current one."""
+    (tmp_path / "beside_me.py").write_text(
+        "import gymnasium\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        "gymnasium.register('Beside-v0', CartPoleEnv)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    assert make_environment("beside_me:Beside-v0").action_space.n == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import click
@@ -14,5 +13,4 @@ def actor(arguments: tuple[str, ...]) -> None:
     """Play an environment and send the experience to a gateway (`shoal actor --help` lists the options)."""
     from shoal.actor.__main__ import main
 
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: the environment's module may be there
     sys.exit(main(arguments))

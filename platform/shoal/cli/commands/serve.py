@@ -59,10 +59,10 @@ for verb in (deploy, delete):
 
 
 @contextmanager
-def connect_client(endpoint: str | None, timeout_s: float = STATUS_TIMEOUT_S) -> Iterator[tuple[FoundEndpoint, Client]]:
-    """The requested endpoint, and a client for it."""
-    target = find_endpoint(endpoint)
-    with Client(target.url, token=token_for(target.url), timeout_s=timeout_s, num_retries=NUM_RETRIES) as client:
+def connect_client(endpoint: str | None, model: str = "") -> Iterator[tuple[FoundEndpoint, Client]]:
+    """The requested endpoint, or the one that serves the model, and a client for it."""
+    target = find_endpoint(endpoint, model)
+    with Client(target.url, token=token_for(target.url), timeout_s=STATUS_TIMEOUT_S, num_retries=NUM_RETRIES) as client:
         yield target, client
 
 
@@ -220,7 +220,7 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
       shoal serve canary cartpole                     the run's newest weights
     """
     name, version = _parse_candidate(model)
-    with connect_client(endpoint) as (_, client):
+    with connect_client(endpoint, name) as (_, client):
         _print_shares(client.rollout("canary", name, version=version, percent=percent))
 
 
@@ -241,7 +241,7 @@ def promote(model: str, endpoint: str | None) -> None:
       shoal serve promote cartpole                    the run's newest weights, and all later ones
     """
     name, version = _parse_candidate(model)
-    with connect_client(endpoint) as (_, client):
+    with connect_client(endpoint, name) as (_, client):
         _print_shares(client.rollout("promote", name, version=version))
 
 
@@ -265,7 +265,7 @@ def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: 
       shoal serve set fashion guard.max_latency_ratio=3
     """
     name, options = _parse_name(model), parse_overrides(ModelOptions, overrides)
-    with connect_client(endpoint) as (_, client):
+    with connect_client(endpoint, name) as (_, client):
         _print_shares(client.rollout("set", name, options=options, reason=reason or None, timeout_s=timeout_s))
 
 
@@ -297,8 +297,8 @@ def rollback(model: str, to: int | None, rejected: int | None, reason: str, endp
       shoal serve rollback fashion --reason "complaints about shoes"
       shoal serve rollback cartpole --to 412
     """
-    with connect_client(endpoint) as (_, client):
-        name = _parse_name(model)
+    name = _parse_name(model)
+    with connect_client(endpoint, name) as (_, client):
         models = {model.name: model for model in client.status().models}
         before = models.get(name, ModelStatus(name))
         if not to:  # None for a model that chooses by itself, or an unknown one
@@ -326,7 +326,7 @@ def shadow(model: str, percent: float, endpoint: str | None) -> None:
       shoal serve shadow cartpole                     the run's newest weights, alongside the answering ones
     """
     name, version = _parse_candidate(model)
-    with connect_client(endpoint) as (_, client):
+    with connect_client(endpoint, name) as (_, client):
         _print_shares(client.rollout("shadow", name, version=version, percent=percent))
 
 

@@ -138,7 +138,7 @@ def _parse_latency(latency: str) -> list[tuple[int, float]]:
 
 def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, int]:
     """The model's status and the number of replicas. Raises ConfigError for a model without measurements."""
-    address = find_endpoint(endpoint)
+    address = find_endpoint(endpoint, model)
     with Client(address.url, token=token_for(address.url), timeout_s=TIMEOUT_S) as client:
         status = client.status()
     models = {each.name: each for each in status.models}

@@ -112,7 +112,7 @@ def predict(
     given = [kind for kind, (value, _) in kinds.items() if value]
     if len(given) != 1:
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
-    target = find_endpoint(endpoint)
+    target = find_endpoint(endpoint, name)
     with Client(target.url, token=key or token_for(target.url)) as client:
         signature = client.metadata(name)
         has_rows = all(map(has_batch_first, signature.inputs))

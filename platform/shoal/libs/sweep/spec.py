@@ -142,7 +142,8 @@ class SweepSpec(Spec):
 
     def make_trial_spec(self, parameters: Mapping[str, object]) -> TrainSpec:
         """The spec of a trial. Raises ConfigError for a value that does not fit, or a field that does not exist."""
-        return self.train.update(nest(parameters))
+        named = {self.train.qualify(f"{path}=").removesuffix("="): value for path, value in parameters.items()}
+        return self.train.update(nest(named))
 
     def make_loop_spec(self, parameters: Mapping[str, object]) -> LoopTrialSpec:
         """The spec of a trial that is a run of the loop. Raises ConfigError as `make_trial_spec`."""

@@ -33,6 +33,7 @@ from shoal.serve.on_ray.ownership import (
     require_free_name,
 )
 from shoal.serve.spec.endpoint import ROOT_PATHS, EndpointSpec
+from shoal.serve.spec.reach import OTHER_REACH
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def join_serve(spec: EndpointSpec) -> tuple[EndpointSpec, bool]:
         if wanted not in (None, 0, port) or (wanted is not None and port is None):
             theirs = f"theirs is {port}" if port else "the first of them has no gRPC"
             problem = f"is not that of the cluster's endpoints, which share one address: {theirs}"
-            raise ConfigError(f"endpoint.{field}", wanted, problem, "leave it out, or use another cluster")
+            raise ConfigError(f"endpoint.{field}", wanted, problem, OTHER_REACH)
     if spec.grpc_port is None:
         ports["grpc_port"] = None
     return adopt_front(spec).model_copy(update={**ports, "route_prefix": f"/{spec.name}"}), False

@@ -25,7 +25,7 @@ from shoal.plugins.library import collect_extensions
 from shoal.runs.formatting import Duration, Size
 from shoal.serve.spec.api_key import ApiKey, digest, require_distinct_keys, require_usable_secret
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, Reach, TlsOptions
+from shoal.serve.spec.reach import EVERY_NODE, LOOPBACK, OTHER_REACH, Reach, TlsOptions
 from shoal.serve.spec.scale import MAX_REPLICAS, ScaleSpec
 
 
@@ -270,7 +270,7 @@ class EndpointSpec(Reach):
                 own = own.model_copy(update={"name": there.tls.name})
             if field in self.model_fields_set and own != getattr(there, field):
                 problem = "is not that of the endpoint whose address it shares"
-                raise ConfigError(f"endpoint.{field}", str(own), problem, "leave it out, or use another cluster")
+                raise ConfigError(f"endpoint.{field}", str(own), problem, OTHER_REACH)
         return self.model_copy(update=dict(there))
 
     @classmethod

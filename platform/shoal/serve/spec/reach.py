@@ -21,6 +21,7 @@ _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 MAX_NETWORKS = 50  # of a line of HAProxy's, which has 64 words
 EVERY_NODE = "every_node"
+OTHER_REACH = "leave it out, end the other endpoints (`shoal serve status` lists them), or use another cluster"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address at which this machine reaches it
 
 
