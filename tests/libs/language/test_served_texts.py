@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decoder, make_tokenizer_files
 from torch import nn
 
-from serving.replica_set import ReplicaSet, ask, infer, register, until
+from serving.replica_set import ReplicaSet, ask, exchange, infer, register, until
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, ServedModel
 from shoal.libs.language.app import TextApp
@@ -240,6 +241,7 @@ async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapp
             (TextCall(ANYONE, version=2), 2),
             (TextCall(ANYONE, track="candidate"), 2),
             (TextCall(ANYONE, track="stable"), 1),
+            *[(TextCall(ANYONE, begun_by=version), version) for version in (1, 2) * 3],
         ):
             events = await write(replica, call, max_tokens=3)
             assert list_tokens(events) == continue_greedily(make_decoder(version), PROMPT, 3)
@@ -250,6 +252,39 @@ async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapp
         await until(lambda: served(replica).versions == [1])
         rest = [each async for each in stream]  # pinned: it ends as it began
         assert list_tokens(running + rest) == continue_greedily(make_decoder(2), PROMPT, 80)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_stream_of_a_replica_that_ends_continues_at_another(
+    files: Mapping[str, bytes], pace: Pace, temperature: float
+) -> None:
+    register_decoder(files, 1)
+    body: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 40, "stream": True}
+    body["temperature"] = temperature
+
+    async def stream(replica: EndpointReplica, **more: Any) -> list[Any]:
+        asked = json.dumps(body | more).encode()
+        _, _, content = await exchange(replica, "POST", "/v1/completions", {"idempotency-key": "k"}, asked)
+        return [json.loads(each[6:]) for each in content.split(b"\n\n") if each.startswith(b"data: {")]
+
+    def join_text(frames: list[Any]) -> str:
+        return "".join(each["choices"][0]["text"] for each in frames)
+
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        one, two = await endpoint.start(2)
+        pace.allow(14)
+        cut = asyncio.create_task(stream(one))
+        await until(lambda: pace.num_steps == 14)
+        killing = asyncio.create_task(endpoint.kill("r1"))
+        *begun, last = await cut
+        pace.allow(1000)
+        await killing
+        assert "replica r1: model 'tiny' is closing" in last["error"]["message"]
+        given = [pair for frame in begun for pair in frame["shoal"]["given"]]
+        assert 8 <= sum(len(tokens) for _, tokens in given) <= 14
+        rest = await stream(two, given=given)
+        assert join_text(begun + rest) == join_text(await stream(two))
+        assert rest[-1]["choices"][0]["shoal"]["spans"] == [[1, 40]]
 
 
 async def test_a_reader_that_leaves_frees_its_slot(files: Mapping[str, bytes], pace: Pace) -> None:

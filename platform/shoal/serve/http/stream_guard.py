@@ -66,7 +66,8 @@ def _start_guard() -> StreamGuard:
 
 
 def guard_stream(end: bytes) -> Callable[[Any], GuardedStream | None]:
-    """A function that guards the answer that begins now on a transport; None where it cannot. The first starts the guard.
+    """A function that guards the answer that begins now on a transport; it returns None where that is not possible.
+    The first answer starts the guard.
 
     end: what ends the answer: its last chunks
     """

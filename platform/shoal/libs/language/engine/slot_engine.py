@@ -250,6 +250,8 @@ class SlotEngine:
                 answer.text = TextStream(self._tokenizer.decode, request.prompt, request.stop)
             for token in request.given:
                 answer.add(token)
+            if request.given:
+                _check_given(answer, stops)
             answers.append(answer)
         return answers
 
@@ -443,6 +445,16 @@ _TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")
 def _is_late(answer: AnswerState, now_s: float) -> bool:
     begin_at_s = answer.begin_at_s if not answer.spans else None
     return any(at_s is not None and now_s > at_s for at_s in (begin_at_s, answer.end_at_s))
+
+
+def _check_given(answer: AnswerState, stops: frozenset[int]) -> None:
+    """Raises ConfigError for tokens behind which nothing comes."""
+    given, text, matcher = answer.request.given, answer.text, answer.matcher
+    if matcher is not None and matcher.problem:
+        raise ConfigError("given", f"{len(given)} tokens", f"do not follow the grammar: {matcher.problem}")
+    is_stopped = (text is not None and text.stopped is not None) or not stops.isdisjoint(given)
+    if is_stopped or (matcher is not None and matcher.is_complete):
+        raise ConfigError("given", f"{len(given)} tokens", "are a whole answer already")
 
 
 def _count_waiting(answer: AnswerState) -> int:

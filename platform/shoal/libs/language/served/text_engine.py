@@ -102,7 +102,8 @@ class TextEngine:
             engine = await self._open()
             if request.grammar is not None:
                 await asyncio.to_thread(engine.prepare, request)
-            stream.number = engine.submit(request)
+            given = bool(request.given)  # which are decoded
+            stream.number = await asyncio.to_thread(engine.submit, request) if given else engine.submit(request)
             if self._steps.is_closed:
                 raise Closed
             self._streams[stream.number] = stream
