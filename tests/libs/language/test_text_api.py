@@ -262,7 +262,11 @@ def test_a_body_that_does_not_end_is_cut_off(models: Models) -> None:
 
 
 def test_keys_models_and_rates(models: Models) -> None:
-    keys = [ApiKey(name="a", key="k" * 20, models=["tiny"], requests_per_s=0.01, burst=2)]
+    rates = {"requests_per_s": 0.01, "burst": 2}
+    keys = [
+        ApiKey(name="a", key="k" * 20, models=["tiny"], **rates),
+        ApiKey(name="b", key="b", output_tokens_per_min=5),
+    ]
     app = make_tiny_app(models, keys)
     assert Client(app).post("/v1/completions", b"x" * 99)[0] == 401
     client = Client(app, "k" * 20)
@@ -272,6 +276,14 @@ def test_keys_models_and_rates(models: Models) -> None:
     status, headers, answer = client.post("/v1/chat/completions", CHAT)
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     assert int(headers["retry-after"]) > 1
+    client = Client(app, "b")
+    assert client.post("/v1/embeddings", {"model": "tiny", "input": "abc"})[0] == 200
+    assert client.post("/v1/chat/completions", CHAT | {"stream": True})[0] == 200
+    status, headers, answer = client.post("/v1/messages", CHAT)
+    assert (status, headers["retry-after"], answer["type"]) == (429, "12", "error")
+    assert "5 output tokens/min" in answer["error"]["message"]
+    assert client.post("/v1/messages/count_tokens", CHAT)[0] == 200
+    assert app._access.count_tokens()["b"] == {"input": 3 + 21, "output": 6}
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -77,13 +77,15 @@ class Answers:
     """All answers of a job. `first` came before the head of the HTTP answer, which names its version.
 
     can_resume: a client that has the tokens of the events can have the rest from another replica
+    count:      called for each token
     """
 
     job: Job
     first: tuple[int, TokenEvent]
     rest: Events
     all: list[TextAnswer]
-    can_resume: bool = False
+    can_resume: bool
+    count: Callable[[], None]
 
     async def read(self) -> AsyncIterator[tuple[TextAnswer, TokenEvent, str]]:
         """The answer, an event and the text to show, as they come. Raises InferenceError."""
@@ -93,6 +95,8 @@ class Answers:
 
     def _take(self, number: int, event: TokenEvent) -> tuple[TextAnswer, TokenEvent, str]:
         answer = self.all[number * self.job.body.n + event.index]
+        if event.token is not None:
+            self.count()
         return answer, event, answer.take(event)
 
     def describe_progress(self, answer: TextAnswer) -> dict[str, Any]:
@@ -110,7 +114,7 @@ class Answers:
         return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
 
 
-async def begin(job: Job, events: Events, resume: str = "") -> Answers:
+async def begin(job: Job, events: Events, resume: str, count: Callable[[], None]) -> Answers:
     """Wait for the first event. Raises InferenceError with the API's name of a field."""
     try:
         first = await anext(events)
@@ -120,7 +124,7 @@ async def begin(job: Job, events: Events, resume: str = "") -> Answers:
     answers = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
     if job.body.given:
         await asyncio.to_thread(answers[0].replay, job)
-    return Answers(job, first, events, answers, bool(resume) and len(answers) == 1)
+    return Answers(job, first, events, answers, bool(resume) and len(answers) == 1, count)
 
 
 async def merge_events(job: Job, call: TextCall) -> Events:

@@ -112,7 +112,9 @@ class LanguageApp:
             model, call = self._find(fields.model, key, origin, headers)
             if isinstance(fields, EmbeddingBody):
                 prompts = await _run(size_bytes, prepare_embedding, model, fields)
+                read, _ = self._access.admit_tokens(call.caller, sum(map(len, prompts)))
                 vectors, version = await model.embed(prompts, call)
+                read.add(sum(map(len, prompts)))
                 reply.name_version(version)
                 await reply.send_json(write_embeddings(fields, sum(map(len, prompts)), vectors))
                 return
@@ -141,8 +143,11 @@ class LanguageApp:
         return model, TextCall(caller, int(version) if at else None, sticky, track, resume)
 
     async def _generate(self, api: Api, job: Job, call: TextCall, reply: _Reply) -> None:
+        num_input = sum(len(each.prompt) + len(each.given) for each in job.requests)
+        read, written = self._access.admit_tokens(call.caller, num_input)
         async with aclosing(merge_events(job, call)) as events:
-            answers = await begin(job, events, call.resume)
+            answers = await begin(job, events, call.resume, written.add)
+            read.add(num_input)
             reply.name_version(answers.first[1].version)
             if job.body.stream:
                 async with aclosing(api.stream(answers)) as frames:
