@@ -93,7 +93,7 @@ def test_the_rest_of_a_stream_that_was_cut_is_what_would_have_come(path: str, cl
         assert find(rest, "usage")[-1:] == find(whole, "usage")[-1:]
     if path == "completions":
         client.post(f"/v1/{path}", asked | {"given": [[2, [65]], [3, [66]]], "stream": False}, idempotency_key="k")
-        assert models.bare.calls[-1].begun_by == 3
+        assert models.bare.calls[-1].last_version == 3
         assert find(client.post(f"/v1/{path}", asked | {"n": 2}, idempotency_key="k"), "given") == []
 
 

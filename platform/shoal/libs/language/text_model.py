@@ -19,7 +19,7 @@ class TextCall:
     version:       None leaves it to the rollout
     sticky, track: as `InferCall` has them
     resume:        an idempotency key, "" for none
-    begun_by:      the version that wrote the last of the tokens that are given; it continues them where it can
+    last_version:      the version that wrote the last of the tokens that are given; it continues them where it can
     """
 
     caller: Caller
@@ -27,7 +27,7 @@ class TextCall:
     sticky: str = ""
     track: str = ""
     resume: str = ""
-    begun_by: int | None = None
+    last_version: int | None = None
 
 
 class TextModel(Protocol):

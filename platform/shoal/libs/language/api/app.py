@@ -249,7 +249,7 @@ def _resume(body: Fields, call: TextCall) -> TextCall:
     """The call that continues an answer. Raises InferenceError (400) where the rest would be another one's."""
     if not (call.resume or body.seed is not None or body.temperature == 0):
         raise InferenceError(400, "given: needs the idempotency-key of its answer, or the seed", field="given")
-    return replace(call, begun_by=body.given[-1][0])
+    return replace(call, last_version=body.given[-1][0])
 
 
 def _describe_model(model: TextModel) -> dict[str, Any]:

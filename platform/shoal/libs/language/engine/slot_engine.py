@@ -93,6 +93,7 @@ class SlotEngine:
         self._running: list[AnswerState] = []
         self._totals: Counter[str] = Counter()
         self._numbers = itertools.count(1)
+        self.last_step = 0, 0.0, 0  # its tokens, seconds and models, which are two while answers go over to another
         self._lock = threading.Lock()  # of what other threads leave for the next step:
         self._submitted: list[AnswerState] = []
         self._cancelled: set[int] = set()
@@ -204,11 +205,13 @@ class SlotEngine:
         self._apply_weights(events)
         self._fill_slots(events)
         segments = self._plan()
-        num_tokens = 0
+        num_tokens, models = 0, set[CausalModel]()
         for weights_model, some, padded in self._arrange(segments):
             num_tokens += self._compute(weights_model, some, padded, events)
+            models.add(weights_model)
         if num_tokens:
             now_s = time.monotonic()
+            self.last_step = num_tokens, now_s - begin_s, len(models)
             remaining = [answer.max_tokens - answer.num_new for answer in self._running]
             self._admission.observe_step(num_tokens, now_s - begin_s, now_s, remaining)
         return events
@@ -248,10 +251,7 @@ class SlotEngine:
             )
             if self._tokenizer is not None:
                 answer.text = TextStream(self._tokenizer.decode, request.prompt, request.stop)
-            for token in request.given:
-                answer.add(token)
-            if request.given:
-                _check_given(answer, stops)
+            answer.take_given()
             answers.append(answer)
         return answers
 
@@ -445,16 +445,6 @@ _TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")
 def _is_late(answer: AnswerState, now_s: float) -> bool:
     begin_at_s = answer.begin_at_s if not answer.spans else None
     return any(at_s is not None and now_s > at_s for at_s in (begin_at_s, answer.end_at_s))
-
-
-def _check_given(answer: AnswerState, stops: frozenset[int]) -> None:
-    """Raises ConfigError for tokens behind which nothing comes."""
-    given, text, matcher = answer.request.given, answer.text, answer.matcher
-    if matcher is not None and matcher.problem:
-        raise ConfigError("given", f"{len(given)} tokens", f"do not follow the grammar: {matcher.problem}")
-    is_stopped = (text is not None and text.stopped is not None) or not stops.isdisjoint(given)
-    if is_stopped or (matcher is not None and matcher.is_complete):
-        raise ConfigError("given", f"{len(given)} tokens", "are a whole answer already")
 
 
 def _count_waiting(answer: AnswerState) -> int:

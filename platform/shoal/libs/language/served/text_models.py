@@ -181,14 +181,14 @@ class ModelTexts:
 
     def _choose_track(self, call: TextCall) -> Track:
         """That of the version which began the answer, if the call asks for none; or as the rollout says."""
-        router, begun_by = self._served.router, call.begun_by
+        router, last_version = self._served.router, call.last_version
         chosen = router.choose_track(call.version, call.track, call.sticky)
-        if begun_by is None or call.version is not None or call.track:
+        if last_version is None or call.version is not None or call.track:
             return chosen
         tracks = [router.choose_track(None, name, "") for name in ("stable", "candidate")]
-        if begun_by in router.versions:
-            tracks.append(router.choose_track(begun_by, "", ""))
-        return next((each for each in tracks if each.model.version == begun_by), chosen)
+        if last_version in router.versions:
+            tracks.append(router.choose_track(last_version, "", ""))
+        return next((each for each in tracks if each.model.version == last_version), chosen)
 
     def _retire(self, track: Track) -> None:
         """Let an engine end with its last answer."""
