@@ -120,7 +120,7 @@ def serve(closing: ExitStack) -> None:
     text = {"text": {"slots": NUM_STREAMS, "tokenizer": "named@1"}, "warm_up": False}
     options = ModelOptions.model_validate(text)
     models = [model_from_ref("named@champion", options), model_from_ref("sampled@1", options)]
-    models.append(EndpointModel("live", LiveModel(factory, signature, RayWeightSource(store)), options))
+    models.append(EndpointModel("live", LiveModel(factory, signature, RayWeightSource(store)), options=options))
     endpoint = deploy(EndpointSpec.parse({"name": NAME, "num_cpus": 0.1, "model": text}), models)
     closing.callback(endpoint.close)
     say(url=endpoint.url)
