@@ -250,7 +250,7 @@ def measure_kill(child: Child, clients: Clients) -> list[Row]:
         victims[0].kill()
         cut = [each.result() for each in running]
     begun = [(number, each) for number, each in enumerate(cut) if each.finish != "length"]
-    named = sum("has died" in each.problem and "replica " in each.problem for _, each in begun)
+    named = sum("ends this stream: it has died" in each.problem for _, each in begun)
     wrong, took_s = 0, list[float]()
     for number, each in begun:
         sent_s = time.monotonic()

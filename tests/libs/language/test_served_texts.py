@@ -354,7 +354,7 @@ async def test_a_stream_of_a_replica_that_ends_continues_at_another(
         *begun, last = await cut
         pace.allow(1000)
         await killing
-        assert "replica r1: model 'tiny' is closing" in last["error"]["message"]
+        assert "replica r1 ends this stream: model 'tiny' is closing" in last["error"]["message"]
         given = [pair for frame in begun for pair in frame["shoal"]["given"]]
         assert 8 <= sum(len(tokens) for _, tokens in given) <= 14
         rest = await stream(two, given=given)

@@ -216,8 +216,8 @@ class _Reply:
     def _write_last(self, error: InferenceError) -> bytes:
         """The event of an error that ends a stream; one of a replica that ends names it."""
         if error.status == 503:
-            remedy = "with an idempotency-key, send the request again, and as `given` what has come"
-            error = InferenceError(503, f"replica {self._replica}: {error.message}. {remedy}")
+            remedy = "With an idempotency-key, send the request again, and as `given` what has come"
+            error = InferenceError(503, f"replica {self._replica} ends this stream: {error.message}. {remedy}")
         return write_frame(self._describe(error), "error" if self._is_anthropic else "")
 
     def _describe(self, error: InferenceError) -> dict[str, Any]:
