@@ -59,7 +59,7 @@ def make_weights(version: int, *, samples: bool = False) -> dict[str, Any]:
     *_, head = decoder
     with torch.no_grad():
         for each in decoder.parameters():
-            each *= 8.0 if samples and each.ndim == 2 else 1.0
+            each *= 4.0 if samples and each.ndim == 2 else 1.0
         if not samples:
             for parameter, value in ((head.norm.weight, 0.0), (head.norm.bias, 1.0), (head.output.weight, 0.0)):
                 parameter.fill_(value)  # type: ignore[operator, union-attr]
