@@ -254,10 +254,11 @@ def measure_kill(child: Child, clients: Clients) -> list[Row]:
         cut = [each.result() for each in running]
     begun = [(number, each) for number, each in enumerate(cut) if each.finish != "length"]
     named = sum("ends this stream: it has died" in each.problem for _, each in begun)
-    wrong, took_s = 0, list[float]()
+    wrong, took_s, problems = 0, list[float](), Counter[str]()
     for number, each in begun:
         sent_s = time.monotonic()
         rest = clients.stream(key=f"k{number}", **ask, given=each.given)
+        problems[rest.problem[:120] or "none"] += 1
         took_s.append(rest.at_s[0] - sent_s if rest.at_s else SILENCE_S)
         wrong += each.text + rest.text != whole[number].text or rest.finish != "length"
     uncut = sum(each.text != whole[number].text for number, each in enumerate(cut) if each.finish == "length")
@@ -267,7 +268,8 @@ def measure_kill(child: Child, clients: Clients) -> list[Row]:
     return [
         compare(f"{title}: streams that end without naming it", "streams", "lower", [len(begun) - named], bar=0.0,
                 note=note, **value),
-        compare(f"{title}: continued with other tokens", "streams", "lower", [wrong + uncut], bar=0.0, **value),
+        compare(f"{title}: continued with other tokens", "streams", "lower", [wrong + uncut], bar=0.0,
+                note=f"{uncut} of them were not cut; problems of the rest: {dict(problems)}", **value),
         compare(f"{title}: first token of the rest", "ms", "lower", [1e3 * statistics.median(took_s or [0.0])]),
     ]  # fmt: skip
 
