@@ -1,6 +1,7 @@
 """A replica's server that follows HAProxy, as a process: `python -m serving.front_replica PORT FOLDER HEAD_S`.
 
-`/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more; `/drip` with a
+`/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more, and `/stream`
+with the same in chunks, guarded; `/drip` with a
 part every half a second; any other path with the path, and whether HAProxy has passed the request on. SIGTERM stops the
 server. HEAD_S: how long a head may take. Says `alone` once HAProxy accepts no more.
 """
@@ -18,8 +19,10 @@ import uvicorn.config
 
 from shoal.serve.http import fast_path, front_protocol
 from shoal.serve.http.front_follower import FrontFollower
+from shoal.serve.http.stream_guard import guard_stream
 
 ANSWER_S = 2.0
+LAST = b"4\r\nlast\r\n0\r\n\r\n"
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -32,6 +35,10 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     passed_on = b"x-request-disconnect-disabled" in headers
     told = {"path": scope["path"], "is_direct": not passed_on, "from": headers.get(b"shoal-from", b"").decode()}
     body = json.dumps(told).encode()
+    if scope["path"] == "/stream":
+        await send({"type": "http.response.start", "status": 200, "headers": [], "guard": guard_stream(LAST)})
+        await send({"type": "http.response.body", "body": body[:5], "more_body": True})
+        await asyncio.sleep(60.0)
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body)),
                                                                   (b"content-type", b"application/json")]}

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from serving.front_replica import LAST
 from serving.haproxy_process import HaproxyProcess
 from shoal.cluster.ports import find_free_port
 from waiting import wait_for
@@ -116,9 +117,11 @@ def test_no_request_is_cut_when_the_replica_is_killed(direct: Direct) -> None:
     kept = ask_all(direct)
     half, slow = direct.send("x: y"), direct.send("", path="/slow")
     change = direct.send("content-length: 0\r\n", path="/shoal/v1/rollout", method="POST")
-    part = direct.send("", path="/part")
+    part, stream = direct.send("", path="/part"), direct.send("", path="/stream")
     assert part.recv(1000)
+    assert stream.recv(1000).endswith(b'5\r\n{"pat\r\n')
     direct.end(signal.SIGKILL)
+    assert read_all(stream) == LAST
     for line in (half, slow):
         answer = read_all(line)
         assert answer.startswith(b"HTTP/1.1 503")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.open_inference.rows import decode_rows
     from shoal.serve.controller.audit import AUDIT_FILE, AuditLog, read_audit_log
     from shoal.serve.http.codec import HttpCodec
+    from shoal.serve.http.stream_guard import guard_stream
     from shoal.serve.messages.inference import (
         CLIENT_GONE,
         Caller,

@@ -34,6 +34,12 @@ def chat() -> None:
     chunks = list(create(**asked, stream=True, stream_options={"include_usage": True}, extra_body={"top_k": 50}))
     assert chunks[-1].usage.completion_tokens == 6
     assert chunks[-2].choices[0].shoal == {"spans": [[3, 6]]}
+    asked |= {"stream": True, "extra_headers": {"idempotency-key": "k"}}
+    chunks = list(create(**asked))
+    given = [pair for each in chunks[:3] for pair in each.shoal["given"]]
+    rest = list(create(**asked, extra_body={"given": given}))
+    texts = ["".join(each.choices[0].delta.content for each in some) for some in (chunks, chunks[:3] + rest)]
+    assert texts[0] == texts[1]
     schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     found = create(model="tiny", messages=USER, response_format=schema, max_tokens=400, temperature=0.2)
     assert found.choices[0].message.content.replace(" ", "").startswith("{")

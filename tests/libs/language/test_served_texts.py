@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +17,7 @@ import torch
 from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decoder, make_tokenizer_files
 from torch import nn
 
-from serving.replica_set import ReplicaSet, ask, infer, register, until
+from serving.replica_set import ReplicaSet, ask, exchange, infer, register, until
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, ServedModel
 from shoal.libs.language.app import TextApp
@@ -240,6 +242,7 @@ async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapp
             (TextCall(ANYONE, version=2), 2),
             (TextCall(ANYONE, track="candidate"), 2),
             (TextCall(ANYONE, track="stable"), 1),
+            *[(TextCall(ANYONE, last_version=version), version) for version in (1, 2) * 3],
         ):
             events = await write(replica, call, max_tokens=3)
             assert list_tokens(events) == continue_greedily(make_decoder(version), PROMPT, 3)
@@ -250,6 +253,113 @@ async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapp
         await until(lambda: served(replica).versions == [1])
         rest = [each async for each in stream]  # pinned: it ends as it began
         assert list_tokens(running + rest) == continue_greedily(make_decoder(2), PROMPT, 80)
+
+
+@asynccontextmanager
+async def canary_under_streams(files: Mapping[str, bytes], **guard: float) -> AsyncIterator[ReplicaSet]:
+    """A canary of half of the texts, and the stable version beside it."""
+    for seed in (1, 2):
+        register_decoder(files, seed)
+    model = {"text": {"slots": 4}, "guard": {"min_requests": 8, **guard}}
+    async with ReplicaSet(model_from_ref("tiny@1"), model=model) as endpoint:
+        [replica] = await endpoint.start()
+        await endpoint.administer(action="canary", model="tiny", version=2, percent=50)
+        await until(lambda: served(replica).router.candidate_version == 2)
+        yield endpoint
+
+
+async def write_all(endpoint: ReplicaSet, num: int, **request: Any) -> list[Any]:
+    """So many texts at once, or their errors; then the controller judges what was counted."""
+    [replica] = endpoint.replicas.values()
+    texts = await asyncio.gather(*[write(replica, **request) for _ in range(num)], return_exceptions=True)
+    endpoint.controller.report(replica.report())
+    return texts
+
+
+@pytest.mark.parametrize("fault", ["raises", "writes nonsense", "is slow"])
+async def test_a_canary_whose_texts_fail_or_come_slowly_is_rolled_back(
+    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    step, record = SlotEngine.step, ServedModel.record_step
+
+    def fail(engine: SlotEngine) -> list[TokenEvent]:
+        weights = engine._current[""]
+        if weights.version == 2 and fault == "raises":
+            raise RuntimeError("secret")
+        if weights.version == 2:
+            next(weights.model.module.parameters()).data.fill_(torch.nan)
+        return step(engine)
+
+    def take_long(served: ServedModel, version: int, num_tokens: int, _: float) -> None:
+        record(served, version, num_tokens, 0.3 if version == 2 else 0.1)
+
+    if fault == "is slow":
+        monkeypatch.setattr(ServedModel, "record_step", take_long)
+    else:
+        monkeypatch.setattr(SlotEngine, "step", fail)
+    async with canary_under_streams(files) as endpoint:
+        texts = await write_all(endpoint, 24, max_tokens=12)
+        assert endpoint.phase("tiny") == "steady"
+        event = endpoint.controller.state.events[-1]
+        assert (event.kind, event.by) == ("rollback", "guard")
+        expected = "3 times as long" if fault == "is slow" else "requests failed, of the stable version 0 of 1"
+        assert expected in event.reason
+        ends = Counter("raised" if isinstance(each, InferenceError) else each[-1].finish for each in texts)
+        wrong = {"raises": "raised", "writes nonsense": "error", "is slow": "length"}[fault]
+        assert ends.keys() == {"length", wrong}, "the stable version's streams are whole"
+        await until(lambda: served(next(iter(endpoint.replicas.values()))).versions == [1])
+        assert {each[-1].finish for each in await write_all(endpoint, 4, max_tokens=3)} == {"length"}
+
+
+async def test_a_good_canary_stays_and_is_promoted_under_streams_that_go_on(
+    files: Mapping[str, bytes], pace: Pace
+) -> None:
+    async with canary_under_streams(files, max_latency_ratio=1e6) as endpoint:
+        [replica] = endpoint.replicas.values()
+        pace.allow(400)
+        await write_all(endpoint, 24, max_tokens=6)
+        assert endpoint.phase("tiny") == "canary"
+        pace.allow(10)
+        streams = [await begin(replica) for _ in range(4)]
+        await endpoint.administer(action="promote", model="tiny")
+        await until(lambda: served(replica).version == 2)
+        pace.allow(10_000)
+        ends = [[*events, *[each async for each in stream]][-1] for events, stream in streams]
+        assert [(each.finish, sum(num for _, num in each.spans)) for each in ends] == [("length", 80)] * 4
+        assert {each.spans[-1][0] for each in ends} == {2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_stream_of_a_replica_that_ends_continues_at_another(
+    files: Mapping[str, bytes], pace: Pace, temperature: float
+) -> None:
+    register_decoder(files, 1)
+    body: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 40, "stream": True}
+    body["temperature"] = temperature
+
+    async def stream(replica: EndpointReplica, **more: Any) -> list[Any]:
+        asked = json.dumps(body | more).encode()
+        _, _, content = await exchange(replica, "POST", "/v1/completions", {"idempotency-key": "k"}, asked)
+        return [json.loads(each[6:]) for each in content.split(b"\n\n") if each.startswith(b"data: {")]
+
+    def join_text(frames: list[Any]) -> str:
+        return "".join(each["choices"][0]["text"] for each in frames)
+
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        one, two = await endpoint.start(2)
+        pace.allow(14)
+        cut = asyncio.create_task(stream(one))
+        await until(lambda: pace.num_steps == 14)
+        killing = asyncio.create_task(endpoint.kill("r1"))
+        *begun, last = await cut
+        pace.allow(1000)
+        await killing
+        assert "replica r1 ends this stream: model 'tiny' is closing" in last["error"]["message"]
+        given = [pair for frame in begun for pair in frame["shoal"]["given"]]
+        assert 8 <= sum(len(tokens) for _, tokens in given) <= 14
+        rest = await stream(two, given=given)
+        assert join_text(begun + rest) == join_text(await stream(two))
+        assert rest[-1]["choices"][0]["shoal"]["spans"] == [[1, 40]]
 
 
 async def test_a_reader_that_leaves_frees_its_slot(files: Mapping[str, bytes], pace: Pace) -> None:

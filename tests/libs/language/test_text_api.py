@@ -50,6 +50,15 @@ def find(value: Any, name: str) -> list[Any]:
     return own + [found for each in inner for found in find(each, name)]
 
 
+def join_text(path: str, frames: list[Any]) -> str:
+    """What the events of a stream show."""
+    deltas = [frame for frame in frames if frame != "[DONE]" and frame.get("type", "").partition(".")[2] != "done"]
+    if path == "responses":
+        return "".join(each["delta"] for each in deltas if each["type"].endswith("text.delta"))
+    name = "content" if path == "chat/completions" else "text"
+    return "".join(found for each in deltas for found in find(each, name) if isinstance(found, str))
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_has_the_text_and_the_spans_of_the_answer(path: str, client: Client) -> None:
     status, headers, answer = client.post(f"/any/root/v1/{path}", PATHS[path])
@@ -57,13 +66,9 @@ def test_a_stream_has_the_text_and_the_spans_of_the_answer(path: str, client: Cl
     text = "".join(find(answer, "content" if path == "chat/completions" else "text")[-1:])
     status, headers, frames = client.post(f"/v1/{path}", PATHS[path] | {"stream": True})
     assert (status, headers["shoal-model-version"]) == (200, "3")
-    deltas = [frame for frame in frames if frame != "[DONE]" and frame.get("type", "").partition(".")[2] != "done"]
+    assert join_text(path, frames) == text
     if path == "responses":
-        assert "".join(each["delta"] for each in deltas if each["type"].endswith("text.delta")) == text
         assert [each["sequence_number"] for each in frames] == list(range(len(frames)))
-    else:
-        name = "content" if path == "chat/completions" else "text"
-        assert "".join(found for each in deltas for found in find(each, name) if isinstance(found, str)) == text
     assert find(frames, "shoal")[-1] == find(answer, "shoal")[-1] == {"spans": [[3, 6]]}
 
 
@@ -72,6 +77,24 @@ def test_new_weights_within_an_answer_are_in_its_spans(client: Client, models: M
     (choice,) = client.post("/v1/chat/completions", CHAT | {"max_tokens": 20, "model": "plain"})[2]["choices"]
     first, second = choice["shoal"]["spans"]
     assert (second[0] - first[0], first[1] + second[1]) == (1, 20)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_rest_of_a_stream_that_was_cut_is_what_would_have_come(path: str, client: Client, models: Models) -> None:
+    most = "max_output_tokens" if path == "responses" else "max_tokens"
+    asked = PATHS[path] | {"stream": True, most: 40, "stop": ["\n\n", "AAA"], "seed": 5, "min_p": 0.02}
+    tools = {"tools": TOOLS} if path == "chat/completions" else {}  # whose marks retain text
+    whole = client.post(f"/v1/{path}", asked | tools, idempotency_key="k")[2]
+    for cut in (len(whole) // 4, len(whole) // 2):
+        given = [pair for found in find(whole[:cut], "given") for pair in found]
+        rest = client.post(f"/v1/{path}", asked | tools | {"given": given}, idempotency_key="k")[2]
+        assert join_text(path, whole[:cut]) + join_text(path, rest) == join_text(path, whole)
+        assert find(rest, "spans") == find(whole, "spans")
+        assert find(rest, "usage")[-1:] == find(whole, "usage")[-1:]
+    if path == "completions":
+        client.post(f"/v1/{path}", asked | {"given": [[2, [65]], [3, [66]]], "stream": False}, idempotency_key="k")
+        assert models.bare.calls[-1].last_version == 3
+        assert find(client.post(f"/v1/{path}", asked | {"n": 2}, idempotency_key="k"), "given") == []
 
 
 def test_fields_arrive_at_the_engine_and_the_model(client: Client, models: Models) -> None:
@@ -184,6 +207,12 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"tools": TOOLS, "tool_choice": "maybe"}, 400, "tool_choice = 'maybe'"),
     ("chat/completions", {"tool_choice": "required"}, 400, "there are no tools"),
     ("chat/completions", {"tools": [{"type": "function"}]}, 400, r"tools\[0\].function: expected dict"),
+    ("chat/completions", {"given": [[3, [1]]], "seed": None}, 400, "given: needs the idempotency-key"),
+    ("chat/completions", {"given": [[3, [1]]], "n": 2}, 400, "given: one answer alone"),
+    ("chat/completions", {"given": [[3, [1, -1]]]}, 400, "given"),
+    ("chat/completions", {"given": [[3, [1] * 6]]}, 400, "are max_tokens = 6 already"),
+    ("chat/completions", {"given": [[3, [33]]], "stop": "B"}, 400, "are a whole answer already"),
+    ("chat/completions", {"given": [[3, [33]]], "regex": "a*"}, 400, "do not follow the grammar"),
     ("completions", {"prompt": ""}, 400, "prompt: has no token"),
     ("completions", {"prompt": [[1], "a", 3]}, 400, r"prompt\[2\]: expected a text"),
     ("completions", {"prompt": [999]}, 400, "holds one outside of 0 to"),
@@ -233,7 +262,11 @@ def test_a_body_that_does_not_end_is_cut_off(models: Models) -> None:
 
 
 def test_keys_models_and_rates(models: Models) -> None:
-    keys = [ApiKey(name="a", key="k" * 20, models=["tiny"], requests_per_s=0.01, burst=2)]
+    rates = {"requests_per_s": 0.01, "burst": 2}
+    keys = [
+        ApiKey(name="a", key="k" * 20, models=["tiny"], **rates),
+        ApiKey(name="b", key="b", output_tokens_per_min=5),
+    ]
     app = make_tiny_app(models, keys)
     assert Client(app).post("/v1/completions", b"x" * 99)[0] == 401
     client = Client(app, "k" * 20)
@@ -243,6 +276,14 @@ def test_keys_models_and_rates(models: Models) -> None:
     status, headers, answer = client.post("/v1/chat/completions", CHAT)
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     assert int(headers["retry-after"]) > 1
+    client = Client(app, "b")
+    assert client.post("/v1/embeddings", {"model": "tiny", "input": "abc"})[0] == 200
+    assert client.post("/v1/chat/completions", CHAT | {"stream": True})[0] == 200
+    status, headers, answer = client.post("/v1/messages", CHAT)
+    assert (status, headers["retry-after"], answer["type"]) == (429, "12", "error")
+    assert "5 output tokens/min" in answer["error"]["message"]
+    assert client.post("/v1/messages/count_tokens", CHAT)[0] == 200
+    assert app._access.count_tokens()["b"] == {"input": 3 + 21, "output": 6}
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -98,6 +98,8 @@ class EngineModel:
 class Models:
     """What an endpoint has: `tiny`, `plain` without tools in its template, and `bare` without a template."""
 
+    replica = "r1"
+
     def __init__(self) -> None:
         self.tiny, self.plain, self.bare = EngineModel("tiny"), EngineModel("plain", PLAIN), EngineModel("bare", None)
 

@@ -116,6 +116,32 @@ def test_a_key_over_its_rate_hears_when_to_come_again() -> None:
     assert refusal(access, bearer(KEY)).status == 429
 
 
+def test_tokens_of_texts_are_admitted_by_the_minute_and_owed_ones_are_waited_for() -> None:
+    clock = Clock()
+    key = ApiKey(name="ada", key=SecretStr(KEY), input_tokens_per_min=600, output_tokens_per_min=60)
+    access = AccessControl(None, [key], clock=clock, replicas=lambda: 2)  # 5 and 0.5 a second here
+    caller = access.admit(bearer(KEY))
+
+    def wait_for(num_input: int) -> float | None:
+        with pytest.raises(InferenceError) as caught:
+            access.admit_tokens(caller, num_input)
+        assert caught.value.status == 429
+        return caught.value.retry_after_s
+
+    read, written = access.admit_tokens(caller, 1000)  # above a minute's worth: all of it
+    read.add(1000)
+    assert wait_for(1) == pytest.approx((700 + 1) / 5)
+    clock.now_s += 141
+    access.admit_tokens(caller, 1)
+    for _ in range(40):  # an answer is not cut, and the next one waits
+        written.add()
+    assert wait_for(1) == pytest.approx((40 - 30) / 0.5)
+    clock.now_s += 20
+    access.admit_tokens(caller, 1)
+    assert access.count_tokens() == {"ada": {"input": 1000, "output": 40}}
+    assert access.counts()["ada"]["limited"] == 2
+
+
 def test_what_a_key_may_not_do_costs_it_nothing() -> None:
     access = AccessControl(None, [api_key("ada", KEY, models=("m",), rate=1.0, burst=1)], clock=Clock())
     assert refusal(access, bearer(KEY), "other").status == 403

@@ -62,8 +62,9 @@ def report(statistics: ModelStatistics, replica: str = "a") -> ReplicaReport:
     residency = Residency(10, 20, 0.5, 1.5, loads=3, evictions=2, waiting=4, forwarded=5, waited=6)
     models = {"m": ModelReport(counts=statistics.snapshot(), queued_rows=7, residency=residency)}
     callers = {"ada": {"admitted": 3}, "": {"unknown": 2}}
+    tokens = {"ada": {"input": 7, "output": 5}}
     statuses = {"200": 4, "401": 2}
-    return ReplicaReport(replica, 0, 0, True, models, callers, statuses, certificate_expires_at=1e9)
+    return ReplicaReport(replica, 0, 0, True, models, callers, statuses, certificate_expires_at=1e9, tokens=tokens)
 
 
 def test_what_triton_counts_has_tritons_names() -> None:
@@ -100,6 +101,7 @@ def test_what_triton_does_not_count() -> None:
     assert value(series, "shoal_column_values_total", **labels, version="1", column='a "b"', what="gap") == 5
     assert value(series, "shoal_caller_requests_total", replica="a", key="ada", result="admitted") == 3
     assert value(series, "shoal_caller_requests_total", replica="a", result="unknown") == 2
+    assert value(series, "shoal_caller_tokens_total", replica="a", key="ada", kind="output") == 5
     assert value(series, "shoal_http_answers_total", replica="a", status="401") == 2
     assert value(series, "shoal_replica_ready", replica="a") == 1
     assert value(series, "shoal_certificate_expires_timestamp_seconds", replica="a") == 1e9

@@ -7,7 +7,7 @@ request of the replica's HTTP server a call costs as much as one in JSON, and le
 
 `GrpcApp` is an ASGI application beside the REST application. It writes the chunks of its answers itself, so it needs a
 server that does not (`serve.http.fast_path`). Bodies, deadlines and disconnects are handled as for REST, the messages
-of a stream by `stream`. `stream_guard` ends a stream if this process is killed.
+of a stream by `stream`. `guard_stream` ends a stream if this process is killed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shoal.extend.serve import (
     Send,
     TracerProtocol,
     decompress_in_thread,
+    guard_stream,
 )
 from shoal.libs.grpc.methods import (
     METHODS,
@@ -42,10 +43,10 @@ from shoal.libs.grpc.methods import (
 )
 from shoal.libs.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
 from shoal.libs.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
-from shoal.libs.grpc.stream_guard import guard_stream
 from shoal.serve.protocol.request_limits import RequestLimits
 
 GRPC_CONTENT_TYPE = (b"content-type", b"application/grpc")
+DIED = b"0\r\ngrpc-status: 14\r\ngrpc-message: the replica has died: begin another stream\r\n\r\n"
 CHUNKED_HEADERS = [GRPC_CONTENT_TYPE, (b"transfer-encoding", b"chunked")]
 UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
@@ -165,7 +166,7 @@ class _ResponseWriter:
         if not self.has_started:
             self.has_started = True
             start = {"type": "http.response.start", "status": 200, "headers": CHUNKED_HEADERS}
-            await self._send(start | {"guard": guard_stream} if is_stream else start)
+            await self._send(start | {"guard": guard_stream(DIED)} if is_stream else start)
 
 
 def _chunk(message: bytes) -> bytes:

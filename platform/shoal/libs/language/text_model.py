@@ -19,6 +19,7 @@ class TextCall:
     version:       None leaves it to the rollout
     sticky, track: as `InferCall` has them
     resume:        an idempotency key, "" for none
+    last_version:      the version that wrote the last of the tokens that are given; it continues them where it can
     """
 
     caller: Caller
@@ -26,6 +27,7 @@ class TextCall:
     sticky: str = ""
     track: str = ""
     resume: str = ""
+    last_version: int | None = None
 
 
 class TextModel(Protocol):
@@ -55,7 +57,9 @@ class TextModel(Protocol):
 
 
 class TextModels(Protocol):
-    """The models of an endpoint that write text."""
+    """The models of an endpoint that write text. `replica`: the name of the replica."""
+
+    replica: str
 
     def list(self, caller: Caller) -> list[TextModel]: ...
 

@@ -114,7 +114,7 @@ class ModelReport:
 class ReplicaReport:
     """One replica. It has applied the plan `generation`, except for versions that are still being staged.
 
-    callers:  requests by the name of the key, and their outcomes, from AccessControl
+    callers:  requests by the name of the key, and their outcomes, from AccessControl; `tokens`: of its texts
     refused:  refused calls, from AccessControl
     statuses: all answers over HTTP by status, of inferences and other requests
     computing_s: how long the current forward has taken; 0 for none
@@ -135,6 +135,7 @@ class ReplicaReport:
     host: str = ""
     address: str = ""
     certificate_expires_at: float = 0.0
+    tokens: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def loaded(self) -> frozenset[str]:

@@ -10,6 +10,10 @@ replicas the endpoint admits at most `rate * t + max(burst, n)` requests of the 
 (A replacement replica adds its full bucket; while a change of `n` spreads, the bound holds with the smallest `n` that a
 replica knows.) The endpoint may admit less: a replica that gets more than its part of a key's requests refuses some
 while another has tokens left, down to `rate / n` for a caller whose connections all end at one replica.
+
+Tokens of texts have buckets of a minute's worth. A text is admitted while its prompt fits and no written token is owed.
+They are spent when they are computed: texts that are admitted together may exceed the rate once, and the key waits as
+much longer.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ MAX_CACHED_HEADERS = 1024  # cached headers with known keys
 
 
 class TokenBucket:
-    """The number of requests allowed now: grows by `rate_per_s` each second, up to `capacity`."""
+    """The number of requests, or of a text's tokens, allowed now: grows by `rate_per_s` each second, up to `capacity`;
+    below zero: what is owed."""
 
     __slots__ = ("_at_s", "_tokens")
 
@@ -43,13 +48,30 @@ class TokenBucket:
 
     def take(self, now_s: float, rate_per_s: float, capacity: float) -> float:
         """Take a token; returns 0.0, or the seconds until there is one."""
-        tokens = min(capacity, self._tokens + (now_s - self._at_s) * rate_per_s)
+        wait_s = self.find_wait_s(now_s, rate_per_s, capacity, 1.0)
+        if wait_s == 0.0:
+            self._tokens -= 1.0
+        return wait_s
+
+    def find_wait_s(self, now_s: float, rate_per_s: float, capacity: float, num: float) -> float:
+        """The seconds until there are so many, or all that there may be."""
+        self._tokens = min(capacity, self._tokens + (now_s - self._at_s) * rate_per_s)
         self._at_s = now_s
-        if tokens >= 1.0:
-            self._tokens = tokens - 1.0
-            return 0.0
-        self._tokens = tokens
-        return (1.0 - tokens) / rate_per_s
+        return max(0.0, min(num, capacity) - self._tokens) / rate_per_s
+
+    def spend(self, num: float) -> None:
+        self._tokens -= num
+
+
+class TokenCount:
+    """Tokens of texts that a key's requests brought, or were written for it. per_min: its rate; None: no limit"""
+
+    def __init__(self, per_min: float | None, now_s: float) -> None:
+        self.per_min, self.total, self.bucket = per_min, 0, TokenBucket(now_s)
+
+    def add(self, num: int = 1) -> None:
+        self.total += num
+        self.bucket.spend(num)
 
 
 @dataclass(slots=True)
@@ -84,6 +106,12 @@ class AccessControl:
         self._replicas, self._clock = replicas, clock
         self._secret = secrets.token_bytes(32)
         self._holders: dict[bytes, _KeyHolder] = {}
+        self._tokens = {
+            name: (TokenCount(None, clock()), TokenCount(None, clock())) for name in (ANYONE, ADMINISTRATOR)
+        }
+        for key in keys:
+            rates = key.input_tokens_per_min, key.output_tokens_per_min
+            self._tokens[key.name] = TokenCount(rates[0], clock()), TokenCount(rates[1], clock())
         self._header_cache: dict[bytes, _KeyHolder] = {}  # by a keyed hash of the full header, for a direct look-up
         self._counts: Counter[tuple[str, str]] = Counter()
         self._auth_failures = AuthFailureCounter()
@@ -135,6 +163,30 @@ class AccessControl:
                 raise InferenceError(429, problem, retry_after_s=wait_s)
         self._counts[caller.name, "admitted"] += 1
         return caller
+
+    def admit_tokens(self, caller: Caller, num_input: int) -> tuple[TokenCount, TokenCount]:
+        """Admit a text whose prompt has so many tokens; returns where to count those, and those that are written.
+
+        Raises InferenceError (429) over a rate.
+        """
+        counts = self._tokens[caller.name]
+        replicas = max(1, self._replicas())
+        for name, count, num in zip(("input", "output"), counts, (num_input, 0), strict=True):
+            if count.per_min is not None:
+                most = count.per_min / replicas
+                if (wait_s := count.bucket.find_wait_s(self._clock(), most / 60, most, num)) > 0.0:
+                    self._counts[caller.name, "limited"] += 1
+                    problem = f"the key {caller.name!r} is over its rate of {count.per_min:g} {name} tokens/min"
+                    raise InferenceError(429, f"{problem}; try again later", retry_after_s=wait_s)
+        return counts
+
+    def count_tokens(self) -> dict[str, dict[str, int]]:
+        """By the key's name: the tokens of prompts, and those that were written."""
+        return {
+            name: {"input": read.total, "output": written.total}
+            for name, (read, written) in self._tokens.items()
+            if read.total
+        }
 
     def require_known_key(self, authorization: bytes, origin: bytes = b"") -> None:
         """Check the key before a call's target is known and its body read. Raises InferenceError (401)."""

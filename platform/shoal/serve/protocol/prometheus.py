@@ -91,6 +91,9 @@ METRICS: dict[str, Metric] = {
     "shoal_caller_requests_total": Metric(
         "counter", ("key", "result"), "Requests by the name of the key, and their outcomes"
     ),
+    "shoal_caller_tokens_total": Metric(
+        "counter", ("key", "kind"), "Tokens of texts by the name of the key: input, output"
+    ),
     "shoal_http_answers_total": Metric("counter", ("status",), "All answers over HTTP, also without a model"),
     "shoal_replica_ready": Metric("gauge", (), "Whether the replica has every model ready"),
     "shoal_certificate_expires_timestamp_seconds": Metric(
@@ -140,6 +143,9 @@ def series(report: ReplicaReport) -> Iterator[Series]:
     for key, results in report.callers.items():
         for result, count in results.items():
             yield "shoal_caller_requests_total", {"key": key, "result": result}, count
+    for key, kinds in report.tokens.items():
+        for kind, count in kinds.items():
+            yield "shoal_caller_tokens_total", {"key": key, "kind": kind}, count
     for status, count in report.statuses.items():
         yield "shoal_http_answers_total", {"status": status}, count
     for name, model in report.models.items():

@@ -59,7 +59,7 @@ class ModelManager:
         share: OpenTemplate | None = None,
         peers: PeerTransport | None = None,
     ) -> None:
-        self._replica, self._spec = replica, spec
+        self.replica, self._spec = replica, spec
         self._plan: EndpointPlan | None = None
         self._slots: dict[str, ModelSlot] = {}  # of planned models
         self._retired: list[ModelSlot] = []  # which may not have ended
@@ -175,7 +175,7 @@ class ModelManager:
         self.on_demand.apply(plan)
         self._host.memory.retain_models(model.name for model in plan.models)
         self._plan = plan
-        plans = {model.name: model for model in plan.models if model.is_for(self._replica)}
+        plans = {model.name: model for model in plan.models if model.is_for(self.replica)}
         for name, slot in list(self._slots.items()):
             if slot.plan is None or not slot.plan.is_same_model(plans.get(name)):
                 cold = self.on_demand.models.get(name)
@@ -240,7 +240,7 @@ class ModelManager:
                 models[slot.name] = report
         plan = self._plan or EndpointPlan()
         return ReplicaReport(
-            self._replica,
+            self.replica,
             os.getpid(),
             plan.generation,
             self.is_ready,

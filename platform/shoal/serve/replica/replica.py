@@ -224,6 +224,7 @@ class EndpointReplica:
         return replace(
             self.manager.report(),
             callers=access.counts(),
+            tokens=access.count_tokens(),
             refused=access.get_auth_failures(),
             statuses=statuses,
             address=self.address,

@@ -47,6 +47,7 @@ from shoal.weights import WeightSnapshot
 logger = logging.getLogger(__name__)
 
 SHORT_FORWARD_S = 0.001  # a thread's wake-up, and its wait for the interpreter's lock, cost as much under load
+STEP_SIZE = 32  # the size class of an engine's step over one token: above those of all batches
 TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
 
 
@@ -289,6 +290,11 @@ class ServedModel:
         self.counts.set_serving(table.version, table.candidate_version, table.percent)
         if self.streams is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.streams.follow)
+
+    def record_step(self, version: int, num_tokens: int, seconds: float) -> None:
+        """Record a step of a streamed answer's engine, which a canary is compared by. Callable from any thread."""
+        if not self.is_live:
+            self._forward_times.add(version, num_tokens << STEP_SIZE, seconds)
 
     def describe_failure(self, error: Exception, version: int) -> InferenceError:
         """What the caller receives for an error of a version: its text, or a reference to the log."""

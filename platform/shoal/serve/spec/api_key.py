@@ -34,6 +34,7 @@ class ApiKey(Spec):
     name:          the caller's name in metrics and audit lines, and for fairness between tenants
     models:        the models that it may call; empty for all
     requests_per_s, burst: its rate over the full endpoint, and the burst above it; None: no limit
+    input_tokens_per_min, output_tokens_per_min: of texts, over the full endpoint; a minute's worth may come at once
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
@@ -41,6 +42,8 @@ class ApiKey(Spec):
     models: list[str] = Field(default_factory=list)
     requests_per_s: float | None = Field(default=None, gt=0)
     burst: int = Field(default=10, ge=1, le=1_000_000_000)
+    input_tokens_per_min: float | None = Field(default=None, gt=0)
+    output_tokens_per_min: float | None = Field(default=None, gt=0)
 
     @field_validator("key")
     @classmethod

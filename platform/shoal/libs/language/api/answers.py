@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 from shoal.errors import InferenceError
 from shoal.libs.language.api.prompt import Job
 from shoal.libs.language.api.tools import ToolCall, ToolCallReader
 from shoal.libs.language.engine.request import TokenEvent
+from shoal.libs.language.engine.text import TextStream
 from shoal.libs.language.text_model import TextCall
 
 Events = AsyncGenerator[tuple[int, TokenEvent], None]
@@ -35,11 +36,15 @@ class TextAnswer:
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
     spans: list[list[int | str]] = field(default_factory=list)
+    unsent: list[tuple[int | str, list[int]]] = field(default_factory=list)  # versions, and the tokens that each wrote
 
     def take(self, event: TokenEvent) -> str:
         """Add an event; returns the text to show. Raises InferenceError for an end that is a failure."""
         if event.token is not None:
             self.tokens.append(event.token)
+            if not self.unsent or self.unsent[-1][0] != event.version:
+                self.unsent.append((event.version, []))
+            self.unsent[-1][1].append(event.token)
         text = event.text if self.reader is None else self.reader.push(event.text)
         if event.finish in _FAILURES:
             status, problem = _FAILURES[event.finish]
@@ -49,19 +54,38 @@ class TextAnswer:
                 rest, self.calls = self.reader.finish()
                 text += rest
             self.finish = "tool_calls" if self.calls else event.finish
-            self.spans = [list(span) for span in event.spans]
+            for version, num in event.spans:  # those of the engine, which may have continued others
+                if self.spans and self.spans[-1][0] == version:
+                    num += cast(int, self.spans.pop()[1])
+                self.spans.append([version, num])
         self.text += text
         return text
+
+    def replay(self, job: Job) -> None:
+        """Take what the client has of a cut answer."""
+        (request,) = job.requests
+        text = TextStream(job.model.tokenizer.decode, request.prompt, request.stop)
+        for version, tokens in job.body.given:
+            for token in tokens:
+                self.take(TokenEvent(0, 0, token, version=version, text=text.push(token)))
+        self.spans = [[version, len(tokens)] for version, tokens in self.unsent]
+        self.unsent = []
 
 
 @dataclass
 class Answers:
-    """All answers of a job. `first` came before the head of the HTTP answer, which names its version."""
+    """All answers of a job. `first` came before the head of the HTTP answer, which names its version.
+
+    can_resume: a client that has the tokens of the events can have the rest from another replica
+    count:      called for each token
+    """
 
     job: Job
     first: tuple[int, TokenEvent]
     rest: Events
     all: list[TextAnswer]
+    can_resume: bool
+    count: Callable[[], None]
 
     async def read(self) -> AsyncIterator[tuple[TextAnswer, TokenEvent, str]]:
         """The answer, an event and the text to show, as they come. Raises InferenceError."""
@@ -71,7 +95,14 @@ class Answers:
 
     def _take(self, number: int, event: TokenEvent) -> tuple[TextAnswer, TokenEvent, str]:
         answer = self.all[number * self.job.body.n + event.index]
+        if event.token is not None:
+            self.count()
         return answer, event, answer.take(event)
+
+    def describe_progress(self, answer: TextAnswer) -> dict[str, Any]:
+        """For an event of a stream: what a client sends as `given`, of the tokens since the last one."""
+        given, answer.unsent = answer.unsent, []
+        return {"shoal": {"given": given}} if given and self.can_resume else {}
 
     @property
     def num_new_tokens(self) -> int:
@@ -83,7 +114,7 @@ class Answers:
         return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
 
 
-async def begin(job: Job, events: Events) -> Answers:
+async def begin(job: Job, events: Events, resume: str, count: Callable[[], None]) -> Answers:
     """Wait for the first event. Raises InferenceError with the API's name of a field."""
     try:
         first = await anext(events)
@@ -91,7 +122,9 @@ async def begin(job: Job, events: Events) -> Answers:
         name = (job.names or {}).get(error.field, error.field)
         raise InferenceError(error.status, error.message, error.retry_after_s, name) from error
     answers = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
-    return Answers(job, first, events, answers)
+    if job.body.given:
+        await asyncio.to_thread(answers[0].replay, job)
+    return Answers(job, first, events, answers, bool(resume) and len(answers) == 1, count)
 
 
 async def merge_events(job: Job, call: TextCall) -> Events:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ from shoal.extend.serve import (
     compute_deadline,
     decode_in_thread,
     decompress_in_thread,
+    guard_stream,
     read_side,
 )
 from shoal.libs.language.api.answers import begin, merge_events
@@ -71,7 +73,7 @@ class LanguageApp:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         path = scope["path"].partition(PREFIX)[2]
         is_anthropic = path.startswith("messages") or b"anthropic-version" in headers
-        reply = _Reply(send, is_anthropic, self._limits.answer_grace_s)
+        reply = _Reply(send, is_anthropic, self._limits.answer_grace_s, self._models.replica)
         try:
             await self._answer(scope, path, headers, receive, reply)
         except Disconnected:
@@ -110,7 +112,9 @@ class LanguageApp:
             model, call = self._find(fields.model, key, origin, headers)
             if isinstance(fields, EmbeddingBody):
                 prompts = await _run(size_bytes, prepare_embedding, model, fields)
+                read, _ = self._access.admit_tokens(call.caller, sum(map(len, prompts)))
                 vectors, version = await model.embed(prompts, call)
+                read.add(sum(map(len, prompts)))
                 reply.name_version(version)
                 await reply.send_json(write_embeddings(fields, sum(map(len, prompts)), vectors))
                 return
@@ -120,6 +124,8 @@ class LanguageApp:
             if isinstance(fields, CountBody):
                 await reply.send_json({"input_tokens": job.num_prompt_tokens})
             else:
+                if fields.given:
+                    call = _resume(fields, call)
                 await self._generate(api, job, call, reply)
 
     def _find(self, name: str, key: bytes, origin: bytes, headers: Headers) -> tuple[TextModel, TextCall]:
@@ -137,8 +143,11 @@ class LanguageApp:
         return model, TextCall(caller, int(version) if at else None, sticky, track, resume)
 
     async def _generate(self, api: Api, job: Job, call: TextCall, reply: _Reply) -> None:
+        num_input = sum(len(each.prompt) + len(each.given) for each in job.requests)
+        read, written = self._access.admit_tokens(call.caller, num_input)
         async with aclosing(merge_events(job, call)) as events:
-            answers = await begin(job, events)
+            answers = await begin(job, events, call.resume, written.add)
+            read.add(num_input)
             reply.name_version(answers.first[1].version)
             if job.body.stream:
                 async with aclosing(api.stream(answers)) as frames:
@@ -170,8 +179,8 @@ async def _run(size_bytes: int, work: Callable[..., T], *arguments: object) -> T
 class _Reply:
     """Writes one answer: JSON, a stream, or an error, in the form of the API that was called."""
 
-    def __init__(self, send: Send, is_anthropic: bool, grace_s: float) -> None:
-        self._send, self._is_anthropic, self._grace_s = send, is_anthropic, grace_s
+    def __init__(self, send: Send, is_anthropic: bool, grace_s: float, replica: str) -> None:
+        self._send, self._is_anthropic, self._grace_s, self._replica = send, is_anthropic, grace_s, replica
         self._has_started, self.method = False, ""
         self._headers: list[tuple[bytes, bytes]] = []
 
@@ -187,7 +196,9 @@ class _Reply:
     async def send_stream(self, frames: AsyncIterator[bytes]) -> None:
         """Send server-sent events as fast as the client takes them. Raises Disconnected where it takes none."""
         self._has_started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._headers})
+        died = self._write_last(InferenceError(503, "it has died"))
+        start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._headers}
+        await self._send(start | {"guard": guard_stream(b"%x\r\n%b\r\n0\r\n\r\n" % (len(died), died))})
         async for frame in frames:
             await self._send_frame(frame)
         await self._send({"type": "http.response.body", "body": b""})
@@ -196,11 +207,18 @@ class _Reply:
         """Send an error, as the stream's last event if it has begun."""
         if self._has_started:
             with suppress(Disconnected):
-                await self._send_frame(write_frame(self._describe(error), "error" if self._is_anthropic else ""))
+                await self._send_frame(self._write_last(error))
                 await self._send({"type": "http.response.body", "body": b""})
             return
         self._headers = build_error_response(error, self.method).headers
         await self.send_json(self._describe(error), error.status)
+
+    def _write_last(self, error: InferenceError) -> bytes:
+        """The event of an error that ends a stream; one of a replica that ends names it."""
+        if error.status == 503:
+            remedy = "With an idempotency-key, send the request again, and as `given` what has come"
+            error = InferenceError(503, f"replica {self._replica} ends this stream: {error.message}. {remedy}")
+        return write_frame(self._describe(error), "error" if self._is_anthropic else "")
 
     def _describe(self, error: InferenceError) -> dict[str, Any]:
         kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
@@ -225,6 +243,13 @@ def _apply_deadline(body: Fields, headers: Headers, arrived_s: float) -> None:
     if by_header_s is not None:
         left_s = max(by_header_s - now_s, 1e-3)
         body.deadline_s = left_s if body.deadline_s is None else min(left_s, body.deadline_s)
+
+
+def _resume(body: Fields, call: TextCall) -> TextCall:
+    """The call that continues an answer. Raises InferenceError (400) where the rest would be another one's."""
+    if not (call.resume or body.seed is not None or body.temperature == 0):
+        raise InferenceError(400, "given: needs the idempotency-key of its answer, or the seed", field="given")
+    return replace(call, last_version=body.given[-1][0])
 
 
 def _describe_model(model: TextModel) -> dict[str, Any]:

@@ -14,6 +14,8 @@ T = TypeVar("T")
 MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS = 4096, 128, 128
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
+Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _ANY = object()
 # Fields of the stock clients without effect here, and the values for which that is so.
 HARMLESS: dict[str, tuple[object, ...]] = {
@@ -40,7 +42,10 @@ class StreamOptions(Struct, frozen=True):
 
 
 class Fields(Struct, kw_only=True):
-    """What every text may have. Ranges are checked by the engine, which knows its model."""
+    """What every text may have. Ranges are checked by the engine, which knows its model.
+
+    given: of an answer that was cut, what has come: versions, each with the tokens that it wrote
+    """
 
     model: str
     stream: bool = False
@@ -63,6 +68,7 @@ class Fields(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     begin_s: float | None = None
     deadline_s: float | None = None
+    given: list[tuple[Version, list[Token]]] = []
 
 
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -88,7 +88,7 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
             choice["logprobs"] = {"content": entries, "refusal": None}
         if answer.finish:
             choice |= _describe_end(answer)
-        yield write_frame({**head, "choices": [choice]})
+        yield write_frame({**head, "choices": [choice], **answers.describe_progress(answer)})
     for frame in _end_stream(answers, head):
         yield frame
 
@@ -122,7 +122,8 @@ async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
         reported = logprobs.take()
         if text or answer.finish or reported:
             choice = {"index": answer.index, "text": text, "logprobs": reported, "finish_reason": None}
-            yield write_frame({**head, "choices": [choice | (_describe_end(answer) if answer.finish else {})]})
+            choice |= _describe_end(answer) if answer.finish else {}
+            yield write_frame({**head, "choices": [choice], **answers.describe_progress(answer)})
     for frame in _end_stream(answers, head):
         yield frame
 

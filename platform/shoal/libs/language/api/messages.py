@@ -80,12 +80,13 @@ async def stream_message(answers: Answers) -> AsyncGenerator[bytes, None]:
     head = {**_make_head(answers), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _write("message_start", message=head | {"usage": _count_usage(answers)})
     index, is_open = 0, False
-    async for _, _, text in answers.read():
+    async for answer, _, text in answers.read():
         if text and not is_open:
             is_open = True
             yield _write("content_block_start", index=index, content_block={"type": "text", "text": ""})
         if text:
-            yield _write("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
+            delta = {"type": "text_delta", "text": text}
+            yield _write("content_block_delta", index=index, delta=delta, **answers.describe_progress(answer))
     if is_open:
         yield _write("content_block_stop", index=index)
         index += 1

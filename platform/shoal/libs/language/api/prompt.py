@@ -69,11 +69,14 @@ def make_job(model: TextModel, body: Fields, prompts: Sequence[tuple[int, ...]],
         priority=body.priority,
         begin_s=body.begin_s,
         end_s=body.deadline_s,
+        given=tuple(token for _, tokens in body.given for token in tokens),
         grammar=given[0][1] if given else None,
         **{"stop": stop, **fields},
     )
     for prompt in prompts:
         check_length(model, prompt, names["prompt"])
+    if body.given and len(prompts) * body.n > 1:
+        raise InferenceError(400, "given: one answer alone can be continued", field="given")
     return Job(model, body, [replace(request, prompt=prompt) for prompt in prompts], names=names, **more)
 
 

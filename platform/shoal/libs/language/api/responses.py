@@ -83,7 +83,7 @@ async def stream_response(answers: Answers) -> AsyncGenerator[bytes, None]:
             yield write("output_item.added", output_index=0, item=message | {"status": "in_progress", "content": []})
             yield write("content_part.added", **part, part=message["content"][0])
         if text:
-            yield write("output_text.delta", **part, delta=text, logprobs=[])
+            yield write("output_text.delta", **part, delta=text, logprobs=[], **answers.describe_progress(answer))
     (answer,) = answers.all
     if is_open:
         message = _make_message(item_id, answer.text)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shoal.errors import ConfigError
 from shoal.libs.language.engine.adapters import Adapter
 from shoal.libs.language.engine.grammar import Matcher
 from shoal.libs.language.engine.models import CausalModel
@@ -78,6 +79,17 @@ class AnswerState:
         if self.matcher is not None:
             self.matcher.advance(token)
         return "" if self.text is None or token in self.stop_tokens else self.text.push(token)
+
+    def take_given(self) -> None:
+        """Append the tokens that are given. Raises ConfigError for those behind which nothing comes."""
+        given = self.request.given
+        for token in given:
+            self.add(token)
+        if given and self.matcher is not None and self.matcher.problem:
+            raise ConfigError("given", f"{len(given)} tokens", f"do not follow the grammar: {self.matcher.problem}")
+        is_stopped = not self.stop_tokens.isdisjoint(given) or (self.text is not None and self.text.stopped is not None)
+        if given and (is_stopped or (self.matcher is not None and self.matcher.is_complete)):
+            raise ConfigError("given", f"{len(given)} tokens", "are a whole answer already")
 
     def note_version(self, version: int | str) -> None:
         """Count a token to the last span."""

@@ -93,6 +93,7 @@ class SlotEngine:
         self._running: list[AnswerState] = []
         self._totals: Counter[str] = Counter()
         self._numbers = itertools.count(1)
+        self.last_step = 0, 0.0, 0  # its tokens, seconds and models, which are two while answers go over to another
         self._lock = threading.Lock()  # of what other threads leave for the next step:
         self._submitted: list[AnswerState] = []
         self._cancelled: set[int] = set()
@@ -204,11 +205,13 @@ class SlotEngine:
         self._apply_weights(events)
         self._fill_slots(events)
         segments = self._plan()
-        num_tokens = 0
+        num_tokens, models = 0, set[CausalModel]()
         for weights_model, some, padded in self._arrange(segments):
             num_tokens += self._compute(weights_model, some, padded, events)
+            models.add(weights_model)
         if num_tokens:
             now_s = time.monotonic()
+            self.last_step = num_tokens, now_s - begin_s, len(models)
             remaining = [answer.max_tokens - answer.num_new for answer in self._running]
             self._admission.observe_step(num_tokens, now_s - begin_s, now_s, remaining)
         return events
@@ -248,8 +251,7 @@ class SlotEngine:
             )
             if self._tokenizer is not None:
                 answer.text = TextStream(self._tokenizer.decode, request.prompt, request.stop)
-            for token in request.given:
-                answer.add(token)
+            answer.take_given()
             answers.append(answer)
         return answers
 

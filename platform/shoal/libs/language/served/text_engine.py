@@ -102,7 +102,8 @@ class TextEngine:
             engine = await self._open()
             if request.grammar is not None:
                 await asyncio.to_thread(engine.prepare, request)
-            stream.number = engine.submit(request)
+            given = bool(request.given)  # which are decoded
+            stream.number = await asyncio.to_thread(engine.submit, request) if given else engine.submit(request)
             if self._steps.is_closed:
                 raise Closed
             self._streams[stream.number] = stream
@@ -169,7 +170,14 @@ class TextEngine:
         if loaded is not self._loaded:
             self._loaded = loaded
             self._follow(engine, loaded.version, self._preparation.find(loaded))
-        return engine.step() if engine.has_work else None
+        if not engine.has_work:
+            return None
+        events = engine.step()
+        versions = {int(event.version) for event in events if event.token is not None}
+        num_tokens, seconds, num_models = engine.last_step
+        if num_models == len(versions) == 1:
+            self._served.record_step(versions.pop(), num_tokens, seconds)
+        return events
 
     def _follow(self, engine: SlotEngine, version: int, prepared: PreparedVersion | None) -> None:
         """Take the weights of another version; one that has another network or tokenizer has an engine of its own."""
@@ -207,5 +215,6 @@ class TextEngine:
         loaded = self._loaded
         answer = self._served.describe_failure(error, loaded.version if loaded is not None else 0)
         for stream in self._streams.values():
+            stream.version = loaded.version if loaded is not None else 0  # at fault, also before the first token
             stream.fail(answer)
         self._steps.close()

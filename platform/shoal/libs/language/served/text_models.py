@@ -25,7 +25,7 @@ class ServedTexts:
     """Implements `TextModels`."""
 
     def __init__(self, manager: ModelManager) -> None:
-        self._manager, self._preparation = manager, VersionPreparation()
+        self._manager, self._preparation, self.replica = manager, VersionPreparation(), manager.replica
         manager.prepare_with(self._preparation.prepare)
 
     def list(self, caller: Caller) -> list[TextModel]:
@@ -170,7 +170,7 @@ class ModelTexts:
     def _choose(self, call: TextCall) -> TextEngine:
         if self._problem:
             raise self._make_closed()
-        track = self._served.router.choose_track(call.version, call.track, call.sticky)
+        track = self._choose_track(call)
         if self._preparation.find(track.model) is None:
             raise InferenceError(404, f"version {track.model.version} of {self._served.name!r} writes no text")
         if track in self._engines and self._engines[track].is_retired:
@@ -178,6 +178,17 @@ class ModelTexts:
         if track not in self._engines:
             self._engines[track] = TextEngine(self._served, track, self._preparation, self._statistics)
         return self._engines[track]
+
+    def _choose_track(self, call: TextCall) -> Track:
+        """That of the version which began the answer, if the call asks for none; or as the rollout says."""
+        router, last_version = self._served.router, call.last_version
+        chosen = router.choose_track(call.version, call.track, call.sticky)
+        if last_version is None or call.version is not None or call.track:
+            return chosen
+        tracks = [router.choose_track(None, name, "") for name in ("stable", "candidate")]
+        if last_version in router.versions:
+            tracks.append(router.choose_track(last_version, "", ""))
+        return next((each for each in tracks if each.model.version == last_version), chosen)
 
     def _retire(self, track: Track) -> None:
         """Let an engine end with its last answer."""

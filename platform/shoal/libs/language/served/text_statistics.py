@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from shoal.batching.latency_model import ForwardTime
 from shoal.extend.serve import SECONDS, BatcherCounts, Histogram, LibraryMetric, ModelLoad
 from shoal.libs.language.engine import Observation, SlotEngine
 
@@ -23,11 +24,8 @@ class TextStatistics:
 
     def count_prompt(self, num_tokens: int, engine: SlotEngine | None) -> None:
         """Count a request that was admitted."""
-        times = dict(engine.list_step_times()) if engine is not None else {}
         self._prompt_tokens += num_tokens
-        few, many = min(times, default=0), max(times, default=0)
-        cost = times[many] / many / (times[few] / few) if few else 1.0  # of a token among many, of one among few
-        self._load += num_tokens * min(1.0, cost)
+        self._load += num_tokens * self._weigh(engine.list_step_times() if engine is not None else [])
 
     def count_token(self, seconds: float, *, is_first: bool) -> None:
         """Count a token, `seconds` after the one before it, or after the request."""
@@ -35,13 +33,20 @@ class TextStatistics:
         self._load += 1.0
         (self._first_s if is_first else self._between_s).observe(seconds)
 
+    def _weigh(self, times: Sequence[tuple[int, float]]) -> float:
+        """What a token of a prompt costs, of one that is written while all slots are taken."""
+        if not times:
+            return 1.0
+        many, seconds = max(times)
+        return min(1.0, seconds / many / (ForwardTime(times).seconds(self._slots) / self._slots))
+
     def measure_load(self, engines: Iterable[SlotEngine]) -> ModelLoad:
         """Written tokens as requests, steps as batches."""
         waiting, latency = 0, list[tuple[int, float]]()
         for engine in engines:
-            observed = engine.observe()
-            waiting += observed.queued_tokens + observed.queued
-            latency = latency or engine.list_step_times()
+            observed, times = engine.observe(), engine.list_step_times()
+            waiting += round(observed.queued_tokens * self._weigh(times)) + observed.queued
+            latency = latency or times
         done = round(self._load)
         counts = BatcherCounts(submitted=done, answered=done, rows=done)
         return ModelLoad(counts, waiting, latency, self._slots)

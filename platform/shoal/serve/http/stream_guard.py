@@ -1,13 +1,13 @@
-"""Ends the gRPC streams of a replica that is killed with a status that clients repeat: UNAVAILABLE.
+"""Ends the streams of a replica that is killed as their protocol has it: by a status of gRPC, by an event that says so.
 
-A killed process says no more. Its kernel closes its connections in the middle of an answer, and HAProxy then resets the
-client's stream, which gRPC reports as CANCELLED. So another process, the *guard*, holds a duplicate of the socket of
-each stream that is being answered. It starts with a replica's first stream and runs this file. When the replica's end
-of their socket closes, the guard writes the status to each stream in the replica's place, unless a message had been
-written in part.
+A killed process says no more. Its kernel closes its connections in the middle of an answer. HAProxy then resets the
+client's stream, which gRPC reports as CANCELLED, and closes that of a text. So another process, the *guard*, holds a
+duplicate of the socket of each stream that is being answered, with its last bytes. It starts with a replica's first
+stream and runs this file. When the replica's end of their socket closes, the guard writes these bytes to each stream in
+the replica's place, unless a part had been written incompletely.
 
-`app` names `guard_stream` at the start of a stream, and the connection calls it, on the event loop. Imports the
-standard library only, for the guard's sake.
+An application names `guard_stream(end)` at the start of a stream, and the connection calls it, on the event loop.
+Imports the standard library only, for the guard's sake.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 MAX_STREAMS = 16_384  # more at once end as without a guard
 LINGER_S = 2.0  # in which HAProxy reads the end; a socket that is closed with unread input would take it back
-END = b"0\r\ngrpc-status: 14\r\ngrpc-message: the replica has died: begin another stream\r\n\r\n"
+MAX_END_BYTES = 4096
 
 
 class StreamGuard:
@@ -42,13 +43,14 @@ class StreamGuard:
         theirs.close()
         os.close(states)
 
-    def hold(self, transport: Any) -> GuardedStream | None:
-        if not self._free:
+    def hold(self, end: bytes, transport: Any) -> GuardedStream | None:
+        if not self._free or len(end) > MAX_END_BYTES:
             return None
         number = self._free.pop()
         self.states[number] = 1
         with suppress(OSError):
-            socket.send_fds(self._control, [number.to_bytes(4, "big")], [transport.get_extra_info("socket").fileno()])
+            message = number.to_bytes(4, "big") + end
+            socket.send_fds(self._control, [message], [transport.get_extra_info("socket").fileno()])
         return GuardedStream(self, number, transport)
 
     def release(self, number: int) -> None:
@@ -63,9 +65,13 @@ def _start_guard() -> StreamGuard:
     return StreamGuard()
 
 
-def guard_stream(transport: Any) -> GuardedStream | None:
-    """Guard the answer that begins now; None where it cannot be guarded. The first one starts the guard."""
-    return _start_guard().hold(transport)
+def guard_stream(end: bytes) -> Callable[[Any], GuardedStream | None]:
+    """A function that guards the answer that begins now on a transport; it returns None where that is not possible.
+    The first answer starts the guard.
+
+    end: what ends the answer: its last chunks
+    """
+    return lambda transport: _start_guard().hold(end, transport)
 
 
 class GuardedStream:
@@ -91,24 +97,24 @@ class GuardedStream:
 
 def run_guard(control: socket.socket, states: mmap.mmap) -> None:
     """The guard's process: returns when the replica has ended, and with it the streams."""
-    held: dict[int, int] = {}
+    held: dict[int, tuple[int, bytes]] = {}
     while True:
-        message, fds, *_ = socket.recv_fds(control, 4, 1)
+        message, fds, *_ = socket.recv_fds(control, 4 + MAX_END_BYTES, 1)
         if not message:
             break
-        number = int.from_bytes(message, "big")
+        number = int.from_bytes(message[:4], "big")
         if fds:
-            held[number] = fds[0]
+            held[number] = fds[0], message[4:]
         else:
-            os.close(held.pop(number))
-    streams = [socket.socket(fileno=fd) for number, fd in held.items() if not states[number]]
-    for stream in streams:
+            os.close(held.pop(number)[0])
+    streams = [(socket.socket(fileno=fd), end) for number, (fd, end) in held.items() if not states[number]]
+    for stream, end in streams:
         stream.settimeout(LINGER_S)
         with suppress(OSError):
-            stream.sendall(END)
+            stream.sendall(end)
             stream.shutdown(socket.SHUT_WR)
     ends_s = time.monotonic() + LINGER_S
-    for stream in streams:
+    for stream, _ in streams:
         with suppress(OSError):
             while (left_s := ends_s - time.monotonic()) > 0:
                 stream.settimeout(left_s)
