@@ -1,15 +1,17 @@
 """A replica of an endpoint as a process, without Ray: its start is measured by `benchmarks.export_start`.
 
-    python -m benchmarks.ours.replica_start MODEL
+    python -m benchmarks.ours.replica_start MODEL [OPTIONS]
 
-Says its URL once it serves the registered model; ends with SIGTERM.
+OPTIONS is JSON for the model. Says its URL once it serves the registered model; ends with SIGTERM.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
+from typing import Any
 
 import uvicorn
 
@@ -23,8 +25,8 @@ from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec
 
 
-async def serve(model: str) -> None:
-    spec = EndpointSpec.parse({"name": "endpoint"})
+async def serve(model: str, settings: dict[str, Any]) -> None:
+    spec = EndpointSpec.parse({"name": "endpoint", "model": settings})
     options = spec.options(model).model_dump(mode="json")
     deployment = Deployment(model, Registry().location, "", options)
     controller = EndpointController("endpoint", [deployment], lease_s=600.0)
@@ -47,4 +49,4 @@ async def tick(controller: EndpointController) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))

@@ -387,3 +387,71 @@ async def test_a_model_of_hugging_face_writes_and_keeps_its_own_attention(tmp_pa
         [vector], _ = await get_text(replica).embed([PROMPT], CALL)
         hidden = network.model(torch.tensor([PROMPT])).last_hidden_state[0].mean(0).detach()
         assert np.allclose(vector, nn.functional.normalize(hidden, dim=0).numpy(), atol=1e-5)
+
+
+async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) -> None:
+    base = register_decoder(files, 1, "champion")
+    first, second = (make_adapter("poet", base, seed) for seed in (1, 2))
+    Registry().promote("poet@1")
+    make_adapter("wide", base, 4, width=16)
+    wrong = register_decoder(files, 2)
+    make_adapter("stray", wrong, 5)
+    key = Caller("bard", models=frozenset({"tiny:poet"}))
+    text = {"adapters": ["*", "named@champion"], "slots": 4}
+    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": text}) as endpoint:
+        [replica] = await endpoint.start()
+        texts = find_texts(replica)
+        _, base_stream = await begin(replica)
+        [events, pinned, plain] = await asyncio.gather(
+            write_as(replica, "tiny:poet", CALL), write_as(replica, "tiny:poet", TextCall(ANYONE, 2)), write(replica)
+        )
+        for found, adapter, version in ((events, first, 1), (pinned, second, 2), (plain, None, 1)):
+            assert list_tokens(found)[:12] == continue_greedily(adapt(make_decoder(1), adapter), PROMPT, 12)
+            assert found[-1].spans[0][0] == version
+        assert len([each async for each in base_stream]) == 79  # nothing was stopped
+        assert [each.name for each in texts.list(ANYONE)] == ["tiny", "tiny:named", "tiny:poet"]
+        assert [each.name for each in texts.list(key)] == ["tiny:poet"]
+        assert texts.get("tiny:poet", key).name == "tiny:poet"
+        with pytest.raises(InferenceError, match="is not for the model"):
+            texts.get("tiny", key)
+        for name, status, problem in (
+            ("stray", 409, "is of tiny@2, and here answers tiny@1"),
+            ("wide", 422, "does not fit a layer of shape"),
+            ("tiny", 422, "tiny@1 is no adapter"),
+            ("nothing", 404, "nothing"),
+        ):
+            with pytest.raises(InferenceError, match=problem) as refused:
+                await write_as(replica, f"tiny:{name}", CALL)
+            assert refused.value.status == status, name
+        counted = served(replica).counts.snapshot()["versions"]["1"]["statuses"]  # type: ignore[index]
+        assert counted == {"200": 4}  # an adapter's answers count for its base
+
+
+def make_adapter(name: str, base: ModelVersion, seed: int, width: int = 32) -> dict[str, torch.Tensor]:
+    """Register the next version, as a run that trains adapters does."""
+    torch.manual_seed(seed)
+    layer = "block1.attention.query"
+    pair = {
+        f"{layer}.lora_A.default.weight": torch.randn(4, width),
+        f"{layer}.lora_B.default.weight": torch.randn(32, 4),
+    }
+    Registry().register(
+        name,
+        WeightSnapshot.of(1, {each: tensor.numpy() for each, tensor in pair.items()}),
+        model=ModelFactory(factory="a:b", kwargs={"args": {"lora": {"rank": 4, "alpha": 8}}}),
+        signature=SIGNATURE,
+        lineage={"base": base.ref, "base_sha256": base.manifest.sha256},
+        aliases=["champion"],
+    )
+    return pair
+
+
+def adapt(decoder: nn.Module, pair: Mapping[str, torch.Tensor] | None) -> nn.Module:
+    if pair is not None:
+        down, up = pair.values()
+        decoder.get_parameter("block1.attention.query.weight").data += 2.0 * up @ down
+    return decoder
+
+
+async def write_as(replica: EndpointReplica, name: str, call: TextCall) -> list[TokenEvent]:
+    return [each async for each in find_texts(replica).get(name, ANYONE).generate(TextRequest(PROMPT), call)]

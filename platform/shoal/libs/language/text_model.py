@@ -16,7 +16,7 @@ from shoal.libs.language.engine.request import TextRequest, TokenEvent
 class TextCall:
     """Who asks, and which version.
 
-    version:       None leaves it to the rollout
+    version:       None leaves it to the rollout; of an adapter: its own
     sticky, track: as `InferCall` has them
     resume:        an idempotency key, "" for none
     """

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
+from time import monotonic
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from shoal.extend.serve import (
     AccessControl,
     Caller,
     Disconnected,
+    Message,
     Receive,
     RequestLifecycle,
     RequestsInProgress,
@@ -125,7 +127,7 @@ class LanguageApp:
     def _find(self, name: str, key: bytes, origin: bytes, headers: Headers) -> tuple[TextModel, TextCall]:
         """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404, 429)."""
         name, at, version = name.partition("@")
-        caller = self._access.admit(key, name.partition(":")[0], origin=origin)
+        caller = self._access.admit(key, name, origin=origin)
         if at and not (version.isascii() and version.isdigit() and len(version) < 19):
             raise InferenceError(400, f"model: {version[:40]!r} is no number of a version", field="model")
         try:
@@ -172,7 +174,7 @@ class _Reply:
 
     def __init__(self, send: Send, is_anthropic: bool, grace_s: float) -> None:
         self._send, self._is_anthropic, self._grace_s = send, is_anthropic, grace_s
-        self._has_started, self.method = False, ""
+        self._has_started, self.method, self._since_s = False, "", 0.0  # when the event was given that is being sent
         self._headers: list[tuple[bytes, bytes]] = []
 
     def name_version(self, version: int | str) -> None:
@@ -187,17 +189,23 @@ class _Reply:
     async def send_stream(self, frames: AsyncIterator[bytes]) -> None:
         """Send server-sent events as fast as the client takes them. Raises Disconnected where it takes none."""
         self._has_started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._headers})
-        async for frame in frames:
-            await self._send_frame(frame)
+        start: Message = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._headers}
+        async with self._watch():
+            await self._send(start)
+            async for frame in frames:
+                self._since_s = monotonic()
+                await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+                self._since_s = 0.0
         await self._send({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: InferenceError) -> None:
         """Send an error, as the stream's last event if it has begun."""
         if self._has_started:
+            frame = write_frame(self._describe(error), "error" if self._is_anthropic else "")
             with suppress(Disconnected):
-                await self._send_frame(write_frame(self._describe(error), "error" if self._is_anthropic else ""))
-                await self._send({"type": "http.response.body", "body": b""})
+                async with self._watch():
+                    self._since_s = monotonic()
+                    await self._send({"type": "http.response.body", "body": frame})
             return
         self._headers = build_error_response(error, self.method).headers
         await self.send_json(self._describe(error), error.status)
@@ -210,12 +218,27 @@ class _Reply:
         code = "model_not_found" if error.status == 404 and error.field == "model" else code
         return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": code}}
 
-    async def _send_frame(self, frame: bytes) -> None:
+    @asynccontextmanager
+    async def _watch(self) -> AsyncIterator[None]:
+        """Raise Disconnected where one `_send` takes longer than the grace. A timer for each event would cost more than
+        making it."""
+        loop = asyncio.get_running_loop()
+
+        def check() -> None:
+            since_s = self._since_s or monotonic()
+            if monotonic() - since_s >= self._grace_s:
+                limit.reschedule(loop.time())
+            else:
+                timers[0] = loop.call_later(since_s + self._grace_s - monotonic(), check)
+
+        timers = [loop.call_later(self._grace_s, check)]
         try:
-            async with asyncio.timeout(self._grace_s):
-                await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+            async with asyncio.timeout(None) as limit:
+                yield
         except TimeoutError:
             raise Disconnected from None
+        finally:
+            timers[0].cancel()
 
 
 def _apply_deadline(body: Fields, headers: Headers, arrived_s: float) -> None:

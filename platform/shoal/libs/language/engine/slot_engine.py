@@ -298,7 +298,7 @@ class SlotEngine:
             if answer.weights is not None and answer.request.swap == "finish":
                 target = answer.weights
             if target is None:
-                events.append(self._end(answer, "error", "the adapter went with its base"))
+                events.append(self._end(answer, "swapped", "the adapter went with its base"))
             elif answer.weights not in (None, target) and answer.request.swap == "refuse":
                 events.append(self._end(answer, "swapped"))
             else:

@@ -21,9 +21,10 @@ from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import LoadedModel, ServedModel, StepQueue, Track
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import PreparedVersion, VersionPreparation
+from shoal.libs.language.served.registered_adapters import RegisteredAdapter
 from shoal.libs.language.served.text_statistics import TextStatistics
 
-MAX_UNREAD = 4096
+MAX_UNREAD, MAX_ADAPTERS = 4096, 64
 T = TypeVar("T")
 
 
@@ -36,6 +37,7 @@ class RequestStream:
         self.running = request.num_answers  # answers that have not ended
         self.number = 0
         self.version = 0  # of the last event
+        self.base_version = 0  # of an adapter's, which failures count for
         self.at_s = dict.fromkeys(range(request.num_answers), arrived_s)  # of each answer's last token
         self._waiter: asyncio.Future[None] | None = None
 
@@ -76,6 +78,7 @@ class TextEngine:
         self._served, self._preparation, self._statistics = served, preparation, statistics
         self._loaded: LoadedModel | None = None  # that the engine computes with
         self._tokenizer: object = None
+        self._adapters: dict[str, RegisteredAdapter] = {}  # that the engine has, beside its present base
         self.engine: SlotEngine | None = None
         self._opening: asyncio.Future[SlotEngine] | None = None
         self._streams: dict[int, RequestStream] = {}
@@ -94,14 +97,19 @@ class TextEngine:
     def is_idle(self) -> bool:
         return not (self._streams or self._num_pending)
 
-    async def submit(self, request: TextRequest, arrived_s: float) -> RequestStream:
-        """Raises ConfigError and InferenceError, as `SlotEngine.submit`."""
+    async def submit(
+        self, request: TextRequest, arrived_s: float, adapter: RegisteredAdapter | None = None
+    ) -> RequestStream:
+        """Raises ConfigError and InferenceError, as `SlotEngine.submit`; 409, 422 for an adapter that does not fit."""
         stream = RequestStream(request, arrived_s)
         self._num_pending += 1
         try:
             engine = await self._open()
             if request.grammar is not None:
                 await asyncio.to_thread(engine.prepare, request)
+            if adapter is not None:
+                await self._add_adapter(engine, adapter)
+                stream.base_version = self._loaded.version if self._loaded is not None else 0
             stream.number = engine.submit(request)
             if self._steps.is_closed:
                 raise Closed
@@ -137,6 +145,20 @@ class TextEngine:
         for stream in self._streams.values():
             stream.fail(InferenceError(503, problem, retry_after_s=1.0))
         self._steps.close()
+
+    async def _add_adapter(self, engine: SlotEngine, adapter: RegisteredAdapter) -> None:
+        key = adapter.key
+        if self._adapters.get(key) is not adapter:
+            if key not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
+                raise InferenceError(503, f"{MAX_ADAPTERS} adapters are loaded beside this model already")
+            try:
+                await asyncio.to_thread(engine.set_weights, adapter.version, adapter.state, key)
+            except ConfigError as error:
+                raise InferenceError(422, f"adapter {key!r} does not fit its base: {error}", field="model") from None
+            self._adapters[key] = adapter
+        prepared = None if self._loaded is None else self._preparation.find(self._loaded)
+        if prepared is None or not adapter.fits(prepared.source):  # the track has got another version meanwhile
+            raise InferenceError(409, f"adapter {key!r} is of another base than answers now", field="model")
 
     async def _open(self) -> SlotEngine:
         if self.engine is None:
@@ -177,6 +199,7 @@ class TextEngine:
             self.is_retired = True
             return
         try:
+            self._adapters = {}  # they leave with their base
             engine.set_weights(version, prepared.module)
         except ConfigError:
             self.is_retired = True

@@ -14,6 +14,7 @@ from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import CLIENT_GONE, Caller, LibraryMetric, ModelLoad, ModelManager, ServedModel, Track
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed
+from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
 from shoal.libs.language.served.text_engine import RequestStream, TextEngine
 from shoal.libs.language.served.text_statistics import TextStatistics
 from shoal.libs.language.text_model import TextCall, TextModel
@@ -30,13 +31,19 @@ class ServedTexts:
 
     def list(self, caller: Caller) -> list[TextModel]:
         """The models that write text, and that the caller's key is for."""
-        texts = [self._find(each) for each in self._manager.list_loaded() if caller.can_see(each.name)]
-        return [each for each in texts if each is not None]
+        found: list[TextModel] = []
+        for served in self._manager.list_loaded():
+            if (text := self._find(served)) is not None:
+                adapters = self._open(served).adapters.list_names()
+                texts = [text, *(replace(text, name=f"{text.name}:{each}", adapter=each) for each in adapters)]
+                found += [each for each in texts if caller.can_see(each.name)]
+        return found
 
     def get(self, name: str, caller: Caller) -> TextModel:
         """Raises InferenceError: 403, 404, and 503 for a model that is not loaded here."""
         if not caller.can_see(name):
             raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
+        name, _, adapter = name.partition(":")
         served = self._manager.get_model(name)
         if not isinstance(served, ServedModel):
             remedy = "text needs it to be loaded everywhere: set `pin: true` in its options"
@@ -45,12 +52,18 @@ class ServedTexts:
             raise InferenceError(503, f"model {name!r} has no weights yet; try again later", 1.0)
         if (text := self._find(served)) is None:
             raise InferenceError(404, f"model {name!r} writes no text: it is no language model with a tokenizer")
+        if adapter:
+            self._open(served).adapters.require_allowed(adapter)
+            text = replace(text, name=f"{name}:{adapter}", adapter=adapter)
         return text
 
     def open(self, name: str) -> ModelTexts:
         """The texts of a model as it is served now."""
         served = self._manager.get_model(name)
         assert isinstance(served, ServedModel)
+        return self._open(served)
+
+    def _open(self, served: ServedModel) -> ModelTexts:
         if served.streams is None:
             served.streams = ModelTexts(served, self._preparation)
         assert isinstance(served.streams, ModelTexts)
@@ -73,11 +86,14 @@ class ServedText:
     tokenizer: Any
     context: int
     texts: ServedTexts
+    adapter: str = ""
 
     def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
-        return self.texts.open(self.name).generate(request, call)
+        return self.texts.open(self.name.partition(":")[0]).generate(replace(request, adapter=self.adapter), call)
 
     async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+        if self.adapter:
+            raise InferenceError(400, "model: embeddings are those of the model without an adapter", field="model")
         return await self.texts.open(self.name).embed(prompts, call)
 
 
@@ -90,13 +106,22 @@ class ModelTexts:
         self._engines: dict[Track, TextEngine] = {}
         self._ending: list[TextEngine] = []  # retired, with answers in progress
         self._problem = ""
+        stable = served.router.stable
+        source = None if stable is None or (found := preparation.find(stable)) is None else found.source
+        self.adapters = AdapterFinder(
+            served.name, "" if source is None else source.store.url, served.options.text.adapters
+        )
 
     async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
         """See `TextModel`."""
         arrived_s = time.monotonic()
         try:
-            engine = self._choose(call)
-            stream = await engine.submit(self._complete(request, call), arrived_s)
+            adapter = await self.adapters.find(request.adapter, call.version) if request.adapter else None
+            if adapter is None:
+                engine = self._choose(call)
+            else:
+                request, engine = replace(request, adapter=adapter.key), self._choose_base(call, adapter)
+            stream = await engine.submit(self._complete(request, call), arrived_s, adapter)
         except ConfigError as error:
             self._count(None, 400, arrived_s)
             raise InferenceError(400, str(error), field=error.field) from None
@@ -167,6 +192,20 @@ class ModelTexts:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _choose_base(self, call: TextCall, adapter: RegisteredAdapter) -> TextEngine:
+        """The engine of the version that the adapter belongs to: that of the rollout, if it does, else another."""
+        router = self._served.router
+        chosen = router.choose_track(None, call.track, call.sticky).model
+        for loaded in dict.fromkeys((chosen, router.stable, *router.loaded.values())):
+            prepared = None if loaded is None else self._preparation.find(loaded)
+            if loaded is not None and prepared is not None and adapter.fits(prepared.source):
+                is_stable = loaded is router.stable
+                version, track = (None, "stable") if is_stable else (loaded.version, "")
+                return self._choose(replace(call, version=version, track=track))
+        shown = ", ".join(f"{self._served.name}@{each}" for each in router.versions)
+        of = ", ".join(sorted(each for each in adapter.bases if "@" in each))
+        raise InferenceError(409, f"adapter {adapter.key!r} is of {of}, and here answers {shown}", field="model")
+
     def _choose(self, call: TextCall) -> TextEngine:
         if self._problem:
             raise self._make_closed()
@@ -209,5 +248,5 @@ class ModelTexts:
 
     def _count(self, stream: RequestStream | None, status: int, arrived_s: float) -> None:
         """As tensors are counted: an answer and a failure of the model's count for its version."""
-        version = stream.version if stream is not None and status in (200, 500) else 0
+        version = stream.base_version or stream.version if stream is not None and status in (200, 500) else 0
         self._served.counts.count_request(version, status, time.monotonic() - arrived_s, rows=1)
