@@ -236,8 +236,8 @@ def measure_rates(load: Workload, module: nn.Module, peers: Sequence[str], folde
             rates.setdefault(side, []).append(found.rate)
         for side, values in rates.items():
             print(f"{load.name}, {': '.join(side)}: {values[-1]:.0f} tokens per processor second", flush=True)
-    # An engine that computes whenever a request is there uses its processor for as long as it has any: what it writes in
-    # a second of it is then what arrives. What it could write shows when all are there.
+    # An engine computes for as long as it has a request: in a second of its processor it then writes what arrives in
+    # that second. What it could write shows where all are there at once.
     pairs: list[tuple[str, str, float]] = [
         (ARRIVING, ALONE, 0.95), (ARRIVING, SERVE, 1.2), (AT_ONCE, ALONE, 0.95), (AT_ONCE, STATIC, 1.5),
     ]  # fmt: skip

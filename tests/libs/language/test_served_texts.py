@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decoder, make_tokenizer_files
 from torch import nn
 
-from serving.replica_set import ReplicaSet, ask, infer, register, until
+from serving.replica_set import ReplicaSet, ask, exchange, infer, register, until
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, ServedModel
 from shoal.libs.language.app import TextApp
@@ -52,10 +53,10 @@ def make_weights(seed: int) -> WeightSnapshot:
     return WeightSnapshot.of(seed, {name: each.numpy() for name, each in make_decoder(seed).state_dict().items()})
 
 
-def register_decoder(files: Mapping[str, bytes], seed: int, *aliases: str) -> ModelVersion:
+def register_decoder(files: Mapping[str, bytes], seed: int, *aliases: str, name: str = "tiny") -> ModelVersion:
     """The next version, with the weights of this seed."""
     return Registry().register(
-        "tiny", make_weights(seed), model=DECODER, signature=SIGNATURE, files=files, aliases=aliases
+        name, make_weights(seed), model=DECODER, signature=SIGNATURE, files=files, aliases=aliases
     )
 
 
@@ -455,3 +456,52 @@ def adapt(decoder: nn.Module, pair: Mapping[str, torch.Tensor] | None) -> nn.Mod
 
 async def write_as(replica: EndpointReplica, name: str, call: TextCall) -> list[TokenEvent]:
     return [each async for each in find_texts(replica).get(name, ANYONE).generate(TextRequest(PROMPT), call)]
+
+
+async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(
+    files: Mapping[str, bytes], tmp_path: Path
+) -> None:
+    """Memory for one model at a time: each replica loads it, or has the other one answer."""
+    from transformers import AutoTokenizer
+
+    make_tokenizer_files(tmp_path)
+    decode = AutoTokenizer.from_pretrained(tmp_path).decode
+    sizes = [
+        register_decoder(files, 1).manifest.size_bytes,
+        register_decoder(files, 2, name="other").manifest.size_bytes,
+    ]
+    models = model_from_ref("tiny@1"), model_from_ref("other@1")
+    async with ReplicaSet(*models, memory=max(sizes)) as endpoint:
+        replicas = await endpoint.start(2)
+        await until(lambda: all(each.rollout.is_open for each in endpoint.controller.state.models.values()))
+        expected = {
+            name: continue_greedily(make_decoder(seed), PROMPT, 6) for name, seed in (("tiny", 1), ("other", 2))
+        }
+        for name in ("tiny", "other", "tiny"):
+            for replica in replicas:
+                asked = {"model": name, "prompt": list(PROMPT), "max_tokens": 6, "temperature": 0}
+                answer = await ask(replica, "POST", "/v1/completions", asked)
+                assert answer.status == 200, answer.body
+                assert answer.body["choices"][0]["text"] == decode(expected[name])
+                assert answer.version == 1
+        assert endpoint.num_forwarded >= 1
+        token = await ask(replicas[0], "POST", "/v1/completions", asked, {"shoal-peer": "guessed"})
+        assert token.status == 401
+
+
+async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace: Pace) -> None:
+    size = register_decoder(files, 1).manifest.size_bytes
+    async with ReplicaSet(model_from_ref("tiny@1"), memory=2 * size) as endpoint:
+        [replica] = await endpoint.start()
+        await until(lambda: all(each.rollout.is_open for each in endpoint.controller.state.models.values()))
+        pace.allow(4)
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 50, "stream": True}
+        answering = asyncio.create_task(exchange(replica, "POST", "/v1/completions", {}, json.dumps(asked).encode()))
+        await until(lambda: pace.num_steps >= 3)
+        use = replica.manager.on_demand.get_use("tiny")
+        use.since_s -= 100.0
+        residency = replica.report().models["tiny"].residency
+        assert residency is not None
+        assert residency.idle_s == 0.0
+        pace.allow(100)
+        assert (await answering)[0] == 200

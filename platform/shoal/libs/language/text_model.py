@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.extend.serve import Caller
+from shoal.extend.serve import Caller, Relay
 from shoal.libs.language.engine.request import TextRequest, TokenEvent
 
 
@@ -26,6 +26,21 @@ class TextCall:
     sticky: str = ""
     track: str = ""
     resume: str = ""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A request that may go to another replica, or has come from one.
+
+    deadline_s: of `time.monotonic()`
+    token, generation: of the replica that sent it; b"" for a client's
+    relay:      sends it on, and its answer back
+    """
+
+    deadline_s: float | None
+    token: bytes
+    generation: bytes
+    relay: Relay
 
 
 class TextModel(Protocol):
@@ -61,4 +76,11 @@ class TextModels(Protocol):
 
     def get(self, name: str, caller: Caller) -> TextModel:
         """Raises InferenceError (403, 404)."""
+        ...
+
+    async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
+        """Have a model loaded, if it is not; False where another replica has answered the request by then.
+
+        Raises InferenceError (403, 404, 503, 504).
+        """
         ...

@@ -20,10 +20,13 @@ import msgspec
 from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import (
     FORWARDED_FROM_HEADER,
+    GENERATION_HEADER,
+    PEER_HEADER,
     AccessControl,
     Caller,
     Disconnected,
     Message,
+    PeerTransport,
     Receive,
     RequestLifecycle,
     RequestsInProgress,
@@ -40,7 +43,7 @@ from shoal.libs.language.api.chat import CHAT, COMPLETIONS, Api, prepare_embeddi
 from shoal.libs.language.api.messages import MESSAGES
 from shoal.libs.language.api.prompt import Job
 from shoal.libs.language.api.responses import RESPONSES
-from shoal.libs.language.text_model import TextCall, TextModel, TextModels
+from shoal.libs.language.text_model import Hop, TextCall, TextModel, TextModels
 from shoal.serve.http.response import JSON_TYPE, build_error_response, read_length
 from shoal.serve.protocol.request_limits import RequestLimits
 
@@ -54,6 +57,7 @@ BODIES |= {"messages/count_tokens": CountBody, "embeddings": EmbeddingBody}
 SMALL_BYTES = 16_384  # below it, a few milliseconds of the event loop
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+HOP_HEADERS = ("host", "connection", "content-length", "content-encoding", "transfer-encoding")  # of one connection
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -109,7 +113,10 @@ class LanguageApp:
             body = await decompress_in_thread(self._limits, body, headers.get(b"content-encoding", b"identity"))
             size_bytes = len(body)
             fields: Any = await _run(size_bytes, read_body, body, BODIES[path])
-            model, call = self._find(fields.model, key, origin, headers)
+            caller = self._access.admit(key, fields.model.partition("@")[0], origin=origin)
+            if not await self._load(fields.model, caller, path, headers, body, reply, arrived_s):
+                return
+            model, call = self._find(fields.model, caller, headers)
             if isinstance(fields, EmbeddingBody):
                 prompts = await _run(size_bytes, prepare_embedding, model, fields)
                 vectors, version = await model.embed(prompts, call)
@@ -124,10 +131,25 @@ class LanguageApp:
             else:
                 await self._generate(api, job, call, reply)
 
-    def _find(self, name: str, key: bytes, origin: bytes, headers: Headers) -> tuple[TextModel, TextCall]:
-        """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404, 429)."""
+    async def _load(
+        self, name: str, caller: Caller, path: str, headers: Headers, body: bytes, reply: _Reply, arrived_s: float
+    ) -> bool:
+        """See `TextModels.load`."""
+        deadline_s = compute_deadline(arrived_s, None, headers, None)
+
+        async def relay(transport: PeerTransport, address: str, more: Mapping[str, str]) -> None:
+            given = {each.decode("latin-1"): value.decode("latin-1") for each, value in headers.items()}
+            given = {each: value for each, value in given.items() if each not in HOP_HEADERS}
+            if deadline_s is not None:
+                given["shoal-deadline-ms"] = f"{max(1e-3, 1e3 * (deadline_s - time.monotonic())):.3f}"
+            await transport.relay(address, PREFIX + path, {**given, **more}, body, reply.relay)
+
+        hop = Hop(deadline_s, headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b""), relay)
+        return await self._models.load(name.partition("@")[0], caller, hop)
+
+    def _find(self, name: str, caller: Caller, headers: Headers) -> tuple[TextModel, TextCall]:
+        """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404)."""
         name, at, version = name.partition("@")
-        caller = self._access.admit(key, name, origin=origin)
         if at and not (version.isascii() and version.isdigit() and len(version) < 19):
             raise InferenceError(400, f"model: {version[:40]!r} is no number of a version", field="model")
         try:
@@ -179,6 +201,11 @@ class _Reply:
 
     def name_version(self, version: int | str) -> None:
         self._headers.append((b"shoal-model-version", str(version).encode()))
+
+    async def relay(self, message: Message) -> None:
+        """Send a part of another replica's answer."""
+        self._has_started = True
+        await self._send(message)
 
     async def send_json(self, content: object, status: int = 200) -> None:
         body = msgspec.json.encode(content)

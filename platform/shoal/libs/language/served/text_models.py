@@ -17,7 +17,7 @@ from shoal.libs.language.served.prepared import VersionPreparation, embed
 from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
 from shoal.libs.language.served.text_engine import RequestStream, TextEngine
 from shoal.libs.language.served.text_statistics import TextStatistics
-from shoal.libs.language.text_model import TextCall, TextModel
+from shoal.libs.language.text_model import Hop, TextCall, TextModel
 
 _STATUSES = {"stop": 200, "length": 200, "swapped": 503, "deadline": 504, "cancelled": CLIENT_GONE, "error": 500}
 
@@ -41,13 +41,11 @@ class ServedTexts:
 
     def get(self, name: str, caller: Caller) -> TextModel:
         """Raises InferenceError: 403, 404, and 503 for a model that is not loaded here."""
-        if not caller.can_see(name):
-            raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
+        _require_visible(name, caller)
         name, _, adapter = name.partition(":")
         served = self._manager.get_model(name)
         if not isinstance(served, ServedModel):
-            remedy = "text needs it to be loaded everywhere: set `pin: true` in its options"
-            raise InferenceError(503, f"model {name!r} is loaded on demand, and not here now; {remedy}", 1.0)
+            raise InferenceError(503, f"model {name!r} is loaded on demand, and not here now: ask it for a text", 1.0)
         if not served.version:
             raise InferenceError(503, f"model {name!r} has no weights yet; try again later", 1.0)
         if (text := self._find(served)) is None:
@@ -57,10 +55,18 @@ class ServedTexts:
             text = replace(text, name=f"{name}:{adapter}", adapter=adapter)
         return text
 
+    async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
+        """See `TextModels`."""
+        _require_visible(name, caller)
+        return await self._manager.reach_model(
+            name.partition(":")[0], hop.deadline_s, hop.token, hop.generation, hop.relay
+        )
+
     def open(self, name: str) -> ModelTexts:
-        """The texts of a model as it is served now."""
+        """The texts of a model as it is served now. Raises InferenceError: 503 where it just made way for another."""
         served = self._manager.get_model(name)
-        assert isinstance(served, ServedModel)
+        if not isinstance(served, ServedModel):
+            raise InferenceError(503, f"model {name!r} makes way for another; try again later", 1.0)
         return self._open(served)
 
     def _open(self, served: ServedModel) -> ModelTexts:
@@ -75,6 +81,11 @@ class ServedTexts:
         if prepared is None:
             return None
         return ServedText(served.name, prepared.created_s, prepared.tokenizer, prepared.context, self)
+
+
+def _require_visible(name: str, caller: Caller) -> None:
+    if not caller.can_see(name):
+        raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
 
 
 @dataclass
