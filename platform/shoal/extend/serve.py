@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from shoal.serve.replica.model_statistics import SECONDS, Histogram
     from shoal.serve.replica.peers import PeerTransport
     from shoal.serve.replica.served_model import ServedModel
+    from shoal.serve.replica.shadow import SHADOW_WEIGHT
     from shoal.serve.replica.version_router import Track
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
     from shoal.serve.scaling.replica_counts import ModelLoad

@@ -505,3 +505,25 @@ async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace:
         assert residency.idle_s == 0.0
         pace.allow(100)
         assert (await answering)[0] == 200
+
+
+async def test_a_shadow_writes_what_callers_got_and_counts_other_tokens(files: Mapping[str, bytes]) -> None:
+    for seed in (1, 2, 1):
+        register_decoder(files, seed)
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        [replica] = await endpoint.start()
+        for version, disagreed in ((2, 3), (3, 0)):
+            await endpoint.administer(action="shadow", model="tiny", version=version, percent=100)
+            await until(lambda expected=version: served(replica).router.candidate_version == expected)
+            for temperature in (0.0, 1.0, 1.0):
+                assert versions_of(await write(replica, max_tokens=6, sampling=Sampling(temperature))) == {1}
+
+            def count(name: str, of: int = version) -> int:
+                return served(replica).counts.snapshot()["versions"].get(str(of), {}).get(name, 0)  # type: ignore
+
+            await until(lambda: count("compared") == 3)
+            assert count("disagreed") == disagreed
+            written = served(replica).streams.list_metrics()["shoal_text_new_tokens_total"]["value"]  # type: ignore
+            assert written == 18 * (version - 1)  # those for callers alone
+            await endpoint.administer(action="rollback", model="tiny")
+            await until(lambda: not served(replica).router.candidate_version)

@@ -72,7 +72,12 @@ class TextEngine:
     """Opened by the first request. `is_retired`: it takes no more requests, and ends with its last one."""
 
     def __init__(
-        self, served: ServedModel, track: Track, preparation: VersionPreparation, statistics: TextStatistics
+        self,
+        served: ServedModel,
+        track: Track,
+        preparation: VersionPreparation,
+        statistics: TextStatistics,
+        weight: float | None = None,
     ) -> None:
         self.track, self.is_retired = track, False
         self._served, self._preparation, self._statistics = served, preparation, statistics
@@ -86,7 +91,7 @@ class TextEngine:
         self._steps: StepQueue[list[TokenEvent]] = StepQueue(
             served.batcher,
             f"{served.name} text",
-            served.options.weight,
+            served.options.weight if weight is None else weight,
             self._step,
             lambda: self.engine is not None and (self.engine.has_work or self.track.model is not self._loaded),
             self._deliver,

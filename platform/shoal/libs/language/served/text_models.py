@@ -16,6 +16,7 @@ from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed
 from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
 from shoal.libs.language.served.text_engine import RequestStream, TextEngine
+from shoal.libs.language.served.text_shadow import TextShadow
 from shoal.libs.language.served.text_statistics import TextStatistics
 from shoal.libs.language.text_model import Hop, TextCall, TextModel
 
@@ -117,6 +118,7 @@ class ModelTexts:
         self._engines: dict[Track, TextEngine] = {}
         self._ending: list[TextEngine] = []  # retired, with answers in progress
         self._problem = ""
+        self._shadow = TextShadow(served, preparation)
         stable = served.router.stable
         source = None if stable is None or (found := preparation.find(stable)) is None else found.source
         self.adapters = AdapterFinder(
@@ -132,7 +134,10 @@ class ModelTexts:
                 engine = self._choose(call)
             else:
                 request, engine = replace(request, adapter=adapter.key), self._choose_base(call, adapter)
-            stream = await engine.submit(self._complete(request, call), arrived_s, adapter)
+            request, tokens = self._complete(request, call), None
+            if adapter is None and self._served.router.is_stable(engine.track):
+                request, tokens = self._shadow.draw(request)
+            stream = await engine.submit(request, arrived_s, adapter)
         except ConfigError as error:
             self._count(None, 400, arrived_s)
             raise InferenceError(400, str(error), field=error.field) from None
@@ -148,7 +153,11 @@ class ModelTexts:
             while (event := await stream.read()) is not None:
                 if event.finish is not None:
                     status = _STATUSES[event.finish]
+                if tokens is not None:
+                    tokens.add(event)
                 yield event
+            if tokens is not None:
+                self._shadow.start(request, tokens)
         except InferenceError as error:
             status = error.status
             raise
@@ -184,6 +193,7 @@ class ModelTexts:
 
     def follow(self) -> None:
         router = self._served.router
+        self._shadow.follow()
         for track, engine in list(self._engines.items()):
             if router.has_track(track):
                 engine.wake()
@@ -192,6 +202,7 @@ class ModelTexts:
 
     def close(self, problem: str) -> None:
         self._problem = problem
+        self._shadow.close()
         for engine in (*self._engines.values(), *self._ending):
             engine.close(problem)
 
