@@ -31,7 +31,7 @@ async def serve(model: str, settings: dict[str, Any]) -> None:
     deployment = Deployment(model, Registry().location, "", options)
     controller = EndpointController("endpoint", [deployment], lease_s=600.0)
     replica = EndpointReplica("r1", spec, {}, LocalController(controller))
-    ticking = asyncio.create_task(tick(controller))
+    ticking = asyncio.create_task(tick(controller, replica))
     fast_path.install_application(replica.app)
     server = uvicorn.Server(uvicorn.Config(replica.app, log_level="error", lifespan="off", ws="none"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -42,10 +42,11 @@ async def serve(model: str, settings: dict[str, Any]) -> None:
     await replica.close()
 
 
-async def tick(controller: EndpointController) -> None:
+async def tick(controller: EndpointController, replica: EndpointReplica) -> None:
+    """Quickly while it starts; then the processor is the replica's, as beside a controller in another process."""
     while True:
         controller.tick()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5 if replica.manager.is_ready else 0.02)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ alone and with 180 more connections open.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from shoal.libs.hf.transfer import pull
 from shoal.libs.language.engine import SlotEngine, TextRequest
 
 TEXT_PYTHON = str(ROOT / ".venv-text" / "bin" / "python")
-SERVE, ALONE, STATIC = "transformers serve", "the engine alone", "static batches of 16"
+OURS, SERVE, ALONE, STATIC = "ours", "transformers serve", "the engine alone", "static batches of 16"
 ARRIVING, AT_ONCE = "arriving at 1.2 times what static batches take", "all at once"
 LENGTH, START_S, ANSWER_S = 512, 120.0, 120.0
 OVERLOAD, HALF = 1.2, 0.5
@@ -216,65 +217,55 @@ def _warm(server: Server) -> Server:
 # ---------------------------------------------------------------- the tables
 
 
-def measure_rates(load: Workload, module: nn.Module, peers: Sequence[str], folder: Path, runs: int) -> list[Row]:
+def measure_rates(load: Workload, module: nn.Module, ours: Server, peer: Server | None, runs: int) -> list[Row]:
     """Tokens per processor second: as requests arrive, and when all are there at once."""
     rates: dict[tuple[str, str], list[float]] = {}
-    sides: dict[tuple[str, str], Callable[[list[Job], list[float]], Outcome]] = {}
-    for how in (ARRIVING, AT_ONCE):
-        sides[ALONE, how] = lambda jobs, at_s: run_engine(module, load.tokenizer, jobs, at_s)
-        sides["ours", how] = lambda jobs, at_s: run_child(serve_ours, load, folder, jobs, at_s)
-    if SERVE in peers:
-        sides[SERVE, ARRIVING] = lambda jobs, at_s: run_child(serve_transformers, load, folder, jobs, at_s)
     for run in range(runs):
-        jobs = load.make_jobs(run)
-        num_new = sum(num for _, num in jobs)
+        jobs, others = load.make_jobs(run), load.make_jobs(1000 + run)
         _, used_s = run_static(module, [(load.tokenizer.encode(text), num) for text, num in jobs])
-        rates.setdefault((STATIC, AT_ONCE), []).append(num_new / used_s)
+        rates.setdefault((AT_ONCE, STATIC), []).append(sum(num for _, num in jobs) / used_s)
         arrivals = list_arrivals(len(jobs), OVERLOAD * len(jobs) / used_s, run)
-        for side in sides if run % 2 else reversed(sides):
-            found = sides[side](jobs, arrivals if side[1] == ARRIVING else [0.0] * len(jobs))
-            rates.setdefault(side, []).append(found.rate)
+        for how, asked, at_s in ((ARRIVING, jobs, arrivals), (AT_ONCE, others, [0.0] * len(others))):
+            for name in (ALONE, OURS, SERVE) if run % 2 else (SERVE, OURS, ALONE):
+                if name == ALONE:
+                    found = run_engine(module, load.tokenizer, asked, at_s)
+                elif name == OURS:
+                    found = run_server(ours, asked, at_s)
+                elif peer is not None and how == ARRIVING:
+                    found = run_server(peer, asked, at_s)
+                else:
+                    continue
+                rates.setdefault((how, name), []).append(found.rate)
         for side, values in rates.items():
-            print(f"{load.name}, {': '.join(side)}: {values[-1]:.0f} tokens per processor second", flush=True)
+            print(f"{load.name}, {', '.join(side)}: {values[-1]:.0f} tokens per processor second", flush=True)
     # An engine computes for as long as it has a request: in a second of its processor it then writes what arrives in
     # that second. What it could write shows where all are there at once.
+    title, note = f"text, {load.name}", f"tokens per processor second; {load.num} requests over HTTP; one thread"
     pairs: list[tuple[str, str, float]] = [
         (ARRIVING, ALONE, 0.95), (ARRIVING, SERVE, 1.2), (AT_ONCE, ALONE, 0.95), (AT_ONCE, STATIC, 1.5),
     ]  # fmt: skip
     return [
-        compare(
-            f"generated tokens per processor second, {load.name}, {how}",
-            *("tokens/s", "higher"),
-            rates["ours", how],
-            rates[peer, how],
-            *(peer, bar, "ratio", f"{load.num} requests, streamed over HTTP; one thread"),
-        )
-        for how, peer, bar in pairs
-        if (peer, how) in rates
+        compare(f"{title}, {how}", "tokens/s", "higher", rates[how, OURS], rates[how, side], side, bar, "ratio", note)
+        for how, side, bar in pairs
+        if (how, side) in rates
     ]
 
 
-def run_child(serve: Any, load: Workload, folder: Path, jobs: list[Job], at_s: list[float]) -> Outcome:
-    with serve(load, folder) as server:
-        return run_server(server, jobs, at_s)
-
-
-def measure_latencies(load: Workload, module: nn.Module, folder: Path, runs: int) -> list[Row]:
+def measure_latencies(load: Workload, module: nn.Module, server: Server, runs: int) -> list[Row]:
     """At half the load that the engine takes, in turns with the engine alone."""
     first: dict[bool, list[float]] = {True: [], False: []}
     between: dict[bool, list[float]] = {True: [], False: []}
-    with serve_ours(load, folder) as server:
-        jobs = load.make_jobs(0)
-        full_s = run_engine(module, load.tokenizer, jobs, [0.0] * len(jobs)).cpu_s
-        for run in range(runs):
-            jobs = load.make_jobs(run)
-            arrivals = list_arrivals(len(jobs), HALF * len(jobs) / full_s, run)
-            for is_ours in (True, False) if run % 2 else (False, True):
-                found = run_server(server, jobs, arrivals) if is_ours else run_engine(
-                    module, load.tokenizer, jobs, arrivals
-                )  # fmt: skip
-                first[is_ours].append(percentile(found.first_ms, 99))
-                between[is_ours].append(percentile(found.between_ms, 99))
+    jobs = load.make_jobs(2000)
+    full_s = run_engine(module, load.tokenizer, jobs, [0.0] * len(jobs)).cpu_s
+    for run in range(runs):
+        jobs = load.make_jobs(2001 + run)  # not what a slot of the server still holds
+        arrivals = list_arrivals(len(jobs), HALF * len(jobs) / full_s, run)
+        for is_ours in (True, False) if run % 2 else (False, True):
+            found = run_server(server, jobs, arrivals) if is_ours else run_engine(
+                module, load.tokenizer, jobs, arrivals
+            )  # fmt: skip
+            first[is_ours].append(percentile(found.first_ms, 99))
+            between[is_ours].append(percentile(found.between_ms, 99))
     note = f"{load.num} requests a run at {HALF} of what the engine takes; wall-clock, client on the same machine"
     return [
         compare(f"{title} p99, {load.name}", "ms", "lower", times[True], times[False], ALONE, bar, "ratio", note)
@@ -282,34 +273,33 @@ def measure_latencies(load: Workload, module: nn.Module, folder: Path, runs: int
     ]
 
 
-def measure_connections(load: Workload, folder: Path, runs: int) -> list[Row]:
+def measure_connections(load: Workload, server: Server, runs: int) -> list[Row]:
     """20 streams at any time, alone, and with 180 more open connections that have been answered once."""
     first: dict[bool, list[float]] = {True: [], False: []}
     memory: dict[bool, list[float]] = {True: [], False: []}
-    with serve_ours(load, folder) as server:
-        jobs = load.make_jobs(0)
+    seeds = itertools.count(3000)
 
-        async def drive(num_idle: int) -> tuple[list[float], float]:
-            idle = [await _open_idle(server) for _ in range(num_idle)]
-            todo, streams = list(jobs), list[Stream]()
+    async def drive(num_idle: int) -> tuple[list[float], float]:
+        idle = [await _open_idle(server) for _ in range(num_idle)]
+        todo, streams = load.make_jobs(next(seeds)), list[Stream]()
 
-            async def repeat() -> None:
-                while todo:
-                    streams.append(await ask(server.url, server.model, *todo.pop(), time.monotonic()))
+        async def repeat() -> None:
+            while todo:
+                streams.append(await ask(server.url, server.model, *todo.pop(), time.monotonic()))
 
-            async with asyncio.timeout(ANSWER_S):
-                await asyncio.gather(*[repeat() for _ in range(ACTIVE)])
-            used = server.child.memory_bytes() / 2**20
-            for writer in idle:
-                writer.close()
-            return Outcome(streams, 1.0).first_ms, used
+        async with asyncio.timeout(ANSWER_S):
+            await asyncio.gather(*[repeat() for _ in range(ACTIVE)])
+        used = server.child.memory_bytes() / 2**20
+        for writer in idle:
+            writer.close()
+        return Outcome(streams, 1.0).first_ms, used
 
-        asyncio.run(drive(0))  # a first one, so that memory has grown to what the load takes
-        for run in range(runs):
-            for is_open in (True, False) if run % 2 else (False, True):
-                found, used = asyncio.run(drive(OPEN - ACTIVE if is_open else 0))
-                first[is_open].append(percentile(found, 99))
-                memory[is_open].append(used)
+    asyncio.run(drive(0))  # a first one, so that memory has grown to what the load takes
+    for run in range(runs):
+        for is_open in (True, False) if run % 2 else (False, True):
+            found, used = asyncio.run(drive(OPEN - ACTIVE if is_open else 0))
+            first[is_open].append(percentile(found, 99))
+            memory[is_open].append(used)
     note = f"{ACTIVE} streams at any time; {OPEN} connections, and {ACTIVE} alone"
     title = f"{OPEN} connections open, {ACTIVE} active, {load.name}"
     few = f"{ACTIVE} alone"
@@ -376,11 +366,14 @@ def main() -> None:
         for load in loads:
             pull(str(load.folder), load.name, dtype="float32")
             module = transformers.AutoModelForCausalLM.from_pretrained(load.folder, dtype=torch.float32).eval()
-            runs = chosen.runs if load.shorter == 1 else 1
-            rows += measure_rates(load, module, chosen.only, folder, runs)
-            if load.shorter == 1:
-                rows += measure_latencies(load, module, folder, chosen.runs)
-                rows += measure_connections(load, folder, chosen.runs)
+            is_small = load.shorter == 1
+            with ExitStack() as servers:
+                ours = servers.enter_context(serve_ours(load, folder))
+                peer = servers.enter_context(serve_transformers(load, folder)) if SERVE in chosen.only else None
+                rows += measure_rates(load, module, ours, peer, chosen.runs if is_small else 1)
+                if is_small:
+                    rows += measure_latencies(load, module, ours, chosen.runs)
+                    rows += measure_connections(load, ours, chosen.runs)
     write("serving_text", rows, chosen.results)
 
 

@@ -33,7 +33,7 @@ class Tokens:
         self._running -= event.finish in ("stop", "length")
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return not self._running and len(self._versions) == 1
 
 
@@ -54,7 +54,7 @@ class TextShadow:
 
     def start(self, request: TextRequest, expected: Tokens) -> None:
         """Let the candidate write what the stable version has written."""
-        if expected.is_whole:
+        if expected.is_complete:
             self._served.shadow.start(self._compare(request, expected))
 
     def follow(self) -> None:
@@ -94,5 +94,5 @@ class TextShadow:
         except InferenceError as error:
             shadow.count_failure(candidate, loaded, error.status)
         else:
-            if found.is_whole and stream.version == loaded.version:
+            if found.is_complete and stream.version == loaded.version:
                 shadow.count(candidate, loaded, agrees=found.by_answer == expected.by_answer)
