@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -363,7 +363,8 @@ def main() -> None:
     with scratch() as folder:
         os.environ["SHOAL_HOME"] = str(folder / "home")
         loads = [save_bytes(folder / "bytes", 10 if chosen.quick else 120), save_smollm2(folder / "smollm2")]
-        for load in loads:
+        for saved in loads:
+            load = replace(saved, num=saved.num // 8) if chosen.quick else saved
             pull(str(load.folder), load.name, dtype="float32")
             module = transformers.AutoModelForCausalLM.from_pretrained(load.folder, dtype=torch.float32).eval()
             is_small = load.shorter == 1

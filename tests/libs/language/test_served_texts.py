@@ -487,6 +487,8 @@ async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(
         assert endpoint.num_forwarded >= 1
         token = await ask(replicas[0], "POST", "/v1/completions", asked, {"shoal-peer": "guessed"})
         assert token.status == 401
+        unknown = await ask(replicas[0], "POST", "/v1/completions", asked | {"model": "nothing"})
+        assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace: Pace) -> None:

@@ -145,7 +145,10 @@ class LanguageApp:
             await transport.relay(address, PREFIX + path, {**given, **more}, body, reply.relay)
 
         hop = Hop(deadline_s, headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b""), relay)
-        return await self._models.load(name.partition("@")[0], caller, hop)
+        try:
+            return await self._models.load(name.partition("@")[0], caller, hop)
+        except InferenceError as error:
+            raise InferenceError(error.status, error.message, error.retry_after_s, "model") from error
 
     def _find(self, name: str, caller: Caller, headers: Headers) -> tuple[TextModel, TextCall]:
         """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404)."""
