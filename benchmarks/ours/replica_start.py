@@ -1,15 +1,17 @@
 """A replica of an endpoint as a process, without Ray: its start is measured by `benchmarks.export_start`.
 
-    python -m benchmarks.ours.replica_start MODEL
+    python -m benchmarks.ours.replica_start MODEL [OPTIONS]
 
-Says its URL once it serves the registered model; ends with SIGTERM.
+OPTIONS is JSON for the model. Says its URL once it serves the registered model; ends with SIGTERM.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
+from typing import Any
 
 import uvicorn
 
@@ -23,13 +25,13 @@ from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec
 
 
-async def serve(model: str) -> None:
-    spec = EndpointSpec.parse({"name": "endpoint"})
+async def serve(model: str, settings: dict[str, Any]) -> None:
+    spec = EndpointSpec.parse({"name": "endpoint", "model": settings})
     options = spec.options(model).model_dump(mode="json")
     deployment = Deployment(model, Registry().location, "", options)
     controller = EndpointController("endpoint", [deployment], lease_s=600.0)
     replica = EndpointReplica("r1", spec, {}, LocalController(controller))
-    ticking = asyncio.create_task(tick(controller))
+    ticking = asyncio.create_task(tick(controller, replica))
     fast_path.install_application(replica.app)
     server = uvicorn.Server(uvicorn.Config(replica.app, log_level="error", lifespan="off", ws="none"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -40,11 +42,12 @@ async def serve(model: str) -> None:
     await replica.close()
 
 
-async def tick(controller: EndpointController) -> None:
+async def tick(controller: EndpointController, replica: EndpointReplica) -> None:
+    """Quickly while it starts; then the processor is the replica's, as beside a controller in another process."""
     while True:
         controller.tick()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5 if replica.manager.is_ready else 0.02)
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))

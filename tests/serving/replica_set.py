@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from shoal.errors import ConnectionLost, RequestLost
+from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.home import home
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.serve.controller.admin_api import AdminApi
@@ -290,6 +290,14 @@ class LocalPeers:
             await self._set.kill(address)
             raise RequestLost(f"{address} died of it")
         return await exchange(self._set.replicas[address], "POST", path, headers, body)
+
+    async def relay(self, address: str, path: str, headers: Mapping[str, str], body: bytes, send: Any) -> None:
+        status, named, content = await self.post(address, path, headers, body)
+        if status == 503:
+            raise InferenceError(503, f"{address} cannot answer now")
+        given = [(name.encode(), value.encode()) for name, value in named.items()]
+        await send({"type": "http.response.start", "status": status, "headers": given})
+        await send({"type": "http.response.body", "body": content})
 
     def retain(self, addresses: Collection[str]) -> None:
         pass

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
     from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
     from shoal.serve.protocol.infer_call import (
+        GENERATION_HEADER,
         LARGE_BYTES,
+        PEER_HEADER,
         ModelCodecs,
         compute_deadline,
         decode_in_thread,
@@ -76,9 +78,12 @@ if TYPE_CHECKING:
         Send,
         decompress_in_thread,
     )
+    from shoal.serve.replica.cold_models import Relay
     from shoal.serve.replica.model_manager import ModelManager
     from shoal.serve.replica.model_statistics import SECONDS, Histogram
+    from shoal.serve.replica.peers import PeerTransport
     from shoal.serve.replica.served_model import ServedModel
+    from shoal.serve.replica.shadow import SHADOW_WEIGHT
     from shoal.serve.replica.version_router import Track
     from shoal.serve.scaling.policy import EndpointLoad, ReplicaLoad, ScalePolicy
     from shoal.serve.scaling.replica_counts import ModelLoad

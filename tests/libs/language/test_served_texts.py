@@ -54,10 +54,10 @@ def make_weights(seed: int) -> WeightSnapshot:
     return WeightSnapshot.of(seed, {name: each.numpy() for name, each in make_decoder(seed).state_dict().items()})
 
 
-def register_decoder(files: Mapping[str, bytes], seed: int, *aliases: str) -> ModelVersion:
+def register_decoder(files: Mapping[str, bytes], seed: int, *aliases: str, name: str = "tiny") -> ModelVersion:
     """The next version, with the weights of this seed."""
     return Registry().register(
-        "tiny", make_weights(seed), model=DECODER, signature=SIGNATURE, files=files, aliases=aliases
+        name, make_weights(seed), model=DECODER, signature=SIGNATURE, files=files, aliases=aliases
     )
 
 
@@ -497,3 +497,144 @@ async def test_a_model_of_hugging_face_writes_and_keeps_its_own_attention(tmp_pa
         [vector], _ = await get_text(replica).embed([PROMPT], CALL)
         hidden = network.model(torch.tensor([PROMPT])).last_hidden_state[0].mean(0).detach()
         assert np.allclose(vector, nn.functional.normalize(hidden, dim=0).numpy(), atol=1e-5)
+
+
+async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) -> None:
+    base = register_decoder(files, 1, "champion")
+    first, second = (make_adapter("poet", base, seed) for seed in (1, 2))
+    Registry().promote("poet@1")
+    make_adapter("wide", base, 4, width=16)
+    wrong = register_decoder(files, 2)
+    make_adapter("stray", wrong, 5)
+    key = Caller("bard", models=frozenset({"tiny:poet"}))
+    text = {"adapters": ["*", "named@champion"], "slots": 4}
+    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": text}) as endpoint:
+        [replica] = await endpoint.start()
+        texts = find_texts(replica)
+        _, base_stream = await begin(replica)
+        [events, pinned, plain] = await asyncio.gather(
+            write_as(replica, "tiny:poet", CALL), write_as(replica, "tiny:poet", TextCall(ANYONE, 2)), write(replica)
+        )
+        for found, adapter, version in ((events, first, 1), (pinned, second, 2), (plain, None, 1)):
+            assert list_tokens(found)[:12] == continue_greedily(adapt(make_decoder(1), adapter), PROMPT, 12)
+            assert found[-1].spans[0][0] == version
+        assert len([each async for each in base_stream]) == 79  # nothing was stopped
+        assert [each.name for each in texts.list(ANYONE)] == ["tiny", "tiny:named", "tiny:poet"]
+        assert [each.name for each in texts.list(key)] == ["tiny:poet"]
+        assert texts.get("tiny:poet", key).name == "tiny:poet"
+        with pytest.raises(InferenceError, match="is not for the model"):
+            texts.get("tiny", key)
+        for name, status, problem in (
+            ("stray", 409, "is of tiny@2, and here answers tiny@1"),
+            ("wide", 422, "does not fit a layer of shape"),
+            ("tiny", 422, "tiny@1 is no adapter"),
+            ("nothing", 404, "nothing"),
+        ):
+            with pytest.raises(InferenceError, match=problem) as refused:
+                await write_as(replica, f"tiny:{name}", CALL)
+            assert refused.value.status == status, name
+        counted = served(replica).counts.snapshot()["versions"]["1"]["statuses"]  # type: ignore[index]
+        assert counted == {"200": 4}  # an adapter's answers count for its base
+
+
+def make_adapter(name: str, base: ModelVersion, seed: int, width: int = 32) -> dict[str, torch.Tensor]:
+    """Register the next version, as a run that trains adapters does."""
+    torch.manual_seed(seed)
+    layer = "block1.attention.query"
+    pair = {
+        f"{layer}.lora_A.default.weight": torch.randn(4, width),
+        f"{layer}.lora_B.default.weight": torch.randn(32, 4),
+    }
+    Registry().register(
+        name,
+        WeightSnapshot.of(1, {each: tensor.numpy() for each, tensor in pair.items()}),
+        model=ModelFactory(factory="a:b", kwargs={"args": {"lora": {"rank": 4, "alpha": 8}}}),
+        signature=SIGNATURE,
+        lineage={"base": base.ref, "base_sha256": base.manifest.sha256},
+        aliases=["champion"],
+    )
+    return pair
+
+
+def adapt(decoder: nn.Module, pair: Mapping[str, torch.Tensor] | None) -> nn.Module:
+    if pair is not None:
+        down, up = pair.values()
+        decoder.get_parameter("block1.attention.query.weight").data += 2.0 * up @ down
+    return decoder
+
+
+async def write_as(replica: EndpointReplica, name: str, call: TextCall) -> list[TokenEvent]:
+    return [each async for each in find_texts(replica).get(name, ANYONE).generate(TextRequest(PROMPT), call)]
+
+
+async def test_a_cold_model_writes_once_it_is_loaded_here_or_elsewhere(
+    files: Mapping[str, bytes], tmp_path: Path
+) -> None:
+    """Memory for one model at a time: each replica loads it, or has the other one answer."""
+    from transformers import AutoTokenizer
+
+    make_tokenizer_files(tmp_path)
+    decode = AutoTokenizer.from_pretrained(tmp_path).decode
+    sizes = [
+        register_decoder(files, 1).manifest.size_bytes,
+        register_decoder(files, 2, name="other").manifest.size_bytes,
+    ]
+    models = model_from_ref("tiny@1"), model_from_ref("other@1")
+    async with ReplicaSet(*models, memory=max(sizes)) as endpoint:
+        replicas = await endpoint.start(2)
+        await until(lambda: all(each.rollout.is_open for each in endpoint.controller.state.models.values()))
+        expected = {
+            name: continue_greedily(make_decoder(seed), PROMPT, 6) for name, seed in (("tiny", 1), ("other", 2))
+        }
+        for name in ("tiny", "other", "tiny"):
+            for replica in replicas:
+                asked = {"model": name, "prompt": list(PROMPT), "max_tokens": 6, "temperature": 0}
+                answer = await ask(replica, "POST", "/v1/completions", asked)
+                assert answer.status == 200, answer.body
+                assert answer.body["choices"][0]["text"] == decode(expected[name])
+                assert answer.version == 1
+        assert endpoint.num_forwarded >= 1
+        token = await ask(replicas[0], "POST", "/v1/completions", asked, {"shoal-peer": "guessed"})
+        assert token.status == 401
+        unknown = await ask(replicas[0], "POST", "/v1/completions", asked | {"model": "nothing"})
+        assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_model_that_writes_is_not_idle(files: Mapping[str, bytes], pace: Pace) -> None:
+    size = register_decoder(files, 1).manifest.size_bytes
+    async with ReplicaSet(model_from_ref("tiny@1"), memory=2 * size) as endpoint:
+        [replica] = await endpoint.start()
+        await until(lambda: all(each.rollout.is_open for each in endpoint.controller.state.models.values()))
+        pace.allow(4)
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 50, "stream": True}
+        answering = asyncio.create_task(exchange(replica, "POST", "/v1/completions", {}, json.dumps(asked).encode()))
+        await until(lambda: pace.num_steps >= 3)
+        use = replica.manager.on_demand.get_use("tiny")
+        use.since_s -= 100.0
+        residency = replica.report().models["tiny"].residency
+        assert residency is not None
+        assert residency.idle_s == 0.0
+        pace.allow(100)
+        assert (await answering)[0] == 200
+
+
+async def test_a_shadow_writes_what_callers_got_and_counts_other_tokens(files: Mapping[str, bytes]) -> None:
+    for seed in (1, 2, 1):
+        register_decoder(files, seed)
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
+        [replica] = await endpoint.start()
+        for version, disagreed in ((2, 3), (3, 0)):
+            await endpoint.administer(action="shadow", model="tiny", version=version, percent=100)
+            await until(lambda expected=version: served(replica).router.candidate_version == expected)
+            for temperature in (0.0, 1.0, 1.0):
+                assert versions_of(await write(replica, max_tokens=6, sampling=Sampling(temperature))) == {1}
+
+            def count(name: str, of: int = version) -> int:
+                return served(replica).counts.snapshot()["versions"].get(str(of), {}).get(name, 0)  # type: ignore
+
+            await until(lambda: count("compared") == 3)
+            assert count("disagreed") == disagreed
+            written = served(replica).streams.list_metrics()["shoal_text_new_tokens_total"]["value"]  # type: ignore
+            assert written == 18 * (version - 1)  # those for callers alone
+            await endpoint.administer(action="rollback", model="tiny")
+            await until(lambda: not served(replica).router.candidate_version)

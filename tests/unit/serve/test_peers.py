@@ -101,6 +101,41 @@ async def test_connections_stay_open_and_a_closed_one_is_replaced() -> None:
     assert not isinstance(caught.value, RequestLost)  # it was not sent
 
 
+async def test_an_answer_that_streams_is_sent_on_as_it_comes_and_its_end_is_told_from_a_loss() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nserver: x\r\nshoal-model-version: 3\r\n"
+    chunks, answers = b"transfer-encoding: chunked\r\n\r\n2\r\nab\r\n", list[bytes]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert b"\r\nconnection: close\r\n" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers.pop(0))
+        writer.close()
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        answers += [head + chunks + b"1\r\nc\r\n0\r\n\r\n", head + b"content-length: 3\r\n\r\nabc"]
+        for _ in range(2):
+            sent.clear()
+            await HttpTransport().relay(address, "/v1/messages", {}, b"", send)
+            assert b"".join(each.get("body", b"") for each in sent) == b"abc"
+            assert (b"shoal-model-version", b"3") in sent[0]["headers"]
+            assert (b"server", b"x") not in sent[0]["headers"]
+            assert not sent[-1].get("more_body")
+        answers += [head + chunks, b"HTTP/1.1 503 no\r\ncontent-length: 0\r\n\r\n", b""]
+        with pytest.raises(InferenceError, match="lost before the answer's end"):
+            await HttpTransport().relay(address, "/", {}, b"", send)
+        sent.clear()
+        with pytest.raises(InferenceError, match="cannot answer now"):
+            await HttpTransport().relay(address, "/", {}, b"", send)
+        with pytest.raises(RequestLost):
+            await HttpTransport().relay(address, "/", {}, b"", send)
+        assert not sent
+
+
 async def test_a_peer_that_dies_with_the_request_is_lost() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.extend.serve import Caller
+from shoal.extend.serve import Caller, Relay
 from shoal.libs.language.engine.request import TextRequest, TokenEvent
 
 
@@ -16,7 +16,7 @@ from shoal.libs.language.engine.request import TextRequest, TokenEvent
 class TextCall:
     """Who asks, and which version.
 
-    version:       None leaves it to the rollout
+    version:       None leaves it to the rollout; of an adapter: its own
     sticky, track: as `InferCall` has them
     resume:        an idempotency key, "" for none
     last_version:      the version that wrote the last of the tokens that are given; it continues them where it can
@@ -28,6 +28,21 @@ class TextCall:
     track: str = ""
     resume: str = ""
     last_version: int | None = None
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A request that may go to another replica, or has come from one.
+
+    deadline_s: of `time.monotonic()`
+    token, generation: of the replica that sent it; b"" for a client's
+    relay:      sends it on, and its answer back
+    """
+
+    deadline_s: float | None
+    token: bytes
+    generation: bytes
+    relay: Relay
 
 
 class TextModel(Protocol):
@@ -65,4 +80,11 @@ class TextModels(Protocol):
 
     def get(self, name: str, caller: Caller) -> TextModel:
         """Raises InferenceError (403, 404)."""
+        ...
+
+    async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
+        """Have a model loaded, if it is not; False where another replica has answered the request by then.
+
+        Raises InferenceError (403, 404, 503, 504).
+        """
         ...

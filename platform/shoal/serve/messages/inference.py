@@ -197,8 +197,8 @@ class Caller:
     models: frozenset[str] | None = field(default=None)  # None: all
 
     def can_see(self, model: str) -> bool:
-        """Whether its key is for this model."""
-        return self.models is None or model in self.models
+        """Whether its key is for this model, or the one that `NAME:PART` is a part of."""
+        return self.models is None or not self.models.isdisjoint((model, model.partition(":")[0]))
 
 
 class Disconnected(Exception):

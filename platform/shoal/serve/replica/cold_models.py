@@ -29,7 +29,13 @@ from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
 from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, PeerReport, Residency
-from shoal.serve.protocol.infer_call import LARGE_BYTES, has_large_arrays, run_in_thread
+from shoal.serve.protocol.infer_call import (
+    GENERATION_HEADER,
+    LARGE_BYTES,
+    PEER_HEADER,
+    has_large_arrays,
+    run_in_thread,
+)
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.peers import PeerTransport, decode_answer, encode_call
@@ -43,6 +49,7 @@ MAX_FORWARDS = 3
 MAX_LOST = 2  # replicas with one request, which may be why
 LOST_S = 5.0  # a replica that cannot be reached is not called again for so long
 T = TypeVar("T")
+Relay = Callable[[PeerTransport, str, Mapping[str, str]], Awaitable[None]]  # to an address, with these headers too
 
 
 @dataclass
@@ -90,6 +97,11 @@ class ColdModel:
 
     async def infer(self, call: InferCall) -> Prediction[Outputs]:
         return await self._requests.answer(self, call, self._generation)
+
+    async def reach(self, deadline_s: float | None, relay: Relay) -> bool:
+        """For a request that is no call of tensors: True once the model is loaded here, False once `relay` has had the
+        replica that has it answer. Raises as `infer` where that takes too long."""
+        return await self._requests.reach(self, deadline_s, self._generation, relay)
 
     def await_load(self, generation: int) -> ColdModel:
         """The model for a request that another replica sends, which is answered here or not at all."""
@@ -166,11 +178,15 @@ class OnDemandRequests:
             loads = memory.loads[name]
             residency = Residency(
                 loads.measured_bytes, memory.resident_bytes.get(served.get(name), 0), loads.last_s, loads.total_s,
-                use.idle_s, use.waiting, loads.num_loads, use.evictions, use.counts.num_requests, use.forwarded,
-                use.waited,
+                self._measure_idle(name, use), use.waiting, loads.num_loads, use.evictions, use.counts.num_requests,
+                use.forwarded, use.waited,
             )  # fmt: skip
             added[name] = replace(report, residency=residency)
         return added
+
+    def _measure_idle(self, name: str, use: ModelUse) -> float:
+        served = self._find_served(name)  # an answer that streams is counted at its end
+        return use.idle_s if served is None or served.is_idle else 0.0
 
     def notify(self) -> None:
         """Let waiting requests see what has changed."""
@@ -190,22 +206,60 @@ class OnDemandRequests:
 
         Raises InferenceError, also 503 and 504 for a load that takes too long.
         """
+        return await self._answer(
+            model,
+            call,
+            generation,
+            lambda served: served.infer(call),
+            lambda holder: self._forward(holder, model, call),
+        )
+
+    async def reach(self, model: ColdModel, deadline_s: float | None, generation: int | None, relay: Relay) -> bool:
+        """See `ColdModel.reach`."""
+
+        async def find(served: ServedModel) -> bool:
+            return True
+
+        async def forward(holder: str) -> bool:
+            headers = {PEER_HEADER.decode(): self._plan.peer_token}
+            headers[GENERATION_HEADER.decode()] = str(self._plan.generation)
+            await relay(self._transport, self._plan.addresses[holder], headers)
+            self.get_use(model.name).forwarded += 1
+            return False
+
+        return await self._answer(model, InferCall({}, 1, deadline_s=deadline_s), generation, find, forward)
+
+    async def _answer(
+        self,
+        model: ColdModel,
+        call: InferCall,
+        generation: int | None,
+        answer: Callable[[ServedModel], Awaitable[T]],
+        forward: Callable[[str], Awaitable[T]],
+    ) -> T:
         ends_s = time.monotonic() + LOAD_WAIT_S
         if call.deadline_s is not None:
             ends_s = min(ends_s, call.deadline_s)
         if generation is None:
-            return await self._answer_anywhere(model, call, ends_s)
+            return await self._answer_anywhere(model, call, ends_s, answer, forward)
         served = await self._await_here(model, call, generation, ends_s)
         if served is None:
             raise InferenceError(503, f"model {model.name!r} is being moved; try again later", retry_after_s=1.0)
-        return await served.infer(call)
+        return await answer(served)
 
-    async def _answer_anywhere(self, model: ColdModel, call: InferCall, ends_s: float) -> Prediction[Outputs]:
+    async def _answer_anywhere(
+        self,
+        model: ColdModel,
+        call: InferCall,
+        ends_s: float,
+        answer: Callable[[ServedModel], Awaitable[T]],
+        forward: Callable[[str], Awaitable[T]],
+    ) -> T:
         name, num_forwards, num_lost = model.name, 0, 0
         while True:
             lost = {each for each, until_s in self._lost_until_s.items() if time.monotonic() < until_s}
             if (served := self._find_served(name)) is not None:
-                return await served.infer(call)
+                return await answer(served)
             if (planned := self.models.get(name)) is None:
                 raise unknown_model(name, self.models)
             holder = self._choose_holder(planned.plan, lost)
@@ -213,7 +267,7 @@ class OnDemandRequests:
                 await self._await_here(model, call, self._plan.generation, ends_s)
             elif holder:
                 try:
-                    return await self._forward(holder, model, call)
+                    return await forward(holder)
                 except ConnectionLost as error:
                     num_lost += isinstance(error, RequestLost)
                     if num_lost == MAX_LOST:
@@ -299,7 +353,11 @@ class OnDemandRequests:
                 raise InferenceError(503, problem, retry_after_s=1.0) from None
 
     async def _ask_controller(self, name: str, lost: frozenset[str]) -> int | None:
-        idle_s = {each: use.idle_s for each, use in self._uses.items() if self._find_served(each) is not None}
+        idle_s = {
+            each: self._measure_idle(each, use)
+            for each, use in self._uses.items()
+            if self._find_served(each) is not None
+        }
         try:
             return await self._controller.request_load(name, self._replica, idle_s, sorted(lost), ASK_S)
         finally:

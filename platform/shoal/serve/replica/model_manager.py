@@ -22,7 +22,7 @@ from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, 
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate
-from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
+from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests, Relay
 from shoal.serve.replica.live_follower import LiveFollower
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
@@ -115,6 +115,16 @@ class ModelManager:
             raise InferenceError(401, "this path is for replicas of the endpoint")
         model = self.get_model(name)
         return model.await_load(int(generation)) if isinstance(model, ColdModel) else model
+
+    async def reach_model(
+        self, name: str, deadline_s: float | None, token: bytes, generation: bytes, relay: Relay
+    ) -> bool:
+        """See `ColdModel.reach`; True for a loaded model.
+
+        token, generation: of another replica's request; b"" for a client's
+        """
+        model = self.get_peer_model(name, token, generation) if token else self.get_model(name)
+        return await model.reach(deadline_s, relay) if isinstance(model, ColdModel) else True
 
     def list_repository(self) -> list[RepositoryEntry]:
         """Every planned version. A model on demand is READY: it is loaded when it is asked for."""

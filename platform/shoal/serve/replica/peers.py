@@ -32,10 +32,12 @@ from shoal.open_inference.messages import Error, InferRequest, InferResponse, In
 from shoal.serve.http.routes import PEER_PATH
 from shoal.serve.messages.inference import InferCall, Outputs
 from shoal.serve.protocol.infer_call import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
+from shoal.serve.protocol.request_lifecycle import Send
 
 MAX_IDLE = 64
 CONNECT_TIMEOUT_S = 2.0
 LOST_HOST_S = 5
+_RELAYED = (b"content-type", b"content-length", b"cache-control", b"retry-after")  # of an answer's headers
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(InferResponse).decode
@@ -43,11 +45,16 @@ _decode = msgspec.json.Decoder(InferResponse).decode
 
 class PeerTransport(Protocol):
     """Posts a request to a replica. Raises RequestLost when the connection breaks after the request was sent, and
-    ConnectionLost when it cannot be made. `retain` closes those to other addresses."""
+    ConnectionLost when it cannot be made. `retain` closes those to other addresses.
+
+    relay: posts a request, and sends the answer on as it comes, by ASGI's `send`. Raises as `post` before the answer's
+    head was sent on, InferenceError 503 where the replica says so, and 500 where it is lost later."""
 
     async def post(
         self, address: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, Mapping[str, str], bytes]: ...
+
+    async def relay(self, address: str, path: str, headers: Mapping[str, str], body: bytes, send: Send) -> None: ...
 
     def retain(self, addresses: Collection[str]) -> None: ...
 
@@ -63,24 +70,48 @@ class HttpTransport:
     async def post(
         self, address: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, Mapping[str, str], bytes]:
-        lines = [f"POST {path} HTTP/1.1", f"host: {address}", f"content-length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        content = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+        content = _make_request(address, path, headers, body)
         is_sent = False
         try:
             if (connection := self._take_idle(address)) is not None:
                 is_sent = True
                 with suppress(OSError, asyncio.IncompleteReadError):  # perhaps closed while it was idle
                     return await self._exchange(address, connection, content)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                host, _, port = address.rpartition(":")
-                connection = await asyncio.open_connection(host.strip("[]"), int(port))
-            watch_host(connection[1].get_extra_info("socket"), LOST_HOST_S)
+            connection = await _connect(address)
             is_sent = True
             return await self._exchange(address, connection, content)
         except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is one
             kind = RequestLost if is_sent else ConnectionLost
             raise kind(f"the replica at {address} did not answer: {error!r}") from None
+
+    async def relay(self, address: str, path: str, headers: Mapping[str, str], body: bytes, send: Send) -> None:
+        has_begun, writer = False, None
+        try:
+            reader, writer = await _connect(address)
+            writer.write(_make_request(address, path, {**headers, "connection": "close"}, body))
+            status, named = await _read_head(reader)
+            if status == 503:
+                raise InferenceError(503, f"the replica at {address} cannot answer now", retry_after_s=1.0)
+            has_begun = True
+            given = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
+            relayed = [each for each in given if each[0] in _RELAYED or each[0].startswith(b"shoal-")]
+            await send({"type": "http.response.start", "status": status, "headers": relayed})
+            if "content-length" in named:
+                part = await reader.readexactly(int(named["content-length"]))
+                await send({"type": "http.response.body", "body": part})
+                return
+            while size := int(await reader.readuntil(b"\r\n"), 16):
+                part = (await reader.readexactly(size + 2))[:-2]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except (OSError, asyncio.IncompleteReadError) as error:
+            if has_begun:
+                raise InferenceError(500, f"the replica at {address} was lost before the answer's end") from None
+            kind = ConnectionLost if writer is None else RequestLost
+            raise kind(f"the replica at {address} did not answer: {error!r}") from None
+        finally:
+            if writer is not None:
+                writer.close()
 
     def _take_idle(self, address: str) -> Connection | None:
         idle = self._idle[address]
@@ -106,18 +137,37 @@ class HttpTransport:
         is_reusable = False
         try:
             writer.write(content)
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            status_line, *lines = head.split("\r\n")[:-2]
-            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            status, headers = await _read_head(reader)
             body = await reader.readexactly(int(headers["content-length"]))
             is_closed = headers.get("connection") == "close" or reader.at_eof()
             is_reusable = not is_closed and len(self._idle[address]) < MAX_IDLE
-            return int(status_line.split(" ", 2)[1]), headers, body
+            return status, headers, body
         finally:
             if is_reusable:
                 self._idle[address].append(connection)
             else:
                 writer.close()
+
+
+def _make_request(address: str, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", f"host: {address}", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+
+
+async def _connect(address: str) -> Connection:
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        host, _, port = address.rpartition(":")
+        connection = await asyncio.open_connection(host.strip("[]"), int(port))
+    watch_host(connection[1].get_extra_info("socket"), LOST_HOST_S)
+    return connection
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    status_line, *lines = head.split("\r\n")[:-2]
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return int(status_line.split(" ", 2)[1]), headers
 
 
 def encode_call(

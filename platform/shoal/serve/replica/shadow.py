@@ -8,7 +8,8 @@ the candidate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class ShadowTraffic:
         on_batch: Callable[[CallBatch], None],
     ) -> None:
         self.percent = 0.0
-        self._candidate: Track | None = None
+        self.candidate: Track | None = None
         self._tolerance, self._counts, self._datatypes = options.guard.tolerance, counts, datatypes
         self._draws = WeightedDraw()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,14 +63,21 @@ class ShadowTraffic:
 
     def set_candidate(self, candidate: Track | None, percent: float) -> None:
         """Set the version to compare with, and the share of calls."""
-        self._candidate, self.percent = candidate, percent if candidate is not None else 0.0
+        self.candidate, self.percent = candidate, percent if candidate is not None else 0.0
 
     def sample_call(self, call: InferCall, outputs: Arrays, bucket: Hashable) -> None:
         """Shadow, by chance, a call that the stable version answered with `outputs`."""
-        candidate = self._candidate
-        if candidate is None or not self._draws.draw(self.percent) or len(self._tasks) >= MAX_PENDING_CALLS:
-            return
-        task = asyncio.get_running_loop().create_task(self._compare(call, outputs, BatchGroup(candidate, bucket)))
+        if self.draw() and self.candidate is not None:
+            self.start(self._compare(call, outputs, BatchGroup(self.candidate, bucket)))
+
+    def draw(self) -> bool:
+        """Whether the candidate is to compute the present call too."""
+        is_open = self.candidate is not None and len(self._tasks) < MAX_PENDING_CALLS
+        return is_open and self._draws.draw(self.percent)
+
+    def start(self, comparison: Coroutine[Any, Any, None]) -> None:
+        """Run a comparison, until `close`."""
+        task = asyncio.get_running_loop().create_task(comparison)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -89,19 +97,24 @@ class ShadowTraffic:
         except Closed:
             return
         except InferenceError as error:
-            self._count_failure(group.track, loaded, error.status)
+            self.count_failure(group.track, loaded, error.status)
             return
         except Exception:  # noqa: BLE001 - on any error a client would have had no answer
-            self._count_failure(group.track, loaded, 500)
+            self.count_failure(group.track, loaded, 500)
             return
-        if group.track is self._candidate and answer.version == loaded.version:
+        if answer.version == loaded.version:
             is_equal = outputs_agree(expected, answer.outputs, self._datatypes, self._tolerance)
-            self._counts.count_shadow(answer.version, disagreed=not is_equal)
+            self.count(group.track, loaded, agrees=is_equal)
 
-    def _count_failure(self, candidate: Track, loaded: LoadedModel | FallbackPredictor, status: int) -> None:
+    def count(self, candidate: Track, loaded: LoadedModel | FallbackPredictor, *, agrees: bool) -> None:
+        """Count an answer of the candidate, if it still is the candidate."""
+        if candidate is self.candidate:
+            self._counts.count_shadow(loaded.version, disagreed=not agrees)
+
+    def count_failure(self, candidate: Track, loaded: LoadedModel | FallbackPredictor, status: int) -> None:
         """Count a failure. Since the stable version answered, a refused input (4xx) counts as another answer, not as a
         failure."""
-        if candidate is not self._candidate or candidate.loaded is not loaded or status in NOT_COMPUTED:
+        if candidate is not self.candidate or candidate.loaded is not loaded or status in NOT_COMPUTED:
             return  # another candidate or stable version is compared by now
         if status < 500:
             self._counts.count_shadow(loaded.version, disagreed=True)

@@ -53,6 +53,7 @@ class TextOptions(Spec):
                    with the new one, finishes with the old one, or is refused the rest
     deterministic: the bits of an answer do not depend on others, which costs a third of the speed
     tokenizer:     NAME@VERSION of the registry, or a folder, with the tokenizer's files; "": the version's own
+    adapters:      registered adapters of the model that `MODEL:NAME` answers with: NAME, NAME@ALIAS, NAME@7; `*`: any
     """
 
     slots: int = Field(default=16, ge=1, le=4096)
@@ -60,6 +61,7 @@ class TextOptions(Spec):
     swap: Literal["continue", "finish", "refuse"] = "continue"
     deterministic: bool = False
     tokenizer: str = ""
+    adapters: list[str] = Field(default_factory=list, max_length=64)
 
 
 class ModelOptions(Spec):

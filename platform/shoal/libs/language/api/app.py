@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from time import monotonic
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,9 +21,13 @@ import msgspec
 from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import (
     FORWARDED_FROM_HEADER,
+    GENERATION_HEADER,
+    PEER_HEADER,
     AccessControl,
     Caller,
     Disconnected,
+    Message,
+    PeerTransport,
     Receive,
     RequestLifecycle,
     RequestsInProgress,
@@ -40,7 +45,7 @@ from shoal.libs.language.api.chat import CHAT, COMPLETIONS, Api, prepare_embeddi
 from shoal.libs.language.api.messages import MESSAGES
 from shoal.libs.language.api.prompt import Job
 from shoal.libs.language.api.responses import RESPONSES
-from shoal.libs.language.text_model import TextCall, TextModel, TextModels
+from shoal.libs.language.text_model import Hop, TextCall, TextModel, TextModels
 from shoal.serve.http.response import JSON_TYPE, build_error_response, read_length
 from shoal.serve.protocol.request_limits import RequestLimits
 
@@ -54,6 +59,7 @@ BODIES |= {"messages/count_tokens": CountBody, "embeddings": EmbeddingBody}
 SMALL_BYTES = 16_384  # below it, a few milliseconds of the event loop
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+HOP_HEADERS = ("host", "connection", "content-length", "content-encoding", "transfer-encoding")  # of one connection
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -109,7 +115,10 @@ class LanguageApp:
             body = await decompress_in_thread(self._limits, body, headers.get(b"content-encoding", b"identity"))
             size_bytes = len(body)
             fields: Any = await _run(size_bytes, read_body, body, BODIES[path])
-            model, call = self._find(fields.model, key, origin, headers)
+            caller = self._access.admit(key, fields.model.partition("@")[0], origin=origin)
+            if not await self._load(fields.model, caller, path, headers, body, reply, arrived_s):
+                return
+            model, call = self._find(fields.model, caller, headers)
             if isinstance(fields, EmbeddingBody):
                 prompts = await _run(size_bytes, prepare_embedding, model, fields)
                 read, _ = self._access.admit_tokens(call.caller, sum(map(len, prompts)))
@@ -128,10 +137,28 @@ class LanguageApp:
                     call = _resume(fields, call)
                 await self._generate(api, job, call, reply)
 
-    def _find(self, name: str, key: bytes, origin: bytes, headers: Headers) -> tuple[TextModel, TextCall]:
-        """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404, 429)."""
+    async def _load(
+        self, name: str, caller: Caller, path: str, headers: Headers, body: bytes, reply: _Reply, arrived_s: float
+    ) -> bool:
+        """See `TextModels.load`."""
+        deadline_s = compute_deadline(arrived_s, None, headers, None)
+
+        async def relay(transport: PeerTransport, address: str, more: Mapping[str, str]) -> None:
+            given = {each.decode("latin-1"): value.decode("latin-1") for each, value in headers.items()}
+            given = {each: value for each, value in given.items() if each not in HOP_HEADERS}
+            if deadline_s is not None:
+                given["shoal-deadline-ms"] = f"{max(1e-3, 1e3 * (deadline_s - time.monotonic())):.3f}"
+            await transport.relay(address, PREFIX + path, {**given, **more}, body, reply.relay)
+
+        hop = Hop(deadline_s, headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b""), relay)
+        try:
+            return await self._models.load(name.partition("@")[0], caller, hop)
+        except InferenceError as error:
+            raise InferenceError(error.status, error.message, error.retry_after_s, "model") from error
+
+    def _find(self, name: str, caller: Caller, headers: Headers) -> tuple[TextModel, TextCall]:
+        """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404)."""
         name, at, version = name.partition("@")
-        caller = self._access.admit(key, name.partition(":")[0], origin=origin)
         if at and not (version.isascii() and version.isdigit() and len(version) < 19):
             raise InferenceError(400, f"model: {version[:40]!r} is no number of a version", field="model")
         try:
@@ -181,11 +208,16 @@ class _Reply:
 
     def __init__(self, send: Send, is_anthropic: bool, grace_s: float, replica: str) -> None:
         self._send, self._is_anthropic, self._grace_s, self._replica = send, is_anthropic, grace_s, replica
-        self._has_started, self.method = False, ""
+        self._has_started, self.method, self._since_s = False, "", 0.0  # when the event was given that is being sent
         self._headers: list[tuple[bytes, bytes]] = []
 
     def name_version(self, version: int | str) -> None:
         self._headers.append((b"shoal-model-version", str(version).encode()))
+
+    async def relay(self, message: Message) -> None:
+        """Send a part of another replica's answer."""
+        self._has_started = True
+        await self._send(message)
 
     async def send_json(self, content: object, status: int = 200) -> None:
         body = msgspec.json.encode(content)
@@ -198,17 +230,21 @@ class _Reply:
         self._has_started = True
         died = self._write_last(InferenceError(503, "it has died"))
         start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._headers}
-        await self._send(start | {"guard": guard_stream(b"%x\r\n%b\r\n0\r\n\r\n" % (len(died), died))})
-        async for frame in frames:
-            await self._send_frame(frame)
+        async with self._watch():
+            await self._send(start | {"guard": guard_stream(b"%x\r\n%b\r\n0\r\n\r\n" % (len(died), died))})
+            async for frame in frames:
+                self._since_s = monotonic()
+                await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+                self._since_s = 0.0
         await self._send({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: InferenceError) -> None:
         """Send an error, as the stream's last event if it has begun."""
         if self._has_started:
             with suppress(Disconnected):
-                await self._send_frame(self._write_last(error))
-                await self._send({"type": "http.response.body", "body": b""})
+                async with self._watch():
+                    self._since_s = monotonic()
+                    await self._send({"type": "http.response.body", "body": self._write_last(error)})
             return
         self._headers = build_error_response(error, self.method).headers
         await self.send_json(self._describe(error), error.status)
@@ -228,12 +264,27 @@ class _Reply:
         code = "model_not_found" if error.status == 404 and error.field == "model" else code
         return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": code}}
 
-    async def _send_frame(self, frame: bytes) -> None:
+    @asynccontextmanager
+    async def _watch(self) -> AsyncIterator[None]:
+        """Raise Disconnected where one `_send` takes longer than the grace. A timer for each event would cost more than
+        making it."""
+        loop = asyncio.get_running_loop()
+
+        def check() -> None:
+            since_s = self._since_s or monotonic()
+            if monotonic() - since_s >= self._grace_s:
+                limit.reschedule(loop.time())
+            else:
+                timers[0] = loop.call_later(since_s + self._grace_s - monotonic(), check)
+
+        timers = [loop.call_later(self._grace_s, check)]
         try:
-            async with asyncio.timeout(self._grace_s):
-                await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+            async with asyncio.timeout(None) as limit:
+                yield
         except TimeoutError:
             raise Disconnected from None
+        finally:
+            timers[0].cancel()
 
 
 def _apply_deadline(body: Fields, headers: Headers, arrived_s: float) -> None:

@@ -116,10 +116,13 @@ async def write_completion(answers: Answers) -> dict[str, Any]:
 async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     """text_completion, and [DONE]."""
     head = _make_head(answers, "text_completion", "cmpl-")
+    wanted = answers.job.body.logprobs is not None
     async for answer, event, text in answers.read():
-        logprobs = _TextLogprobs(answers.job)
-        logprobs.add(event, len(answer.text) - len(text))
-        reported = logprobs.take()
+        reported = None
+        if wanted:
+            logprobs = _TextLogprobs(answers.job)
+            logprobs.add(event, len(answer.text) - len(text))
+            reported = logprobs.take()
         if text or answer.finish or reported:
             choice = {"index": answer.index, "text": text, "logprobs": reported, "finish_reason": None}
             choice |= _describe_end(answer) if answer.finish else {}

@@ -107,26 +107,28 @@ class SlotEngine:
         Raises ConfigError for a field that does not fit, InferenceError 429 for a full queue, and 504 for a deadline
         that cannot be met. Whatever is raised, no token was computed.
         """
+        return self.queue(self.prepare(request))
+
+    def prepare(self, request: TextRequest) -> list[AnswerState]:
+        """What `queue` takes. This compiles a grammar and decodes the tokens that are given, so it may take a second;
+        any thread may call it. Raises ConfigError."""
         check_request(request, self._limits)
         with self._lock:
             known = self._current.keys() | self._incoming.keys()
         if request.adapter not in known:
             raise ConfigError("adapter", request.adapter, "is unknown", f"known: {', '.join(sorted(known - {''}))}")
         room = self._limits.length - len(request.prompt)
-        max_tokens = min(request.max_tokens or room, room)
-        answers = self._make_answers(request, max_tokens)
-        self._admission.admit(request, max_tokens)
+        return self._make_answers(request, min(request.max_tokens or room, room))
+
+    def queue(self, answers: list[AnswerState]) -> int:
+        """The second half of `submit`, which takes no time. Raises InferenceError."""
+        self._admission.admit(answers[0].request, answers[0].max_tokens)
         with self._lock:
             number = next(self._numbers)
             for index, answer in enumerate(answers):
                 answer.number, answer.order = number, number * self._limits.max_answers + index
             self._submitted += answers
         return number
-
-    def prepare(self, request: TextRequest) -> None:
-        """Compile the request's grammar, so that `submit` takes no time. Raises ConfigError."""
-        if request.grammar is not None:
-            self._get_grammars().start(*request.grammar)
 
     def cancel(self, number: int) -> None:
         """End a request; its slots are free before the next step computes anything. Unknown numbers are ignored."""
@@ -300,7 +302,7 @@ class SlotEngine:
             if answer.weights is not None and answer.request.swap == "finish":
                 target = answer.weights
             if target is None:
-                events.append(self._end(answer, "error", "the adapter went with its base"))
+                events.append(self._end(answer, "swapped", "the adapter went with its base"))
             elif answer.weights not in (None, target) and answer.request.swap == "refuse":
                 events.append(self._end(answer, "swapped"))
             else:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shoal.extend.models import Decoder
-from shoal.extend.registry import Registry
+from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.serve import LoadedModel, ModelOptions
 from shoal.libs.language.engine.models import open_model
 
@@ -38,6 +38,7 @@ class PreparedVersion:
     """module: has the tensors of the loaded version; an engine takes it over
     context:  tokens of a prompt and its answer together
     created_s: seconds since 1970
+    source:    the version in the registry; None for live weights
     """
 
     module: nn.Module
@@ -45,6 +46,7 @@ class PreparedVersion:
     stop_tokens: tuple[int, ...]
     context: int
     created_s: float
+    source: ModelVersion | None
 
 
 class VersionPreparation:
@@ -76,25 +78,25 @@ class VersionPreparation:
         except Exception as error:  # noqa: BLE001 - of files and networks that are the user's
             logger.warning("%s@%d answers tensors, and no text: %s", name, loaded.version, error)
             return
-        (tokenizer, stops, created_s), known = read, self._contexts[key]
+        (tokenizer, stops, source), known = read, self._contexts[key]
+        created_s = time.time() if source is None else source.manifest.created_at
         eos = getattr(getattr(module, "config", None), "eos_token_id", None)
         context = min(options.text.length or known or 2048, known or 1 << 30)
-        self._found[loaded] = PreparedVersion(module, tokenizer, (*stops, *_list_tokens(eos)), context, created_s)
+        self._found[loaded] = PreparedVersion(
+            module, tokenizer, (*stops, *_list_tokens(eos)), context, created_s, source
+        )
 
     def _read_tokenizer(
         self, name: str, registry: str, options: ModelOptions, version: int
-    ) -> tuple[Any, tuple[int, ...], float] | None:
-        """The tokenizer, the tokens that end an answer, and when the version was made; None without a tokenizer."""
-        given, created_s = options.text.tokenizer, time.time()
+    ) -> tuple[Any, tuple[int, ...], ModelVersion | None] | None:
+        """The tokenizer, the tokens that end an answer, and the registered version; None without a tokenizer."""
+        given = options.text.tokenizer
         files: Mapping[str, Path] = {}
         key: object = given
-        if registry:
-            own = Registry(registry).get(f"{name}@{version}")
-            created_s = own.manifest.created_at
+        own = Registry(registry).get(f"{name}@{version}") if registry else None
         if given and "@" not in given:
             files = {each.name: each for each in Path(given).iterdir() if each.is_file()}
-        elif given or registry:
-            source = Registry(registry or None).get(given) if given else own
+        elif source := Registry(registry or None).get(given) if given else own:
             key = tuple(sorted(source.manifest.files.items()))
             if key not in self._tokenizers:
                 files = {each: source.fetch_file(each) for each in source.manifest.files}
@@ -103,7 +105,7 @@ class VersionPreparation:
                 if not any(each in files for each in _TOKENIZER_FILES):
                     return None
                 self._tokenizers[key] = _load_tokenizer(files)
-        return *self._tokenizers[key], created_s
+        return *self._tokenizers[key], own
 
 
 def share_module(module: nn.Module) -> nn.Module | None:

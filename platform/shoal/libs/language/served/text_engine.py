@@ -21,9 +21,10 @@ from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import LoadedModel, ServedModel, StepQueue, Track
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import PreparedVersion, VersionPreparation
+from shoal.libs.language.served.registered_adapters import RegisteredAdapter
 from shoal.libs.language.served.text_statistics import TextStatistics
 
-MAX_UNREAD = 4096
+MAX_UNREAD, MAX_ADAPTERS = 4096, 64
 T = TypeVar("T")
 
 
@@ -36,6 +37,7 @@ class RequestStream:
         self.running = request.num_answers  # answers that have not ended
         self.number = 0
         self.version = 0  # of the last event
+        self.base_version = 0  # of an adapter's, which failures count for
         self.at_s = dict.fromkeys(range(request.num_answers), arrived_s)  # of each answer's last token
         self._waiter: asyncio.Future[None] | None = None
 
@@ -70,12 +72,18 @@ class TextEngine:
     """Opened by the first request. `is_retired`: it takes no more requests, and ends with its last one."""
 
     def __init__(
-        self, served: ServedModel, track: Track, preparation: VersionPreparation, statistics: TextStatistics
+        self,
+        served: ServedModel,
+        track: Track,
+        preparation: VersionPreparation,
+        statistics: TextStatistics,
+        weight: float | None = None,
     ) -> None:
         self.track, self.is_retired = track, False
         self._served, self._preparation, self._statistics = served, preparation, statistics
         self._loaded: LoadedModel | None = None  # that the engine computes with
         self._tokenizer: object = None
+        self._adapters: dict[str, RegisteredAdapter] = {}  # that the engine has, beside its present base
         self.engine: SlotEngine | None = None
         self._opening: asyncio.Future[SlotEngine] | None = None
         self._streams: dict[int, RequestStream] = {}
@@ -83,7 +91,7 @@ class TextEngine:
         self._steps: StepQueue[list[TokenEvent]] = StepQueue(
             served.batcher,
             f"{served.name} text",
-            served.options.weight,
+            served.options.weight if weight is None else weight,
             self._step,
             lambda: self.engine is not None and (self.engine.has_work or self.track.model is not self._loaded),
             self._deliver,
@@ -94,16 +102,20 @@ class TextEngine:
     def is_idle(self) -> bool:
         return not (self._streams or self._num_pending)
 
-    async def submit(self, request: TextRequest, arrived_s: float) -> RequestStream:
-        """Raises ConfigError and InferenceError, as `SlotEngine.submit`."""
+    async def submit(
+        self, request: TextRequest, arrived_s: float, adapter: RegisteredAdapter | None = None
+    ) -> RequestStream:
+        """Raises ConfigError and InferenceError, as `SlotEngine.submit`; 409, 422 for an adapter that does not fit."""
         stream = RequestStream(request, arrived_s)
         self._num_pending += 1
         try:
             engine = await self._open()
-            if request.grammar is not None:
-                await asyncio.to_thread(engine.prepare, request)
-            given = bool(request.given)  # which are decoded
-            stream.number = await asyncio.to_thread(engine.submit, request) if given else engine.submit(request)
+            if adapter is not None:
+                await self._add_adapter(engine, adapter)
+                stream.base_version = self._loaded.version if self._loaded is not None else 0
+            is_slow = request.grammar is not None or request.given
+            answers = await asyncio.to_thread(engine.prepare, request) if is_slow else engine.prepare(request)
+            stream.number = engine.queue(answers)  # on the loop, so that no event comes before the stream is known
             if self._steps.is_closed:
                 raise Closed
             self._streams[stream.number] = stream
@@ -138,6 +150,20 @@ class TextEngine:
         for stream in self._streams.values():
             stream.fail(InferenceError(503, problem, retry_after_s=1.0))
         self._steps.close()
+
+    async def _add_adapter(self, engine: SlotEngine, adapter: RegisteredAdapter) -> None:
+        key = adapter.key
+        if self._adapters.get(key) is not adapter:
+            if key not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
+                raise InferenceError(503, f"{MAX_ADAPTERS} adapters are loaded beside this model already")
+            try:
+                await asyncio.to_thread(engine.set_weights, adapter.version, adapter.state, key)
+            except ConfigError as error:
+                raise InferenceError(422, f"adapter {key!r} does not fit its base: {error}", field="model") from None
+            self._adapters[key] = adapter
+        prepared = None if self._loaded is None else self._preparation.find(self._loaded)
+        if prepared is None or not adapter.fits(prepared.source):  # the track has got another version meanwhile
+            raise InferenceError(409, f"adapter {key!r} is of another base than answers now", field="model")
 
     async def _open(self) -> SlotEngine:
         if self.engine is None:
@@ -185,6 +211,7 @@ class TextEngine:
             self.is_retired = True
             return
         try:
+            self._adapters = {}  # they leave with their base
             engine.set_weights(version, prepared.module)
         except ConfigError:
             self.is_retired = True

@@ -14,9 +14,11 @@ from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import CLIENT_GONE, Caller, LibraryMetric, ModelLoad, ModelManager, ServedModel, Track
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed
+from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
 from shoal.libs.language.served.text_engine import RequestStream, TextEngine
+from shoal.libs.language.served.text_shadow import TextShadow
 from shoal.libs.language.served.text_statistics import TextStatistics
-from shoal.libs.language.text_model import TextCall, TextModel
+from shoal.libs.language.text_model import Hop, TextCall, TextModel
 
 _STATUSES = {"stop": 200, "length": 200, "swapped": 503, "deadline": 504, "cancelled": CLIENT_GONE, "error": 500}
 
@@ -30,27 +32,45 @@ class ServedTexts:
 
     def list(self, caller: Caller) -> list[TextModel]:
         """The models that write text, and that the caller's key is for."""
-        texts = [self._find(each) for each in self._manager.list_loaded() if caller.can_see(each.name)]
-        return [each for each in texts if each is not None]
+        found: list[TextModel] = []
+        for served in self._manager.list_loaded():
+            if (text := self._find(served)) is not None:
+                adapters = self._open(served).adapters.list_names()
+                texts = [text, *(replace(text, name=f"{text.name}:{each}", adapter=each) for each in adapters)]
+                found += [each for each in texts if caller.can_see(each.name)]
+        return found
 
     def get(self, name: str, caller: Caller) -> TextModel:
         """Raises InferenceError: 403, 404, and 503 for a model that is not loaded here."""
-        if not caller.can_see(name):
-            raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
+        _require_visible(name, caller)
+        name, _, adapter = name.partition(":")
         served = self._manager.get_model(name)
         if not isinstance(served, ServedModel):
-            remedy = "text needs it to be loaded everywhere: set `pin: true` in its options"
-            raise InferenceError(503, f"model {name!r} is loaded on demand, and not here now; {remedy}", 1.0)
+            raise InferenceError(503, f"model {name!r} is loaded on demand, and not here now: ask it for a text", 1.0)
         if not served.version:
             raise InferenceError(503, f"model {name!r} has no weights yet; try again later", 1.0)
         if (text := self._find(served)) is None:
             raise InferenceError(404, f"model {name!r} writes no text: it is no language model with a tokenizer")
+        if adapter:
+            self._open(served).adapters.require_allowed(adapter)
+            text = replace(text, name=f"{name}:{adapter}", adapter=adapter)
         return text
 
+    async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
+        """See `TextModels`."""
+        _require_visible(name, caller)
+        return await self._manager.reach_model(
+            name.partition(":")[0], hop.deadline_s, hop.token, hop.generation, hop.relay
+        )
+
     def open(self, name: str) -> ModelTexts:
-        """The texts of a model as it is served now."""
+        """The texts of a model as it is served now. Raises InferenceError: 503 where it just made way for another."""
         served = self._manager.get_model(name)
-        assert isinstance(served, ServedModel)
+        if not isinstance(served, ServedModel):
+            raise InferenceError(503, f"model {name!r} makes way for another; try again later", 1.0)
+        return self._open(served)
+
+    def _open(self, served: ServedModel) -> ModelTexts:
         if served.streams is None:
             served.streams = ModelTexts(served, self._preparation)
         assert isinstance(served.streams, ModelTexts)
@@ -64,6 +84,11 @@ class ServedTexts:
         return ServedText(served.name, prepared.created_s, prepared.tokenizer, prepared.context, self)
 
 
+def _require_visible(name: str, caller: Caller) -> None:
+    if not caller.can_see(name):
+        raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
+
+
 @dataclass
 class ServedText:
     """Implements `TextModel`."""
@@ -73,11 +98,14 @@ class ServedText:
     tokenizer: Any
     context: int
     texts: ServedTexts
+    adapter: str = ""
 
     def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
-        return self.texts.open(self.name).generate(request, call)
+        return self.texts.open(self.name.partition(":")[0]).generate(replace(request, adapter=self.adapter), call)
 
     async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+        if self.adapter:
+            raise InferenceError(400, "model: embeddings are those of the model without an adapter", field="model")
         return await self.texts.open(self.name).embed(prompts, call)
 
 
@@ -90,13 +118,26 @@ class ModelTexts:
         self._engines: dict[Track, TextEngine] = {}
         self._ending: list[TextEngine] = []  # retired, with answers in progress
         self._problem = ""
+        self._shadow = TextShadow(served, preparation)
+        stable = served.router.stable
+        source = None if stable is None or (found := preparation.find(stable)) is None else found.source
+        self.adapters = AdapterFinder(
+            served.name, "" if source is None else source.store.url, served.options.text.adapters
+        )
 
     async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
         """See `TextModel`."""
         arrived_s = time.monotonic()
         try:
-            engine = self._choose(call)
-            stream = await engine.submit(self._complete(request, call), arrived_s)
+            adapter = await self.adapters.find(request.adapter, call.version) if request.adapter else None
+            if adapter is None:
+                engine = self._choose(call)
+            else:
+                request, engine = replace(request, adapter=adapter.key), self._choose_base(call, adapter)
+            request, tokens = self._complete(request, call), None
+            if adapter is None and self._served.router.is_stable(engine.track):
+                request, tokens = self._shadow.draw(request)
+            stream = await engine.submit(request, arrived_s, adapter)
         except ConfigError as error:
             self._count(None, 400, arrived_s)
             raise InferenceError(400, str(error), field=error.field) from None
@@ -112,7 +153,11 @@ class ModelTexts:
             while (event := await stream.read()) is not None:
                 if event.finish is not None:
                     status = _STATUSES[event.finish]
+                if tokens is not None:
+                    tokens.add(event)
                 yield event
+            if tokens is not None:
+                self._shadow.start(request, tokens)
         except InferenceError as error:
             status = error.status
             raise
@@ -148,6 +193,7 @@ class ModelTexts:
 
     def follow(self) -> None:
         router = self._served.router
+        self._shadow.follow()
         for track, engine in list(self._engines.items()):
             if router.has_track(track):
                 engine.wake()
@@ -156,6 +202,7 @@ class ModelTexts:
 
     def close(self, problem: str) -> None:
         self._problem = problem
+        self._shadow.close()
         for engine in (*self._engines.values(), *self._ending):
             engine.close(problem)
 
@@ -166,6 +213,20 @@ class ModelTexts:
         return self._statistics.list_metrics([each.observe() for each in self._list_open()])
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _choose_base(self, call: TextCall, adapter: RegisteredAdapter) -> TextEngine:
+        """The engine of the version that the adapter belongs to: that of the rollout, if it does, else another."""
+        router = self._served.router
+        chosen = router.choose_track(None, call.track, call.sticky).model
+        for loaded in dict.fromkeys((chosen, router.stable, *router.loaded.values())):
+            prepared = None if loaded is None else self._preparation.find(loaded)
+            if loaded is not None and prepared is not None and adapter.fits(prepared.source):
+                is_stable = loaded is router.stable
+                version, track = (None, "stable") if is_stable else (loaded.version, "")
+                return self._choose(replace(call, version=version, track=track))
+        shown = ", ".join(f"{self._served.name}@{each}" for each in router.versions)
+        of = ", ".join(sorted(each for each in adapter.bases if "@" in each))
+        raise InferenceError(409, f"adapter {adapter.key!r} is of {of}, and here answers {shown}", field="model")
 
     def _choose(self, call: TextCall) -> TextEngine:
         if self._problem:
@@ -220,5 +281,5 @@ class ModelTexts:
 
     def _count(self, stream: RequestStream | None, status: int, arrived_s: float) -> None:
         """As tensors are counted: an answer and a failure of the model's count for its version."""
-        version = stream.version if stream is not None and status in (200, 500) else 0
+        version = stream.base_version or stream.version if stream is not None and status in (200, 500) else 0
         self._served.counts.count_request(version, status, time.monotonic() - arrived_s, rows=1)
