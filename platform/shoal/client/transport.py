@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from shoal.client.address import find_proxy, parse_host
 from shoal.client.retry import ConnectionBroken, EndpointRequest, NotSent, Reply, SendOutcome, TimedOut
 from shoal.client.tls import CA_VARIABLE, CERTIFICATE_VARIABLE, create_tls_context
-from shoal.errors import Closed, ConfigError, needs_extra
+from shoal.errors import Closed, ConfigError, ConnectionLost, needs_extra
 
 with needs_extra("client"):
     import httpx2
 
 KEEP_ALIVE_S = 30.0
 _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "shoal"}
+_BROKEN = "the connection broke before the answer was complete: {!r}"
 Http = TypeVar("Http", httpx2.Client, httpx2.AsyncClient)
 
 
@@ -80,6 +81,10 @@ class BlockingTransport:
         built = _build_request(self._http, request, timeout_s)
         try:
             response = self._http.send(built, stream=True)
+            if request.streams and response.is_success:
+                body = _read_on(response)
+                next(body)
+                return Reply(response.status_code, dict(response.headers), b"", body)
             try:
                 chunks = []
                 for chunk in response.iter_raw():
@@ -134,6 +139,8 @@ class AsyncTransport:
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._http.send(built, stream=True)
+                if request.streams and response.is_success:
+                    return Reply(response.status_code, dict(response.headers), b"", _read_on_async(response))
                 try:
                     chunks = [chunk async for chunk in response.aiter_raw()]
                 finally:
@@ -160,6 +167,27 @@ def _build_request(
     return http.build_request(
         request.method, request.path, headers=request.headers, content=request.body or None, timeout=timeout_s
     )
+
+
+def _read_on(response: httpx2.Response) -> Generator[bytes]:
+    try:
+        yield b""  # it has begun, so that closing it closes the response
+        yield from response.iter_raw()
+    except httpx2.TransportError as error:
+        raise ConnectionLost(_BROKEN.format(error)) from None
+    finally:
+        response.close()
+
+
+async def _read_on_async(response: httpx2.Response) -> AsyncGenerator[bytes]:
+    try:
+        yield b""
+        async for chunk in response.aiter_raw():
+            yield chunk
+    except httpx2.TransportError as error:
+        raise ConnectionLost(_BROKEN.format(error)) from None
+    finally:
+        await response.aclose()
 
 
 def _reply(response: httpx2.Response, chunks: list[bytes]) -> Reply:

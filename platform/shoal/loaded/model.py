@@ -27,6 +27,7 @@ from shoal.registry import ModelVersion, Registry, Signature
 if TYPE_CHECKING:
     from torch import nn
 
+    from shoal.client.streamed_text import Messages, StreamedText
     from shoal.serve.model.predictor import LoadedModel
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -164,6 +165,47 @@ class LocalModel:
         first, *others = self.signature.inputs
         is_plain = not others and first.shape[:1] == [-1] and first.datatype not in ("BYTES", "BF16")
         return first.name, NUMPY_DTYPES[first.datatype], tuple(first.shape[1:]) if is_plain else None
+
+    def chat(self, messages: Messages, **fields: Any) -> StreamedText:
+        """The next message of a conversation, by a language model: a StreamedText, as `Client.chat` answers.
+
+            for part in shoal.load("smollm@champion").chat("What is a shoal?", max_tokens=60):
+                print(part, end="", flush=True)
+
+        messages: [{"role": "user", "content": "..."}, ...]; a text is one of the user's
+        fields:   of the HTTP API: max_tokens, temperature (1 unless given), seed, stop, ...
+
+        Raises InferenceError, with the field at fault; ConfigError for a model that writes no text.
+        """
+        return self._write("messages", messages, fields)
+
+    def generate(self, prompt: str, **fields: Any) -> StreamedText:
+        """A text continued by a language model, without a chat template; otherwise as `chat`. 16 tokens, unless
+        `max_tokens` is given."""
+        return self._write("prompt", prompt, fields)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether a language model has a chat template. Raises ConfigError for a model that writes no text."""
+        has_chat: bool = self._texts.has_chat
+        return has_chat
+
+    def _write(self, given: str, value: Any, fields: dict[str, Any]) -> StreamedText:
+        from shoal.client.streamed_text import PATHS, StreamedText, build_body
+
+        seed = {} if self._seed is None else {"seed": self._seed}
+        return StreamedText(self._texts.stream(PATHS[given], build_body(self.name, given, value, seed | fields)))
+
+    @cached_property
+    def _texts(self) -> Any:
+        from shoal.serve.spec.model_options import ModelOptions, TextOptions
+
+        try:
+            open_texts = find_extension("local", "shoal.texts", {})
+        except ValueError as error:
+            raise ConfigError("text", self._version.ref, str(error), "install the library language of Shoal") from None
+        options = ModelOptions(device=self._device, text=TextOptions(slots=4))
+        return open_texts(self.name, Registry().location, options, self._opened)
 
     def act(
         self, observation: Any, *, deterministic: bool | None = None, mask: Any = None, stream: Hashable = 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from rich.table import Column
 
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.errors import ConfigError, InferenceError
-from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
+from shoal.errors import ConfigError, DataError, InferenceError
+from shoal.extend.cli import FiniteRange, ca_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first, is_integer
 from shoal.libs.predict import input_readers as read
+from shoal.libs.predict.texts import read_texts, show_texts, write_texts
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
@@ -52,6 +54,15 @@ FEW_VALUES = 12
 @click.option(
     "--npy", "arrays", multiple=True, metavar="[X=]FILE", help="A NumPy array [rows, ...], or .npz of inputs."
 )
+@click.option(
+    "--text", "texts", multiple=True, metavar="TEXT", help="For a language model; repeated, for more of them."
+)
+@click.option(
+    "--texts", "texts_file", metavar="FILE", help="A text, or JSON with prompt or messages, on each line; or -."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Of the answer to a text.")
+@click.option("--temperature", type=FiniteRange(min=0), help="Of texts; 0 takes the likeliest token.  [default: 1]")
+@click.option("--seed", type=int, help="Of texts: the same answers again.")
 @click.option("--rows-per-request", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
     "--deadline-s", type=float, help="How long an answer is useful; the endpoint rejects a request that would be late."
@@ -72,6 +83,11 @@ def predict(
     images: tuple[Path, ...],
     white: float | None,
     arrays: tuple[str, ...],
+    texts: tuple[str, ...],
+    texts_file: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
     rows_per_request: int,
     deadline_s: float | None,
     sticky: str,
@@ -80,7 +96,7 @@ def predict(
     endpoint: str | None,
     key: str,
 ) -> None:
-    """Send requests to a model of an endpoint: as rows, words, JSON, a table, images or arrays.
+    """Send requests to a model of an endpoint: as rows, words, JSON, a table, images, arrays or texts.
 
     A ROW is a JSON object with a field for each column, or for each input. null is a value that is not known.
 
@@ -96,38 +112,66 @@ def predict(
       shoal predict tabular --csv patients.csv --columns radius,texture,area
       shoal predict fashion --image shoe.png --white 255
       shoal predict fashion@4 --npy images.npy --deadline-s 0.5
+      shoal predict smollm --text "What is a shoal?" --max-tokens 60 --temperature 0
+      shoal predict smollm --texts questions.jsonl --output json
     """
     for file in (*([] if json_file in (None, "-") else [json_file]), *([table] if table else []), *images, *arrays):
         read.require_file(str(file))
     name, word = split_ref(model)
     version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
-    kinds: dict[str, tuple[object, _Reader]] = {
+    kinds: dict[str, tuple[object, _Reader]] = {  # texts are read below
         "ROW": (rows, lambda inputs: read.from_rows(rows, inputs)),
         "--input": (arguments, lambda inputs: read.parse_arguments(arguments, inputs)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs, has_rows=has_rows)),
         "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
         "--image": (images, lambda inputs: read.from_images(images, white, inputs)),
         "--npy": (arrays, lambda inputs: read.from_arrays(arrays, inputs)),
+        "--text": (texts, lambda _: {}),
+        "--texts": (texts_file, lambda _: {}),
     }
     given = [kind for kind, (value, _) in kinds.items() if value]
     if len(given) != 1:
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
+    asked = read_texts(texts, texts_file) if texts or texts_file else []
     target = find_endpoint(endpoint)
     with Client(target.url, token=key or token_for(target.url)) as client:
+        if asked:
+            fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "deadline_s": deadline_s}
+            named, begun_s = name if version is None else f"{name}@{version}", time.monotonic()
+            written = write_texts(client, named, asked, sticky=sticky, track=track, **fields)
+            show_texts(written, output)
+            _show_versions(name, {span[0] for each in written for span in each.spans}, time.monotonic() - begun_s)
+            return
         signature = client.metadata(name)
         has_rows = all(map(has_batch_first, signature.inputs))
-        inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))
+        try:
+            inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))
+        except DataError as error:
+            if rows or arguments:
+                _suggest_text(client, name, error)
+            raise
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
         begun_s = time.monotonic()
         answers = _request_predictions(client, name, inputs, rows_per_request if has_rows else 0, options)
         took_s = time.monotonic() - begun_s
     _show(signature, answers, output)
-    versions = ", ".join(str(version) for version in sorted({answer.version for answer in answers}))
-    click.secho(f"{name} version {versions}, {took_s * 1000:.1f} ms", dim=True, err=True)
+    _show_versions(name, {answer.version for answer in answers}, took_s)
     if images and white is None and not is_integer(signature.inputs[0]):
         click.secho(
             "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255", dim=True, err=True
         )
+
+
+def _suggest_text(client: Client, model: str, error: DataError) -> None:
+    """Raise the error of a word with another remedy, if the model writes text."""
+    with suppress(InferenceError):
+        client.has_chat(model)
+        raise DataError(error.field, error.value, error.problem, f"{model} writes text: give --text TEXT") from None
+
+
+def _show_versions(name: str, versions: Collection[int], took_s: float) -> None:
+    shown = ", ".join(map(str, sorted(versions)))
+    click.secho(f"{name} version {shown}, {took_s * 1000:.1f} ms", dim=True, err=True)
 
 
 def _request_predictions(
