@@ -14,11 +14,9 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from types import MethodType, TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from numpy.typing import ArrayLike
 
@@ -27,7 +25,7 @@ from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs, encode_rows
 from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
-from shoal.client.streamed_text import PATHS, AsyncStreamedText, Messages, StreamedText, build_body
+from shoal.client.streamed_text import PATHS, Messages, StreamedText, build_body
 from shoal.client.transport import AsyncTransport, BlockingTransport
 from shoal.errors import ConfigError, InferenceError
 from shoal.frame import find_names
@@ -174,8 +172,8 @@ class _ClientBase:
 
     @_Call
     async def has_chat(self, model: str) -> bool:
-        """Whether the model has a chat template; without one, it continues texts alone. Raises InferenceError (404) for
-        one that writes no text."""
+        """Whether a language model has a chat template, without which it continues texts alone. Raises InferenceError:
+        404 for a model that writes no text."""
         known = requests.decode(await self._send(requests.build_text_model_request(model)), dict[str, Any])
         return bool(known.get("has_chat_template"))
 
@@ -278,15 +276,6 @@ class _ClientBase:
         )
         await self._send(request, self._build_episode_policy())
 
-    @_Call
-    async def _open_text(
-        self, model: str, given: str, value: Any, sticky: str, track: str, fields: Mapping[str, Any]
-    ) -> Any:
-        """The parts of a text's body."""
-        body = build_body(model, given, value, fields)
-        request = requests.build_text_request(PATHS[given], body, sticky=sticky, track=track)
-        return (await self._send(request)).chunks
-
     # What each client does in its own way.
 
     def _connect(self, url: str, token: str, num_connections: int, ca: str, certificate: str) -> None:
@@ -370,23 +359,29 @@ class Client(_ClientBase):
         return await request_with_retries(request, policy, self._transport)
 
     def chat(self, model: str, messages: Messages, *, sticky: str = "", track: str = "", **fields: Any) -> StreamedText:
-        """Ask a language model for the next message of a conversation: a StreamedText, whose first token has come.
+        """The next message of a conversation, by a language model. Its first token has come.
 
             for part in client.chat("smollm", "What is a shoal?", max_tokens=60):
                 print(part, end="", flush=True)
 
         model:    NAME, NAME@VERSION or NAME:ADAPTER
         messages: [{"role": "user", "content": "..."}, ...]; a text is one of the user's
-        fields:   of the API: max_tokens, temperature (1 unless given), seed, stop, deadline_s, swap, ...
+        fields:   of the HTTP API: max_tokens, temperature (1 unless given), seed, stop, deadline_s, swap, ...
 
         Raises InferenceError, with the field at fault; ConnectionLost, ConfigError.
         """
-        return StreamedText(self._open_text(model, "messages", messages, sticky, track, fields))
+        return self._write(model, "messages", messages, sticky, track, **fields)
 
     def generate(self, model: str, prompt: str, *, sticky: str = "", track: str = "", **fields: Any) -> StreamedText:
-        """Let a language model continue a text, without a chat template; otherwise as `chat`. 16 tokens, unless
-        `max_tokens` is given."""
-        return StreamedText(self._open_text(model, "prompt", prompt, sticky, track, fields))
+        """A text continued by a language model, by 16 tokens unless `max_tokens` is given. Otherwise as `chat`."""
+        return self._write(model, "prompt", prompt, sticky, track, **fields)
+
+    @_Call
+    async def _write(self, /, model: str, given: str, value: Any, *side: str, **fields: Any) -> StreamedText:
+        request = requests.build_text_request(PATHS[given], build_body(model, given, value, fields), *side)
+        chunks = (await self._send(request)).chunks
+        assert chunks is not None
+        return StreamedText(chunks)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""
@@ -412,14 +407,8 @@ class AsyncClient(_ClientBase):
 
     async def _exchange(self, request: EndpointRequest, policy: RetryPolicy) -> Reply:
         try:
-            async with AsyncExitStack() as stack:
-                await stack.enter_async_context(self._transport.reserve(policy.get_remaining_s()))
-                reply = await request_with_retries(request, policy, self._transport)
-                if reply.chunks is not None:
-                    chunks = _retain(cast(AsyncGenerator[bytes], reply.chunks), stack.pop_all())
-                    await anext(chunks)  # it has begun, so that closing it releases all
-                    reply = replace(reply, chunks=chunks)
-                return reply
+            async with self._transport.reserve(policy.get_remaining_s()):
+                return await request_with_retries(request, policy, self._transport)
         except TimeoutError:
             raise timeout_error(policy) from None
 
@@ -445,18 +434,6 @@ class AsyncClient(_ClientBase):
         except TimeoutError:
             raise timeout_error(policy) from None
 
-    async def chat(
-        self, model: str, messages: Messages, *, sticky: str = "", track: str = "", **fields: Any
-    ) -> AsyncStreamedText:
-        """See `Client.chat`."""
-        return AsyncStreamedText(await self._open_text(model, "messages", messages, sticky, track, fields))
-
-    async def generate(
-        self, model: str, prompt: str, *, sticky: str = "", track: str = "", **fields: Any
-    ) -> AsyncStreamedText:
-        """See `Client.generate`."""
-        return AsyncStreamedText(await self._open_text(model, "prompt", prompt, sticky, track, fields))
-
     async def close(self) -> None:
         """See `Client.close`."""
         await self._transport.close()
@@ -468,10 +445,3 @@ class AsyncClient(_ClientBase):
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self.close()
-
-
-async def _retain(chunks: AsyncGenerator[bytes], stack: AsyncExitStack) -> AsyncGenerator[bytes]:
-    """The same chunks; what the stack has is released at their end."""
-    async with stack, aclosing(chunks):
-        async for chunk in chunks:
-            yield chunk

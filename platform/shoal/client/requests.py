@@ -43,10 +43,20 @@ def build_infer_request(
     return EndpointRequest("POST", f"{_path(model)}{of_version}/{action}", all_headers, body)
 
 
+def build_text_request(path: str, body: Mapping[str, Any], sticky: str, track: str) -> EndpointRequest:
+    """Request a text, with a body of `streamed_text.build_body`."""
+    headers = {**_JSON, **_name_side(sticky, track)}
+    return EndpointRequest("POST", f"/v1/{path}", headers, msgspec.json.encode(body), streams=True)
+
+
 def _name_side(sticky: str, track: str) -> dict[str, str]:
-    """The headers that choose a side of a canary."""
     given = {"sticky": sticky, "track": track}
     return {f"shoal-{field}": _quote_segment(field, value, _PLAIN) for field, value in given.items() if value}
+
+
+def build_text_model_request(model: str) -> EndpointRequest:
+    """What an endpoint's model is that writes text."""
+    return EndpointRequest("GET", f"/v1/models/{_quote_segment('model', model)}")
 
 
 def build_metadata_request(model: str) -> EndpointRequest:
@@ -87,20 +97,6 @@ def _spell_infinity(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _spell_infinity(each) for name, each in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def build_text_request(path: str, body: Mapping[str, Any], *, sticky: str, track: str) -> EndpointRequest:
-    """Request a text, with a body of `streamed_text.build_body`. Raises ConfigError."""
-    try:
-        content = msgspec.json.encode(body)
-    except TypeError as error:
-        raise ConfigError("body", str(sorted(body)), f"is no JSON: {error}") from None
-    return EndpointRequest("POST", f"/v1/{path}", {**_JSON, **_name_side(sticky, track)}, content, streams=True)
-
-
-def build_text_model_request(model: str) -> EndpointRequest:
-    """What an endpoint's model is that writes text."""
-    return EndpointRequest("GET", f"/v1/models/{_quote_segment('model', model)}")
 
 
 class Episode(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
@@ -34,7 +34,7 @@ _MESSAGE_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """A request. `path` begins with a slash. streams: the reply's body is read while it comes."""
+    """A request. `path` begins with a slash. streams: the blocking client reads the body while it comes."""
 
     method: str
     path: str
@@ -51,7 +51,7 @@ class Reply:
     status: int
     headers: dict[str, str]
     body: bytes
-    chunks: Generator[bytes] | AsyncGenerator[bytes] | None = None
+    chunks: Generator[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

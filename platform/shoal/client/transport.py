@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -22,7 +22,6 @@ with needs_extra("client"):
 
 KEEP_ALIVE_S = 30.0
 _HEADERS = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "shoal"}
-_BROKEN = "the connection broke before the answer was complete: {!r}"
 Http = TypeVar("Http", httpx2.Client, httpx2.AsyncClient)
 
 
@@ -82,8 +81,7 @@ class BlockingTransport:
         try:
             response = self._http.send(built, stream=True)
             if request.streams and response.is_success:
-                body = _read_on(response)
-                next(body)
+                next(body := _read_on(response))
                 return Reply(response.status_code, dict(response.headers), b"", body)
             try:
                 chunks = []
@@ -139,8 +137,6 @@ class AsyncTransport:
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._http.send(built, stream=True)
-                if request.streams and response.is_success:
-                    return Reply(response.status_code, dict(response.headers), b"", _read_on_async(response))
                 try:
                     chunks = [chunk async for chunk in response.aiter_raw()]
                 finally:
@@ -174,20 +170,9 @@ def _read_on(response: httpx2.Response) -> Generator[bytes]:
         yield b""  # it has begun, so that closing it closes the response
         yield from response.iter_raw()
     except httpx2.TransportError as error:
-        raise ConnectionLost(_BROKEN.format(error)) from None
+        raise ConnectionLost(f"the connection broke before the answer was complete: {error!r}") from None
     finally:
         response.close()
-
-
-async def _read_on_async(response: httpx2.Response) -> AsyncGenerator[bytes]:
-    try:
-        yield b""
-        async for chunk in response.aiter_raw():
-            yield chunk
-    except httpx2.TransportError as error:
-        raise ConnectionLost(_BROKEN.format(error)) from None
-    finally:
-        await response.aclose()
 
 
 def _reply(response: httpx2.Response, chunks: list[bytes]) -> Reply:

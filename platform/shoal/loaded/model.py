@@ -167,28 +167,23 @@ class LocalModel:
         return first.name, NUMPY_DTYPES[first.datatype], tuple(first.shape[1:]) if is_plain else None
 
     def chat(self, messages: Messages, **fields: Any) -> StreamedText:
-        """The next message of a conversation, by a language model: a StreamedText, as `Client.chat` answers.
+        """The next message of a conversation, by a language model; see `Client.chat`.
 
             for part in shoal.load("smollm@champion").chat("What is a shoal?", max_tokens=60):
                 print(part, end="", flush=True)
-
-        messages: [{"role": "user", "content": "..."}, ...]; a text is one of the user's
-        fields:   of the HTTP API: max_tokens, temperature (1 unless given), seed, stop, ...
 
         Raises InferenceError, with the field at fault; ConfigError for a model that writes no text.
         """
         return self._write("messages", messages, fields)
 
     def generate(self, prompt: str, **fields: Any) -> StreamedText:
-        """A text continued by a language model, without a chat template; otherwise as `chat`. 16 tokens, unless
-        `max_tokens` is given."""
+        """A text continued by a language model; see `Client.generate`. Raises as `chat`."""
         return self._write("prompt", prompt, fields)
 
     @property
     def has_chat(self) -> bool:
         """Whether a language model has a chat template. Raises ConfigError for a model that writes no text."""
-        has_chat: bool = self._texts.has_chat
-        return has_chat
+        return bool(self._texts.has_chat)
 
     def _write(self, given: str, value: Any, fields: dict[str, Any]) -> StreamedText:
         from shoal.client.streamed_text import PATHS, StreamedText, build_body
@@ -200,12 +195,8 @@ class LocalModel:
     def _texts(self) -> Any:
         from shoal.serve.spec.model_options import ModelOptions, TextOptions
 
-        try:
-            open_texts = find_extension("local", "shoal.texts", {})
-        except ValueError as error:
-            raise ConfigError("text", self._version.ref, str(error), "install the library language of Shoal") from None
         options = ModelOptions(device=self._device, text=TextOptions(slots=4))
-        return open_texts(self.name, Registry().location, options, self._opened)
+        return _find_writer("local", "shoal.texts", "language")(self.name, Registry().location, options, self._opened)
 
     def act(
         self, observation: Any, *, deterministic: bool | None = None, mask: Any = None, stream: Hashable = 0
@@ -253,10 +244,7 @@ class LocalModel:
 
         Raises ConfigError for a model that ONNX cannot be.
         """
-        try:
-            write = find_extension("onnx", "shoal.converters", {})
-        except ValueError as error:
-            raise ConfigError("onnx", str(path), str(error), "install the library export of Shoal") from None
+        write = _find_writer("onnx", "shoal.converters", "export")
         write(self._version, Path(path), **options)
         return Path(path)
 
@@ -289,3 +277,11 @@ class LocalModel:
         predictor = Predictor(manifest.model, self.signature, options, torch.get_num_threads())
         is_module = manifest.model.format == "module"
         return predictor.load(self._version.weight_file() if is_module else self._version.snapshot())
+
+
+def _find_writer(name: str, group: str, library: str) -> Any:
+    """What a library has under this name. Raises ConfigError without the library."""
+    try:
+        return find_extension(name, group, {})
+    except ValueError as error:
+        raise ConfigError(name, "", str(error), f"install the library {library} of Shoal") from None

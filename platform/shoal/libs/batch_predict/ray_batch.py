@@ -48,7 +48,7 @@ from shoal.libs.batch_predict.output import (
     require_all_rows,
     verify_row_count,
 )
-from shoal.libs.batch_predict.table_predictor import TablePredictor
+from shoal.libs.batch_predict.table_predictor import TablePredictor, keep_columns
 from shoal.libs.batch_predict.text_predictor import TextPredictor
 from shoal.store import BucketPath, fetch
 
@@ -84,16 +84,27 @@ class PredictWorker:
 
     def __init__(self, job: BatchJob, num_gpus: float) -> None:
         limit_device_memory(num_gpus)
-        more: Any = {"keep": job.keep, "skip_errors": job.skip_errors, "torch_threads": job.torch_threads}
-        self._predictor: Callable[[pa.Table], pa.Table]
+        self._job, self._texts = job, None
         if job.text:
-            self._predictor = TextPredictor(job.source, job.version, job.options, job.text, job.generate, **more)
-        else:
-            package = job.source.load_package(job.version)
-            self._predictor = TablePredictor(package, job.options, columns_by_input=job.columns_by_input, **more)
+            self._texts = TextPredictor(job.source, job.version, job.options, job.generate, job.torch_threads)
+            return
+        self._predictor = TablePredictor(
+            job.source.load_package(job.version),
+            job.options,
+            columns_by_input=job.columns_by_input,
+            keep=job.keep,
+            skip_errors=job.skip_errors,
+            torch_threads=job.torch_threads,
+        )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        return self._predictor(table)
+        if self._texts is None:
+            return self._predictor(table)
+        answers = self._texts(table[self._job.text], self._job.skip_errors)
+        output = keep_columns(table, self._job.keep, answers.column_names)
+        for name in answers.column_names:
+            output = output.append_column(name, answers[name])
+        return output
 
 
 class BucketTables(ray.data.Datasource):

@@ -1,11 +1,11 @@
-"""`shoal chat`: a conversation with a language model in the terminal; of texts in a pipe, one answer."""
+"""`shoal chat`: a conversation with a language model in the terminal; of a text in a pipe, one answer."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,14 @@ from shoal.errors import ConfigError, ShoalError, suggest
 from shoal.extend.cli import FiniteRange, ca_option
 from shoal.extend.registry import LocalModel, Registry, find_version, split_ref
 
-Ask = Callable[[list[dict[str, str]]], StreamedText]
-HELP = {
-    "/system TEXT": "set what the model shall be; without TEXT, show it",
-    "/version": "show which version wrote each token of the last answer",
-    "/save FILE": "append the conversation as a line of JSON, from which `shoal run finetune data=FILE` learns",
-    "/reset": "begin the conversation again",
-    "/help": "show this",
-    "/quit": "leave; Ctrl-D, too. Ctrl-C cancels an answer",
-    '"""': "begin a text of several lines, which ends with the same; what is pasted may have them anyway",
-}
+HELP = """\
+  /system TEXT  set what the model shall be; without TEXT, show it
+  /version      show which version wrote each token of the last answer
+  /save FILE    append the conversation as a line of JSON, from which `shoal run finetune data=FILE` learns
+  /reset        begin the conversation again
+  /quit         leave; Ctrl-D, too. Ctrl-C cancels an answer
+  \"""           begin and end a text of several lines; what is pasted may have them anyway"""
+COMMANDS = ("/system", "/version", "/save", "/reset", "/help", "/quit")
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})  # a model must not steer the terminal
 
 
@@ -41,19 +39,11 @@ _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})  # a model m
 )
 @ca_option
 @click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
-def chat(
-    model: str,
-    system: str,
-    temperature: float | None,
-    max_tokens: int,
-    seed: int | None,
-    endpoint: str | None,
-    key: str,
-) -> None:
+def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) -> None:
     """Talk with a language model: one of the registry, in this process, or one of an endpoint.
 
-    An answer is shown while it is written; Ctrl-C cancels it. /help shows what else there is. A text in a pipe is
-    answered once. NAME is the newest version, or the one that an endpoint chooses.
+    An answer is shown while it is written; Ctrl-C cancels it. A text in a pipe is answered once. NAME is the newest
+    version, or the one that an endpoint chooses.
 
     \b
     Examples:
@@ -62,91 +52,105 @@ def chat(
       echo "What is a shoal?" | shoal chat smollm --max-tokens 60
       shoal chat smollm --endpoint https://models.example:8000 --key MY-KEY
     """
-    given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in given.items() if value is not None}
     with ExitStack() as stack:
-        ask = _open_local(model, fields) if endpoint is None else _open_endpoint(model, endpoint, key, fields, stack)
-        talk = Conversation(ask, system)
+        if endpoint is None:
+            local = LocalModel(find_version(model))
+            model, has_chat = f"{local.name}@{local.version}", local.has_chat
+            talk = Conversation(lambda messages: local.chat(messages, **fields), system)
+        else:
+            name, version = split_ref(model)
+            model = f"{name}@{Registry().get(model).version}" if version and not version.isdigit() else model
+            target = find_endpoint(endpoint)
+            client = stack.enter_context(Client(target.url, token=key or token_for(target.url)))
+            has_chat = client.has_chat(name)
+            talk = Conversation(lambda messages: client.chat(model, messages, **fields), system)
+        if not has_chat:
+            problem, remedy = (
+                "has no chat template, and so no conversation",
+                "`shoal predict NAME --text` continues texts",
+            )
+            raise ConfigError("model", model, problem, remedy)
         if not sys.stdin.isatty():
             if not (text := sys.stdin.read().strip()):
                 raise ConfigError("stdin", "", "has no text", "echo TEXT | shoal chat NAME")
             talk.answer(text)
             return
-        where = "in this process" if endpoint is None else f"at {endpoint}"
-        click.secho(f"{model} {where}; /help shows what else there is", dim=True, err=True)
+        click.secho(
+            f"{model}{f' at {endpoint}' if endpoint else ''}; /help shows what else there is", dim=True, err=True
+        )
         with suppress(EOFError):
-            while _take(talk, _read_text()):
+            while talk.take(_read_text()):
                 pass
 
 
-def _open_local(model: str, fields: dict[str, Any]) -> Ask:
-    local = LocalModel(find_version(model))
-    _require_chat(local.has_chat, f"{local.name}@{local.version}")
-    return lambda messages: local.chat(messages, **fields)
-
-
-def _open_endpoint(model: str, endpoint: str, key: str, fields: dict[str, Any], stack: ExitStack) -> Ask:
-    name, version = split_ref(model)
-    if version and not version.isdigit():
-        model = f"{name}@{Registry().get(model).version}"
-    target = find_endpoint(endpoint)
-    client = stack.enter_context(Client(target.url, token=key or token_for(target.url)))
-    _require_chat(client.has_chat(name), name)
-    return lambda messages: client.chat(model, messages, **fields)
-
-
-def _require_chat(has_chat: bool, model: str) -> None:
-    if not has_chat:
-        problem = "has no chat template: it continues texts, and holds no conversation"
-        raise ConfigError("model", model, problem, f"`shoal predict {model} --text TEXT` continues one, at an endpoint")
-
-
 class Conversation:
-    """Messages so far. `last`: the newest answer."""
+    """Messages so far, and the last answer."""
 
-    def __init__(self, ask: Ask, system: str = "") -> None:
-        self._ask, self.system = ask, system
-        self.messages: list[dict[str, str]] = []
-        self.last: StreamedText | None = None
-
-    def list_messages(self) -> list[dict[str, str]]:
-        """With the system's, where there is one."""
-        return [{"role": "system", "content": self.system}] * bool(self.system) + self.messages
+    def __init__(self, ask: Callable[[list[dict[str, str]]], StreamedText], system: str = "") -> None:
+        self._ask, self._system = ask, system
+        self._messages: list[dict[str, str]] = []
+        self._last: StreamedText | None = None
 
     def answer(self, text: str) -> None:
         """Write the answer to a message as it comes. A message that gets none is forgotten. Raises what `Client.chat`
         does, KeyboardInterrupt."""
-        self.messages.append({"role": "user", "content": text})
-        self.last = None
+        self._last = None
+        self._messages.append({"role": "user", "content": text})
         try:
-            with self._ask(self.list_messages()) as self.last:
-                for part in self.last:
+            with closing(self._ask(self._list_messages())) as self._last:
+                for part in self._last:
                     click.echo(part.translate(_CONTROLS) if sys.stdout.isatty() else part, nl=False)
         finally:
-            if self.last is None or not self.last.text:
-                self.messages.pop()
+            if self._last is None or not self._last.text:
+                self._messages.pop()
             else:
                 click.echo()
-                self.messages.append({"role": "assistant", "content": self.last.text})
+                self._messages.append({"role": "assistant", "content": self._last.text})
 
-    def describe_versions(self) -> str:
-        """Which version wrote the last answer."""
-        if self.last is None:
-            return "there is no answer yet"
-        if not self.last.spans:
-            return "the last answer has not ended: its versions come with its end"
-        return ", ".join(f"version {version} wrote {num} tokens" for version, num in self.last.spans)
+    def take(self, text: str) -> bool:
+        """Do what a line says; returns False for the last one."""
+        word, _, rest = text.partition(" ")
+        if word == "/quit":
+            return False
+        try:
+            if word.startswith("/"):
+                click.echo(self._do(word, rest.strip()))
+            elif text:
+                self.answer(text)
+        except KeyboardInterrupt:
+            click.secho("cancelled", dim=True)
+        except (ShoalError, OSError) as error:
+            hint = ". /reset begins again" if " context of " in str(error) else ""
+            click.secho(f"{error}{hint}", fg="red", err=True)
+        return True
 
-    def save(self, path: Path) -> str:
-        """Append the conversation to a file. Raises OSError."""
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": self.list_messages()}, ensure_ascii=False) + "\n")
-        return f"{len(self.messages)} messages are in {path} now"
+    def _do(self, word: str, rest: str) -> str:
+        match word:
+            case "/help":
+                return HELP
+            case "/reset":
+                self._messages.clear()
+                return "the conversation is empty"
+            case "/system":
+                self._system = rest or self._system
+                return f"system: {self._system or 'nothing'}"
+            case "/version":
+                spans = self._last.spans if self._last is not None else ()
+                return ", ".join(f"version {each} wrote {num} tokens" for each, num in spans) or "no answer has ended"
+            case "/save" if rest:
+                with Path(rest).expanduser().open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"messages": self._list_messages()}, ensure_ascii=False) + "\n")
+                return f"{len(self._messages)} messages are in {rest} now"
+        return f"{word} is no command. {suggest(word, COMMANDS) or '/help shows them'}"
+
+    def _list_messages(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self._system}] * bool(self._system) + self._messages
 
 
 def _read_text() -> str:
     """A line, or several. Raises EOFError."""
-    with suppress(ImportError):  # of systems without it; a pasted text is one then, with its line breaks
+    with suppress(ImportError):  # of systems without it; with it, a pasted text is one, with its line breaks
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")
@@ -161,38 +165,3 @@ def _read_text() -> str:
         click.echo("\n/quit leaves")
         return ""
     return text.strip()
-
-
-def _take(talk: Conversation, text: str) -> bool:
-    """Do what a line says; returns False for the last one."""
-    word, _, rest = text.partition(" ")
-    rest = rest.strip()
-    try:
-        match word:
-            case "":
-                pass
-            case "/quit" | "/exit":
-                return False
-            case "/help":
-                click.echo("\n".join(f"  {each:14}{what}" for each, what in HELP.items()))
-            case "/reset":
-                talk.messages.clear()
-            case "/system" if rest:
-                talk.system = rest
-            case "/system":
-                click.echo(talk.system or "nothing is set")
-            case "/version":
-                click.echo(talk.describe_versions())
-            case "/save" if rest:
-                click.echo(talk.save(Path(rest).expanduser()))
-            case _ if word.startswith("/"):
-                known = [each.split()[0] for each in HELP if each.startswith("/")]
-                click.echo(f"{word} is no command. {suggest(word, known) or '/help shows them'}")
-            case _:
-                talk.answer(text)
-    except KeyboardInterrupt:
-        click.secho("cancelled", dim=True)
-    except (ShoalError, OSError) as error:
-        hint = ". /reset begins again" if " context of " in str(error) else ""
-        click.secho(f"{error}{hint}", fg="red", err=True)
-    return True

@@ -1,7 +1,5 @@
-"""A registered version that writes text in this process: no endpoint, no Ray.
-
-The bodies are those of the HTTP API, and so are fields, refusals and events: what is tried here behaves so at an
-endpoint. The engine steps while one of its texts is read.
+"""A registered version that writes text in this process: no endpoint, no Ray. Bodies, refusals and events are those of
+the HTTP API: what is tried here behaves so at an endpoint. The engine steps while one of its texts is read.
 """
 
 from __future__ import annotations
@@ -13,25 +11,22 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from shoal.client import StreamedText
 from shoal.errors import ConfigError, InferenceError
 from shoal.extend.registry import ModelVersion
 from shoal.extend.serve import PATHS, Caller, LoadedModel, ModelOptions, build_body
-from shoal.libs.language.api.answers import TextAnswer, begin, merge_events
+from shoal.libs.language.api.answers import begin, merge_events
 from shoal.libs.language.api.app import APIS
 from shoal.libs.language.api.bodies import ChatBody, read_body
-from shoal.libs.language.api.prompt import Job
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed, has_tokenizer
 from shoal.libs.language.text_model import TextCall
 
 T = TypeVar("T")
-MAX_AHEAD = 64  # answers that wait for a slot while others are computed
-_CALL = TextCall(Caller(""))
 
 
 def check_version(version: ModelVersion, options: ModelOptions, fields: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a version that writes no text, as far as its files say, and for fields of the API that do
-    not fit many texts."""
+    """Raises ConfigError for a version whose files have no tokenizer, and for wrong fields of the API."""
     if not (options.text.tokenizer or has_tokenizer(version.manifest.files)):
         remedy = "options.text.tokenizer names one for a language model without"
         raise ConfigError("text", version.ref, "writes no text: it has no tokenizer", remedy)
@@ -44,32 +39,22 @@ def check_version(version: ModelVersion, options: ModelOptions, fields: Mapping[
 class LocalTexts:
     """Implements `TextModel`. Not for several threads; several texts may be read by turns.
 
-    name, registry: of the version, whose files have the tokenizer; options: device, `text`
-    Raises ConfigError for a model that writes no text.
+    registry: of the version, whose files have the tokenizer. Raises ConfigError for a model that writes no text.
     """
 
     def __init__(self, name: str, registry: str, options: ModelOptions, loaded: LoadedModel) -> None:
         self.name, self._version, self._slots = name, loaded.version, options.text.slots
         self._prepared = prepared = VersionPreparation().open(name, registry, options, loaded)
         self.tokenizer, self.context, self.created_s = prepared.tokenizer, prepared.context, prepared.created_s
+        self.has_chat = bool(prepared.tokenizer.chat_template)
         self._open()
 
     def _open(self) -> None:
-        prepared = self._prepared
         self._events: dict[int, deque[TokenEvent]] = {}
+        found = self._prepared
         self._engine = SlotEngine(
-            prepared.module,
-            self._version,
-            prepared.tokenizer,
-            prepared.stop_tokens,
-            slots=self._slots,
-            length=prepared.context,
+            found.module, self._version, found.tokenizer, found.stop_tokens, self._slots, found.context
         )
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether there is a chat template."""
-        return bool(self.tokenizer.chat_template)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[bytes]:
         """The server-sent events of an answer whose first token has come; `path` is such as chat/completions.
@@ -81,8 +66,8 @@ class LocalTexts:
         return chunks
 
     def _write(self, path: str, body: Mapping[str, Any]) -> Generator[bytes]:
-        job = self._prepare(path, body)
-        events = merge_events(job, _CALL)
+        job = APIS[path].prepare(self, read_body(msgspec.json.encode(body), APIS[path].body))
+        events = merge_events(job, TextCall(Caller("")))
         try:
             frames = APIS[path].stream(_run(begin(job, events)))
             yield b""
@@ -93,40 +78,35 @@ class LocalTexts:
 
     def answer_all(
         self, given: Sequence[Any], fields: Mapping[str, Any]
-    ) -> Iterator[tuple[int, TextAnswer | InferenceError]]:
+    ) -> Iterator[tuple[int, StreamedText | InferenceError]]:
         """An answer to each text or list of messages, or why there is none, with its index: many at once, as they end.
         Without a chat template, texts are continued. fields: of the API, for each."""
-        waiting, running = deque(enumerate(given)), dict[int, tuple[int, TextAnswer]]()
+        waiting, running = deque(enumerate(given)), dict[int, tuple[StreamedText, Iterator[str]]]()
         while waiting or running:
-            while waiting and len(running) < self._slots + MAX_AHEAD:
-                index, text = waiting[0]
-                try:
-                    kind = "prompt" if isinstance(text, str) and not self.has_chat else "messages"
-                    job = self._prepare(PATHS[kind], {**build_body(self.name, kind, text, {}), **fields})
-                    number = self._submit(job.requests[0])
-                except InferenceError as error:
-                    if error.status == 429 and running:  # long prompts fill the queue
-                        break
-                    yield index, error
-                else:
-                    running[number] = index, TextAnswer(0, job.use.make_reader(job.template))
-                waiting.popleft()
-            self._step(self._engine)
-            for number, (index, answer) in list(running.items()):
-                outcome: TextAnswer | InferenceError = answer
-                try:
-                    while self._events[number]:
-                        answer.take(self._events[number].popleft())
-                except InferenceError as error:
-                    outcome = error
-                if answer.finish or outcome is not answer:
-                    del running[number], self._events[number]
-                    yield index, outcome
+            index = -1
+            try:
+                while waiting and len(running) < self._slots:
+                    index, value = waiting.popleft()
+                    kind = "prompt" if isinstance(value, str) and not self.has_chat else "messages"
+                    body = {**build_body(self.name, kind, value, {}), **fields}
+                    text = StreamedText(self.stream(PATHS[kind], body))
+                    running[index] = text, iter(text)
+                for index, (text, parts) in list(running.items()):
+                    if next(parts, None) is None:
+                        del running[index]
+                        yield index, text
+            except InferenceError as error:
+                running.pop(index, None)
+                yield index, error
 
     async def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
         """See `TextModel`."""
-        engine, number, running = self._engine, self._submit(request), request.num_answers
-        events = self._events[number]
+        engine, running = self._engine, request.num_answers
+        try:
+            number = engine.submit(request)
+        except ConfigError as error:
+            raise InferenceError(400, str(error), field=error.field) from None
+        events = self._events[number] = deque()
         try:
             while running:
                 while not events:
@@ -141,21 +121,6 @@ class LocalTexts:
     async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
         """See `TextModel`."""
         return [embed(self._prepared.module, each).numpy() for each in prompts], self._version
-
-    def _prepare(self, path: str, body: Mapping[str, Any]) -> Job:
-        api = APIS[path]
-        try:
-            return api.prepare(self, read_body(msgspec.json.encode({"model": self.name, **body}), api.body))
-        except ConfigError as error:
-            raise InferenceError(400, str(error), field=error.field) from None
-
-    def _submit(self, request: TextRequest) -> int:
-        try:
-            number = self._engine.submit(request)
-        except ConfigError as error:
-            raise InferenceError(400, str(error), field=error.field) from None
-        self._events[number] = deque()
-        return number
 
     def _step(self, engine: SlotEngine) -> None:
         if engine is not self._engine:

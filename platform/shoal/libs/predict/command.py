@@ -21,12 +21,12 @@ from rich.table import Column
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, DataError, InferenceError
-from shoal.extend.cli import FiniteRange, ca_option, make_literal_console, make_table, print_json
+from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first, is_integer
 from shoal.libs.predict import input_readers as read
-from shoal.libs.predict.texts import read_texts, show_texts, write_texts
+from shoal.libs.predict.texts import read_fields, read_texts, show_texts, write_texts
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
@@ -54,15 +54,8 @@ FEW_VALUES = 12
 @click.option(
     "--npy", "arrays", multiple=True, metavar="[X=]FILE", help="A NumPy array [rows, ...], or .npz of inputs."
 )
-@click.option(
-    "--text", "texts", multiple=True, metavar="TEXT", help="For a language model; repeated, for more of them."
-)
-@click.option(
-    "--texts", "texts_file", metavar="FILE", help="A text, or JSON with prompt or messages, on each line; or -."
-)
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Of the answer to a text.")
-@click.option("--temperature", type=FiniteRange(min=0), help="Of texts; 0 takes the likeliest token.  [default: 1]")
-@click.option("--seed", type=int, help="Of texts: the same answers again.")
+@click.option("--text", "texts", multiple=True, metavar="TEXT|@FILE", help="For a language model; @FILE: on each line.")
+@click.option("--with", "fields", multiple=True, metavar="NAME=VALUE", help="Of texts: max_tokens=60, temperature=0.")
 @click.option("--rows-per-request", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
     "--deadline-s", type=float, help="How long an answer is useful; the endpoint rejects a request that would be late."
@@ -84,10 +77,7 @@ def predict(
     white: float | None,
     arrays: tuple[str, ...],
     texts: tuple[str, ...],
-    texts_file: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-    seed: int | None,
+    fields: tuple[str, ...],
     rows_per_request: int,
     deadline_s: float | None,
     sticky: str,
@@ -112,14 +102,14 @@ def predict(
       shoal predict tabular --csv patients.csv --columns radius,texture,area
       shoal predict fashion --image shoe.png --white 255
       shoal predict fashion@4 --npy images.npy --deadline-s 0.5
-      shoal predict smollm --text "What is a shoal?" --max-tokens 60 --temperature 0
-      shoal predict smollm --texts questions.jsonl --output json
+      shoal predict smollm --text "What is a shoal?" --with max_tokens=60 --with temperature=0
+      shoal predict smollm --text @questions.jsonl --output json
     """
     for file in (*([] if json_file in (None, "-") else [json_file]), *([table] if table else []), *images, *arrays):
         read.require_file(str(file))
     name, word = split_ref(model)
     version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
-    kinds: dict[str, tuple[object, _Reader]] = {  # texts are read below
+    kinds: dict[str, tuple[object, _Reader]] = {
         "ROW": (rows, lambda inputs: read.from_rows(rows, inputs)),
         "--input": (arguments, lambda inputs: read.parse_arguments(arguments, inputs)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs, has_rows=has_rows)),
@@ -127,28 +117,27 @@ def predict(
         "--image": (images, lambda inputs: read.from_images(images, white, inputs)),
         "--npy": (arrays, lambda inputs: read.from_arrays(arrays, inputs)),
         "--text": (texts, lambda _: {}),
-        "--texts": (texts_file, lambda _: {}),
     }
     given = [kind for kind, (value, _) in kinds.items() if value]
     if len(given) != 1:
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
-    asked = read_texts(texts, texts_file) if texts or texts_file else []
     target = find_endpoint(endpoint)
     with Client(target.url, token=key or token_for(target.url)) as client:
-        if asked:
-            fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "deadline_s": deadline_s}
-            named, begun_s = name if version is None else f"{name}@{version}", time.monotonic()
-            written = write_texts(client, named, asked, sticky=sticky, track=track, **fields)
+        begun_s = time.monotonic()
+        if texts:
+            options = {"sticky": sticky, "track": track, "deadline_s": deadline_s, **read_fields(fields)}
+            named = name if version is None else f"{name}@{version}"
+            written = write_texts(client, named, read_texts(texts), **options)
             show_texts(written, output)
-            _show_versions(name, {span[0] for each in written for span in each.spans}, time.monotonic() - begun_s)
+            _show_versions(name, {number for each in written for number, _ in each.spans}, time.monotonic() - begun_s)
             return
         signature = client.metadata(name)
         has_rows = all(map(has_batch_first, signature.inputs))
         try:
             inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))
         except DataError as error:
-            if rows or arguments:
-                _suggest_text(client, name, error)
+            if (rows or arguments) and _writes_text(client, name):
+                raise DataError(error.field, error.value, error.problem, "texts are given by --text TEXT") from None
             raise
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
         begun_s = time.monotonic()
@@ -162,11 +151,11 @@ def predict(
         )
 
 
-def _suggest_text(client: Client, model: str, error: DataError) -> None:
-    """Raise the error of a word with another remedy, if the model writes text."""
+def _writes_text(client: Client, model: str) -> bool:
     with suppress(InferenceError):
         client.has_chat(model)
-        raise DataError(error.field, error.value, error.problem, f"{model} writes text: give --text TEXT") from None
+        return True
+    return False
 
 
 def _show_versions(name: str, versions: Collection[int], took_s: float) -> None:

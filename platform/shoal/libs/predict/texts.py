@@ -1,4 +1,4 @@
-"""Texts of `shoal predict`, for models that write: reads them, asks the endpoint for all, shows the answers."""
+"""Texts of `shoal predict`, for models that write: reads them, asks for all at once, shows the answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +15,54 @@ from rich.table import Column
 from shoal.client import Client, StreamedText
 from shoal.errors import DataError, InferenceError
 from shoal.extend.cli import make_literal_console, make_table, print_json
+from shoal.extend.serve import summarize_error
 
 MAX_AT_ONCE = 32  # the endpoint computes them together
-Text = str | list[dict[str, Any]]  # a text, or messages
 
 
-def read_texts(texts: Sequence[str], path: str | None) -> list[Text]:
-    """Those given, or of a file: a text for each line, or JSON with `prompt` or `messages`. Raises DataError."""
-    if path is None:
-        return list(texts)
-    found: list[Text] = []
-    try:
-        lines = (sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")).split("\n")
-        for number, line in enumerate(lines, 1):
-            if line.startswith("{") and not path.endswith(".txt"):
-                value = json.loads(line)
-                given = value.get("prompt", value.get("messages"))
-                if not isinstance(given, str | list):
-                    raise DataError("texts", f"{path}:{number}", "has no prompt and no messages", '{"prompt": "..."}')
-                found.append(given)
-            elif line.strip():
-                found.append(line.rstrip("\r"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError("texts", path, f"cannot be read: {error}", "give a text, or JSON, on each line") from None
-    if not found:
-        raise DataError("texts", path, "has no text", "give one on each line")
+def read_texts(given: Sequence[str]) -> list[str | list[Any]]:
+    """Texts, or @FILE with one on each line: as it is, or as JSON with `prompt` or `messages`. Raises DataError."""
+    found: list[str | list[Any]] = []
+    for text in given:
+        if not text.startswith("@"):
+            found.append(text)
+            continue
+        try:
+            lines = (sys.stdin.read() if text == "@-" else Path(text[1:]).read_text(encoding="utf-8")).split("\n")
+            rows = [json.loads(line) if line.startswith("{") else line for line in lines if line.strip()]
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError("text", text, f"cannot be read: {summarize_error(error)}") from None
+        for row in rows:
+            value = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+            if not isinstance(value, str | list):
+                raise DataError("text", text, "has a line without prompt and messages", '{"prompt": "..."}')
+            found.append(value)
     return found
 
 
-def write_texts(client: Client, model: str, texts: Sequence[Text], **options: Any) -> list[StreamedText]:
-    """The answers, or continuations where the model has no chat template. Raises InferenceError that names the text."""
+def read_fields(given: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE, where VALUE is JSON or a text."""
+    fields: dict[str, Any] = {}
+    for name, _, value in (each.partition("=") for each in given):
+        fields[name] = value
+        with suppress(ValueError):
+            fields[name] = json.loads(value)
+    return fields
+
+
+def write_texts(client: Client, model: str, texts: Sequence[Any], **options: Any) -> list[StreamedText]:
+    """Answers; without a chat template, texts are continued. Raises InferenceError that names the text."""
     has_chat = client.has_chat(model.partition("@")[0])
 
-    def write(number: int) -> StreamedText:
-        text = texts[number]
+    def write(number: int, text: Any) -> StreamedText:
+        ask = client.chat if has_chat or not isinstance(text, str) else client.generate
         try:
-            if has_chat or not isinstance(text, str):
-                return client.chat(model, text, **options).read()
-            return client.generate(model, text, **options).read()
+            return ask(model, text, **options).read()
         except InferenceError as error:
             raise InferenceError(error.status, f"text {number}: {error.message}", field=error.field) from None
 
-    with ThreadPoolExecutor(min(MAX_AT_ONCE, len(texts))) as pool:
-        return list(pool.map(write, range(len(texts))))
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        return list(pool.map(write, range(len(texts)), texts))
 
 
 def show_texts(answers: Sequence[StreamedText], output: str) -> None:
