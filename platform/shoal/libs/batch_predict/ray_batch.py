@@ -165,10 +165,10 @@ def predict_files(
 ) -> int:
     """Write Parquet files with a row for each row of `files` (all of one kind); returns the number of rows.
 
-    workers:  processes with the model; None: one on each free CPU except one, which reads and writes, and no more than
-              fit the free GPUs
-    types:    types of CSV columns, instead of the inferred ones
-    num_gpus: GPUs that each worker reserves
+    workers:    processes with the model; None: one on each free CPU except one, which reads and writes, and no more
+                than fit the free GPUs
+    types:      types of CSV columns, instead of the inferred ones
+    num_gpus:   GPUs that each worker reserves
     block_rows: rows that a worker gets together
 
     Raises RunError with the error of the first worker that failed, when workers die repeatedly, or when another process
@@ -196,10 +196,7 @@ def predict_files(
             sink = PartSink(output)
 
         def predict() -> None:
-            rows = _read(files, types)
-            if block_rows != BLOCK_ROWS:  # a small file is one block otherwise, and so one worker's
-                rows = rows.repartition(target_num_rows_per_block=block_rows)
-            rows = _map(rows, job, count, reserved, block_rows)
+            rows = _map(_read(files, types, block_rows), job, count, reserved, block_rows)
             if isinstance(output, Path):
                 rows.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
             else:
@@ -221,7 +218,14 @@ def predict_files(
     return num_rows
 
 
-def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
+def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None, block_rows: int) -> ray.data.Dataset:
+    rows = _read_files(files, types)
+    if block_rows == BLOCK_ROWS:
+        return rows
+    return rows.repartition(target_num_rows_per_block=block_rows)  # a small file is one block, and so one worker's
+
+
+def _read_files(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
     if in_bucket := [file for file in files if isinstance(file, BucketPath)]:
         return ray.data.read_datasource(BucketTables(in_bucket, types), num_cpus=FILE_IO_CPUS)
     paths = [str(file) for file in files]

@@ -110,12 +110,12 @@ class Conversation:
 
     def take(self, text: str) -> bool:
         """Do what a line says; returns False for the last one."""
-        word, _, rest = text.partition(" ")
-        if word == "/quit":
+        name, _, rest = text.partition(" ")
+        if name == "/quit":
             return False
         try:
-            if word.startswith("/"):
-                click.echo(self._do(word, rest.strip()))
+            if name.startswith("/"):
+                click.echo(self._do(name, rest.strip()))
             elif text:
                 self.answer(text)
         except KeyboardInterrupt:
@@ -125,8 +125,8 @@ class Conversation:
             click.secho(f"{error}{hint}", fg="red", err=True)
         return True
 
-    def _do(self, word: str, rest: str) -> str:
-        match word:
+    def _do(self, name: str, rest: str) -> str:
+        match name:
             case "/help":
                 return HELP
             case "/reset":
@@ -142,7 +142,7 @@ class Conversation:
                 with Path(rest).expanduser().open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"messages": self._list_messages()}, ensure_ascii=False) + "\n")
                 return f"{len(self._messages)} messages are in {rest} now"
-        return f"{word} is no command. {suggest(word, COMMANDS) or '/help shows them'}"
+        return f"{name} is no command. {suggest(name, COMMANDS) or '/help shows them'}"
 
     def _list_messages(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self._system}] * bool(self._system) + self._messages

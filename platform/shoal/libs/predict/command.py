@@ -26,12 +26,13 @@ from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first, is_integer
 from shoal.libs.predict import input_readers as read
-from shoal.libs.predict.texts import read_fields, read_texts, show_texts, write_texts
+from shoal.libs.predict.texts import predict_texts
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
 MAX_ROWS_SHOWN = 50
 FEW_VALUES = 12
+_WHITE = "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255"
 
 
 @click.command()
@@ -123,39 +124,29 @@ def predict(
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
     target = find_endpoint(endpoint)
     with Client(target.url, token=key or token_for(target.url)) as client:
-        begun_s = time.monotonic()
-        if texts:
-            options = {"sticky": sticky, "track": track, "deadline_s": deadline_s, **read_fields(fields)}
-            named = name if version is None else f"{name}@{version}"
-            written = write_texts(client, named, read_texts(texts), **options)
-            show_texts(written, output)
-            _show_versions(name, {number for each in written for number, _ in each.spans}, time.monotonic() - begun_s)
-            return
-        signature = client.metadata(name)
-        has_rows = all(map(has_batch_first, signature.inputs))
-        try:
-            inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))
-        except DataError as error:
-            if (rows or arguments) and _writes_text(client, name):
-                raise DataError(error.field, error.value, error.problem, "texts are given by --text TEXT") from None
-            raise
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
+        if texts:
+            return _show_versions(name, *predict_texts(client, name, texts, fields, output, options))
+        has_rows = all(map(has_batch_first, (signature := client.metadata(name)).inputs))
+        inputs = _read_inputs(client, signature, has_rows, kinds[given[0]][1])
         begun_s = time.monotonic()
         answers = _request_predictions(client, name, inputs, rows_per_request if has_rows else 0, options)
         took_s = time.monotonic() - begun_s
     _show(signature, answers, output)
     _show_versions(name, {answer.version for answer in answers}, took_s)
     if images and white is None and not is_integer(signature.inputs[0]):
-        click.secho(
-            "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255", dim=True, err=True
-        )
+        click.secho(_WHITE, dim=True, err=True)
 
 
-def _writes_text(client: Client, model: str) -> bool:
-    with suppress(InferenceError):
-        client.has_chat(model)
-        return True
-    return False
+def _read_inputs(client: Client, signature: ModelMetadata, has_rows: bool, reader: _Reader) -> dict[str, ArrayLike]:
+    """Raises DataError; for a model that writes text, with what to do."""
+    try:
+        return reader(signature.inputs if has_rows else read.add_rows(signature.inputs))
+    except DataError as error:
+        with suppress(InferenceError):
+            client.has_chat(signature.name)
+            raise DataError(error.field, error.value, error.problem, "texts are given by --text TEXT") from None
+        raise
 
 
 def _show_versions(name: str, versions: Collection[int], took_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -50,27 +51,33 @@ def read_fields(given: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def write_texts(client: Client, model: str, texts: Sequence[Any], **options: Any) -> list[StreamedText]:
-    """Answers; without a chat template, texts are continued. Raises InferenceError that names the text."""
-    has_chat = client.has_chat(model.partition("@")[0])
+def predict_texts(
+    client: Client, model: str, given: Sequence[str], fields: Sequence[str], output: str, options: dict[str, Any]
+) -> tuple[set[int], float]:
+    """Show an answer to each text; without a chat template, texts are continued. Returns the versions that wrote them,
+    and how many seconds it took. Raises DataError, InferenceError that names the text."""
+    texts, has_chat = read_texts(given), client.has_chat(model)
+    more, begun_s = {**options, **read_fields(fields)}, time.monotonic()
+    version = more.pop("version")
+    named = model if version is None else f"{model}@{version}"
 
     def write(number: int, text: Any) -> StreamedText:
         ask = client.chat if has_chat or not isinstance(text, str) else client.generate
         try:
-            return ask(model, text, **options).read()
+            return ask(named, text, **more).read()
         except InferenceError as error:
             raise InferenceError(error.status, f"text {number}: {error.message}", field=error.field) from None
 
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
-        return list(pool.map(write, range(len(texts)), texts))
-
-
-def show_texts(answers: Sequence[StreamedText], output: str) -> None:
-    """As a table, or JSON."""
+        answers = list(pool.map(write, range(len(texts)), texts))
+    took_s = time.monotonic() - begun_s
     if output == "json":
         names = ("text", "finish", "spans", "num_prompt_tokens", "num_new_tokens")
         print_json([{name: getattr(each, name) for name in names} for each in answers])
-        return
-    cells = ((str(row), each.text, each.finish, str(each.num_new_tokens)) for row, each in enumerate(answers))
-    columns = [Column("row", justify="right"), Column("text", overflow="fold"), Column("finish"), Column("tokens")]
-    make_literal_console(soft_wrap=not sys.stdout.isatty()).print(make_table(*columns, rows=cells))
+    else:
+        cells = ((str(row), each.text, each.finish, str(each.num_new_tokens)) for row, each in enumerate(answers))
+        table = make_table(
+            Column("row", justify="right"), Column("text", overflow="fold"), "finish", "tokens", rows=cells
+        )
+        make_literal_console(soft_wrap=not sys.stdout.isatty()).print(table)
+    return {number for each in answers for number, _ in each.spans}, took_s
