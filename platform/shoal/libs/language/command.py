@@ -104,6 +104,8 @@ class Conversation:
         finally:
             if self._last is None or not self._last.text:
                 self._messages.pop()
+                if self._last is not None and self._last.finish:
+                    click.secho("the answer is empty", dim=True, err=True)
             else:
                 click.echo()
                 self._messages.append({"role": "assistant", "content": self._last.text})
