@@ -6,6 +6,7 @@ Needs httpx2, which the extra `client` installs.
 from shoal.client.client import AsyncClient, Client
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, VersionStatus
 from shoal.client.payload import Answer
+from shoal.client.streamed_text import StreamedText
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "EndpointStatus",
     "InferenceError",
     "ModelStatus",
+    "StreamedText",
     "VersionStatus",
 ]

@@ -25,6 +25,7 @@ from shoal.client.endpoint_status import EndpointStatus, ModelStatus
 from shoal.client.payload import Answer, Inputs, decode_answer, encode_inputs, encode_rows
 from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
+from shoal.client.streamed_text import PATHS, Messages, StreamedText, build_body
 from shoal.client.transport import AsyncTransport, BlockingTransport
 from shoal.errors import ConfigError, InferenceError
 from shoal.frame import find_names
@@ -168,6 +169,13 @@ class _ClientBase:
             )
             found.append(requests.decode(await self._send(request, policy), Any))
         return found[0] if isinstance(rows, Mapping) else [row for part in found for row in part]
+
+    @_Call
+    async def has_chat(self, model: str) -> bool:
+        """Whether a language model has a chat template, without which it continues texts alone. Raises InferenceError:
+        404 for a model that writes no text."""
+        known = requests.decode(await self._send(requests.build_text_model_request(model)), dict[str, Any])
+        return bool(known.get("has_chat_template"))
 
     @_Call
     async def metadata(self, model: str) -> ModelMetadata:
@@ -349,6 +357,31 @@ class Client(_ClientBase):
 
     async def _exchange(self, request: EndpointRequest, policy: RetryPolicy) -> Reply:
         return await request_with_retries(request, policy, self._transport)
+
+    def chat(self, model: str, messages: Messages, *, sticky: str = "", track: str = "", **fields: Any) -> StreamedText:
+        """The next message of a conversation, by a language model. Its first token has come.
+
+            for part in client.chat("smollm", "What is a shoal?", max_tokens=60):
+                print(part, end="", flush=True)
+
+        model:    NAME, NAME@VERSION or NAME:ADAPTER
+        messages: [{"role": "user", "content": "..."}, ...]; a text is one of the user's
+        fields:   of the HTTP API: max_tokens, temperature (1 unless given), seed, stop, deadline_s, swap, ...
+
+        Raises InferenceError, with the field at fault; ConnectionLost, ConfigError.
+        """
+        return self._write(model, "messages", messages, sticky, track, **fields)
+
+    def generate(self, model: str, prompt: str, *, sticky: str = "", track: str = "", **fields: Any) -> StreamedText:
+        """A text continued by a language model, by 16 tokens unless `max_tokens` is given. Otherwise as `chat`."""
+        return self._write(model, "prompt", prompt, sticky, track, **fields)
+
+    @_Call
+    async def _write(self, /, model: str, given: str, value: Any, *side: str, **fields: Any) -> StreamedText:
+        request = requests.build_text_request(PATHS[given], build_body(model, given, value, fields), *side)
+        chunks = (await self._send(request)).chunks
+        assert chunks is not None
+        return StreamedText(chunks)
 
     def close(self) -> None:
         """Close every connection. Idempotent; later calls raise Closed."""

@@ -38,13 +38,25 @@ def build_infer_request(
 ) -> EndpointRequest:
     """Build an inference request with an encoded body, of tensors (`infer`) or `rows`; `version` None leaves the choice
     to the endpoint. Raises ConfigError."""
-    all_headers = dict(headers)
-    if sticky:
-        all_headers["shoal-sticky"] = _quote_segment("sticky", sticky, _PLAIN)
-    if track:
-        all_headers["shoal-track"] = _quote_segment("track", track, _PLAIN)
     of_version = "" if version is None else f"/versions/{version}"
+    all_headers = {**headers, **_name_side(sticky, track)}
     return EndpointRequest("POST", f"{_path(model)}{of_version}/{action}", all_headers, body)
+
+
+def build_text_request(path: str, body: Mapping[str, Any], sticky: str, track: str) -> EndpointRequest:
+    """Request a text, with a body of `streamed_text.build_body`."""
+    headers = {**_JSON, **_name_side(sticky, track)}
+    return EndpointRequest("POST", f"/v1/{path}", headers, msgspec.json.encode(body), streams=True)
+
+
+def _name_side(sticky: str, track: str) -> dict[str, str]:
+    given = {"sticky": sticky, "track": track}
+    return {f"shoal-{field}": _quote_segment(field, value, _PLAIN) for field, value in given.items() if value}
+
+
+def build_text_model_request(model: str) -> EndpointRequest:
+    """What an endpoint's model is that writes text."""
+    return EndpointRequest("GET", f"/v1/models/{_quote_segment('model', model)}")
 
 
 def build_metadata_request(model: str) -> EndpointRequest:

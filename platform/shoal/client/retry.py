@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
@@ -34,21 +34,24 @@ _MESSAGE_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """A request. `path` begins with a slash."""
+    """A request. `path` begins with a slash. streams: the blocking client reads the body while it comes."""
 
     method: str
     path: str
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A complete reply. The names of the headers are in lower case."""
+    """A complete reply. The names of the headers are in lower case. chunks: of a request that `streams`, the body to
+    come, unless it failed: closing it closes the connection."""
 
     status: int
     headers: dict[str, str]
     body: bytes
+    chunks: Generator[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,10 @@ def decode_error(reply: Reply) -> InferenceError:
     """The endpoint's error as an exception. `retry_after_s` is set for a 429 or 503 with Retry-After."""
     field = ""
     try:
-        error = msgspec.json.decode(reply.body, type=Error)
+        content = msgspec.json.decode(reply.body)
+        if isinstance(inner := content.get("error") if isinstance(content, dict) else None, dict):  # of texts
+            content = {"error": inner.get("message"), "field": inner.get("param") or ""}
+        error = msgspec.convert(content, Error)
         message, field = error.error, error.field
     except msgspec.DecodeError:
         message = reply.body[:_MESSAGE_CHARS].decode(errors="replace").strip() or f"HTTP status {reply.status}"

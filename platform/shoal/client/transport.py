@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from shoal.client.address import find_proxy, parse_host
 from shoal.client.retry import ConnectionBroken, EndpointRequest, NotSent, Reply, SendOutcome, TimedOut
 from shoal.client.tls import CA_VARIABLE, CERTIFICATE_VARIABLE, create_tls_context
-from shoal.errors import Closed, ConfigError, needs_extra
+from shoal.errors import Closed, ConfigError, ConnectionLost, needs_extra
 
 with needs_extra("client"):
     import httpx2
@@ -80,6 +80,9 @@ class BlockingTransport:
         built = _build_request(self._http, request, timeout_s)
         try:
             response = self._http.send(built, stream=True)
+            if request.streams and response.is_success:
+                next(body := _read_on(response))
+                return Reply(response.status_code, dict(response.headers), b"", body)
             try:
                 chunks = []
                 for chunk in response.iter_raw():
@@ -160,6 +163,16 @@ def _build_request(
     return http.build_request(
         request.method, request.path, headers=request.headers, content=request.body or None, timeout=timeout_s
     )
+
+
+def _read_on(response: httpx2.Response) -> Generator[bytes]:
+    try:
+        yield b""  # it has begun, so that closing it closes the response
+        yield from response.iter_raw()
+    except httpx2.TransportError as error:
+        raise ConnectionLost(f"the connection broke before the answer was complete: {error!r}") from None
+    finally:
+        response.close()
 
 
 def _reply(response: httpx2.Response, chunks: list[bytes]) -> Reply:

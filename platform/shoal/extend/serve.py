@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shoal.client.endpoint_status import EndpointStatus
     from shoal.client.payload import ArrayLike
     from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries
+    from shoal.client.streamed_text import PATHS, build_body
     from shoal.client.transport import AsyncTransport
     from shoal.open_inference.binary_tensors import from_binary, to_binary
     from shoal.open_inference.pictures import is_integer, read_picture, summarize_error

@@ -27,6 +27,7 @@ from shoal.registry import ModelVersion, Registry, Signature
 if TYPE_CHECKING:
     from torch import nn
 
+    from shoal.client.streamed_text import Messages, StreamedText
     from shoal.serve.model.predictor import LoadedModel
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -165,6 +166,38 @@ class LocalModel:
         is_plain = not others and first.shape[:1] == [-1] and first.datatype not in ("BYTES", "BF16")
         return first.name, NUMPY_DTYPES[first.datatype], tuple(first.shape[1:]) if is_plain else None
 
+    def chat(self, messages: Messages, **fields: Any) -> StreamedText:
+        """The next message of a conversation, by a language model; see `Client.chat`.
+
+            for part in shoal.load("smollm@champion").chat("What is a shoal?", max_tokens=60):
+                print(part, end="", flush=True)
+
+        Raises InferenceError, with the field at fault; ConfigError for a model that writes no text.
+        """
+        return self._write("messages", messages, fields)
+
+    def generate(self, prompt: str, **fields: Any) -> StreamedText:
+        """A text continued by a language model; see `Client.generate`. Raises as `chat`."""
+        return self._write("prompt", prompt, fields)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether a language model has a chat template. Raises ConfigError for a model that writes no text."""
+        return bool(self._texts.has_chat)
+
+    def _write(self, given: str, value: Any, fields: dict[str, Any]) -> StreamedText:
+        from shoal.client.streamed_text import PATHS, StreamedText, build_body
+
+        seed = {} if self._seed is None else {"seed": self._seed}
+        return StreamedText(self._texts.stream(PATHS[given], build_body(self.name, given, value, seed | fields)))
+
+    @cached_property
+    def _texts(self) -> Any:
+        from shoal.serve.spec.model_options import ModelOptions, TextOptions
+
+        options = ModelOptions(device=self._device, text=TextOptions(slots=4))
+        return _find_writer("local", "shoal.texts", "language")(self.name, Registry().location, options, self._opened)
+
     def act(
         self, observation: Any, *, deterministic: bool | None = None, mask: Any = None, stream: Hashable = 0
     ) -> Any:
@@ -211,10 +244,7 @@ class LocalModel:
 
         Raises ConfigError for a model that ONNX cannot be.
         """
-        try:
-            write = find_extension("onnx", "shoal.converters", {})
-        except ValueError as error:
-            raise ConfigError("onnx", str(path), str(error), "install the library export of Shoal") from None
+        write = _find_writer("onnx", "shoal.converters", "export")
         write(self._version, Path(path), **options)
         return Path(path)
 
@@ -247,3 +277,11 @@ class LocalModel:
         predictor = Predictor(manifest.model, self.signature, options, torch.get_num_threads())
         is_module = manifest.model.format == "module"
         return predictor.load(self._version.weight_file() if is_module else self._version.snapshot())
+
+
+def _find_writer(name: str, group: str, library: str) -> Any:
+    """What a library has under this name. Raises ConfigError without the library."""
+    try:
+        return find_extension(name, group, {})
+    except ValueError as error:
+        raise ConfigError(name, "", str(error), f"install the library {library} of Shoal") from None

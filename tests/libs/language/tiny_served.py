@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
+import uvicorn
 from tests.libs.language.tiny_language import copy_state
 
 from shoal.errors import ConfigError, InferenceError
@@ -118,6 +122,19 @@ class Models:
 
 def make_tiny_app(models: Models, keys: Sequence[ApiKey] = (), limits: RequestLimits | None = None) -> LanguageApp:
     return make_app(models, AccessControl("s3cret" if keys else None, keys), limits or RequestLimits())
+
+
+@contextmanager
+def serve_tiny(models: Models) -> Iterator[int]:
+    """The port of a server of this process."""
+    app = cast(Any, make_tiny_app(models))
+    server = uvicorn.Server(uvicorn.Config(app, factory=False, lifespan="off", log_level="critical"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join()
 
 
 class Client:

@@ -46,6 +46,7 @@ MODULE = "shoal.libs.batch_predict.flow"
 @click.argument("output", metavar="OUTPUT")
 @click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 @click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
+@click.option("--text", metavar="COLUMN", help="Of a language model: the texts, or lists of messages, to answer.")
 @click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes with the model.  [default: the CPUs but one]")
 @click.option(
@@ -65,13 +66,15 @@ def batch_predict(
     output: str,
     overrides: tuple[str, ...],
     columns: tuple[str, ...],
+    text: str | None,
     keep: str | None,
     workers: int | None,
     num_gpus: float | None,
     skip_errors: bool,
     address: str | None,
 ) -> None:
-    """Predict every row of INPUT, a Parquet or CSV file or a folder of them, and write Parquet into the folder OUTPUT.
+    """Predict every row of INPUT, a file of Parquet, CSV or JSON lines (.jsonl) or a folder of them, and write Parquet
+    into the folder OUTPUT.
 
     The output has the columns of the input, the model's outputs and its version, in the order of the input. It appears
     complete or not at all. Either may be in a bucket: s3://BUCKET/PREFIX, gs://... or az://... Needs no endpoint;
@@ -84,6 +87,7 @@ def batch_predict(
       shoal batch-predict fashion images/ predicted --keep id --workers 4
       shoal batch-predict fashion s3://my-bucket/images s3://my-bucket/predicted
       shoal batch-predict fashion@3 images.parquet predicted options.precision=bf16 --skip-errors
+      shoal batch-predict smollm@champion questions.jsonl answers --text prompt generate.max_tokens=60
     """
     paths = {"input": source, "output": output}
     paths = {field: path if is_url(path) else str(Path(path).resolve()) for field, path in paths.items()}
@@ -92,6 +96,7 @@ def batch_predict(
             raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
     fields = [format_override(path, value) for path, value in {"model": model, **paths}.items()] + list(overrides)
     fields += [format_override("columns", list(columns))] if columns else []
+    fields += [format_override("text", text)] if text else []
     fields += [format_override("keep", [each.strip() for each in keep.split(",")])] if keep else []
     fields += [f"workers={workers}"] if workers else []
     fields += [f"num_gpus={num_gpus:g}"] if num_gpus is not None else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -20,26 +21,28 @@ from shoal.errors import DataError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
 from shoal.extend.registry import ModelVersion, Registry, TensorSignature
 from shoal.extend.serve import BatchLayout, GpuCount, ModelOptions, RegisteredModel
-from shoal.libs.batch_predict.output import BucketOutput, find_csv_format
+from shoal.libs.batch_predict.output import BucketOutput, open_lines
+from shoal.libs.batch_predict.text_predictor import find_texts
 from shoal.open_inference.tables import choose_columns, infer_csv_types, parse_columns
 from shoal.store import is_url, locate, open_source, require_location
 
 with needs_extra("data"):
     import pyarrow as pa
-    import pyarrow.csv
     import pyarrow.parquet
 
 JOB = "batch_predict"
-SUFFIXES = (".parquet", ".csv")
+SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 
 class BatchPredictSpec(Spec):
     """A model, its input rows, and how to run it.
 
     model:         name@version, name@alias, or name for the newest version; fixed when the run begins
-    input:         a Parquet or CSV file, or a folder of either; or its URL
+    input:         a file of Parquet, CSV or JSON lines, or a folder of one kind; or its URL
     output:        a new folder, or its URL: Parquet files with the rows in their order
     columns:       the columns of an input: `a,b,c` for the only one, `x=a,b,c` for each of several
+    text:          of a language model: the column of texts, or of messages, that it answers
+    generate:      of its answers: fields of the HTTP API, such as `max_tokens`
     keep:          columns to copy from the input; empty for all
     skip_errors:   rows that the model fails on get no outputs, and the reason in the column `error`
     workers:       processes with a copy of the model; None for one on each CPU but one, as far as GPUs suffice
@@ -53,6 +56,8 @@ class BatchPredictSpec(Spec):
     input: str = ""
     output: str = ""
     columns: list[str] = Field(default_factory=list)
+    text: str = ""
+    generate: dict[str, Any] = Field(default_factory=dict)
     keep: list[str] = Field(default_factory=list)
     skip_errors: bool = False
     workers: int | None = Field(default=None, ge=1)
@@ -67,10 +72,10 @@ def list_input_files(path: str) -> list[Path]:
     paths = sorted(location.iterdir(), key=attrgetter("name")) if location.is_dir() else [location]
     files = [file for file in paths if file.suffix in SUFFIXES and not file.name.startswith(".")]
     if not files or not all(file.is_file() for file in files):
-        raise DataError("input", path, "is no Parquet or CSV file, nor a folder of them", "check the path")
+        raise DataError("input", path, "is no file of Parquet, CSV or JSON lines (.jsonl), nor a folder of them")
     kinds = {file.suffix for file in files}
     if len(kinds) > 1:
-        raise DataError("input", path, "has Parquet and CSV files", "give each kind a folder of its own")
+        raise DataError("input", path, f"has files of {' and '.join(sorted(kinds))}", "give each kind a folder")
     return files
 
 
@@ -84,8 +89,14 @@ def check(spec: BatchPredictSpec) -> None:
     schemas = {file: _read_schema(file) for file in list_input_files(spec.input)}
     first, *others = schemas
     _, chosen = _match_columns(Registry().get(spec.model), spec, schemas[first])
-    if missing := [column for column in spec.keep if column not in schemas[first].names]:
-        raise DataError("keep", missing[0], "is not in the table", f"it has {', '.join(schemas[first].names)}")
+    texts = [spec.text] if spec.text else []
+    if missing := [column for column in (*spec.keep, *texts) if column not in schemas[first].names]:
+        raise DataError(
+            "text" if missing[0] == spec.text else "keep",
+            missing[0],
+            "is not in the table",
+            f"it has {', '.join(schemas[first].names)}",
+        )
     wanted = [*(column for columns in chosen.values() for column in columns), *spec.keep]
     for file in others:
         if wrong := [column for column in wanted if schemas[file].names.count(column) != 1]:
@@ -110,13 +121,22 @@ def _match_columns(
 ) -> tuple[list[TensorSignature], dict[str, list[str]]]:
     """The model's inputs, with the rows in dimension 0, and the columns of each. Raises ConfigError for options that do
     not fit them, DataError."""
+    if spec.text:
+        find_texts("check")(version, spec.options, spec.generate)
+        return [], {"text": [spec.text]}
     inputs = BatchLayout(version.manifest.signature, spec.options).signature.inputs
-    return inputs, choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
+    try:
+        return inputs, choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
+    except DataError as error:
+        if "tokenizer.json" in version.manifest.files:
+            remedy = f"for answers to texts: --text COLUMN, of {', '.join(seen.names)}"
+            raise DataError(error.field, error.value, error.problem, remedy) from None
+        raise
 
 
 def batch_predict(spec: BatchPredictSpec, job: str) -> str:
     """Predict every row and return the run's id. Raises DataError, RegistryError, RunError, ClusterError."""
-    from shoal.libs.batch_predict.ray_batch import BatchJob, predict_files, resolve_gpus
+    from shoal.libs.batch_predict.ray_batch import BLOCK_ROWS, TEXT_BLOCK_ROWS, BatchJob, predict_files, resolve_gpus
 
     check(spec)
     registry, files = Registry(), list_input_files(spec.input)
@@ -130,6 +150,8 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         spec.keep or None,
         spec.skip_errors,
         spec.torch_threads,
+        spec.text,
+        spec.generate,
     )
     with shoal.runs.create(job, spec.to_record(), expected_run_id(), kind=shoal.runs.RunKind.PREDICTION) as recorder:
         begun_s = time.monotonic()
@@ -137,7 +159,8 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
         types = infer_csv_types(inputs, chosen, seen)
         num_gpus = resolve_gpus(spec.num_gpus, spec.options, spec.workers)
-        rows = predict_files(work, files, open_output(spec.output), spec.workers, types, num_gpus=num_gpus)
+        block_rows, output = TEXT_BLOCK_ROWS if spec.text else BLOCK_ROWS, open_output(spec.output)
+        rows = predict_files(work, files, output, spec.workers, types, num_gpus, block_rows)
         seconds = time.monotonic() - begun_s
         recorder.record_event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
         print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)
@@ -145,16 +168,16 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
 
 
 def _read_schema(file: Path) -> pa.Schema:
-    """The file's schema; a CSV file's is inferred from its beginning. Raises DataError."""
+    """The file's schema; that of lines is inferred from their beginning. Raises DataError."""
     try:
+        if file.suffix != ".parquet":
+            with open_lines(file) as reader:
+                return reader.schema
         with open_source(file) as source:
-            if file.suffix == ".csv":
-                with pyarrow.csv.open_csv(source, parse_options=find_csv_format(file)) as reader:
-                    return reader.schema
             return pyarrow.parquet.read_schema(source)
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise DataError("input", str(file), f"cannot be read: {reason}", "give a CSV or a Parquet file") from None
+        raise DataError("input", str(file), f"cannot be read: {reason}", f"give a sound {file.suffix} file") from None
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ from __future__ import annotations
 import json
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet
 
 from shoal.errors import DataError, RunError, StoreError
@@ -46,34 +47,45 @@ def find_csv_format(file: Path) -> pyarrow.csv.ParseOptions:
         return pyarrow.csv.ParseOptions(delimiter=find_separator(source.readline()))
 
 
+@contextmanager
+def open_lines(file: Path, types: Mapping[str, pa.DataType] | None = None) -> Iterator[pa.RecordBatchReader]:
+    """The rows of a file of CSV or JSON lines, in batches. types: of CSV columns, instead of the inferred ones."""
+    form = find_csv_format(file) if file.suffix == ".csv" else None
+    with open_source(file) as source:
+        if form is None:
+            with pyarrow.json.open_json(source) as reader:
+                yield reader
+            return
+        with pyarrow.csv.open_csv(source, None, form, pyarrow.csv.ConvertOptions(column_types=types)) as reader:
+            yield reader
+
+
 def has_rows(files: Sequence[Path]) -> bool:
     """Whether the files have any rows; reads no more than necessary."""
     for file in files:
-        with open_source(file) as source:
-            if file.suffix != ".csv":
+        if file.suffix == ".parquet":
+            with open_source(file) as source:
                 has_some = bool(pyarrow.parquet.read_metadata(source).num_rows)
-            else:
-                with pyarrow.csv.open_csv(source, parse_options=find_csv_format(file)) as reader:
-                    has_some = any(batch.num_rows for batch in reader)
+        else:
+            with open_lines(file) as reader:
+                has_some = any(batch.num_rows for batch in reader)
         if has_some:
             return True
     return False
 
 
 def count_rows(files: Sequence[Path]) -> int:
-    """Count the rows of files already read, all CSV or all Parquet."""
+    """Count the rows of files already read, all of one kind."""
     num_rows = 0
     for file in files:
-        with open_source(file) as source:
-            if file.suffix != ".csv":
+        if file.suffix == ".parquet":
+            with open_source(file) as source:
                 num_rows += pyarrow.parquet.read_metadata(source).num_rows
-                continue
-            with pyarrow.csv.open_csv(source, parse_options=find_csv_format(file)) as reader:
-                names = reader.schema.names
+            continue
+        with open_lines(file) as reader:
+            names = reader.schema.names
         # A type inferred from the beginning may not fit the rest; any value can be read as text.
-        as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-        form = find_csv_format(file)
-        with open_source(file) as source, pyarrow.csv.open_csv(source, None, form, as_text) as reader:
+        with open_lines(file, dict.fromkeys(names, pyarrow.string())) as reader:
             num_rows += sum(batch.num_rows for batch in reader)
     return num_rows
 

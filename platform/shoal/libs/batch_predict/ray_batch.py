@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,17 @@ from shoal.libs.batch_predict.output import (
     find_csv_format,
     has_rows,
     make_incoming_path,
+    open_lines,
     publish_output,
     require_all_rows,
     verify_row_count,
 )
-from shoal.libs.batch_predict.table_predictor import TablePredictor
+from shoal.libs.batch_predict.table_predictor import TablePredictor, keep_columns
+from shoal.libs.batch_predict.text_predictor import TextPredictor
 from shoal.store import BucketPath, fetch
 
 BLOCK_ROWS = 4096  # sent to a worker together
+TEXT_BLOCK_ROWS = 128  # of texts: each takes seconds, and a block's last ones leave slots of the engine empty
 READ_ROWS = 65536  # of a file in a bucket, at once
 FILE_IO_CPUS = 0.5  # reserved by reading, and by writing
 MIN_WORKER_CPUS = 0.25  # of a worker
@@ -63,7 +66,7 @@ _NAMED = re.compile(r"^[\w.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class BatchJob:
-    """The parameters of every worker. `columns_by_input` and `keep` as in TablePredictor."""
+    """The parameters of every worker, as in TablePredictor; with `text`, a column, as in TextPredictor."""
 
     source: RegisteredModel
     version: int
@@ -72,13 +75,19 @@ class BatchJob:
     keep: Sequence[str] | None
     skip_errors: bool
     torch_threads: int
+    text: str = ""
+    generate: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PredictWorker:
-    """Ray Data's object in each worker: forwards to a TablePredictor."""
+    """Ray Data's object in each worker: forwards to a TablePredictor or a TextPredictor."""
 
     def __init__(self, job: BatchJob, num_gpus: float) -> None:
         limit_device_memory(num_gpus)
+        self._job, self._texts = job, None
+        if job.text:
+            self._texts = TextPredictor(job.source, job.version, job.options, job.generate, job.torch_threads)
+            return
         self._predictor = TablePredictor(
             job.source.load_package(job.version),
             job.options,
@@ -89,11 +98,17 @@ class PredictWorker:
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        return self._predictor(table)
+        if self._texts is None:
+            return self._predictor(table)
+        answers = self._texts(table[self._job.text], self._job.skip_errors)
+        output = keep_columns(table, self._job.keep, answers.column_names)
+        for name in answers.column_names:
+            output = output.append_column(name, answers[name])
+        return output
 
 
 class BucketTables(ray.data.Datasource):
-    """Files of a bucket, all CSV or all Parquet, each read by one task on any host.
+    """Files of a bucket, all of one kind, each read by one task on any host.
 
     types: of CSV columns, instead of the inferred ones
     """
@@ -131,9 +146,8 @@ class PartSink(ray.data.Datasink[Part | None]):
 
 def _read_tables(file: BucketPath, types: Mapping[str, pa.DataType] | None) -> Iterator[pa.Table]:
     fetch([file])
-    if file.suffix == ".csv":
-        converted = pyarrow.csv.ConvertOptions(column_types=types)
-        with pyarrow.csv.open_csv(file, None, find_csv_format(file), converted) as reader:
+    if file.suffix != ".parquet":
+        with open_lines(file, types) as reader:
             yield from (pa.Table.from_batches([batch]) for batch in reader)
         return
     with pyarrow.parquet.ParquetFile(file) as source:
@@ -147,13 +161,15 @@ def predict_files(
     workers: int | None,
     types: Mapping[str, pa.DataType] | None = None,
     num_gpus: float = 0.0,
+    block_rows: int = BLOCK_ROWS,
 ) -> int:
-    """Write Parquet files with a row for each row of `files` (all CSV or all Parquet); returns the number of rows.
+    """Write Parquet files with a row for each row of `files` (all of one kind); returns the number of rows.
 
-    workers:  processes with the model; None: one on each free CPU except one, which reads and writes, and no more than
-              fit the free GPUs
-    types:    types of CSV columns, instead of the inferred ones
-    num_gpus: GPUs that each worker reserves
+    workers:    processes with the model; None: one on each free CPU except one, which reads and writes, and no more
+                than fit the free GPUs
+    types:      types of CSV columns, instead of the inferred ones
+    num_gpus:   GPUs that each worker reserves
+    block_rows: rows that a worker gets together
 
     Raises RunError with the error of the first worker that failed, when workers die repeatedly, or when another process
     has created `output` by the end; DataError for no rows; ConfigError when the cluster has too few GPUs, ClusterError
@@ -180,7 +196,7 @@ def predict_files(
             sink = PartSink(output)
 
         def predict() -> None:
-            rows = _map(_read(files, types), job, count, reserved)
+            rows = _map(_read(files, types, block_rows), job, count, reserved, block_rows)
             if isinstance(output, Path):
                 rows.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
             else:
@@ -202,15 +218,24 @@ def predict_files(
     return num_rows
 
 
-def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
+def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None, block_rows: int) -> ray.data.Dataset:
+    rows = _read_files(files, types)
+    if block_rows == BLOCK_ROWS:
+        return rows
+    return rows.repartition(target_num_rows_per_block=block_rows)  # a small file is one block, and so one worker's
+
+
+def _read_files(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
     if in_bucket := [file for file in files if isinstance(file, BucketPath)]:
         return ray.data.read_datasource(BucketTables(in_bucket, types), num_cpus=FILE_IO_CPUS)
     paths = [str(file) for file in files]
     if paths[0].endswith(".csv"):
-        converted = pa.csv.ConvertOptions(column_types=types)
+        converted = pyarrow.csv.ConvertOptions(column_types=types)
         options = {"parse_options": find_csv_format(files[0]), "convert_options": converted}
         return ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, **options)
-    # `partitioning`, in both: a folder named day=3 is not a column
+    if paths[0].endswith(".jsonl"):
+        return ray.data.read_json(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
+    # `partitioning`, in all: a folder named day=3 is not a column
     # Ray Data ignores the part of a path after a ? when it checks the extension.
     return ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
 
@@ -224,7 +249,9 @@ def _catch_failure(predict: Callable[[], None]) -> RunError | None:
     return None
 
 
-def _map(rows: ray.data.Dataset, job: BatchJob, count: int, reserved: Mapping[str, float]) -> ray.data.Dataset:
+def _map(
+    rows: ray.data.Dataset, job: BatchJob, count: int, reserved: Mapping[str, float], block_rows: int
+) -> ray.data.Dataset:
     with warnings.catch_warnings():
         # Ray 2.60 has no other way to limit restarts, although this one is deprecated.
         warnings.simplefilter("ignore", ray.util.annotations.RayDeprecationWarning)
@@ -232,7 +259,7 @@ def _map(rows: ray.data.Dataset, job: BatchJob, count: int, reserved: Mapping[st
             PredictWorker,
             fn_constructor_args=(job, reserved.get("num_gpus", 0.0)),
             batch_format="pyarrow",
-            batch_size=BLOCK_ROWS,
+            batch_size=block_rows,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
             **reserved,
             zero_copy_batch=True,

@@ -34,6 +34,17 @@ class _TableRequest:
     errors: list[str | None] = field(default_factory=list)
 
 
+def keep_columns(table: pa.Table, keep: Sequence[str] | None, added: Sequence[str]) -> pa.Table:
+    """The columns to keep, None for all, beside those to add. Raises ConfigError for one that is there twice."""
+    output = table if keep is None else table.select(list(keep))
+    # A table that has the target already: both are wanted, for comparison.
+    output = output.rename_columns([f"input_{name}" if name in added else name for name in output.column_names])
+    if twice := [name for name in output.column_names if output.column_names.count(name) > 1]:
+        remedy = "choose the columns to keep with --keep"
+        raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
+    return output
+
+
 class TablePredictor:
     """Answers tables with one version of a model.
 
@@ -72,15 +83,8 @@ class TablePredictor:
             self._predict(together)
         parts = [part for request in requests for part in request.parts]
         errors = [error for request in requests for error in request.errors]
-        output = table if self._keep is None else table.select(list(self._keep))
-        named = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN]
-        if self._skip_errors:
-            named.append(ERROR_COLUMN)
-        # A table that has the target already: both are wanted, for comparison.
-        output = output.rename_columns([f"input_{name}" if name in named else name for name in output.column_names])
-        if twice := [name for name in output.column_names if output.column_names.count(name) > 1]:
-            remedy = "choose the columns to keep with --keep"
-            raise ConfigError("keep", twice[0], "is a column of the input and of the output", remedy)
+        added = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN, *[ERROR_COLUMN] * self._skip_errors]
+        output = keep_columns(table, self._keep, added)
         is_table = any(spec.kind for spec in self.signature.inputs)
         for spec in self.signature.outputs:
             kind = column_type(spec)

@@ -1,9 +1,17 @@
-"""The name of this library in `shoal`."""
+"""The verb of this library, its name in `shoal`, and where it writes text: at endpoints, and in a process."""
 
 from shoal.plugins.library import Library
 
 LIBRARY = Library(
     "language",
+    verbs={"chat": ("shoal.libs.language.command:chat", "Talk with a language model, of this machine or an endpoint.")},
     names={"language": "shoal.libs.language"},
-    extensions={"shoal.protocols": {"language": "shoal.libs.language.app:make_app"}},
+    extensions={
+        "shoal.protocols": {"language": "shoal.libs.language.app:make_app"},
+        "shoal.texts": {
+            "check": "shoal.libs.language.local:check_version",
+            "local": "shoal.libs.language.local:LocalTexts",
+        },
+    },
+    heading="serve",
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,19 @@ from rich.table import Column
 
 from shoal.client import Answer, Client
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first, is_integer
 from shoal.libs.predict import input_readers as read
+from shoal.libs.predict.texts import predict_texts
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
 MAX_ROWS_SHOWN = 50
 FEW_VALUES = 12
+_WHITE = "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255"
 
 
 @click.command()
@@ -52,6 +55,8 @@ FEW_VALUES = 12
 @click.option(
     "--npy", "arrays", multiple=True, metavar="[X=]FILE", help="A NumPy array [rows, ...], or .npz of inputs."
 )
+@click.option("--text", "texts", multiple=True, metavar="TEXT|@FILE", help="For a language model; @FILE: on each line.")
+@click.option("--with", "fields", multiple=True, metavar="NAME=VALUE", help="Of texts: max_tokens=60, temperature=0.")
 @click.option("--rows-per-request", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
     "--deadline-s", type=float, help="How long an answer is useful; the endpoint rejects a request that would be late."
@@ -72,6 +77,8 @@ def predict(
     images: tuple[Path, ...],
     white: float | None,
     arrays: tuple[str, ...],
+    texts: tuple[str, ...],
+    fields: tuple[str, ...],
     rows_per_request: int,
     deadline_s: float | None,
     sticky: str,
@@ -80,7 +87,7 @@ def predict(
     endpoint: str | None,
     key: str,
 ) -> None:
-    """Send requests to a model of an endpoint: as rows, words, JSON, a table, images or arrays.
+    """Send requests to a model of an endpoint: as rows, words, JSON, a table, images, arrays or texts.
 
     A ROW is a JSON object with a field for each column, or for each input. null is a value that is not known.
 
@@ -96,6 +103,8 @@ def predict(
       shoal predict tabular --csv patients.csv --columns radius,texture,area
       shoal predict fashion --image shoe.png --white 255
       shoal predict fashion@4 --npy images.npy --deadline-s 0.5
+      shoal predict smollm --text "What is a shoal?" --with max_tokens=60 --with temperature=0
+      shoal predict smollm --text @questions.jsonl --output json
     """
     for file in (*([] if json_file in (None, "-") else [json_file]), *([table] if table else []), *images, *arrays):
         read.require_file(str(file))
@@ -108,26 +117,41 @@ def predict(
         "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
         "--image": (images, lambda inputs: read.from_images(images, white, inputs)),
         "--npy": (arrays, lambda inputs: read.from_arrays(arrays, inputs)),
+        "--text": (texts, lambda _: {}),
     }
     given = [kind for kind, (value, _) in kinds.items() if value]
     if len(given) != 1:
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
     target = find_endpoint(endpoint, name)
     with Client(target.url, token=key or token_for(target.url)) as client:
-        signature = client.metadata(name)
-        has_rows = all(map(has_batch_first, signature.inputs))
-        inputs = kinds[given[0]][1](signature.inputs if has_rows else read.add_rows(signature.inputs))
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
+        if texts:
+            return _show_versions(name, *predict_texts(client, name, texts, fields, output, options))
+        has_rows = all(map(has_batch_first, (signature := client.metadata(name)).inputs))
+        inputs = _read_inputs(client, signature, has_rows, kinds[given[0]][1])
         begun_s = time.monotonic()
         answers = _request_predictions(client, name, inputs, rows_per_request if has_rows else 0, options)
         took_s = time.monotonic() - begun_s
     _show(signature, answers, output)
-    versions = ", ".join(str(version) for version in sorted({answer.version for answer in answers}))
-    click.secho(f"{name} version {versions}, {took_s * 1000:.1f} ms", dim=True, err=True)
+    _show_versions(name, {answer.version for answer in answers}, took_s)
     if images and white is None and not is_integer(signature.inputs[0]):
-        click.secho(
-            "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255", dim=True, err=True
-        )
+        click.secho(_WHITE, dim=True, err=True)
+
+
+def _read_inputs(client: Client, signature: ModelMetadata, has_rows: bool, reader: _Reader) -> dict[str, ArrayLike]:
+    """Raises DataError; for a model that writes text, with what to do."""
+    try:
+        return reader(signature.inputs if has_rows else read.add_rows(signature.inputs))
+    except DataError as error:
+        with suppress(InferenceError):
+            client.has_chat(signature.name)
+            raise DataError(error.field, error.value, error.problem, "texts are given by --text TEXT") from None
+        raise
+
+
+def _show_versions(name: str, versions: Collection[int], took_s: float) -> None:
+    shown = ", ".join(map(str, sorted(versions)))
+    click.secho(f"{name} version {shown}, {took_s * 1000:.1f} ms", dim=True, err=True)
 
 
 def _request_predictions(

@@ -262,7 +262,8 @@ class _Reply:
             return {"type": "error", "error": {"type": kind, "message": error.message}}
         code = "context_length_exceeded" if " context of " in error.message else None
         code = "model_not_found" if error.status == 404 and error.field == "model" else code
-        return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": code}}
+        described = {"message": error.message, "type": kind, "param": error.field or None, "code": code}
+        return {"error": described | {"status": error.status}}  # of an error within a stream, too
 
     @asynccontextmanager
     async def _watch(self) -> AsyncIterator[None]:
@@ -307,4 +308,5 @@ def _describe_model(model: TextModel) -> dict[str, Any]:
     """As both APIs have it."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created_s))
     known = {"id": model.name, "object": "model", "created": int(model.created_s), "owned_by": "shoal"}
-    return known | {"type": "model", "display_name": model.name, "created_at": stamp, "max_input_tokens": model.context}
+    known |= {"type": "model", "display_name": model.name, "created_at": stamp, "max_input_tokens": model.context}
+    return known | {"has_chat_template": bool(model.tokenizer.chat_template)}

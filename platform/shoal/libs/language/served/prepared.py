@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from shoal.errors import ConfigError
 from shoal.extend.models import Decoder
 from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.serve import LoadedModel, ModelOptions
@@ -65,26 +66,34 @@ class VersionPreparation:
     def prepare(self, name: str, registry: str, options: ModelOptions, loaded: LoadedModel) -> None:
         """See `ModelManager.prepare_with`. Whatever is wrong with the texts of a version, it answers tensors."""
         try:
-            module = share_module(loaded.module) if loaded.module is not None else None
-            if module is None:
-                return
-            read = self._read_tokenizer(name, registry, options, loaded.version)
-            if read is None:
-                logger.info("%s@%d has no tokenizer, and so no text", name, loaded.version)
-                return
-            key = (name, type(module))
-            if key not in self._contexts:
-                self._contexts[key] = open_model(module).context
+            if loaded.module is not None and (module := share_module(loaded.module)) is not None:
+                self._found[loaded] = self._open(name, registry, options, loaded.version, module)
         except Exception as error:  # noqa: BLE001 - of files and networks that are the user's
             logger.warning("%s@%d answers tensors, and no text: %s", name, loaded.version, error)
-            return
+
+    def open(self, name: str, registry: str, options: ModelOptions, loaded: LoadedModel) -> PreparedVersion:
+        """The version as an engine takes it. Raises ConfigError for one that writes no text."""
+        module = share_module(loaded.module) if loaded.module is not None else None
+        if module is None:
+            problem, remedy = "writes no text: it is no language model", "`shoal predict` and `shoal play` use others"
+            raise ConfigError("model", f"{name}@{loaded.version}", problem, remedy)
+        return self._open(name, registry, options, loaded.version, module)
+
+    def _open(
+        self, name: str, registry: str, options: ModelOptions, version: int, module: nn.Module
+    ) -> PreparedVersion:
+        read = self._read_tokenizer(name, registry, options, version)
+        if read is None:
+            problem, remedy = "has no tokenizer, and so no text", "text.tokenizer names one that has it"
+            raise ConfigError("model", f"{name}@{version}", problem, remedy)
+        key = (name, type(module))
+        if key not in self._contexts:
+            self._contexts[key] = open_model(module).context
         (tokenizer, stops, source), known = read, self._contexts[key]
         created_s = time.time() if source is None else source.manifest.created_at
         eos = getattr(getattr(module, "config", None), "eos_token_id", None)
         context = min(options.text.length or known or 2048, known or 1 << 30)
-        self._found[loaded] = PreparedVersion(
-            module, tokenizer, (*stops, *_list_tokens(eos)), context, created_s, source
-        )
+        return PreparedVersion(module, tokenizer, (*stops, *_list_tokens(eos)), context, created_s, source)
 
     def _read_tokenizer(
         self, name: str, registry: str, options: ModelOptions, version: int
@@ -102,10 +111,15 @@ class VersionPreparation:
                 files = {each: source.fetch_file(each) for each in source.manifest.files}
         with self._lock:
             if key not in self._tokenizers:
-                if not any(each in files for each in _TOKENIZER_FILES):
+                if not has_tokenizer(files):
                     return None
                 self._tokenizers[key] = _load_tokenizer(files)
         return *self._tokenizers[key], own
+
+
+def has_tokenizer(files: Container[str]) -> bool:
+    """Whether the files of these names hold one."""
+    return any(each in files for each in _TOKENIZER_FILES)
 
 
 def share_module(module: nn.Module) -> nn.Module | None:
