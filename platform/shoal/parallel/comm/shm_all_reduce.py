@@ -4,9 +4,9 @@
     pieces       another file, [n ranks][size], for values that are born there, and read there by all
     one barrier  a message between each pair of ranks, over private sockets: the number of values
 
-A rank copies its values into its row, or has written them there (`next_row`), waits at a barrier, and adds up all rows
-in the order of ranks, so that all have the same bits; with more than two ranks each adds up a part, and a second
-barrier signals that all parts are done. Turns alternate: a rank that reuses a row knows that all have read it, since a
+A rank copies its values into its row (`next_row`) and waits at a barrier. Of two ranks, each adds the other's row to
+its values; of more, each adds up a part of all rows, and a second barrier signals that all parts are done. So all have
+the same bits. Turns alternate: a rank that reuses a row knows that all have read it, since a
 barrier lay in between. Neither file nor sockets have a name that outlives their processes, and /dev/shm's limit does
 not apply.
 
@@ -22,6 +22,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ class ShmAllReduce:
             began_s = time.perf_counter()
             self.next_row(part).copy_(part)
             self.waited_s += time.perf_counter() - began_s
-            self.sum_rows(part)
+            self.sum_rows([part], lambda row: [row])
             if factor != 1.0:
                 part.mul_(factor)
         return values
@@ -97,21 +98,25 @@ class ShmAllReduce:
         self._next = self._next_rows(like)
         return self._next.rows[self.rank]
 
-    def sum_rows(self, out: Tensor) -> None:
-        """Write the sum of what all ranks have put into their `next_row` to `out`. Collective; raises as `sum` does."""
+    def sum_rows(self, values: list[Tensor], divide: Callable[[Tensor], list[Tensor]]) -> None:
+        """Replace `values`, which this rank has copied into its `next_row`, by their sums over all ranks. Collective;
+        raises as `sum` does.
+
+        divide: the parts of a row, as `values`
+        """
         began_s = time.perf_counter()
         rows, message = self._next
         self._sync_peers(message)
-        if self.size == 2:
-            torch.add(rows[0], rows[1], out=out)
+        if self.size == 2:  # two numbers have the same sum in either order
+            torch._foreach_add_(values, divide(rows[1 - self.rank]))
         else:
             # Each rank adds up one part, in the first row, where no other rank reads that part.
             total, *others = (row.tensor_split(self.size)[self.rank] for row in rows)
             for other in others:
                 total.add_(other)
             self._sync_peers(message)
-            out.copy_(rows[0])
-        self.sent_bytes += 2 * out.nbytes * (self.size - 1) / self.size
+            torch._foreach_copy_(values, divide(rows[0]))
+        self.sent_bytes += 2 * rows[0].nbytes * (self.size - 1) / self.size
         self.waited_s += time.perf_counter() - began_s
 
     def gather(self, mine: Tensor) -> Tensor:
@@ -154,8 +159,8 @@ class ShmAllReduce:
         self.waited_s += time.perf_counter() - began_s
 
     def sum_scattered(self, total: Tensor, parts: Tensor, factor: float = 1.0) -> None:
-        """Fill `total` [k] with this rank's part of the sum over all ranks of `parts` [n * k], times `factor`. They have
-        been lent, each of its rank's piece. Collective; raises as `sum` does."""
+        """Fill `total` [k] with this rank's part of the sum over all ranks of `parts` [n * k], times `factor`. Each of
+        them has been lent of its rank's piece. Collective; raises as `sum` does."""
         began_s = time.perf_counter()
         self._sync_peers(_COUNT_STRUCT.pack(parts.numel()))
         begin, size = self.rank * total.nbytes, total.nbytes

@@ -7,6 +7,7 @@ with one rank for each copy this is plain data parallel, for layers that are alr
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -179,8 +180,12 @@ def _reserve_memory(parts: Sequence[nn.Module], shared: ShmAllReduce) -> None:
     found, most = set[nn.Parameter](), 0
     for part in parts:
         own = set(part.parameters()) - found
-        rows = sum(-(-each.shape[0] // shared.size) * each[0].numel() * max(4, each.element_size()) for each in own)
-        found, most = found | own, max(most, shared.size * rows)
+        size_bytes = 0
+        for parameter in own:  # by their shapes: an index of a split one may be collective
+            first, *others = *parameter.shape, 1
+            padded = -(-first // shared.size) * shared.size * math.prod(others)
+            size_bytes += padded * max(parameter.element_size(), torch.float32.itemsize)
+        found, most = found | own, max(most, size_bytes)
     shared.reserve(most)
 
 

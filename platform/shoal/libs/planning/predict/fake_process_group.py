@@ -127,17 +127,21 @@ class _FakeAllReduce(ShmAllReduce):
         self._ranks, self._sums = tuple(dist.get_process_group_ranks(group)), sums
         self.size = dist.get_world_size(group)
         self.waited_s = self.sent_bytes = 0.0
-        self.rank, self.memory, self.gathered = 0, torch.empty(0), torch.empty(0)
+        self.rank, self.gathered = 0, torch.empty(0)
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
         self._record(2 * values.nbytes * (self.size - 1) / self.size)
         return values.mul_(factor)
 
     def next_row(self, like: Tensor) -> Tensor:
-        return like
+        if self.memory.nbytes < like.nbytes:
+            self.memory = torch.empty(like.nbytes, dtype=torch.uint8)
+        return self.memory[: like.nbytes].view(like.dtype)
 
-    def sum_rows(self, out: Tensor) -> None:
-        self.sum(out, float(self.size))
+    def sum_rows(self, values: list[Tensor], divide: Callable[[Tensor], list[Tensor]]) -> None:
+        self._record(2 * sum(each.nbytes for each in values) * (self.size - 1) / self.size)
+        torch._foreach_mul_(values, float(self.size))
 
     def gather(self, mine: Tensor) -> Tensor:
         self._record(mine.nbytes * (self.size - 1))
