@@ -86,8 +86,7 @@ class _Buffer:
         else:
             for parameter, view in zip(parameters, self._views, strict=True):
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, view))
-        self._slices: dict[int, Tensor] = {}  # of the buffer, by the number of values
-        self._parts: dict[Tensor, list[Tensor]] = {}
+        self._parts: dict[Tensor, list[Tensor]] = {}  # of rows
 
     def _divide(self, values: Tensor) -> list[Tensor]:
         """The gradient of each parameter, and the other values if there are any."""
@@ -113,10 +112,7 @@ class _Buffer:
 
         Collective.
         """
-        size = self._num_values + (0 if others is None else others.numel())
-        if size not in self._slices:
-            self._slices[size] = self._flat[:size]
-        flat = self._slices[size]
+        flat = self._flat[: self._num_values + (0 if others is None else others.numel())]
         if self._rows is not None:
             values = [_make_dense(*each) for each in zip(self._parameters, self._views, strict=True)]
             if others is not None:
