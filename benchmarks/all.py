@@ -32,6 +32,7 @@ NAMES = (
         "cost",
         "tree_recipe",
         "finetune",
+        "finetune_fsdp",
     ),
     *("trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
     *("population", "population_pbt", "som", "recommender", "optimise"),

@@ -1,7 +1,8 @@
 """A decoder of some size that notes when each rank ends its first steps, and its memory: see `benchmarks.large_models`.
 
-Each rank writes FOLDER/RANK.json: `steps` (seconds since the epoch at the end of each), and `grown_bytes`, by which its
-resident memory was at most larger than before the model was built.
+Each rank writes FOLDER/RANK.json: `steps` (seconds since the epoch at the end of each); `grown_bytes`, by which its
+resident memory was at most larger than before the model was built; and `own_bytes`, the same with its share of each
+page of shared memory (PSS) in place of the page (RSS).
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ def read_resident_bytes(name: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
+def read_shared_excess_bytes() -> int:
+    """By how much resident memory counts pages of shared memory more than this process's shares of them."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    share = next(line for line in lines if line.startswith("Pss_Shmem:"))
+    return read_resident_bytes("RssShmem") - 1024 * int(share.split()[1])
+
+
 def make_decoder(width: int, depth: int) -> nn.Module:
     """512 million parameters at width 1280 and depth 25."""
     return Decoder(num_tokens=8192, context=CONTEXT, width=width, depth=depth, heads=width // 64)
@@ -52,7 +60,8 @@ class Notes(Callback):
         float(state.loss)
         self._ends_s.append(time.time())
         grown_bytes = read_resident_bytes("VmHWM") - self._before_bytes
-        text = json.dumps({"steps": self._ends_s, "grown_bytes": grown_bytes})
+        own_bytes = grown_bytes - read_shared_excess_bytes()
+        text = json.dumps({"steps": self._ends_s, "grown_bytes": grown_bytes, "own_bytes": own_bytes})
         (self._folder / f"{os.environ.get('RANK', '0')}.json").write_text(text)
 
 

@@ -70,15 +70,17 @@ def test_gathers_in_the_order_of_ranks() -> None:
 
 
 def gathered_and_scattered(world: World) -> list[tuple[Tensor, Tensor]]:
-    """For each size, in several parts: everyone's values, and this rank's part of the mean of other values."""
-    shm_all_reduce.CHUNK_BYTES = 4096
+    """For each size: everyone's values, and this rank's part of the mean of other values."""
     mine, found = formed(), list[tuple[Tensor, Tensor]]()
+    mine.reserve(3 * 3000 * 4)
     for size in (5, 3000, 3000, 7):
-        everyone, own = torch.zeros(3 * size), torch.zeros(size)
-        everyone.view(3, size)[world.rank] = values_of(world.rank, size)
-        mine.gather_into(everyone, everyone.view(3, size)[world.rank])
-        mine.sum_scattered(own, values_of(world.rank, 3 * size), 1 / 3)
-        found.append((everyone, own))
+        everyone, own = mine.lend(mine.gathered, 3 * size, torch.float32), torch.zeros(size)
+        part = everyone.view(3, size)[world.rank].copy_(values_of(world.rank, size))
+        mine.gather_lent(part)
+        copied = everyone.clone()
+        parts = mine.lend(mine.pieces[world.rank], 3 * size, torch.float32)
+        mine.sum_scattered(own, parts.copy_(values_of(world.rank, 3 * size)), 1 / 3)
+        found.append((copied, own))
     return found
 
 

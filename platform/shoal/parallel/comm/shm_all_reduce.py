@@ -1,11 +1,12 @@
 """Sums and gathers between ranks of one host through shared memory: for CPU tensors, instead of gloo over loopback.
 
     one group    one anonymous file (memfd), mapped by all ranks: [2 turns][n ranks][CHUNK_BYTES]
+    pieces       another file, [n ranks][size], for values that are born there, and read there by all
     one barrier  a message between each pair of ranks, over private sockets: the number of values
 
-A rank copies its values into its row, or has written them there (`next_row`), waits at a barrier, and adds up all rows
-in the order of ranks, so that all have the same bits; with more than two ranks each adds up a part, and a second
-barrier signals that all parts are done. Turns alternate: a rank that reuses a row knows that all have read it, since a
+A rank copies its values into its row (`next_row`) and waits at a barrier. Of two ranks, each adds the other's row to
+its values; of more, each adds up a part of all rows, and a second barrier signals that all parts are done. So all have
+the same bits. Turns alternate: a rank that reuses a row knows that all have read it, since a
 barrier lay in between. Neither file nor sockets have a name that outlives their processes, and /dev/shm's limit does
 not apply.
 
@@ -21,6 +22,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ from shoal.parallel.comm.shm_rendezvous import PEER_GONE, Peers, rendezvous, set
 from shoal.parallel.comm.world import TIMEOUT_S
 
 CHUNK_BYTES = 4 << 20  # larger values are summed in chunks of this size
-_COUNT_STRUCT = struct.Struct("<I")
+_COUNT_STRUCT = struct.Struct("<Q")
 
 
 class _BufferRows(NamedTuple):
@@ -46,16 +48,19 @@ class ShmAllReduce:
     waited_s:   seconds that this rank has spent in sums so far
     sent_bytes: the bytes that a ring would have sent, as the cost of collectives is counted
     memory:     shared by the ranks, [2 turns, n ranks, CHUNK_BYTES]
+    pieces:     of each rank, which all can read (`reserve`)
+    gathered:   the first of them once more, where all ranks write
     """
 
     def __init__(self, rank: int, peers: Peers) -> None:
         """Raises OSError."""
-        self._rank, self._others, self._peers = rank, list(peers), list(peers.values())
+        self.rank, self._peers = rank, list(peers.values())
         self.size = len(peers) + 1
         self.waited_s = self.sent_bytes = 0.0
         memory = _map_shared_memory(self._peers, rank, 2 * self.size * CHUNK_BYTES)
         set_socket_timeouts(peers)
         self.memory = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, CHUNK_BYTES)
+        self.gathered, self.pieces = torch.empty(0), list[Tensor]()
         self._buffer_index = 0
         self._rows: dict[tuple[int, int, torch.dtype], _BufferRows] = {}
         self._next = _BufferRows([], b"")
@@ -76,7 +81,7 @@ class ShmAllReduce:
             began_s = time.perf_counter()
             self.next_row(part).copy_(part)
             self.waited_s += time.perf_counter() - began_s
-            self.sum_rows(part)
+            self.sum_rows([part], lambda row: [row])
             if factor != 1.0:
                 part.mul_(factor)
         return values
@@ -91,23 +96,27 @@ class ShmAllReduce:
         like: has a row (`has_row_for`)
         """
         self._next = self._next_rows(like)
-        return self._next.rows[self._rank]
+        return self._next.rows[self.rank]
 
-    def sum_rows(self, out: Tensor) -> None:
-        """Write the sum of what all ranks have put into their `next_row` to `out`. Collective; raises as `sum` does."""
+    def sum_rows(self, values: list[Tensor], divide: Callable[[Tensor], list[Tensor]]) -> None:
+        """Replace `values`, which this rank has copied into its `next_row`, by their sums over all ranks. Collective;
+        raises as `sum` does.
+
+        divide: the parts of a row, as `values`
+        """
         began_s = time.perf_counter()
         rows, message = self._next
         self._sync_peers(message)
-        if self.size == 2:
-            torch.add(rows[0], rows[1], out=out)
+        if self.size == 2:  # two numbers have the same sum in either order
+            torch._foreach_add_(values, divide(rows[1 - self.rank]))
         else:
             # Each rank adds up one part, in the first row, where no other rank reads that part.
-            total, *others = (row.tensor_split(self.size)[self._rank] for row in rows)
+            total, *others = (row.tensor_split(self.size)[self.rank] for row in rows)
             for other in others:
                 total.add_(other)
             self._sync_peers(message)
-            out.copy_(rows[0])
-        self.sent_bytes += 2 * out.nbytes * (self.size - 1) / self.size
+            torch._foreach_copy_(values, divide(rows[0]))
+        self.sent_bytes += 2 * rows[0].nbytes * (self.size - 1) / self.size
         self.waited_s += time.perf_counter() - began_s
 
     def gather(self, mine: Tensor) -> Tensor:
@@ -115,44 +124,52 @@ class ShmAllReduce:
         began_s = time.perf_counter()
         flat = mine.view(-1)
         rows, message = self._next_rows(flat)
-        rows[self._rank].copy_(flat)
+        rows[self.rank].copy_(flat)
         self._sync_peers(message)
         everyone = torch.stack(rows).view(self.size, *mine.shape)
         self.sent_bytes += mine.nbytes * (self.size - 1)
         self.waited_s += time.perf_counter() - began_s
         return everyone
 
-    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
-        """Fill `everyone` [n * k] with every rank's values; `mine` [k] is this rank's part of it. Collective; raises as
-        `sum` does."""
+    def reserve(self, size_bytes: int) -> None:
+        """Map a piece of memory for each rank, of `size_bytes`, to `lend`. Pages exist once used. Collective; raises
+        OSError."""
+        size_bytes += -size_bytes % mmap.PAGESIZE
+        memory = _map_shared_memory(self._peers, self.rank, self.size * size_bytes)
+        first, *others = (
+            torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=rank * size_bytes)
+            for rank in (0, *range(self.size))
+        )
+        self.gathered, self.pieces = first, others
+
+    def lend(self, piece: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory for `size` values in `piece`, once every rank has come here: none reads what is in any piece.
+        Collective; raises as `sum` does."""
         began_s = time.perf_counter()
-        for columns in everyone.view(self.size, -1).split(CHUNK_BYTES // everyone.element_size(), dim=1):
-            rows, message = self._next_rows(columns[self._rank])
-            rows[self._rank].copy_(columns[self._rank])
-            self._sync_peers(message)
-            for rank in self._others:
-                columns[rank].copy_(rows[rank])
+        self._sync_peers(_COUNT_STRUCT.pack(size))
+        self.waited_s += time.perf_counter() - began_s
+        return piece[: size * dtype.itemsize].view(dtype)
+
+    def gather_lent(self, mine: Tensor) -> None:
+        """Wait until every rank has written its part, as large as `mine`, into what was lent of `gathered`. Collective;
+        raises as `sum` does."""
+        began_s = time.perf_counter()
+        self._sync_peers(_COUNT_STRUCT.pack(mine.numel()))
         self.sent_bytes += mine.nbytes * (self.size - 1)
         self.waited_s += time.perf_counter() - began_s
 
     def sum_scattered(self, total: Tensor, parts: Tensor, factor: float = 1.0) -> None:
-        """Fill `total` [k] with this rank's part of the sum over all ranks of `parts` [n * k], times `factor`.
-        Collective; raises as `sum` does."""
+        """Fill `total` [k] with this rank's part of the sum over all ranks of `parts` [n * k], times `factor`. Each of
+        them has been lent of its rank's piece. Collective; raises as `sum` does."""
         began_s = time.perf_counter()
-        most = CHUNK_BYTES // parts.element_size() // self.size
-        for own, columns in zip(total.split(most), parts.view(self.size, -1).split(most, dim=1), strict=True):
-            rows, message = self._next_rows(columns)
-            grids = [row.view(columns.shape) for row in rows]
-            for rank in self._others:
-                grids[self._rank][rank].copy_(columns[rank])
-            self._sync_peers(message)
-            grids[self._rank] = columns
-            first, second, *others = (grid[self._rank] for grid in grids)
-            torch.add(first, second, out=own)
-            for other in others:
-                own.add_(other)
-            if factor != 1.0:
-                own.mul_(factor)
+        self._sync_peers(_COUNT_STRUCT.pack(parts.numel()))
+        begin, size = self.rank * total.nbytes, total.nbytes
+        first, second, *others = (piece[begin : begin + size].view(parts.dtype) for piece in self.pieces)
+        torch.add(first, second, out=total)
+        for other in others:
+            total.add_(other)
+        if factor != 1.0:
+            total.mul_(factor)
         self.sent_bytes += parts.nbytes * (self.size - 1) / self.size
         self.waited_s += time.perf_counter() - began_s
 
@@ -190,7 +207,8 @@ class ShmAllReduce:
             peer.close()
         self._rows.clear()
         self._next = _BufferRows([], b"")
-        self.memory = self.memory.new_empty(0)  # the last reference to the mapping
+        self.memory = self.gathered = torch.empty(0)  # the last references to the mappings
+        self.pieces = []
 
 
 def _map_shared_memory(peers: list[socket.socket], rank: int, size: int) -> mmap.mmap:

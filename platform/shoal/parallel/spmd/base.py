@@ -278,7 +278,7 @@ class SpmdModel(ParallelModel):
 
     @property
     def shared_memory(self) -> list[Tensor]:
-        return [self._shm_all_reduce.memory] if self._shm_all_reduce else []
+        return [self._shm_all_reduce.memory, self._shm_all_reduce.gathered] if self._shm_all_reduce else []
 
     def close(self) -> None:
         if self._shm_all_reduce:

@@ -7,6 +7,7 @@ with one rank for each copy this is plain data parallel, for layers that are alr
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,10 @@ def apply_fsdp(
     spec:   its options for FSDP; with `dynamic` a parameter counts as zero on ranks that have not used it
     shared: the memory of the ranks of `shard`, if they are on one host
     """
-    comms = (_AllGather(shared), _ReduceScatter(shared)) if shared is not None else None
+    comms = None
+    if shared is not None:
+        _reserve_memory(parts, shared)
+        comms = _AllGather(shared), _ReduceScatter(shared)
     names = ("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)
     for part in parts:
         part.register_forward_hook(lambda module, args, output: tree_map_only(Tensor, _prepare_output, output))
@@ -117,29 +121,12 @@ def apply_fsdp(
         if comms is not None:
             sharded.set_custom_all_gather(comms[0])
             sharded.set_custom_reduce_scatter(comms[1])
+            sharded.set_modules_to_backward_prefetch([sharded])  # no other one: a gather ends where it begins
         if hasattr(sharded, "set_reduce_scatter_unused_params"):
             sharded.set_reduce_scatter_unused_params(spec.dynamic)
         elif spec.dynamic:
             problem = f"needs an exchange of unused parameters, which torch {torch.__version__} lacks in FSDP2"
             raise PlanError("parallel.dynamic", spec.dynamic, problem, "use torch 2.13 or newer, or parallel=ddp")
-
-
-class _LentMemory:
-    """Memory for one value at a time, lent again and again: fresh pages take longer than a copy."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
-        self._lent: Callable[[], Tensor | None] = lambda: None
-
-    def lend(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of its own while the last value is in use, as where a block was gathered that was not called."""
-        if self._lent() is not None:
-            return torch.empty(*size, dtype=dtype, device=device)
-        if self._memory.dtype != dtype or self._memory.numel() < size[0]:
-            self._memory = torch.empty(*size, dtype=dtype, device=device)
-        lent = self._memory[: size[0]]
-        self._lent = weakref.ref(lent)
-        return lent
 
 
 class _Done(dist.Work):
@@ -151,35 +138,55 @@ class _Done(dist.Work):
 
 
 class _AllGather(AllGather):
-    """Gathers the blocks of a model through shared memory."""
+    """Gathers the blocks of a model in memory that all ranks map, each block in the place of the one before."""
 
     def __init__(self, shared: ShmAllReduce) -> None:
-        self._shared, self._memory = shared, _LentMemory()
+        self._shared = shared
+        self._lent: Callable[[], Tensor | None] = lambda: None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._memory.lend(size, dtype, device)
+        assert self._lent() is None, "the block that was gathered before has not been copied"
+        with _disable_current_modes():  # it may run where checkpointed layers note their operators
+            lent = self._shared.lend(self._shared.gathered, size[0], dtype)
+        self._lent = weakref.ref(lent)
+        return lent
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> dist.Work:
-        with _disable_current_modes():  # it may run where checkpointed layers note their operators
-            self._shared.gather_into(output_tensor, input_tensor)
+        self._shared.gather_lent(input_tensor)
         return _Done()
 
 
 class _ReduceScatter(ReduceScatter):
-    """Averages, or adds up, their gradients."""
+    """Averages, or adds up, their gradients, in the same memory."""
 
     def __init__(self, shared: ShmAllReduce) -> None:
-        self._shared, self._memory, self._is_input = shared, _LentMemory(), False
+        self._shared, self._is_input = shared, False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Called for an input and then for the output, which becomes the gradients."""
         self._is_input = not self._is_input
-        return self._memory.lend(size, dtype, device) if self._is_input else torch.empty(*size, dtype=dtype)
+        if not self._is_input:
+            return torch.empty(*size, dtype=dtype)
+        return self._shared.lend(self._shared.pieces[self._shared.rank], size[0], dtype)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any, **__: Any) -> None:
         factor = 1.0 / self._shared.size if op == dist.ReduceOp.AVG else 1.0
         with _disable_current_modes():
             self._shared.sum_scattered(output_tensor, input_tensor, factor)
+
+
+def _reserve_memory(parts: Sequence[nn.Module], shared: ShmAllReduce) -> None:
+    """Reserve as much as the largest of `parts` needs, without those before it, once padded to equal shards."""
+    found, most = set[nn.Parameter](), 0
+    for part in parts:
+        own = set(part.parameters()) - found
+        size_bytes = 0
+        for parameter in own:  # by their shapes: an index of a split one may be collective
+            first, *others = *parameter.shape, 1
+            padded = -(-first // shared.size) * shared.size * math.prod(others)
+            size_bytes += padded * max(parameter.element_size(), torch.float32.itemsize)
+        found, most = found | own, max(most, size_bytes)
+    shared.reserve(most)
 
 
 def _prepare_output(output: Tensor) -> Tensor:

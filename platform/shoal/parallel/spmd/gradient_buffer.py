@@ -8,7 +8,6 @@ the model. Called by `DdpModel`.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,43 +67,37 @@ class FlatGradients:
                 counts.copy_(extra[len(shares) :])
 
 
-class _Parts(NamedTuple):
-    """The values of a buffer, or of its row in shared memory: of each parameter, and the others."""
-
-    gradients: list[Tensor]
-    others: Tensor
-
-
 class _Buffer:
     """The gradients of parameters of one dtype, end to end, and after them a few other values.
 
-    In memory that the ranks share, if it is large enough: then gradients are written there once the backward pass has
-    ended. Otherwise hooks put each into the buffer as it appears, so that only one is in memory twice.
+    In memory that the ranks share, if it is large enough: then gradients are copied there once the backward pass has
+    ended, and stay where they are. Otherwise hooks put each into a buffer as it appears, so that only one is in memory
+    twice.
     """
 
     def __init__(self, parameters: list[nn.Parameter], num_others: int, all_reduce: ShmAllReduce | GroupSum) -> None:
         self._parameters, self._all_reduce = parameters, all_reduce
         self._num_values = sum(each.numel() for each in parameters)
-        self._flat = parameters[0].new_zeros(self._num_values + num_others, requires_grad=False)
-        self._views = self._divide(self._flat).gradients
+        self._flat = parameters[0].detach().new_empty(self._num_values + num_others)
+        self._views = self._divide(self._flat[: self._num_values])
         self._rows: ShmAllReduce | None = None
         if isinstance(all_reduce, ShmAllReduce) and all_reduce.has_row_for(self._flat):
             self._rows = all_reduce
         else:
             for parameter, view in zip(parameters, self._views, strict=True):
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, view))
-        self._slices: dict[int, Tensor] = {}  # of the buffer, by the number of values
-        self._parts: dict[Tensor, _Parts] = {}
+        self._parts: dict[Tensor, list[Tensor]] = {}  # of rows
 
-    def _divide(self, values: Tensor) -> _Parts:
+    def _divide(self, values: Tensor) -> list[Tensor]:
+        """The gradient of each parameter, and the other values if there are any."""
         views, begin = list[Tensor](), 0
         for parameter in self._parameters:
             like = torch.empty_like(parameter)  # dense, in the parameter's memory order, as an optimiser's state
             views.append(values[begin : begin + parameter.numel()].as_strided(like.shape, like.stride()))
             begin += parameter.numel()
-        return _Parts(views, values[begin:])
+        return views + [values[begin:]] * (begin < values.numel())
 
-    def _get_parts(self, values: Tensor) -> _Parts:
+    def _get_parts(self, values: Tensor) -> list[Tensor]:
         if values not in self._parts:
             self._parts[values] = self._divide(values)
         return self._parts[values]
@@ -119,29 +112,37 @@ class _Buffer:
 
         Collective.
         """
-        size = self._num_values + (0 if others is None else others.numel())
-        if size not in self._slices:
-            self._slices[size] = self._flat[:size]
-        flat = row = self._slices[size]
+        flat = self._flat[: self._num_values + (0 if others is None else others.numel())]
         if self._rows is not None:
-            row = self._rows.next_row(flat)
-        mine = self._get_parts(row)
-        for parameter, destination, view in zip(self._parameters, mine.gradients, self._views, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                destination.zero_()
-            elif grad is not view or row is not flat:
-                destination.copy_(grad.to_dense() if grad.is_sparse else grad)
-            parameter.grad = view
+            values = [_make_dense(*each) for each in zip(self._parameters, self._views, strict=True)]
+            if others is not None:
+                values.append(others)
+            torch._foreach_copy_(self._get_parts(self._rows.next_row(flat)), values)
+            self._rows.sum_rows(values, self._get_parts)
+            torch._foreach_mul_(values, 1.0 / self._all_reduce.size)
+            return
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+                parameter.grad = view
+            else:
+                _move_gradient(view, parameter)
         if others is not None:
-            mine.others.copy_(others)
-        if self._rows is None:
-            self._all_reduce.sum(flat, 1.0 / self._all_reduce.size)
-        else:
-            self._rows.sum_rows(flat)
-            flat.mul_(1.0 / self._all_reduce.size)
+            flat[self._num_values :].copy_(others)
+        self._all_reduce.sum(flat, 1.0 / self._all_reduce.size)
         if others is not None:
-            others.copy_(self._get_parts(flat).others)
+            others.copy_(flat[self._num_values :])
+
+
+def _make_dense(parameter: nn.Parameter, like: Tensor) -> Tensor:
+    """The gradient of `parameter`, which has one afterwards, in memory as `like`."""
+    grad = parameter.grad
+    if grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif grad.is_sparse or grad.stride() != like.stride():
+        parameter.grad = torch.empty_like(parameter).copy_(grad.to_dense() if grad.is_sparse else grad)
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _move_gradient(destination: Tensor, parameter: Tensor) -> None:

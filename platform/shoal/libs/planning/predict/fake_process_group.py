@@ -127,25 +127,35 @@ class _FakeAllReduce(ShmAllReduce):
         self._ranks, self._sums = tuple(dist.get_process_group_ranks(group)), sums
         self.size = dist.get_world_size(group)
         self.waited_s = self.sent_bytes = 0.0
-        self.memory = torch.empty(0)
+        self.rank, self.gathered = 0, torch.empty(0)
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     def sum(self, values: Tensor, factor: float = 1.0) -> Tensor:
         self._record(2 * values.nbytes * (self.size - 1) / self.size)
         return values.mul_(factor)
 
     def next_row(self, like: Tensor) -> Tensor:
-        return like
+        if self.memory.nbytes < like.nbytes:
+            self.memory = torch.empty(like.nbytes, dtype=torch.uint8)
+        return self.memory[: like.nbytes].view(like.dtype)
 
-    def sum_rows(self, out: Tensor) -> None:
-        self.sum(out, float(self.size))
+    def sum_rows(self, values: list[Tensor], divide: Callable[[Tensor], list[Tensor]]) -> None:
+        self._record(2 * sum(each.nbytes for each in values) * (self.size - 1) / self.size)
+        torch._foreach_mul_(values, float(self.size))
 
     def gather(self, mine: Tensor) -> Tensor:
         self._record(mine.nbytes * (self.size - 1))
         return mine.expand(self.size, *mine.shape).clone()
 
-    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
+    def reserve(self, size_bytes: int) -> None:
+        self.gathered = torch.empty(size_bytes, dtype=torch.uint8)
+        self.pieces = [torch.empty_like(self.gathered)]
+
+    def lend(self, piece: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        return piece[: size * dtype.itemsize].view(dtype)
+
+    def gather_lent(self, mine: Tensor) -> None:
         self._record(mine.nbytes * (self.size - 1))
-        everyone.view(self.size, -1).copy_(mine.expand(self.size, -1))
 
     def sum_scattered(self, total: Tensor, parts: Tensor, factor: float = 1.0) -> None:
         self._record(parts.nbytes * (self.size - 1) / self.size)
