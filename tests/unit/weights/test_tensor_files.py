@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,6 +23,7 @@ from shoal.weights.tensor_files import (
     list_with_index,
     make_weight_file,
     open_tensors,
+    read_tensors,
     write_tensors,
 )
 
@@ -141,3 +143,26 @@ def test_a_version_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(WeightFile, "verify_part", read_meanwhile)
     assert torch.equal(found[name], tensors[name])
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_a_file_is_read_in_pieces_up_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_verified: bool
+) -> None:
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 5)
+    tensors = make_tensors()
+    path = write(tmp_path / "a.safetensors", tensors)
+    file = make_weight_file(1, path)
+    file.__dict__["is_verified"] = is_verified
+    found = read_tensors(file)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    preadv = os.preadv
+
+    def cut_off(*arguments: Any) -> int:
+        os.truncate(path, 16)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", cut_off)
+    with pytest.raises(WeightsError, match="was cut off while it was read"):
+        read_tensors(file)
