@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -276,6 +276,8 @@ def test_keys_models_and_rates(models: Models) -> None:
     status, headers, answer = client.post("/v1/chat/completions", CHAT)
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     assert int(headers["retry-after"]) > 1
+    assert client.post("/v1/chat/completions", CHAT, shoal_peer="forged")[0] == 429
+    assert client.post("/v1/chat/completions", CHAT, shoal_peer="peer")[0] == 200  # counted by the replica that sent it
     client = Client(app, "b")
     assert client.post("/v1/embeddings", {"model": "tiny", "input": "abc"})[0] == 200
     assert client.post("/v1/chat/completions", CHAT | {"stream": True})[0] == 200
@@ -317,6 +319,57 @@ def test_a_client_that_takes_nothing_ends_its_answer(models: Models) -> None:
     assert len(sent) == 4  # no event was taken from the engine meanwhile
     models.tiny.engine.step()
     assert models.tiny.engine.observe().running == 0
+
+
+def test_a_client_that_leaves_before_its_first_token_has_spent_its_prompt(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(request: Any, call: Any) -> AsyncIterator[Any]:
+        yield await asyncio.Event().wait()
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    monkeypatch.setattr(models.tiny, "generate", generate)
+    body = json.dumps({"model": "tiny", "prompt": "x" * 150}).encode()
+    messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    app = make_tiny_app(models, [ApiKey(name="a", key="a", input_tokens_per_min=100)])
+    head = {"method": "POST", "path": "/v1/completions", "headers": [(b"authorization", b"Bearer a")]}
+    asyncio.run(app(head, receive, send))  # type: ignore[arg-type]
+    monkeypatch.undo()
+    assert app._access.count_tokens()["a"]["input"] == 150
+    assert Client(app, "a").post("/v1/chat/completions", CHAT)[0] == 429
+
+
+def test_a_client_that_takes_nothing_ends_what_another_replica_answers(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Transport:
+        async def relay(self, address: str, path: str, headers: dict[str, str], body: bytes, send: Any) -> None:
+            assert (path, headers["shoal-peer"], "expect" in headers) == ("/v1/completions", "ours", False)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def load(name: str, caller: Any, hop: Any) -> bool:
+        await hop.relay(Transport(), "b:1", {"shoal-peer": "ours"})
+        return False
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps({"model": "tiny", "prompt": "a"}).encode()}
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(models, "load", load)
+    app = make_tiny_app(models, limits=RequestLimits(answer_grace_s=0.01))
+    scope = {
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"shoal-peer", b"x"), (b"expect", b"100-continue")],
+    }
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])

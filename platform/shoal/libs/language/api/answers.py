@@ -122,8 +122,6 @@ async def begin(job: Job, events: Events, resume: str, count: Callable[[], None]
         name = (job.names or {}).get(error.field, error.field)
         raise InferenceError(error.status, error.message, error.retry_after_s, name) from error
     answers = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
-    if job.body.given:
-        await asyncio.to_thread(answers[0].replay, job)
     return Answers(job, first, events, answers, bool(resume) and len(answers) == 1, count)
 
 
