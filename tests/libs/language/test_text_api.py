@@ -174,6 +174,7 @@ def test_a_single_call_is_given_where_several_are_not_wanted() -> None:
 
 
 DEEP = b'{"model": "tiny", "messages": ' + b"[" * 100_000
+NESTED = json.loads('{"a": ' * 800 + "{}" + "}" * 800)
 REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", b"{", 400, "the body is not JSON"),
     ("chat/completions", b"\xff", 400, "the body is not JSON"),
@@ -184,7 +185,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"store": True}, 400, "store = 'True': responses are not stored"),
     ("chat/completions", {"temperature": "hot"}, 400, "temperature: Expected `float`"),
     ("chat/completions", {"temperature": 101}, 400, "temperature = 101.0: expected 0.0 to 100.0"),
-    ("chat/completions", {"n": 10**6}, 400, "num_answers = 1000000"),
+    ("chat/completions", {"n": 10**6}, 400, "n = 1000000: 1000000 answers, expected 256"),
     ("chat/completions", {"n": 10**30}, 400, "n: |out of range"),
     ("chat/completions", {"stop": ["a"] * 10_000}, 400, "stop = '10000 texts'"),
     ("chat/completions", {"messages": USER * 100_000}, 400, "messages: Expected `array` of length <= 4096"),
@@ -197,7 +198,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs: needs logprobs"),
     ("chat/completions", {"grammar": "start: /a/", "regex": "a"}, 400, "grammar and regex exclude each other"),
     ("chat/completions", {"response_format": {"type": "xml"}}, 400, "response_format.type: expected text"),
-    ("chat/completions", {"regex": "(a"}, 400, "grammar = 'regex'"),
+    ("chat/completions", {"regex": "(a"}, 400, "regex = 'regex'"),
     ("chat/completions", {"grammar": "start: " + "a " * 20_000 + "\na: /a*/"}, 400, "Too many items"),
     ("chat/completions", {"model": "bare"}, 400, "model 'bare' has no chat template"),
     ("chat/completions", {"model": "plain", "tools": TOOLS}, 400, "tools: the chat template of model 'plain' has none"),
@@ -213,6 +214,14 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"given": [[3, [1] * 6]]}, 400, "are max_tokens = 6 already"),
     ("chat/completions", {"given": [[3, [33]]], "stop": "B"}, 400, "are a whole answer already"),
     ("chat/completions", {"given": [[3, [33]]], "regex": "a*"}, 400, "do not follow the grammar"),
+    ("chat/completions", {"deadline_s": 0}, 400, "^deadline_s = 0"),
+    (
+        "chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}]},
+        400,
+        "deeply",
+    ),
+    ("completions", {"prompt": ["a"] * 2, "n": 200}, 400, "n = 200: 400 answers"),
     ("completions", {"prompt": ""}, 400, "prompt: has no token"),
     ("completions", {"prompt": [[1], "a", 3]}, 400, r"prompt\[2\]: expected a text"),
     ("completions", {"prompt": [999]}, 400, "holds one outside of 0 to"),

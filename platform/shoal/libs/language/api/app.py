@@ -88,6 +88,8 @@ class LanguageApp:
             await reply.send_error(error)
         except ConfigError as error:
             await reply.send_error(InferenceError(400, str(error), field=error.field))
+        except RecursionError:
+            await reply.send_error(InferenceError(400, "the body is nested too deeply"))
         except Closed:
             await reply.send_error(InferenceError(503, "the endpoint is closing; try again later"))
         except Exception as error:
