@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -325,6 +326,7 @@ def test_a_client_that_takes_nothing_ends_its_answer(models: Models) -> None:
             await asyncio.Event().wait()
 
     asyncio.run(app({"method": "POST", "path": "/v1/chat/completions", "headers": []}, receive, send))  # type: ignore[arg-type]
+    pickle.dumps(sent[0])  # Ray Serve does, with the messages of what it passes on
     assert len(sent) == 4  # no event was taken from the engine meanwhile
     models.tiny.engine.step()
     assert models.tiny.engine.observe().running == 0
