@@ -48,7 +48,8 @@ def suggest_curl_command(version: ModelVersion, options: ModelOptions, url: str)
 def suggest_text_commands(name: str, endpoint: str, url: str, has_chat: bool) -> tuple[str, str]:
     """Those for a model that writes text: `shoal chat` or `shoal predict`, and `curl`."""
     words = ["chat", name]
-    path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": "What is a shoal?"}]}
+    messages = [{"role": "user", "content": "What is a shoal?"}]
+    path, body = "chat/completions", {"model": name, "messages": messages, "max_tokens": 60}
     if not has_chat:
         words = ["predict", name, "--text", "Once upon a time"]
         path, body = "completions", {"model": name, "prompt": "Once upon a time"}
