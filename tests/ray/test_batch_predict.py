@@ -32,6 +32,7 @@ def predicted(
     free: Callable[[], dict[str, float]] = lambda: {"CPU": 2.0},
     workers: int | None = 1,
     num_gpus: float = 0.0,
+    **more: Any,
 ) -> dict[str, object]:
     """Predict a file of three rows with a Ray Data that calls `write` with the folder; what the workers were to be."""
     import ray
@@ -46,10 +47,11 @@ def predicted(
 
     monkeypatch.setattr(ray, "available_resources", free)
     monkeypatch.setattr(ray_batch, "PlacementRequest", MagicMock())
-    monkeypatch.setattr(ray.data, "read_parquet", lambda *_, **__: SimpleNamespace(map_batches=map_batches))
+    rows = SimpleNamespace(map_batches=map_batches)  # and no other step, which would reserve a CPU of its own
+    monkeypatch.setattr(ray.data, "read_parquet", lambda *_, **options: said.update(options) or rows)
     source = tmp_path / "in.parquet"
     pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), source)
-    ray_batch.predict_files(None, [source], tmp_path / "out", workers, num_gpus=num_gpus)  # type: ignore[arg-type]
+    ray_batch.predict_files(None, [source], tmp_path / "out", workers, num_gpus=num_gpus, **more)  # type: ignore[arg-type]
     return said
 
 
@@ -83,6 +85,11 @@ def test_paths_and_columns_are_taken_as_they_were_typed(tmp_path: Path, monkeypa
 def test_a_worker_is_started_again_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = predicted(tmp_path, monkeypatch, write_rows)
     assert (said["max_restarts"], said["max_task_retries"]) == (2, 2)
+
+
+def test_a_small_file_of_texts_is_divided_by_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = predicted(tmp_path, monkeypatch, write_rows, block_rows=2)
+    assert (said["override_num_blocks"], said["batch_size"]) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from tiny_language import continue_greedily
 import shoal
 from serving.replica_set import register
 from shoal.cli import cli
+from shoal.cli.display.first_request import suggest_text_commands
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.extend.serve import ModelOptions, RegisteredModel
+from shoal.home import home
 from shoal.libs.batch_predict import flow
 from shoal.libs.batch_predict.output import count_rows, has_rows
 from shoal.libs.batch_predict.text_predictor import TextPredictor
@@ -71,6 +75,8 @@ def test_a_version_writes_here_what_decoding_without_a_cache_gives(decoder: Deco
     assert other.read().text == tokenizer.decode(continue_greedily(decoder, tokenizer.encode("Once"), 6))
     assert (chat.finish, chat.spans, chat.num_prompt_tokens, chat.num_new_tokens) == ("length", ((1, 6),), 21, 6)
     again = [model.chat("hi", seed=1, max_tokens=9).read().text, model.chat("hi", seed=1, max_tokens=9).read().text]
+    rest = model.chat("hi", seed=1, max_tokens=9, given=[[1, [*make_tokenizer(None).encode(again[0])[:4]]]]).read()
+    assert (rest.spans, again[0][4:]) == (((1, 9),), rest.text)
     assert again[0] == again[1] != model.chat("hi", seed=2, max_tokens=9).read().text
 
 
@@ -200,6 +206,19 @@ def test_a_text_in_a_pipe_is_answered_once(decoder: Decoder, models: Models, url
         CliRunner().invoke(cli, ["chat", "bare", "--endpoint", url], input="hi", catch_exceptions=False)
     with pytest.raises(ConfigError, match="has no text"):
         CliRunner().invoke(cli, words, input=" \n", catch_exceptions=False)
+
+
+@pytest.mark.parametrize(("name", "verb"), [("tiny", "chat"), ("bare", "predict")])
+def test_what_is_suggested_for_a_model_that_writes_is_answered(name: str, verb: str, url: str) -> None:
+    (home() / "token").write_text("t")
+    with shoal.Client(url) as client:
+        ask, curl = suggest_text_commands(name, url, url, client.has_chat(name))
+    ended = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(ended.stdout)["usage"]["completion_tokens"] > 0
+    _, *words = shlex.split(ask)
+    assert words[0] == verb
+    words += ["--max-tokens", "5"] * (verb == "chat")
+    assert CliRunner().invoke(cli, words, input="hi", catch_exceptions=False).exit_code == 0
 
 
 def test_predict_answers_texts_of_words_and_files(url: str, tmp_path: Path) -> None:

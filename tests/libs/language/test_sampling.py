@@ -59,6 +59,7 @@ def test_penalties_bias_and_grammar_change_the_choice_and_not_the_log_probabilit
         (Row(Sampling(frequency_penalty=0.2), {0: 1, 1: 9}, nothing, None, 0.0), 0 if 3.0 - 0.2 > 2.0 else 2),
         (Row(Sampling(frequency_penalty=0.6), {0: 2, 1: 2}, nothing, None, 0.0), 2),
         (Row(Sampling(logit_bias={3: 5.0}), {}, nothing, None, 0.0), 3),
+        (Row(Sampling(temperature=1e-45), {}, nothing, None, 0.9), 0),
         (Row(Sampling(logit_bias={0: 99.0}), {}, nothing, torch.tensor([False, False, True, True]), 0.0), 2),
     ]
     expected = logits.log_softmax(-1)[0]

@@ -512,6 +512,9 @@ async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) ->
         [replica] = await endpoint.start()
         texts = find_texts(replica)
         _, base_stream = await begin(replica)
+        adapters = served(replica).streams.adapters  # type: ignore[union-attr]
+        together = await asyncio.gather(*(adapters.find("poet", None) for _ in range(3)))
+        assert len({*together}) == 1  # else each would replace the last, under running answers
         [events, pinned, plain] = await asyncio.gather(
             write_as(replica, "tiny:poet", CALL), write_as(replica, "tiny:poet", TextCall(ANYONE, 2)), write(replica)
         )

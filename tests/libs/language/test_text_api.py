@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -174,6 +175,7 @@ def test_a_single_call_is_given_where_several_are_not_wanted() -> None:
 
 
 DEEP = b'{"model": "tiny", "messages": ' + b"[" * 100_000
+NESTED = json.loads('{"a": ' * 800 + "{}" + "}" * 800)
 REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", b"{", 400, "the body is not JSON"),
     ("chat/completions", b"\xff", 400, "the body is not JSON"),
@@ -184,7 +186,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"store": True}, 400, "store = 'True': responses are not stored"),
     ("chat/completions", {"temperature": "hot"}, 400, "temperature: Expected `float`"),
     ("chat/completions", {"temperature": 101}, 400, "temperature = 101.0: expected 0.0 to 100.0"),
-    ("chat/completions", {"n": 10**6}, 400, "num_answers = 1000000"),
+    ("chat/completions", {"n": 10**6}, 400, "n = 1000000: 1000000 answers, expected 256"),
     ("chat/completions", {"n": 10**30}, 400, "n: |out of range"),
     ("chat/completions", {"stop": ["a"] * 10_000}, 400, "stop = '10000 texts'"),
     ("chat/completions", {"messages": USER * 100_000}, 400, "messages: Expected `array` of length <= 4096"),
@@ -197,7 +199,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs: needs logprobs"),
     ("chat/completions", {"grammar": "start: /a/", "regex": "a"}, 400, "grammar and regex exclude each other"),
     ("chat/completions", {"response_format": {"type": "xml"}}, 400, "response_format.type: expected text"),
-    ("chat/completions", {"regex": "(a"}, 400, "grammar = 'regex'"),
+    ("chat/completions", {"regex": "(a"}, 400, "regex = 'regex'"),
     ("chat/completions", {"grammar": "start: " + "a " * 20_000 + "\na: /a*/"}, 400, "Too many items"),
     ("chat/completions", {"model": "bare"}, 400, "model 'bare' has no chat template"),
     ("chat/completions", {"model": "plain", "tools": TOOLS}, 400, "tools: the chat template of model 'plain' has none"),
@@ -213,6 +215,14 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"given": [[3, [1] * 6]]}, 400, "are max_tokens = 6 already"),
     ("chat/completions", {"given": [[3, [33]]], "stop": "B"}, 400, "are a whole answer already"),
     ("chat/completions", {"given": [[3, [33]]], "regex": "a*"}, 400, "do not follow the grammar"),
+    ("chat/completions", {"deadline_s": 0}, 400, "^deadline_s = 0"),
+    (
+        "chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}]},
+        400,
+        "deeply",
+    ),
+    ("completions", {"prompt": ["a"] * 2, "n": 200}, 400, "n = 200: 400 answers"),
     ("completions", {"prompt": ""}, 400, "prompt: has no token"),
     ("completions", {"prompt": [[1], "a", 3]}, 400, r"prompt\[2\]: expected a text"),
     ("completions", {"prompt": [999]}, 400, "holds one outside of 0 to"),
@@ -276,6 +286,8 @@ def test_keys_models_and_rates(models: Models) -> None:
     status, headers, answer = client.post("/v1/chat/completions", CHAT)
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     assert int(headers["retry-after"]) > 1
+    assert client.post("/v1/chat/completions", CHAT, shoal_peer="forged")[0] == 429
+    assert client.post("/v1/chat/completions", CHAT, shoal_peer="peer")[0] == 200  # counted by the replica that sent it
     client = Client(app, "b")
     assert client.post("/v1/embeddings", {"model": "tiny", "input": "abc"})[0] == 200
     assert client.post("/v1/chat/completions", CHAT | {"stream": True})[0] == 200
@@ -314,9 +326,61 @@ def test_a_client_that_takes_nothing_ends_its_answer(models: Models) -> None:
             await asyncio.Event().wait()
 
     asyncio.run(app({"method": "POST", "path": "/v1/chat/completions", "headers": []}, receive, send))  # type: ignore[arg-type]
+    pickle.dumps(sent[0])  # Ray Serve does, with the messages of what it passes on
     assert len(sent) == 4  # no event was taken from the engine meanwhile
     models.tiny.engine.step()
     assert models.tiny.engine.observe().running == 0
+
+
+def test_a_client_that_leaves_before_its_first_token_has_spent_its_prompt(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(request: Any, call: Any) -> AsyncIterator[Any]:
+        yield await asyncio.Event().wait()
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    monkeypatch.setattr(models.tiny, "generate", generate)
+    body = json.dumps({"model": "tiny", "prompt": "x" * 150}).encode()
+    messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    app = make_tiny_app(models, [ApiKey(name="a", key="a", input_tokens_per_min=100)])
+    head = {"method": "POST", "path": "/v1/completions", "headers": [(b"authorization", b"Bearer a")]}
+    asyncio.run(app(head, receive, send))  # type: ignore[arg-type]
+    monkeypatch.undo()
+    assert app._access.count_tokens()["a"]["input"] == 150
+    assert Client(app, "a").post("/v1/chat/completions", CHAT)[0] == 429
+
+
+def test_a_client_that_takes_nothing_ends_what_another_replica_answers(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Transport:
+        async def relay(self, address: str, path: str, headers: dict[str, str], body: bytes, send: Any) -> None:
+            assert (path, headers["shoal-peer"], "expect" in headers) == ("/v1/completions", "ours", False)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def load(name: str, caller: Any, hop: Any) -> bool:
+        await hop.relay(Transport(), "b:1", {"shoal-peer": "ours"})
+        return False
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps({"model": "tiny", "prompt": "a"}).encode()}
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(models, "load", load)
+    app = make_tiny_app(models, limits=RequestLimits(answer_grace_s=0.01))
+    scope = {
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"shoal-peer", b"x"), (b"expect", b"100-continue")],
+    }
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])

@@ -116,6 +116,9 @@ class Models:
                 return each
         raise InferenceError(404, f"there is no model {name!r}; this endpoint serves tiny, plain, bare")
 
+    def is_peer(self, token: bytes) -> bool:
+        return token == b"peer"
+
     async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
         return True
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import click
 
 import shoal.runs
-from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command
+from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command, suggest_text_commands
 from shoal.cli.display.serve_display import describe_following, format_shares
 from shoal.cli.support.jobs import (
     describe_failure,
@@ -166,10 +166,17 @@ def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) ->
     click.echo("what next:")
     which = f" --endpoint {spec.name}" if has_others else ""
     first = Registry().get(spec.models[0])
-    click.echo(f"  {suggest_predict_command(first)}{which}{ready.ca_option}")
+    ask = f"{suggest_predict_command(first)}{which}"
+    curl = suggest_curl_command(first, spec.endpoint.options(first.name), ready.url)
+    with (
+        suppress(InferenceError, ConnectionLost),  # it writes no text
+        Client(ready.url, token=token_for(ready.url), timeout_s=STATUS_TIMEOUT_S, num_retries=0) as client,
+    ):
+        ask, curl = suggest_text_commands(first.name, spec.name, ready.url, client.has_chat(first.name))
+    click.echo(f"  {ask}{ready.ca_option}")
     click.echo(f"  shoal serve status {spec.name}{ready.ca_option}")
     click.echo(f"  shoal serve delete {spec.name}")
-    click.echo(f"  {suggest_curl_command(first, spec.endpoint.options(first.name), ready.url)}")
+    click.echo(f"  {curl}")
 
 
 def _print_next_steps_elsewhere(spec: ServingSpec, ready: _Addresses, cluster: ClusterHandle) -> None:

@@ -45,6 +45,18 @@ def suggest_curl_command(version: ModelVersion, options: ModelOptions, url: str)
     return f"{make} | {curl} -d @-"
 
 
+def suggest_text_commands(name: str, endpoint: str, url: str, has_chat: bool) -> tuple[str, str]:
+    """Those for a model that writes text: `shoal chat` or `shoal predict`, and `curl`."""
+    words = ["chat", name]
+    messages = [{"role": "user", "content": "What is a shoal?"}]
+    path, body = "chat/completions", {"model": name, "messages": messages, "max_tokens": 60}
+    if not has_chat:
+        words = ["predict", name, "--text", "Once upon a time"]
+        path, body = "completions", {"model": name, "prompt": "Once upon a time"}
+    words = ["shoal", *words, "--endpoint", endpoint]
+    return shlex.join(words), f"{begin_curl(f'{url}/v1/{path}')} -d {shlex.quote(json.dumps(body))}"
+
+
 def begin_curl(url: str) -> str:
     """`curl` with the token of this machine, which is not in the text, up to the body."""
     token = "$SHOAL_TOKEN" if os.environ.get("SHOAL_TOKEN") else f"$(cat {shlex.quote(str(home() / 'token'))})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 import shutil
 import warnings
@@ -40,6 +41,7 @@ from shoal.extend.serve import ModelOptions, RegisteredModel
 from shoal.libs.batch_predict.output import (
     BucketOutput,
     Part,
+    count_rows,
     find_csv_format,
     has_rows,
     make_incoming_path,
@@ -219,25 +221,21 @@ def predict_files(
 
 
 def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None, block_rows: int) -> ray.data.Dataset:
-    rows = _read_files(files, types)
-    if block_rows == BLOCK_ROWS:
-        return rows
-    return rows.repartition(target_num_rows_per_block=block_rows)  # a small file is one block, and so one worker's
-
-
-def _read_files(files: Sequence[Path], types: Mapping[str, pa.DataType] | None) -> ray.data.Dataset:
+    options: dict[str, Any] = {"num_cpus": FILE_IO_CPUS}
+    if block_rows != BLOCK_ROWS:  # a small file is one block, and so one worker's; `repartition` takes a CPU of its own
+        options["override_num_blocks"] = max(len(files), math.ceil(count_rows(files) / block_rows))
     if in_bucket := [file for file in files if isinstance(file, BucketPath)]:
-        return ray.data.read_datasource(BucketTables(in_bucket, types), num_cpus=FILE_IO_CPUS)
+        return ray.data.read_datasource(BucketTables(in_bucket, types), **options)
     paths = [str(file) for file in files]
     if paths[0].endswith(".csv"):
         converted = pyarrow.csv.ConvertOptions(column_types=types)
-        options = {"parse_options": find_csv_format(files[0]), "convert_options": converted}
-        return ray.data.read_csv(paths, num_cpus=FILE_IO_CPUS, partitioning=None, **options)
+        options |= {"parse_options": find_csv_format(files[0]), "convert_options": converted}
+        return ray.data.read_csv(paths, partitioning=None, **options)
     if paths[0].endswith(".jsonl"):
-        return ray.data.read_json(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
+        return ray.data.read_json(paths, partitioning=None, file_extensions=None, **options)
     # `partitioning`, in all: a folder named day=3 is not a column
     # Ray Data ignores the part of a path after a ? when it checks the extension.
-    return ray.data.read_parquet(paths, num_cpus=FILE_IO_CPUS, partitioning=None, file_extensions=None)
+    return ray.data.read_parquet(paths, partitioning=None, file_extensions=None, **options)
 
 
 def _catch_failure(predict: Callable[[], None]) -> RunError | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -23,6 +24,8 @@ from shoal.home import home
 with needs_extra("hf"):
     import torch
     import transformers
+for _name in ("torchao", "torch.utils._pytree"):  # of torchao, which transformers imports: each extension without a use
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 CONFIG = "config.json"
 # Of a folder, what a version keeps beside its weights, so that it can be trained further and written again.

@@ -69,7 +69,10 @@ class LocalTexts:
         job = APIS[path].prepare(self, read_body(msgspec.json.encode(body), APIS[path].body))
         events = merge_events(job, TextCall(Caller("")))
         try:
-            frames = APIS[path].stream(_run(begin(job, events, "", lambda: None)))
+            answers = _run(begin(job, events, "", lambda: None))
+            if job.body.given:
+                answers.all[0].replay(job)
+            frames = APIS[path].stream(answers)
             yield b""
             while (frame := _run(anext(frames, None))) is not None:
                 yield frame

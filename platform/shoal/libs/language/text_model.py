@@ -82,6 +82,10 @@ class TextModels(Protocol):
         """Raises InferenceError (403, 404)."""
         ...
 
+    def is_peer(self, token: bytes) -> bool:
+        """Whether a request comes from another replica, which shows this token."""
+        ...
+
     async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
         """Have a model loaded, if it is not; False where another replica has answered the request by then.
 

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 MAX_STREAMS = 16_384  # more at once end as without a guard
@@ -71,7 +71,11 @@ def guard_stream(end: bytes) -> Callable[[Any], GuardedStream | None]:
 
     end: what ends the answer: its last chunks
     """
-    return lambda transport: _start_guard().hold(end, transport)
+    return partial(_hold, end)  # not a lambda: Ray Serve pickles the messages of the requests that pass through it
+
+
+def _hold(end: bytes, transport: Any) -> GuardedStream | None:
+    return _start_guard().hold(end, transport)
 
 
 class GuardedStream:

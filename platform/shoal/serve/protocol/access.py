@@ -133,12 +133,19 @@ class AccessControl:
             self._holders[self._hash_slot(hashed)] = _KeyHolder(caller, hashed, rate, burst, TokenBucket(clock()))
 
     def admit(
-        self, authorization: bytes, model: str | None = None, *, administrator: bool = False, origin: bytes = b""
+        self,
+        authorization: bytes,
+        model: str | None = None,
+        *,
+        administrator: bool = False,
+        origin: bytes = b"",
+        is_counted: bool = True,
     ) -> Caller:
         """Admit a call of `model`, of an administrator's function, or of any other; returns the caller.
 
         authorization: the header's value; b"" without it
         origin:        the caller's address, for the record of refused calls
+        is_counted:    to the key's rate; not where another replica has counted the call
         Raises InferenceError: 401 without a known key, 403 without the right, 429 over its rate.
         """
         if self._open_caller is not None:
@@ -154,7 +161,7 @@ class AccessControl:
             self._counts[caller.name, "forbidden"] += 1
             problem = f"the key {caller.name!r} is not for the model {model[:200]!r}"
             raise self._record_failure(caller.name, 403, problem, model, origin)
-        if (rate := holder.requests_per_s) is not None:
+        if is_counted and (rate := holder.requests_per_s) is not None:
             replicas = max(1, self._replicas())
             wait_s = holder.bucket.take(self._clock(), rate / replicas, max(1.0, holder.burst / replicas))
             if wait_s > 0.0:

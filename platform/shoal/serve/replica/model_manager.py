@@ -109,9 +109,13 @@ class ModelManager:
             raise unloaded_model(name, self._find_error(name))
         raise self.on_demand.describe_unknown(name, self._served)
 
-    def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
+    def is_peer(self, token: bytes) -> bool:
+        """Whether another replica of the endpoint shows this token."""
         expected = self._plan.peer_token if self._plan is not None else ""
-        if not expected or not hmac.compare_digest(token, expected.encode()):
+        return bool(expected) and hmac.compare_digest(token, expected.encode())
+
+    def get_peer_model(self, name: str, token: bytes, generation: bytes) -> ServedModelProtocol:
+        if not self.is_peer(token):
             raise InferenceError(401, "this path is for replicas of the endpoint")
         model = self.get_model(name)
         return model.await_load(int(generation)) if isinstance(model, ColdModel) else model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -120,10 +121,9 @@ async def begin(job: Job, events: Events, resume: str, count: Callable[[], None]
         first = await anext(events)
     except InferenceError as error:
         name = (job.names or {}).get(error.field, error.field)
-        raise InferenceError(error.status, error.message, error.retry_after_s, name) from error
+        message = re.sub(f"^{re.escape(error.field)}\\b", name, error.message)
+        raise InferenceError(error.status, message, error.retry_after_s, name) from error
     answers = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
-    if job.body.given:
-        await asyncio.to_thread(answers[0].replay, job)
     return Answers(job, first, events, answers, bool(resume) and len(answers) == 1, count)
 
 

@@ -59,7 +59,7 @@ BODIES |= {"messages/count_tokens": CountBody, "embeddings": EmbeddingBody}
 SMALL_BYTES = 16_384  # below it, a few milliseconds of the event loop
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
-HOP_HEADERS = ("host", "connection", "content-length", "content-encoding", "transfer-encoding")  # of one connection
+HOP_HEADERS = ("host", "connection", "expect", "content-length", "content-encoding", "transfer-encoding")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -88,6 +88,8 @@ class LanguageApp:
             await reply.send_error(error)
         except ConfigError as error:
             await reply.send_error(InferenceError(400, str(error), field=error.field))
+        except RecursionError:
+            await reply.send_error(InferenceError(400, "the body is nested too deeply"))
         except Closed:
             await reply.send_error(InferenceError(503, "the endpoint is closing; try again later"))
         except Exception as error:
@@ -115,7 +117,9 @@ class LanguageApp:
             body = await decompress_in_thread(self._limits, body, headers.get(b"content-encoding", b"identity"))
             size_bytes = len(body)
             fields: Any = await _run(size_bytes, read_body, body, BODIES[path])
-            caller = self._access.admit(key, fields.model.partition("@")[0], origin=origin)
+            # A replica that passes a request on has counted it.
+            is_counted = not self._models.is_peer(headers.get(PEER_HEADER, b""))
+            caller = self._access.admit(key, fields.model.partition("@")[0], origin=origin, is_counted=is_counted)
             if not await self._load(fields.model, caller, path, headers, body, reply, arrived_s):
                 return
             model, call = self._find(fields.model, caller, headers)
@@ -148,7 +152,8 @@ class LanguageApp:
             given = {each: value for each, value in given.items() if each not in HOP_HEADERS}
             if deadline_s is not None:
                 given["shoal-deadline-ms"] = f"{max(1e-3, 1e3 * (deadline_s - time.monotonic())):.3f}"
-            await transport.relay(address, PREFIX + path, {**given, **more}, body, reply.relay)
+            async with reply.watch():
+                await transport.relay(address, PREFIX + path, {**given, **more}, body, reply.relay)
 
         hop = Hop(deadline_s, headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b""), relay)
         try:
@@ -173,8 +178,14 @@ class LanguageApp:
         num_input = sum(len(each.prompt) + len(each.given) for each in job.requests)
         read, written = self._access.admit_tokens(call.caller, num_input)
         async with aclosing(merge_events(job, call)) as events:
-            answers = await begin(job, events, call.resume, written.add)
+            try:
+                answers = await begin(job, events, call.resume, written.add)
+            except asyncio.CancelledError:  # its client has left: so much may have been computed
+                read.add(num_input)
+                raise
             read.add(num_input)
+            if job.body.given:
+                await asyncio.to_thread(answers.all[0].replay, job)
             reply.name_version(answers.first[1].version)
             if job.body.stream:
                 async with aclosing(api.stream(answers)) as frames:
@@ -216,8 +227,9 @@ class _Reply:
 
     async def relay(self, message: Message) -> None:
         """Send a part of another replica's answer."""
-        self._has_started = True
+        self._has_started, self._since_s = True, monotonic()
         await self._send(message)
+        self._since_s = 0.0
 
     async def send_json(self, content: object, status: int = 200) -> None:
         body = msgspec.json.encode(content)
@@ -230,7 +242,7 @@ class _Reply:
         self._has_started = True
         died = self._write_last(InferenceError(503, "it has died"))
         start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._headers}
-        async with self._watch():
+        async with self.watch():
             await self._send(start | {"guard": guard_stream(b"%x\r\n%b\r\n0\r\n\r\n" % (len(died), died))})
             async for frame in frames:
                 self._since_s = monotonic()
@@ -242,7 +254,7 @@ class _Reply:
         """Send an error, as the stream's last event if it has begun."""
         if self._has_started:
             with suppress(Disconnected):
-                async with self._watch():
+                async with self.watch():
                     self._since_s = monotonic()
                     await self._send({"type": "http.response.body", "body": self._write_last(error)})
             return
@@ -266,7 +278,7 @@ class _Reply:
         return {"error": described | {"status": error.status}}  # of an error within a stream, too
 
     @asynccontextmanager
-    async def _watch(self) -> AsyncIterator[None]:
+    async def watch(self) -> AsyncIterator[None]:
         """Raise Disconnected where one `_send` takes longer than the grace. A timer for each event would cost more than
         making it."""
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import InferenceError, needs_extra, summarize_error
-from shoal.libs.language.api.bodies import MAX_PROMPTS, Fields, read_text, require
+from shoal.libs.language.api.bodies import MAX_ANSWERS, MAX_PROMPTS, Fields, read_text, require
 from shoal.libs.language.api.tools import ToolUse
 from shoal.libs.language.engine.request import GrammarKind, Sampling, TextRequest
 from shoal.libs.language.text_model import TextModel
@@ -45,7 +45,9 @@ class Job:
 
 def make_job(model: TextModel, body: Fields, prompts: Sequence[tuple[int, ...]], **more: Any) -> Job:
     """`more`: fields of the Job; the others of TextRequest. Raises InferenceError (400)."""
-    names = {"num_answers": "n", "prompt": "prompt", **more.pop("names", {})}
+    if (num_answers := len(prompts) * body.n) > MAX_ANSWERS:
+        raise InferenceError(400, f"n = {body.n}: {num_answers} answers, expected {MAX_ANSWERS} at most", field="n")
+    names = {"num_answers": "n", "prompt": "prompt", "end_s": "deadline_s", **more.pop("names", {})}
     grammars: list[tuple[str, Grammar | None]] = [
         *more.pop("grammars", ()),
         ("grammar", body.grammar and ("lark", body.grammar)),  # type: ignore[list-item]

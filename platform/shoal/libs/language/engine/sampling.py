@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.libs.language.engine.request import Sampling
 
+_COLDEST = 1e-6  # temperature: below, quotients would not be finite
 _NEAR = 256  # most probable tokens: nearly always enough for top_p and min_p, without a sort of the vocabulary
 
 
@@ -103,7 +104,8 @@ def _alter(scores: Tensor, row: Row) -> Tensor:
 
 def _draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
     """Tokens [R] by the inverse of each row's distribution function, at its uniform number."""
-    scores = scores / torch.tensor([row.sampling.temperature for row in rows], device=scores.device)[:, None]
+    temperatures = [max(row.sampling.temperature, _COLDEST) for row in rows]
+    scores = scores / torch.tensor(temperatures, device=scores.device)[:, None]
     uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=scores.device)
     mass = scores.softmax(-1).double().cumsum(-1)
     tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True)[:, 0]

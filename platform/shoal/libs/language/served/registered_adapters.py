@@ -51,6 +51,7 @@ class AdapterFinder:
         self._allowed = {split_ref(each)[0]: each for each in allowed if each != ANY}
         self._is_open = ANY in allowed
         self._found: dict[str, tuple[float, RegisteredAdapter]] = {}
+        self._reading: dict[str, asyncio.Task[None]] = {}
 
     def list_names(self) -> list[str]:
         """Those that are named, or were asked for and found."""
@@ -58,7 +59,7 @@ class AdapterFinder:
 
     def require_allowed(self, name: str) -> None:
         """Raises InferenceError (404)."""
-        if name not in self._allowed and not self._is_open:
+        if name not in self._allowed and not (self._is_open and len(name) <= 200):
             known = ", ".join(self._allowed) or "none"
             problem = f"model {self._model!r} has no adapter {name[:200]!r}; there are: {known}"
             raise InferenceError(404, problem, field="model")
@@ -69,8 +70,16 @@ class AdapterFinder:
         key = name if version is None else f"{name}@{version}"
         read_s, known = self._found.get(key, (-math.inf, None))
         if known is None or (version is None and time.monotonic() - read_s > FOLLOW_S):
-            self._found[key] = time.monotonic(), await asyncio.to_thread(self._read, name, key, known)
+            if key not in self._reading:  # one object for all that wait: another one would replace it in the engine
+                self._reading[key] = asyncio.create_task(self._refresh(name, key, known))
+            await asyncio.shield(self._reading[key])
         return self._found[key][1]
+
+    async def _refresh(self, name: str, key: str, known: RegisteredAdapter | None) -> None:
+        try:
+            self._found[key] = time.monotonic(), await asyncio.to_thread(self._read, name, key, known)
+        finally:
+            del self._reading[key]
 
     def _read(self, name: str, key: str, known: RegisteredAdapter | None) -> RegisteredAdapter:
         given = self._allowed.get(name, name)

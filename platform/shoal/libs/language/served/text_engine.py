@@ -121,6 +121,7 @@ class TextEngine:
             self._streams[stream.number] = stream
         finally:
             self._num_pending -= 1
+            self._close_if_over()
         self._steps.wake()
         return stream
 
@@ -129,8 +130,7 @@ class TextEngine:
         if self._streams.pop(stream.number, None) is not None and stream.running and self.engine is not None:
             self.engine.cancel(stream.number)
             self._steps.wake()
-        if self.is_retired and self.is_idle:
-            self._steps.close()
+        self._close_if_over()
 
     async def run(self, function: Callable[[], T]) -> T:
         """Compute something else of the model among the steps."""
@@ -139,6 +139,7 @@ class TextEngine:
             return await self._steps.run(function)
         finally:
             self._num_pending -= 1
+            self._close_if_over()
 
     def wake(self) -> None:
         """The track may have another version."""
@@ -151,16 +152,20 @@ class TextEngine:
             stream.fail(InferenceError(503, problem, retry_after_s=1.0))
         self._steps.close()
 
+    def _close_if_over(self) -> None:
+        if self.is_retired and self.is_idle:
+            self._steps.close()
+
     async def _add_adapter(self, engine: SlotEngine, adapter: RegisteredAdapter) -> None:
-        key = adapter.key
-        if self._adapters.get(key) is not adapter:
-            if key not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
+        key, loaded = adapter.key, self._adapters  # another dict from the next base on
+        if loaded.get(key) is not adapter:
+            if key not in loaded and len(loaded) >= MAX_ADAPTERS:
                 raise InferenceError(503, f"{MAX_ADAPTERS} adapters are loaded beside this model already")
             try:
                 await asyncio.to_thread(engine.set_weights, adapter.version, adapter.state, key)
             except ConfigError as error:
                 raise InferenceError(422, f"adapter {key!r} does not fit its base: {error}", field="model") from None
-            self._adapters[key] = adapter
+            loaded[key] = adapter
         prepared = None if self._loaded is None else self._preparation.find(self._loaded)
         if prepared is None or not adapter.fits(prepared.source):  # the track has got another version meanwhile
             raise InferenceError(409, f"adapter {key!r} is of another base than answers now", field="model")
@@ -233,8 +238,7 @@ class TextEngine:
             elif len(stream.events) > MAX_UNREAD:
                 stream.fail(InferenceError(408, f"{MAX_UNREAD} tokens were not read in time"))
                 self.release(stream)
-        if self.is_retired and self.is_idle:
-            self._steps.close()
+        self._close_if_over()
 
     def _fail(self, error: Exception) -> None:
         """A step has failed: what it left cannot be known, so all its answers end."""

@@ -56,6 +56,10 @@ class ServedTexts:
             text = replace(text, name=f"{name}:{adapter}", adapter=adapter)
         return text
 
+    def is_peer(self, token: bytes) -> bool:
+        """See `TextModels`."""
+        return self._manager.is_peer(token)
+
     async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
         """See `TextModels`."""
         _require_visible(name, caller)
