@@ -316,6 +316,33 @@ def test_a_run_without_an_environment_registers_the_version_of_its_games_best_re
     assert "run one: games join at tcp://h:1\n" in said
 
 
+def test_a_run_that_is_stopped_registers_what_it_has_learnt_and_champion_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = sent_nothing_valid(monkeypatch, lambda *_, **__: None)
+    flow.recorder.record_model = lambda *_: None
+    policy, registered = flow.policies[0], list[int]()
+    policy._workers.make_weight_source = lambda: SimpleNamespace(latest=lambda: SNAPSHOT)
+
+    def register(snapshot: WeightSnapshot, run_id: str, action: str) -> Any:
+        assert policy.spec.aliases == ()
+        registered.append(snapshot.version)
+        return SimpleNamespace(ref="cartpole@2", name="cartpole", version=2, aliases=(), decision="")
+
+    policy.register, policy.learner = register, {"updates": 9}
+    flow.register_learnt()
+    assert registered == [], "no episode has ended"
+    policy.gateway = make_stats(mean_return=90.0, episodes=100)
+    flow.register_learnt()
+    flow.register_learnt()  # as of one that is stopped while its version is evaluated
+    assert registered == [7]
+    assert "registered cartpole@2, as it was stopped" in capsys.readouterr().out
+    flow._registered.clear()
+    policy.retained, policy._retained_return = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)}), 200.0
+    flow.register_learnt()
+    assert registered == [7, 3], "the one of its best returns"
+
+
 def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actors' mean is above the target: without the trial the error would contradict itself."""
     noted: dict[str, dict[str, Any]] = {}

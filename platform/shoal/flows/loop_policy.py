@@ -253,9 +253,20 @@ class LoopPolicy:
 
     def choose_best(self, newest: WeightSnapshot) -> WeightSnapshot:
         """The version to register without a trial: that of the best mean return, which the store then has again."""
+        return newest if (retained := self._find_better()) is None else self.workers.republish(retained)
+
+    def find_learnt(self) -> WeightSnapshot | None:
+        """The same of a run that ends here: nothing is published. None where no episode has ended, so that no version
+        is known to be any good."""
+        if not self.has_started or not self.updates or not math.isfinite(self.mean_return):
+            return None
+        return self._find_better() or self.workers.make_weight_source().latest() or self.retained
+
+    def _find_better(self) -> WeightSnapshot | None:
+        """The retained version, where it returned more than the newest does."""
         if self.retained is None or self.mean_return >= self._retained_return or self.spec.self_play.is_on:
-            return newest  # also while KEEP_S has not passed, in which a policy may learn all that it can
-        return self.workers.republish(self.retained)
+            return None  # also while KEEP_S has not passed, in which a policy may learn all that it can
+        return self.retained
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""
