@@ -67,7 +67,6 @@ from shoal.flows.rl_metrics import HistorySampler, combine_policies, select_lags
 from shoal.flows.rl_policy import check, keep_spaces, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
-from shoal.registry import ModelVersion
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.rl.ray_first_game import take_spaces
 from shoal.runs import RunRecorder, Status
@@ -111,7 +110,8 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
             finally:
                 run.shut_down()
         except KeyboardInterrupt:  # after the learners have saved: Ray may leave no time for more
-            run.register_learnt()
+            for each in run.policies:
+                each.register_learnt(recorder)
             raise
         if run.missed:
             recorder.finish(Status.NOT_REACHED, run.missed)
@@ -137,7 +137,6 @@ class LoopRun:
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self.missed = ""  # what the run lacks of its targets, at its end
         self._is_solved, self._failed_trial, self._num_requests, self._failed = False, "", 0.0, list[Evaluation]()
-        self._registered = set[str]()  # names of policies
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
 
     @property
@@ -391,26 +390,13 @@ class LoopRun:
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
             if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
                 each.withhold_champion()
-            models[each.name] = self._register(each, snapshot)
+            models[each.name] = each.register(snapshot, self.recorder, self._action)
         with self._connect(self._action) as connections:
             played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(describe_registered(model, played.get(name), self._action), flush=True)
-
-    def _register(self, policy: LoopPolicy, snapshot: WeightSnapshot) -> ModelVersion:
-        model = policy.register(snapshot, self.recorder.id, self._action)
-        self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
-        self._registered.add(policy.name)
-        return model
-
-    def register_learnt(self) -> None:
-        """Register what a run that is stopped has learnt, as one that misses its target does: `champion` stays."""
-        for each in self.policies:
-            if each.name not in self._registered and (snapshot := each.find_learnt()) is not None:
-                each.withhold_champion()
-                print(f"registered {self._register(each, snapshot).ref}, as it was stopped", flush=True)
 
     @contextmanager
     def _connect(self, action: str) -> Iterator[Sequence[Connections]]:

@@ -128,8 +128,7 @@ class Registry:
                 name=name,
                 version=version,
                 created_at=time.time(),
-                run_id=run_id,
-                weights_version=snapshot.version,
+                run_id=run_id, weights_version=snapshot.version,
                 sha256=snapshot.sha256,
                 size_bytes=snapshot.size_bytes,
                 parts=parts,
@@ -144,13 +143,17 @@ class Registry:
                     self.store.write(f"{name}/{version}/{file}", content)
                 described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
                 self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
-                suspect = snapshot.find_not_finite() if model.format == "module" else ""
-                made = ModelVersion(name, version, manifest, (), self.store)
-                problem = find_load_error(made, suspect, with_code=verifies_code)
+                problem = self._verify(manifest, snapshot, verifies_code)
                 decision = self._promote_new(manifest, aliases, criterion, problem)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
         return replace(self.get(f"{name}@{version}"), decision=decision, problem=problem)
+
+    def _verify(self, new: Manifest, snapshot: WeightSnapshot, verifies_code: bool) -> str:
+        """Why an endpoint would refuse a new version; "" where it would not, or was not tried."""
+        suspect = snapshot.find_not_finite() if new.model.format == "module" else ""
+        made = ModelVersion(new.name, new.version, new, (), self.store)
+        return find_load_error(made, suspect, with_code=verifies_code)
 
     def _promote_new(
         self, new: Manifest, aliases: Sequence[str] | None, criterion: Criterion | None, problem: str
