@@ -26,7 +26,7 @@ from shoal.errors import (
     ShoalError,
     SpecMismatch,
 )
-from shoal.flows import actor_learner
+from shoal.flows import actor_learner, loop_policy
 from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
@@ -307,13 +307,41 @@ def test_a_run_without_an_environment_registers_the_version_of_its_games_best_re
     flow.learn()
     assert flow._candidates == [best]
     model = SimpleNamespace(ref="game@1", name="game", version=1, aliases=["champion"], decision="")
-    policy.register = lambda snapshot, run_id, action: model
+    policy.register = lambda snapshot, recorder, action: model
     flow._connect = nullcontext
     flow.finish()
     LoopRun._announce_gateways(flow)
     said = capsys.readouterr().out
     assert "game@1 (champion): not evaluated, for the run has no environment to play\n" in said
     assert "run one: games join at tcp://h:1\n" in said
+
+
+def test_a_run_that_is_stopped_registers_what_it_has_learnt_and_champion_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = sent_nothing_valid(monkeypatch, lambda *_, **__: None)
+    flow.recorder.record_model = lambda *_: None
+    policy, registered = flow.policies[0], list[int]()
+    policy._workers.make_weight_source = lambda: SimpleNamespace(latest=lambda: SNAPSHOT)
+
+    def register(spec: ActorLearnerSpec, experience: object, snapshot: WeightSnapshot, *_: object) -> Any:
+        assert spec.aliases == ()
+        registered.append(snapshot.version)
+        return SimpleNamespace(ref="cartpole@2", name="cartpole", version=2, aliases=(), decision="")
+
+    monkeypatch.setattr(loop_policy, "register_policy", register)
+    policy.learner = {"updates": 9}
+    policy.register_learnt(flow.recorder)
+    assert registered == [], "no episode has ended"
+    policy.gateway = make_stats(mean_return=90.0, episodes=100)
+    policy.register_learnt(flow.recorder)
+    policy.register_learnt(flow.recorder)  # as of one that is stopped while its version is evaluated
+    assert registered == [7]
+    assert "registered cartpole@2, as it was stopped" in capsys.readouterr().out
+    policy._is_registered, policy._retained_return = False, 200.0
+    policy.retained = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})
+    policy.register_learnt(flow.recorder)
+    assert registered == [7, 3], "the one of its best returns"
 
 
 def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,8 @@ def test_a_policy_is_registered_with_the_code_of_its_beginning(tmp_path: Path, m
     served = policy.start("run-1", tmp_path, "token", None).source
     Path("sizes.py").write_text("WIDTH = 9\n")
     policy.gateway = {"mean_return": 1.0, "steps": 2}
-    registered = policy.register(WeightSnapshot.of(1, {}), "run-1", "best").manifest.model
+    recorder: Any = SimpleNamespace(id="run-1", record_model=lambda *_: None)
+    registered = policy.register(WeightSnapshot.of(1, {}), recorder, "best").manifest.model
     for model in (registered, served.factory):  # type: ignore[union-attr]
         assert model.code is not None
         assert model.code.files["sizes.py"] == "WIDTH = 8\n"

@@ -19,7 +19,7 @@ class FakeServe:
     """Serve, and Ray's count of what waits: the next of `looks` at each look."""
 
     def __init__(self, looks: Iterator[Look]) -> None:
-        self._looks, self.num_waiting, self.ran = looks, 0, list[Any]()
+        self._looks, self.num_waiting, self.ran, self.message = looks, 0, list[Any](), ""
 
     def RunTarget(self, *target: object) -> object:  # noqa: N802 - as Serve has it
         return target
@@ -31,7 +31,7 @@ class FakeServe:
 
     def status(self) -> SimpleNamespace:
         status, replicas, self.num_waiting = next(self._looks)
-        deployment = SimpleNamespace(replica_states=replicas)
+        deployment = SimpleNamespace(replica_states=replicas, message=self.message)
         app = SimpleNamespace(status=ApplicationStatus(status), message="it broke", deployments={"replica": deployment})
         return SimpleNamespace(applications={"shop": app})
 
@@ -40,11 +40,12 @@ class FakeServe:
         return self.num_waiting
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *looks: Look, wait: str = "10m") -> list[str]:
-    """The reasons that were recorded, until the endpoint is up."""
+def run(monkeypatch: pytest.MonkeyPatch, *looks: Look, wait: str = "10m", message: str = "") -> list[str]:
+    """The reasons that were recorded, until the endpoint is up. message: of Serve about the deployment"""
     from shoal.serve.on_ray import deployment
 
     fake, recorded = FakeServe(iter(looks)), list[str]()
+    fake.message = message
     monkeypatch.setattr(deployment, "serve", fake)
     monkeypatch.setattr(deployment, "count_waiting", fake.count_waiting)
     monkeypatch.setattr(deployment, "describe_wait", lambda: "waiting for nodes")
@@ -87,3 +88,9 @@ def test_an_endpoint_without_any_place_is_given_up_in_time(monkeypatch: pytest.M
 def test_a_deployment_that_fails_is_an_error_as_of_serve_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="it broke"):
         run(monkeypatch, ("DEPLOY_FAILED", {}, 0))
+
+
+def test_what_the_first_replica_refuses_is_refused_before_serve_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "A replica failed to start with exception. Retrying 1 more time(s). Error:\nshoal.errors.ShoalError: no\n"
+    with pytest.raises(RuntimeError, match=r"^no$"):
+        run(monkeypatch, (DEPLOYING, {"STARTING": 1}, 0), message=message)

@@ -146,7 +146,7 @@ async def test_status_says_what_it_follows_what_is_held_and_what_was_left(endpoi
     await endpoint.administer(action="promote", model="moody")
     await endpoint.publish(moody(3, RAISE))
     assert await everywhere(endpoint) <= {1, 2}
-    await until(lambda: any(line.startswith("moody: ready version 3 was rejected") for line in lines()))
+    await until(lambda: any(line.startswith("moody: ready; version 3 was rejected") for line in lines()))
 
 
 @live()

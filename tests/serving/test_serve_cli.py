@@ -116,8 +116,8 @@ def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> 
     assert found[1].startswith("fashion@4 candidate: share 10%, requests/s 134.2, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
     assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7, follows fashion@champion" in found[1]
     assert found[2].startswith("fashion@3 stable: share 90%, requests/s 1,204")
-    assert found[3] == "fashion: ready version 2 is not served: too slow"
-    assert found[4:] == ["syntax: loading warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
+    assert found[3] == "fashion: ready; version 2 is not served: too slow"
+    assert found[4:] == ["syntax: loading; warming up", "replica r-2: ready, at generation 6: version 4 does not fit"]
 
 
 def test_status_counts_the_replicas_that_are_missing_and_the_hosts() -> None:

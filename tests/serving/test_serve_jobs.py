@@ -29,10 +29,10 @@ from shoal.client.endpoint_status import EndpointStatus
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.job_main import job_main
 from shoal.cluster.jobs import JobInfo, JobStatus
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError, WeightsError
 from shoal.flows.serving_spec import READY, ServingSpec, require_importable, spec_from_overrides
 from shoal.home import home
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature, TensorSignature, verification
 from shoal.runs.record.provenance import find_owner, restore_secrets, split_secrets
 from shoal.weights import WeightSnapshot
 
@@ -204,6 +204,18 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     assert job.env["SHOAL_RUN_ID"] == job.submission_id
     assert "hush" not in job.env["SHOAL_COMMAND"]
     assert job.stopped == 0
+
+
+def test_weights_that_a_replica_would_refuse_are_refused_before_a_job_starts(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Registry().get("fashion").manifest.model
+    broken = WeightSnapshot.of(1, {"weight": np.full((1, 1), np.nan, np.float32), "bias": np.zeros(1, np.float32)})
+    Registry().register("fashion", broken, model=model, signature=Registry().get("fashion").manifest.signature)
+    monkeypatch.setenv("SHOAL_VERIFY", "1")
+    monkeypatch.setattr(verification, "MAX_BYTES", 0)  # what finds out needs no second process
+    fails(WeightsError, "fashion@2 cannot be served: 'weight' is not finite", shoal_program("deploy", "fashion"))
+    assert cluster.jobs == {}
 
 
 def test_a_deployment_that_is_given_up_leaves_no_job_behind(cluster: FakeCluster) -> None:

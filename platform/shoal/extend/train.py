@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
     from shoal.train.launch.training_run import Backend, TrainingRun, shutdown_event
     from shoal.train.launch.validate import ValidatedRun, choose_metric, validate_run
-    from shoal.train.launch.verification import find_load_error
     from shoal.train.loop.components import BatchStream, TrainComponents, TrainReplica, build_components, set_threads
     from shoal.train.loop.evaluation import evaluate
     from shoal.train.loop.oom import is_out_of_memory

@@ -100,14 +100,19 @@ def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
         spec = take_spaces(spec, recorder, load_access_token(), staying)
         run = LoopRun(spec, recorder, checked or check(spec))
         try:
-            run.start(closing)
-            staying.close()
-            run.learn()
-            run.finish()
+            try:
+                run.start(closing)
+                staying.close()
+                run.learn()
+                run.finish()
+                for each in run.policies:
+                    each.require_actors(recorder.id)
+            finally:
+                run.shut_down()
+        except KeyboardInterrupt:  # after the learners have saved: Ray may leave no time for more
             for each in run.policies:
-                each.require_actors(recorder.id)
-        finally:
-            run.shut_down()
+                each.register_learnt(recorder)
+            raise
         if run.missed:
             recorder.finish(Status.NOT_REACHED, run.missed)
     shoal.runs.write_report_at_end(recorder.id)
@@ -385,9 +390,7 @@ class LoopRun:
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
             if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
                 each.withhold_champion()
-            model = each.register(snapshot, self.recorder.id, self._action)
-            self.recorder.record_model(model.name, model.version, model.aliases, model.decision)
-            models[each.name] = model
+            models[each.name] = each.register(snapshot, self.recorder, self._action)
         with self._connect(self._action) as connections:
             played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1

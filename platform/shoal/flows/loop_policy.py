@@ -21,7 +21,7 @@ from shoal.atomic_file import make_folder
 from shoal.errors import RunError, StoreError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import ActorLearnerMetrics, describe_rejections
-from shoal.flows.rl_policy import describe_policy_model, register_policy
+from shoal.flows.rl_policy import describe_policy_model, list_actions, register_policy
 from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
@@ -71,7 +71,7 @@ class LoopPolicy:
         self.trial_return: float | None = None
         self.retained: WeightSnapshot | None = None
         self._retained_return, self._retained_at = -math.inf, -math.inf
-        self._checkpoint_failure = ""
+        self._is_registered, self._checkpoint_failure = False, ""
         self._pids: dict[str, int] = {}
         self._replica_pids: set[int] = set()  # of the other learners
         self._metrics = ActorLearnerMetrics()
@@ -253,19 +253,40 @@ class LoopPolicy:
 
     def choose_best(self, newest: WeightSnapshot) -> WeightSnapshot:
         """The version to register without a trial: that of the best mean return, which the store then has again."""
+        return newest if (retained := self._find_better()) is None else self.workers.republish(retained)
+
+    def find_learnt(self) -> WeightSnapshot | None:
+        """The same of a run that ends here: nothing is published. None where no episode has ended, so that no version
+        is known to be any good."""
+        if not self.has_started or not self.updates or not math.isfinite(self.mean_return):
+            return None
+        return self._find_better() or self.workers.make_weight_source().latest() or self.retained
+
+    def _find_better(self) -> WeightSnapshot | None:
+        """The retained version, where it returned more than the newest does."""
         if self.retained is None or self.mean_return >= self._retained_return or self.spec.self_play.is_on:
-            return newest  # also while KEEP_S has not passed, in which a policy may learn all that it can
-        return self.workers.republish(self.retained)
+            return None  # also while KEEP_S has not passed, in which a policy may learn all that it can
+        return self.retained
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""
         return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
 
-    def register(self, snapshot: WeightSnapshot, run_id: str, action: str) -> ModelVersion:
-        """Register these weights, or with `action=average` the mixture of the pool."""
+    def register(self, snapshot: WeightSnapshot, recorder: RunRecorder, action: str) -> ModelVersion:
+        """Register these weights, or with `action=average` the mixture of the pool, and record that."""
         pool = self.workers.load_pool() if self.spec.action == "average" else ()
         returns = self.gateway | ({} if self.trial_return is None else {"trial_return": self.trial_return})
-        return register_policy(self.spec, self.experience, snapshot, run_id, returns, action, pool, self._code)
+        model = register_policy(self.spec, self.experience, snapshot, recorder.id, returns, action, pool, self._code)
+        recorder.record_model(model.name, model.version, model.aliases, model.decision)
+        self._is_registered = True
+        return model
+
+    def register_learnt(self, recorder: RunRecorder) -> None:
+        """Register what it has learnt in a run that is stopped, as of one that misses its target: `champion` stays."""
+        if not self._is_registered and (snapshot := self.find_learnt()) is not None:
+            self.withhold_champion()
+            action = list_actions(self.spec, self.experience)[0]
+            print(f"registered {self.register(snapshot, recorder, action).ref}, as it was stopped", flush=True)
 
     def withhold_champion(self) -> None:
         """Let the version that will be registered leave `champion` as it is."""

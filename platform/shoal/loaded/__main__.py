@@ -1,6 +1,6 @@
 """Open a registered version in this process, as a replica does, and let it answer an example.
 
-    python -m shoal.loaded NAME@VERSION
+    python -m shoal.loaded NAME@VERSION [REGISTRY]
 
 Exits with 1, and the reason in the last line, for a version that an endpoint would refuse.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 
 from shoal.errors import ShoalError
-from shoal.loaded.model import load
+from shoal.loaded.model import LocalModel
+from shoal.registry import Registry
 
 
-def main(ref: str) -> int:
-    """Returns the exit status."""
+def main(ref: str, registry: str | None = None) -> int:
+    """Returns the exit status. registry: its folder or URL; None: that of this process"""
     try:
-        load(ref).open(warm_up=True)
+        LocalModel(Registry(registry).get(ref)).open(warm_up=True)
     except ShoalError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return 1
@@ -24,4 +25,4 @@ def main(ref: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -46,6 +46,7 @@ from shoal.registry.champion import CHAMPION, Criterion, judge_champion
 from shoal.registry.manifest import FORMAT as MANIFEST_FORMAT
 from shoal.registry.manifest import Manifest, ManifestPart, ModelFactory, Signature
 from shoal.registry.model_format import INDEX_FILE, find_format, get_payload_file
+from shoal.registry.verification import find_load_error
 from shoal.registry.version import FILES, ModelVersion
 from shoal.store import Entry, KeyTaken, open_store, store_url, update
 from shoal.weights import WeightFile, WeightSnapshot
@@ -98,6 +99,7 @@ class Registry:
         example: Mapping[str, object] = MappingProxyType({}),
         aliases: Sequence[str] | None = None,
         criterion: Criterion | None = None,
+        verifies_code: bool = False,
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
         Of a WeightFile no file is read whole.
@@ -106,6 +108,8 @@ class Registry:
         example:   a row of a request, for those who try it
         aliases:   those that name it from now on; (): none does; None: `champion`, unless the present one is as good by
                    `criterion` (see `judge_champion`). The version's `decision` says which it is
+        verifies_code: let another process build a version with code of the user's, and answer an example, as it always
+                   does where weights are not finite. A version that fails has a `problem`, and is not the `champion`
 
         The number of a removed version, or of a killed registration, is not used again. Raises ConfigError for an
         invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
@@ -124,8 +128,7 @@ class Registry:
                 name=name,
                 version=version,
                 created_at=time.time(),
-                run_id=run_id,
-                weights_version=snapshot.version,
+                run_id=run_id, weights_version=snapshot.version,
                 sha256=snapshot.sha256,
                 size_bytes=snapshot.size_bytes,
                 parts=parts,
@@ -140,19 +143,32 @@ class Registry:
                     self.store.write(f"{name}/{version}/{file}", content)
                 described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
                 self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
-                decision = self._promote_new(manifest, aliases, criterion)
+                problem = self._verify(manifest, snapshot, verifies_code)
+                decision = self._promote_new(manifest, aliases, criterion, problem)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
-        return replace(self.get(f"{name}@{version}"), decision=decision)
+        return replace(self.get(f"{name}@{version}"), decision=decision, problem=problem)
 
-    def _promote_new(self, new: Manifest, aliases: Sequence[str] | None, criterion: Criterion | None) -> str:
+    def _verify(self, new: Manifest, snapshot: WeightSnapshot, verifies_code: bool) -> str:
+        """Why an endpoint would refuse a new version; "" where it would not, or was not tried."""
+        suspect = snapshot.find_not_finite() if new.model.format == "module" else ""
+        made = ModelVersion(new.name, new.version, new, (), self.store)
+        return find_load_error(made, suspect, with_code=verifies_code)
+
+    def _promote_new(
+        self, new: Manifest, aliases: Sequence[str] | None, criterion: Criterion | None, problem: str
+    ) -> str:
         """Move the aliases of a new version; returns what became of the champion, "" where that was not asked."""
         decision = ""
 
         def promote(now: Aliases) -> Aliases:
             nonlocal decision
             moved: Sequence[str] = aliases if aliases is not None else ()
-            if aliases is None:
+            if problem:
+                champion, moved = now.target(CHAMPION), [each for each in moved if each != CHAMPION]
+                head = f"champion stays {champion}" if champion else "there is no champion"
+                decision = f"{head}: an endpoint would refuse {new.version}: {problem}"
+            elif aliases is None:
                 becomes, decision = judge_champion(new, self._find_champion(new.name, now), criterion)
                 moved = (CHAMPION,) if becomes else ()
             return now.with_version(new.version).with_promotion(new.version, moved, time.time())

@@ -20,6 +20,7 @@ class ModelVersion:
     """One registered version. `aliases` are those that named it at the look-up.
 
     decision: of a version that was just added: which one is the champion now, and why
+    problem:  and why an endpoint would refuse it, "" where it would not, or was not tried
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelVersion:
     aliases: tuple[str, ...]
     store: Store
     decision: str = ""
+    problem: str = ""
 
     @property
     def ref(self) -> str:

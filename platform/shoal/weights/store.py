@@ -29,8 +29,11 @@ DTYPES = {
     **{"U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4"},
     **{"F16": "<f2", "U16": "<u2", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"},
 }
+# The unsigned integers of a float's bits, and its exponent in them, which is all ones for NaN and infinities.
+_EXPONENTS = {"F64": ("<u8", 0x7FF0 << 48), "F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 _PLACES = {np.dtype(dtype): rank for rank, dtype in enumerate(DTYPES.values())}
 _NAMES = tuple(DTYPES)
+CHUNK = 2**18  # values that are looked at together: they stay in a processor's cache
 REMEDY = "restore the file from a copy, or register the model again"
 
 
@@ -134,6 +137,24 @@ class WeightSnapshot:
         except safetensors.SafetensorError as error:
             raise WeightsError(f"the payload is not safetensors: {error}") from None
 
+    def find_not_finite(self) -> str:
+        """The name of a tensor with NaN or an infinity, "" for none; of a payload that is known to be safetensors."""
+        for content in self._list_contents():
+            begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+            for name, each in json.loads(content[8:begin].tobytes()).items():
+                if name == "__metadata__" or each["dtype"] not in _EXPONENTS:
+                    continue
+                unsigned, ones = _EXPONENTS[each["dtype"]]
+                first, last = each["data_offsets"]
+                bits = content[begin + first : begin + last].view(unsigned)
+                if any(((bits[at : at + CHUNK] & ones) == ones).any() for at in range(0, len(bits), CHUNK)):
+                    return str(name)
+        return ""
+
+    def _list_contents(self) -> list[np.ndarray]:
+        """The bytes of each file with tensors."""
+        return [np.frombuffer(self.payload, np.uint8)]
+
     def verify(self) -> None:
         """Raises WeightsError when the checksum does not fit."""
         if not self.is_intact:
@@ -232,6 +253,9 @@ class WeightFile(WeightSnapshot):
         except OSError as error:
             what = f"{part.path} of {folder.replace('/', '@')} cannot be read ({error})"
             raise WeightsError(f"{what}: restore {url}/{key} from a copy, or register the model again") from error
+
+    def _list_contents(self) -> list[np.ndarray]:
+        return [np.memmap(self.find(part), np.uint8, "r") for part in self.parts]
 
     def download(self) -> None:
         """Have all files on this host. Raises WeightsError."""

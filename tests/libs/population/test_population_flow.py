@@ -100,8 +100,8 @@ def read_rounds(run_id: str) -> dict[int, dict[str, Any]]:
 def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the_ensemble(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check = "shoal.libs.population.flow.rounds.find_load_error"
-    monkeypatch.setattr(check, lambda version: f"{version.name} lacks a module")
+    check = "shoal.registry.registry.find_load_error"
+    monkeypatch.setattr(check, lambda version, *_, **__: f"{version.name} lacks a module")
     result = run_population(make_spec())
     run = shoal.runs.load(result.run_id)
     errors = [each["error"] for _, each in run.list_events("unservable")]
@@ -114,7 +114,7 @@ def test_a_run_has_a_record_of_every_round_and_registers_the_best_member_and_the
     assert set(rounds[1]["hyper_parameters"]) == set(FIELDS["space"])
     assert "member/03/accuracy" in run.metrics()
     assert list(run.models()["name"]) == ["quadrants", "quadrants-ensemble"]
-    best = Registry().get("quadrants@champion").manifest
+    best = Registry().get("quadrants").manifest
     assert best.metrics == pytest.approx(result.metrics)
     schedule = best.lineage["schedule"]
     assert [each["first_round"] for each in schedule] == [1, *(each["last_round"] + 1 for each in schedule[:-1])]

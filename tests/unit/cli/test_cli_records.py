@@ -241,8 +241,10 @@ def test_all_words_are_said_again() -> None:
     assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
     with runs.reopen("one") as again:
         session._read_record()
+        again.record_model("m", 3, ())
         again.finish("stopped")
-    assert session.format_resume_hint() == "Go on with: shoal run x --actors 2 resume=one target_return=7"
+    said = "It has registered m@3. Go on with: shoal run x --actors 2 resume=one target_return=7"
+    assert session.format_resume_hint() == said
     with runs.reopen("one"):
         pass
     assert session.format_resume_hint() == "The run has finished: shoal runs one"

@@ -29,10 +29,11 @@ from shoal.registry import (
     Registry,
     Signature,
     TensorSignature,
+    verification,
 )
 from shoal.serve.spec.model_source import RegistryCatalogue
 from shoal.store import folder as folder_module
-from shoal.weights import WeightSnapshot
+from shoal.weights import WeightFile, WeightSnapshot
 from shoal.weights.tensor_files import read_tensors
 
 MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})
@@ -646,3 +647,37 @@ def test_aliases_that_are_said_move_whatever_the_metrics_are(registry: Registry)
     assert register(registry, 1, aliases=("champion", "candidate"), **said).aliases == ("candidate", "champion")
     assert register(registry, 1, aliases=(), **said).aliases == ()  # as of a run that has missed its target
     assert registry.get("cartpole@champion").version == 2
+
+
+def test_a_version_that_an_endpoint_would_refuse_is_not_the_champion(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_VERIFY", "1")
+    linear = {"model": ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 2})}
+    weights = {"weight": np.ones((2, 4), np.float32), "bias": np.array([0, np.nan], np.float32)}
+    good = WeightSnapshot.of(1, weights | {"bias": np.zeros(2, np.float32)})
+    assert registry.register("line", good, signature=SIGNATURE, **linear).aliases == ("champion",)
+    bad = registry.register("line", WeightSnapshot.of(2, weights), signature=SIGNATURE, **linear)
+    assert "'bias' is not finite: 1 of its 2 values are NaN" in bad.problem
+    assert bad.decision == f"champion stays 1: an endpoint would refuse 2: {bad.problem}"
+    assert registry.get("line@champion").version == 1
+    monkeypatch.setattr(verification, "MAX_BYTES", 0)  # too large for a copy
+    said = registry.register(
+        "other", WeightSnapshot.of(2, weights), signature=SIGNATURE, aliases=("champion",), **linear
+    )
+    assert said.decision == "there is no champion: an endpoint would refuse 1: 'bias' is not finite"
+    assert said.aliases == ()
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", "BF16"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 6e4])
+def test_tensors_that_are_not_finite_are_found(dtype: str, value: float, tmp_path: Path) -> None:
+    tensors = {"a": np.arange(3), "w": np.array([1.0, value], "<f4" if dtype == "BF16" else dtype)}
+    snapshot = WeightSnapshot.of(1, tensors)
+    if dtype == "BF16":  # the first halves of a float's bits
+        header = json.dumps({"__metadata__": {}, "w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+        payload = (tensors["w"].view("<u4") >> 16).astype("<u2").tobytes()
+        snapshot = WeightSnapshot.from_payload(1, len(header).to_bytes(8, "little") + header + payload)
+    found = "" if math.isfinite(value) else "w"
+    (path := tmp_path / "w.safetensors").write_bytes(snapshot.payload)
+    assert snapshot.find_not_finite() == WeightFile(1, path, snapshot.sha256, 0.0).find_not_finite() == found

@@ -189,7 +189,9 @@ class RunSession:
             return f"The run has finished: shoal runs {record.id}"
         if not (self._resumed or is_resumable(record)):
             return ""
-        return f"Go on with: {format_resume_command(record, self._typed.to_command_line())}"
+        models = " and ".join(f"{name}@{version}" for name, version, *_ in record.list_models())
+        made = f"It has registered {models}. " if models else ""
+        return f"{made}Go on with: {format_resume_command(record, self._typed.to_command_line())}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from shoal.cluster.attach import find_cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle, JobInfo, JobStatus, list_jobs, new_submission_id, submit
 from shoal.config import format_override, last_override, merge, parse_overrides
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError
+from shoal.errors import ClusterError, ConfigError, ConnectionLost, InferenceError, RunError, WeightsError
 from shoal.flows.serving_spec import (
     READY,
     ServingSpec,
@@ -46,6 +46,7 @@ from shoal.flows.serving_spec import (
 from shoal.network_address import is_loopback
 from shoal.recipes import find_recipe
 from shoal.registry import Registry, split_ref
+from shoal.registry.verification import MAX_BYTES, find_load_error
 from shoal.runs.event_messages import describe_wait
 from shoal.runs.record.opening import make_run_id
 from shoal.runs.record.provenance import find_owner, format_masked_command, make_command_variable, split_secrets
@@ -143,6 +144,7 @@ def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Seque
     check(spec)
     _warn(*describe_other_packages(spec))
     cluster = _require_cluster(cluster)
+    _refuse_damaged(spec)
     jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
     for each in others:
         if each.name == spec.name and each.run_id in jobs:
@@ -150,6 +152,17 @@ def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Seque
     if not others:  # else it may share their address; the job checks it too
         check_address(spec)
     return cluster
+
+
+def _refuse_damaged(spec: ServingSpec) -> None:
+    """Raise WeightsError for weights on this disk that a replica would refuse, before it starts."""
+    for model in spec.models:
+        version = Registry().get(model)
+        is_small = version.manifest.size_bytes <= MAX_BYTES and version.store.locate("") is not None
+        if is_small and version.manifest.model.format == "module" and spec.endpoint.options(version.name).finite:
+            suspect = version.snapshot().find_not_finite()
+            if problem := find_load_error(version, suspect, with_code=False):
+                raise WeightsError(f"{version.ref} cannot be served: {problem}")
 
 
 def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) -> None:

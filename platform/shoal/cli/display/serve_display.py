@@ -77,7 +77,7 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
         if model.residency is not None:
             lines.append(f"{model.name}: {_format_residency(model.residency)}")
         if (not model.versions and model.residency is None) or model.state != "READY" or model.reason:
-            lines.append(f"{model.name}: {model.state.lower()} {model.reason}".rstrip())
+            lines.append(f"{model.name}: {_format_model_state(model)}")
         if model.last_failure:
             lines.append(f"{model.name}: a request failed: {model.last_failure}")
     lines += [f"certificate: {text}" for text in _describe_certificate(status)]
@@ -85,6 +85,10 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
         f"replica {each.id}: {_format_replica_state(each, status.generation)}" for each in _find_unhealthy(status)
     ]
     return lines
+
+
+def _format_model_state(model: ModelStatus) -> str:
+    return "; ".join(filter(None, (model.state.lower(), model.reason)))
 
 
 def format_summary(status: EndpointStatus, url: str) -> str:
@@ -126,7 +130,7 @@ def format_shares(model: ModelStatus) -> str:
         if version.track
     ]
     parts += _format_following(model) if model.phase == LIVE else []
-    return ", ".join(parts) or f"{model.state.lower()} {model.reason}".rstrip()
+    return ", ".join(parts) or _format_model_state(model)
 
 
 def _render_versions(status: EndpointStatus) -> RenderableType:

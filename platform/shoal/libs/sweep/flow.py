@@ -16,7 +16,7 @@ from shoal.errors import RunError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main, print_too
 from shoal.extend.registry import Criterion
 from shoal.extend.runs import RunKind, RunRecorder, format_number
-from shoal.extend.train import fetch_weights, find_load_error, register_model, validate_run
+from shoal.extend.train import fetch_weights, register_model, validate_run
 from shoal.home import home
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec, check_sweep, sweep_from_overrides
 from shoal.libs.sweep.trial import PlannedTrial, TrialSetting, load_result
@@ -107,5 +107,5 @@ def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, bes
     fetch_weights(result, best.run_id)
     criterion = Criterion(checked.metric, checked.is_higher)
     version = register_model(train, result, run.factory, run.signature, run.fingerprint, recorder, lineage, criterion)
-    if error := find_load_error(version):
-        print_too(recorder.record_event)("unservable", model=version.ref, error=error)
+    if version.problem:
+        print_too(recorder.record_event)("unservable", model=version.ref, error=version.problem)

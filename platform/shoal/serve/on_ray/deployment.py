@@ -264,6 +264,9 @@ def wait_until_up(spec: EndpointSpec, record: Callable[..., None] | None) -> Non
         app = serve.status().applications.get(spec.name)
         if app is None or app.status == ApplicationStatus.DEPLOY_FAILED:
             raise RuntimeError("it was removed meanwhile" if app is None else app.message)
+        refusal = error_summary(" ".join(each.message for each in app.deployments.values()))
+        if refusal and app.status != ApplicationStatus.RUNNING:  # Serve would start another, which refuses it, too
+            raise RuntimeError(refusal)
         replicas: Counter[str] = Counter()
         for deployment in app.deployments.values():
             replicas.update(deployment.replica_states)

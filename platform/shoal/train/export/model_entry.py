@@ -111,6 +111,7 @@ def register_model(
         example=example,
         aliases=spec.aliases,
         criterion=criterion or spec.choose_criterion(outcome.metrics),
+        verifies_code=True,
     )
     recorder.record_model(version.name, version.version, version.aliases, version.decision)
     if not signature.inputs:

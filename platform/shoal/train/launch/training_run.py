@@ -23,7 +23,6 @@ from shoal.plugins.find import find_extension
 from shoal.runs import RunRecorder
 from shoal.train.launch.finalize import finalize_run
 from shoal.train.launch.validate import ValidatedRun
-from shoal.train.launch.verification import find_load_error
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -114,8 +113,8 @@ class TrainingRun:
         version = finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
         if version is None:
             return result
-        if problem := find_load_error(version):
-            self.log.record_event("unservable", model=version.ref, error=problem)
+        if version.problem:
+            self.log.record_event("unservable", model=version.ref, error=version.problem)
         return replace(result, model=version.ref, decision=version.decision)
 
     def _attempt_until_over(self, backend: Backend) -> TrainResult:

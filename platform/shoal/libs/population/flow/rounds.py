@@ -25,7 +25,7 @@ from shoal.errors import ConfigError, SpecMismatch
 from shoal.extend.cluster import expected_run_id
 from shoal.extend.registry import Criterion, Registry
 from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status, format_number
-from shoal.extend.train import ConsoleLog, EventLog, find_load_error
+from shoal.extend.train import ConsoleLog, EventLog
 from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
 from shoal.random_state import preserve_rng
@@ -303,10 +303,10 @@ class PopulationRun(ABC, Generic[SpecT]):
         """Register weights as the next version of `name`, and record that. entry: further arguments of the registry."""
         spec = self.spec
         entry |= {"aliases": spec.aliases, "criterion": Criterion(spec.metric, spec.is_higher_better)}
-        version = Registry().register(name, snapshot, run_id=recorder.id, **entry)
+        version = Registry().register(name, snapshot, run_id=recorder.id, verifies_code=True, **entry)
         recorder.record_model(version.name, version.version, version.aliases, version.decision)
-        if error := find_load_error(version):
-            self._log.record_event("unservable", model=version.ref, error=error)
+        if version.problem:
+            self._log.record_event("unservable", model=version.ref, error=version.problem)
 
     def record_end(self, members: str, metrics: Mapping[str, float]) -> str:
         """Record how the run ended, and return it in words. members: what they are called."""
