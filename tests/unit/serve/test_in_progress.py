@@ -51,21 +51,6 @@ def test_a_body_arrives_whole(chunks: tuple[bytes, ...]) -> None:
     assert read(body(*chunks)) == b"".join(chunks)
 
 
-def test_a_body_too_large_is_refused_before_it_is_read() -> None:
-    async def never() -> dict[str, Any]:
-        raise AssertionError("was read")
-
-    with pytest.raises(InferenceError, match="101 bytes, the limit is 100"):
-        read(never, 101)
-
-
-@pytest.mark.parametrize("chunks", [(b"x" * 101,), (b"x" * 60, b"x" * 60, b"x" * 60)])
-def test_a_body_that_turns_out_too_large_is_refused(chunks: tuple[bytes, ...]) -> None:
-    with pytest.raises(InferenceError, match="limit of 100") as caught:
-        read(body(*chunks))
-    assert caught.value.status == 413
-
-
 def test_a_client_that_goes_away_while_it_sends_is_gone() -> None:
     with pytest.raises(Disconnected):
         read(body(b"x", then=asyncio.sleep(0)))

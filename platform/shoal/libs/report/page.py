@@ -15,6 +15,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import RunError, needs_extra
 from shoal.extend.runs import (
@@ -32,6 +34,7 @@ from shoal.extend.runs import (
     format_timestamp,
     format_value,
     is_higher_better,
+    load,
     to_png,
     to_svg,
 )
@@ -372,3 +375,26 @@ def find_panels(kind: RunKind) -> ReportPanels:
         return COMMON
     own: ReportPanels = load_reference(reference)
     return ReportPanels({**COMMON.titles, **own.titles}, {**COMMON.cards, **own.cards}, own.hidden, own.sections)
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option("--open-path", is_flag=True, help="Print the path of the page and nothing else, to hand to a browser.")
+def report(run: str, open_path: bool) -> None:
+    """Write the one-page HTML report of a RUN (the newest when left out), with its learning curve as a picture.
+
+    \b
+    Examples:
+      shoal report
+      shoal report 20261120-064501-3f2a
+      xdg-open "$(shoal report latest --open-path)"
+    """
+    record = load(run)
+    path = write_page(record)
+    if open_path:
+        click.echo(path)
+        return
+    click.echo(f"The report of {record.id} ({record.status.value}): {path}")
+    picture = path.with_name("learning_curve.png")
+    if picture.exists():
+        click.echo(f"Its learning curve: {picture}")
