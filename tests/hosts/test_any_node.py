@@ -49,11 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("parallel=ddp", "workers=2"), id="ranks"),
-        pytest.param(("workers=[1,2]",), id="elastic"),
-    ],
+    "words", [pytest.param(("parallel=ddp", "workers=2"), id="ranks"), pytest.param(("workers=[1,2]",), id="elastic")]
 )
 def test_a_driver_on_a_head_without_cpus_builds_no_model_and_reads_no_data(
     cluster: Cluster, words: tuple[str, ...], request: pytest.FixtureRequest

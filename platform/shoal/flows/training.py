@@ -199,11 +199,7 @@ class RayBackend:
     is_restartable = True
 
     def __init__(
-        self,
-        spec: TrainSpec,
-        recorder: RunRecorder,
-        log: EventLog,
-        should_stop: Callable[[], bool] = lambda: False,
+        self, spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self.spec, self.recorder, self._log, self._should_stop = spec, recorder, _StepLog(log), should_stop
         self._beat_at = time.monotonic()

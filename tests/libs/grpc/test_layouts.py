@@ -17,12 +17,7 @@ from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc import request_cache
 from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
-from shoal.libs.grpc.request_cache import (
-    MAX_LAYOUTS,
-    MAX_LAYOUTS_PER_LENGTH,
-    RequestLayout,
-    RequestLayoutCache,
-)
+from shoal.libs.grpc.request_cache import MAX_LAYOUTS, MAX_LAYOUTS_PER_LENGTH, RequestLayout, RequestLayoutCache
 from shoal.libs.grpc.service import InferenceServicer, Invocation
 from shoal.open_inference.binary_tensors import to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES

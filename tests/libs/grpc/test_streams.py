@@ -247,10 +247,7 @@ def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
 
     async def test() -> None:
         address = f"127.0.0.1:{proxy.grpc_port}"
-        async with (
-            served(FakeHost(model), http_port) as server,
-            grpc.aio.insecure_channel(address) as channel,
-        ):
+        async with served(FakeHost(model), http_port) as server, grpc.aio.insecure_channel(address) as channel:
             make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
             idle, busy = make(timeout=TIMEOUT_S), make(timeout=TIMEOUT_S)
             await idle.write(request(id="i"))

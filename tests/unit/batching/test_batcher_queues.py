@@ -84,12 +84,7 @@ def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
         batcher: Batcher[Any, int, int] = Batcher(slots=2)
         queue = batcher.add_queue("model", forward, max_batch_rows=1, max_queue_rows=8)
         for _ in range(50):
-            assert [await task for task in [asyncio.create_task(answer(queue, n)) for n in range(4)]] == [
-                0,
-                1,
-                2,
-                3,
-            ]
+            assert [await task for task in [asyncio.create_task(answer(queue, n)) for n in range(4)]] == [0, 1, 2, 3]
         batcher.close()
         assert not batcher.is_alive
 

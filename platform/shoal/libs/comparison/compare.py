@@ -99,11 +99,7 @@ def compare(
     if as_csv:
         click.echo(_to_csv(columns, settings, metrics), nl=False)
         return
-    tables = [
-        _build_settings(columns, settings),
-        metrics.render(columns),
-        _build_table(columns, reached, target),
-    ]
+    tables = [_build_settings(columns, settings), metrics.render(columns), _build_table(columns, reached, target)]
     path = _save_plot(columns, by, plot, tables)
     if as_json:
         facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
