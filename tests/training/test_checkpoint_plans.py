@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from programs import run_ranks
 from shoal.checkpoint import Checkpointer
@@ -15,27 +15,9 @@ from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
 from shoal.weights.tensor_files import write_tensors
+from training.test_pipeline_cuts import Squares
 
 FSDP = {"shard": True}
-
-
-class Regression:
-    """A learnable: numbers in, their mean square."""
-
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        return (batch,)
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return outputs.square().mean()
-
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        return {}
-
-    def tensor_plan(self) -> dict[str, str] | None:
-        return None
-
-    def pipeline_cuts(self) -> list[str] | None:
-        return None
 
 
 def build(
@@ -46,7 +28,7 @@ def build(
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(depth)]
     network = nn.Sequential(*layers, nn.BatchNorm1d(width))
     degrees = spec.resolve_dims(world.size)
-    model = parallelize(network, Regression(), spec, degrees, world, torch.randn(8, width), seed)
+    model = parallelize(network, Squares(), spec, degrees, world, torch.randn(8, width), seed)
     return model, torch.optim.AdamW([each for _, each in model.named_parameters()], 0.01)
 
 

@@ -24,32 +24,9 @@ from shoal.libs.planning.predict.predict import _estimate_transfers, _extrapolat
 from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.train import Task, TrainSpec
+from training.test_step_profiler import BATCH, PARAMETERS, WIDTH, Blocks
 
-WIDTH, BATCH = 32, 16
 STATES = dict.fromkeys(("memory_parameters", "memory_optimizer", "memory_average", "memory_activations"), 1.0)
-
-
-class Blocks(Task):
-    """Four layers that can be replicated, sharded, split and cut."""
-
-    def __init__(self, *, samples: int = 64) -> None:
-        self.samples = samples
-
-    def model(self) -> nn.Module:
-        layers = [module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
-
-    def data(self) -> Data:
-        return Data(TensorDataset(torch.randn(self.samples, WIDTH), torch.randint(0, 4, (self.samples,))))
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(outputs, batch[1])
-
-    def pipeline_cuts(self) -> list[str]:
-        return ["3"]
-
-
-PARAMETERS = 3 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH + 4
 
 
 @pytest.fixture(autouse=True)
