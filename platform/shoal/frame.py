@@ -30,7 +30,7 @@ def find_names(values: Any) -> list[str] | None:
     """The names of a frame's columns; None of everything else, also of a DataFrame whose columns are only numbered."""
     if _is_arrow(values):
         return list(values.column_names)
-    if not _is_of("pandas", values, "DataFrame") or _is_numbered(values.columns):
+    if not _is_of("pandas", values, "DataFrame") or list(values.columns) == list(range(len(values.columns))):
         return None
     return [str(name) for name in values.columns]
 
@@ -213,10 +213,6 @@ def _is_arrow(values: Any) -> bool:
 
 def _has_index(values: Any) -> bool:
     return _is_of("pandas", values, "Series") or _is_of("pandas", values, "DataFrame")
-
-
-def _is_numbered(columns: Any) -> bool:
-    return list(columns) == list(range(len(columns)))
 
 
 def _show_index(values: Any) -> str:

@@ -279,10 +279,7 @@ def _fall_back(world: World, make: Callable[[], nn.Module]) -> list[tuple[str, b
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [
-        (Rooted, "arbitrary weights give no numbers"),
-        (Gated, "its forward pass reads the value of a parameter"),
-    ],
+    [(Rooted, "arbitrary weights give no numbers"), (Gated, "its forward pass reads the value of a parameter")],
 )
 def test_a_model_whose_plan_needs_its_weights_is_filled_first(make: type[nn.Module], reason: str) -> None:
     assert run_ranks(_fall_back, 2, make) == [[(reason, True), (reason, True)]] * 2

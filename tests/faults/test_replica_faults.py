@@ -51,34 +51,6 @@ def pids(endpoint: EndpointProcess) -> set[int]:
     return {replica["pid"] for replica in endpoint.stats()}
 
 
-def test_killing_one_of_two_replicas_loses_no_request_silently(endpoint: EndpointProcess) -> None:
-    """Nor does it change who answers: the endpoint is pinned to a version that the run's store no longer has."""
-    client = Client(endpoint.url)
-    endpoint.publish(2)
-    wait_for(lambda: versions(endpoint) == [2, 2], STATE_TIMEOUT_S)
-    client.change(action="rollback", model="linear")
-    endpoint.publish(3)
-    before = pids(endpoint)
-    victim = min(before)
-    with Load(endpoint.url, num_clients=8) as load:
-        wait_for(lambda: load.counts["answered"] > 200, STATE_TIMEOUT_S)
-        os.kill(victim, signal.SIGKILL)
-        at_kill = load.counts["answered"]
-        wait_for(lambda: load.counts["answered"] > at_kill + 500, STATE_TIMEOUT_S)
-        wait_for(lambda: len(now := recovered(endpoint)) == 2 and victim not in now, STATE_TIMEOUT_S)
-        wait_for(lambda: versions(endpoint) == [1, 1], STATE_TIMEOUT_S)
-        after_recovery = load.counts["answered"]
-        wait_for(lambda: load.counts["answered"] > after_recovery + 200, STATE_TIMEOUT_S)
-    assert load.versions == {1}
-    client.change(action="promote", model="linear")
-    wait_for(lambda: versions(endpoint) == [3, 3], STATE_TIMEOUT_S)
-    client.close()
-    assert [event for event in endpoint.command("events") if "linear" in event] == ["pin linear", "follow linear"]
-    assert load.hung == 0
-    # What the victim had in hand was asked of the other, and a small answer leaves a replica in one piece.
-    assert list(load.counts) == ["answered"], load.surprises[:3]
-
-
 def recovered(endpoint: EndpointProcess) -> set[int]:
     """The replicas that answer; while one is being replaced, asking all of them may fail."""
     try:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from benchmarks.serving.drive import Drive, Outcome, Target, http_request
 
 from endpoint_process import BODY, Client, EndpointProcess
 from serving.faulty_models import HANG, SIGNATURE, factory, weights
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
-from shoal.weights import WeightSnapshot
+from shoal.registry import Registry
 from waiting import wait_for
 
 STATE_TIMEOUT_S = 400.0
@@ -164,36 +161,3 @@ def test_a_model_that_hangs_costs_one_replica_and_nobody_elses_answer(
     finally:
         hold.unlink()
     assert under_load(endpoint, tmp_path, lambda: None, seconds=1.0).failures == {}
-
-
-def test_a_bad_version_and_a_registry_that_is_gone_change_nothing(
-    endpoint: EndpointProcess, client: Client, tmp_path: Path
-) -> None:
-    x, y = ([TensorSignature(name=name, datatype="FP32", shape=[-1, size])] for name, size in (("x", 4), ("y", 2)))
-    linear = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 2})
-    tensors = {"weight": np.zeros((3, 4), np.float32), "bias": np.zeros(3, np.float32)}
-    bad = WeightSnapshot.of(4, tensors)
-    about = {"model": linear, "signature": Signature(inputs=x, outputs=y)}
-    # No alias: the endpoint follows `champion`, and would try the version before it is asked to.
-    version = Registry(endpoint.registry).register("steps", bad, aliases=(), **about)
-    answers: list[tuple[int, str]] = []
-
-    def canary(version: int) -> None:
-        change = {"action": "canary", "model": "steps", "version": version, "percent": 50}
-        status, _, body = client.request("POST", "/shoal/v1/rollout", json.dumps(change))
-        answers.append((status, str(body)))
-
-    def fault() -> None:
-        canary(version.version)
-        away = endpoint.registry.with_name("away")
-        shutil.move(endpoint.registry, away)
-        canary(3)
-        shutil.rmtree(endpoint.registry, ignore_errors=True)  # who looks for it makes an empty one
-        shutil.move(away, endpoint.registry)
-
-    outcome = under_load(endpoint, tmp_path, fault)
-    assert outcome.failures == {}
-    assert set(outcome.versions.tolist()) == {1}
-    assert all(400 <= status < 600 for status, _ in answers), answers
-    assert "the model has torch.float32" in answers[0][1], "the bad version is refused for its weights"
-    assert client.change(action="canary", model="steps", version=2, percent=10)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}], ids=["eager", "graphs"])
-def test_a_replica_answers_over_http_from_the_device(
+async def test_a_replica_answers_over_http_from_the_device(
     options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Registered versions rolled out, and a live model, while both are asked."""
@@ -24,23 +24,20 @@ def test_a_replica_answers_over_http_from_the_device(
     model = {**(options or {"device": device}), "max_batch_size": 8}
     register(aliases=("champion",))
 
-    async def body() -> None:
-        store = WeightStore()
-        live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
-        async with ReplicaSet(model_from_ref("linear@champion"), live, model=model) as endpoint:
-            [replica] = await endpoint.start()
-            devices = list(replica.manager.get_model("linear").predictor._templates)
-            assert devices == [device], devices
-            assert (await infer(replica)).version == 1
-            register(aliases=("champion",))
-            for version in range(1, 11):
-                store.publish(constant(version))
-                asked = [infer(replica, rows=1 + rows % 8) for rows in range(16)]
-                for answer in await asyncio.gather(*asked):
-                    assert answer.status == 200, answer.body
-                await until(lambda expected=version: endpoint.versions("live") == [expected])
-                for answer in await asyncio.gather(*[infer(replica, "live", rows=rows) for rows in (1, 3, 8)]):
-                    assert (answer.status, answer.version) == (200, version), answer.body
-            store.close()
-
-    asyncio.run(body())
+    store = WeightStore()
+    live = EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))
+    async with ReplicaSet(model_from_ref("linear@champion"), live, model=model) as endpoint:
+        [replica] = await endpoint.start()
+        devices = list(replica.manager.get_model("linear").predictor._templates)
+        assert devices == [device], devices
+        assert (await infer(replica)).version == 1
+        register(aliases=("champion",))
+        for version in range(1, 11):
+            store.publish(constant(version))
+            asked = [infer(replica, rows=1 + rows % 8) for rows in range(16)]
+            for answer in await asyncio.gather(*asked):
+                assert answer.status == 200, answer.body
+            await until(lambda expected=version: endpoint.versions("live") == [expected])
+            for answer in await asyncio.gather(*[infer(replica, "live", rows=rows) for rows in (1, 3, 8)]):
+                assert (answer.status, answer.version) == (200, version), answer.body
+        store.close()

@@ -34,9 +34,8 @@ DASHBOARD = "http://127.0.0.1:8265"
 HANG_S = 12.0  # and so long an answer may take: nothing on the network says that a host is gone
 REQUEST_S = 3.0  # stands for one of 50 s: twice as long is well below HANG_S
 ASKING_S = 16
-LOST_ANSWER_S = 10.0  # what an ingress has sent to a lost host becomes a 504; its replicas notice it in 5 s
-ASKER, HOLDER, SCALER, MODEL_ASKER = (
-    ROOT / f"tests/hosts/{name}.py" for name in ("ask_steadily", "hold_requests", "scale_replicas", "ask_models")
+ASKER, HOLDER, SCALER = (
+    ROOT / f"tests/hosts/{name}.py" for name in ("ask_steadily", "hold_requests", "scale_replicas")
 )
 
 
@@ -266,54 +265,3 @@ def test_a_gang_that_has_lost_a_host_is_whole_again_once_another_has_room(cluste
 def _hosts(cluster: Cluster, name: str = "") -> set[str]:
     status = json.loads(cluster.shoal("serve", "status", *filter(None, [name]), "--json"))
     return {replica["host"] for replica in status["replicas"] if replica["ready"]}
-
-
-@pytest.mark.soak
-def test_models_of_a_lost_host_are_loaded_by_another(cluster: Cluster) -> None:
-    """More models than fit two hosts, each asked at either's ingress; the host that is lost is one of its own."""
-    for name in {state.stem.rpartition("-")[0] for state in (cluster.shared / "endpoints").glob("*.json")}:
-        try:  # those of other tests: this one's has the ingress alone
-            cluster.shoal("serve", "delete", name, "--address", DASHBOARD)
-        except AssertionError as error:
-            if "there is no endpoint" not in "".join(error.__notes__):  # the state of one whose host was lost
-                raise
-    spare = cluster.network.add("spare")
-    start_ray(spare, cluster.head)
-    names = [f"many{number}" for number in range(6)]
-    memory_bytes = 2 * max(_register(cluster, name) for name in names)
-    hosts = {int(host.address.rpartition(".")[2]): host for host in (cluster.head, cluster.worker, spare)}
-    numbers = {host.name: number for number, host in hosts.items()}
-    hook = f"def say_where(arrays):\n    return {{'y': arrays['output'] * 0 + {numbers}[socket.gethostname()]}}\n"
-    (cluster.head.project / "where_hooks.py").write_text(f"import socket\n\n\n{hook}")
-    files = cluster.authority.sign(names=tuple(host.address for host in hosts.values()))
-    words = ["--replicas", "2", "endpoint.num_cpus=1.5", "--address", DASHBOARD, "endpoint.host=0.0.0.0"]
-    words += [f"endpoint.memory={memory_bytes}", "endpoint.model.postprocess=where_hooks:say_where"]
-    words += [f"endpoint.tls.certificate={files.certificate}", f"endpoint.tls.key={files.key}"]
-    words += [f"endpoint.hang_s={LOST_ANSWER_S:g}", "endpoint.ingress=every_node"]
-    found = re.search(r"is ready at https://[\d.]+:(\d+)", cluster.shoal("serve", "deploy", *names, *words))
-    assert found
-
-    def ask(host: Host) -> list[int]:
-        """The number of the host that computes each model's answer, for this host's ingress, or a negative status."""
-        script = [sys.executable, str(MODEL_ASKER), cluster.token, found[1], ",".join(names), host.address]
-        with cluster.client.start(script, {"SHOAL_CA": str(cluster.authority.ca)}) as asking:
-            assert asking.wait() == 0
-            answers: list[int] = json.loads(asking.said.splitlines()[-1])
-        return answers
-
-    first = set(ask(cluster.head))
-    assert len(first) == 2
-    assert first <= set(hosts)
-    lost = max(first)  # the head has the least
-    assert set(ask(hosts[lost])) == first
-    residency = [each["residency"] for each in json.loads(cluster.shoal("serve", "status", "--json"))["models"]]
-    assert 0 < sum(each["forwarded"] for each in residency) <= 2 * len(names)  # once each at most
-    assert sum(each["evictions"] for each in residency) > 0
-    cluster.network.cut(hosts[lost])
-
-    def is_answered() -> bool:
-        answers = ask(cluster.head)
-        assert set(answers) <= {-503, -504, *hosts} - {lost}, answers
-        return min(answers) > 0
-
-    wait_for(is_answered, STATE_S, "answers for all models")

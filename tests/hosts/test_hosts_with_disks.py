@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from network import Host, Network, network, start_ray, why_none
 
 from bucket_server import BUCKET
 from shoal_program import ROOT, STATE_S, Program
-from waiting import wait_for
 
 LINE = ROOT / "tests/hosts/line.py"
 DASHBOARD = "http://127.0.0.1:8265"
@@ -80,7 +79,7 @@ class Run:
 
 @dataclass
 class Cluster:
-    """`client` is none of it. `spare` comes when `lost` goes, with as many CPUs. trained: a run that has ended."""
+    """`client` is none of it. `spare` comes when `lost` goes, with as many CPUs."""
 
     network: Network
     head: Host
@@ -89,7 +88,6 @@ class Cluster:
     observer: Observer
     num_cpus: int
     spare: Host | None = None
-    trained: str = ""
 
     @property
     def token(self) -> str:
@@ -208,7 +206,6 @@ def test_runs_go_on_from_their_checkpoints_when_a_host_is_lost_with_its_disk(clu
         [(_, segments)] = learner.list_events("accounting")
         assert segments["received"] == segments["consumed"] + segments["queued"] + sum(segments["dropped"].values())
         assert segments["balanced"]
-        cluster.trained = ranks.id
 
 
 def test_a_run_goes_on_when_the_host_of_its_gateway_and_its_learner_is_lost(tmp_path: Path) -> None:
@@ -236,34 +233,6 @@ def test_ranks_that_keep_their_weights_whole_go_on_from_their_checkpoint(tmp_pat
     with bucket_cluster(tmp_path, num_cpus=2, num_head_cpus=2) as made, ExitStack() as stack:
         run = find(begin(stack, made, "train", *TRAINING, "workers=3", "parallel=ddp"), made)
         check_restored("ddp", run, lose_host(made, {"ddp": run})["ddp"])
-
-
-def test_a_trial_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Both trials are on the host that is lost."""
-    words = [f"train.{word}" for word in TRAINING] + ["trials=2", "concurrent=2", "metric=loss", "direction=min"]
-    words.append("space={optimizer.learning_rate: 'log(0.001,0.01)'}")
-    with bucket_cluster(tmp_path, num_cpus=2, num_head_cpus=0) as made, ExitStack() as stack:
-        sweep = find(begin(stack, made, "sweep", *words), made)
-        trials = {f"trial {number}": replace(sweep, id=f"{sweep.id}-t{number:03d}") for number in range(2)}
-        saved = lose_host(made, trials)
-        assert sweep.program.wait(STATE_S) == 0
-        assert any(trial.list_events("restored") for trial in trials.values())
-        for name, trial in trials.items():
-            assert trial.step == STEPS
-            for _, restored in trial.list_events("restored"):
-                Lost(STEPS, restored["step"], saved[name]).check(name)
-
-
-def test_a_host_that_had_nothing_of_a_run_shows_it_and_resumes_it(cluster: Cluster) -> None:
-    """It is not of the cluster: it has the bucket alone."""
-    client, run_id = cluster.client, cluster.trained
-    wait_for(lambda: run_id in client.run("shoal", "runs"), STATE_S, "the copy of its record")
-    assert f"The report of {run_id} (finished)" in client.run("shoal", "report", run_id)
-    shutil.copy(LINE, client.files / "project")
-    words = [f"resume={run_id}", "workers=1", "parallel=ddp", f"stop.steps={STEPS + 20}"]
-    assert f"{STEPS + 20} steps" in client.run(sys.executable, "-m", "shoal.train", *words)
-    restored = [details["step"] for kind, details in cluster.observer.observe(run_id)["events"] if kind == "restored"]
-    assert restored[1:] == [STEPS], "the head has heard of it by the store"
 
 
 def test_a_host_serves_what_another_has_trained(cluster: Cluster) -> None:

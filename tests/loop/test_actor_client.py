@@ -403,11 +403,7 @@ def test_what_an_actor_says_of_itself_is_cut_and_cleaned_before_it_is_logged() -
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"episode_return": 1000.0, "episode_length": 1},
-        {"terminated": True},
-        {"truncated": True, "episode_return": 1.0},
-    ],
+    [{"episode_return": 1000.0, "episode_length": 1}, {"terminated": True}, {"truncated": True, "episode_return": 1.0}],
 )
 def test_an_episodes_return_is_given_if_and_only_if_it_ended(changes: dict[str, Any]) -> None:
     with serving() as parts, client(parts) as actor:

@@ -45,10 +45,7 @@ def observe(value: float) -> list[float]:
 
 @pytest.mark.parametrize("inference", ["local", "remote"])
 def test_two_episodes_at_once_become_a_segment_each(inference: str) -> None:
-    with (
-        serving() as parts,
-        shoal.connect(parts.address, token=TOKEN, actor_id="game", inference=inference) as actor,
-    ):
+    with serving() as parts, shoal.connect(parts.address, token=TOKEN, actor_id="game", inference=inference) as actor:
         for step in range(3):
             assert actor.act(observe(step), "red") in (0, 1)
             actor.reward(0.5, "red")

@@ -196,10 +196,7 @@ def test_steps_that_are_given_up_stay_in_the_return_of_their_episode() -> None:
     np.testing.assert_array_equal(done.observations, rows[1:])
     assert done.versions.tolist() == [2, 2]
     assert (done.episode_return, done.episode_length) == (15.0, 3)
-    assert {name: array.tolist() for name, array in done.extras.items()} == {
-        "state": [1.0],
-        "mask": [11.0, 12.0, 13.0],
-    }
+    assert {name: array.tolist() for name, array in done.extras.items()} == {"state": [1.0], "mask": [11.0, 12.0, 13.0]}
 
 
 @pytest.mark.parametrize(("words", "expected"), [([], 5.0), (["learner.take_timeout_s=2"], 2.0)])

@@ -160,22 +160,6 @@ def scale_to_two(client: Client) -> set[int]:
     return wait_for(lambda: len(ready := list_ready(client)) == 2 and ready, what="two replicas")
 
 
-def test_a_gang_that_hangs_is_replaced_with_all_its_workers(
-    cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
-) -> None:
-    """A stopped process reads no message, and its connections stay. The other gang answers."""
-    client, answer = expected
-    replicas, workers = scale_to_two(client), list_workers(cluster)
-    with load(client.url, answer) as statuses:
-        os.kill(workers[-1], signal.SIGSTOP)
-        after = wait_for(lambda: len(now := list_ready(client)) == 2 and now != replicas and now, what="another gang")
-        new = wait_for(lambda: len(now := list_workers(cluster)) == 4 and now != workers and now, what="its workers")
-    assert len(replicas & after) == 1
-    assert len({*workers} & {*new}) == 2
-    assert workers[-1] not in new
-    assert {200, 504} <= {*statuses} <= {200, 503, 504}
-
-
 def test_a_gang_that_is_not_wanted_answers_what_it_has_and_leaves_nothing(
     cluster: EmbeddedCluster, expected: tuple[Client, np.ndarray]
 ) -> None:

@@ -111,10 +111,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(
     "cells",
-    [
-        ["loop", "connect"],
-        pytest.param([*PAIRS, *PAIRS, KINDS[0]], marks=pytest.mark.soak),
-    ],
+    [["loop", "connect"], pytest.param([*PAIRS, *PAIRS, KINDS[0]], marks=pytest.mark.soak)],
     ids=["without Ray", "pairs"],
 )
 def test_what_a_cell_sets_is_undone_when_it_ends(cells: list[str], tmp_path: Path) -> None:

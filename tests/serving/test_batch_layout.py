@@ -48,11 +48,7 @@ class Detector(nn.Module):
 
 
 DETECTOR = Signature(
-    inputs=[
-        fp32("x", -1, 4),
-        fp32("state", 2, -1, 3),
-        TensorSignature(name="rate", datatype="INT64", shape=[]),
-    ],
+    inputs=[fp32("x", -1, 4), fp32("state", 2, -1, 3), TensorSignature(name="rate", datatype="INT64", shape=[])],
     outputs=[fp32("score", -1), fp32("state", 2, -1, 3)],
 )
 

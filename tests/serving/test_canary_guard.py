@@ -159,40 +159,37 @@ def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> Ve
     return run(body)
 
 
-def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate() -> None:
+async def test_answers_of_before_a_promotion_are_not_held_against_the_next_candidate() -> None:
     """They wait for a slot, and are then computed by that one, beside answers of a version that is gone."""
     entered, gate = threading.Event(), threading.Event()
 
-    async def body() -> None:
-        batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
-        counts = ModelStatistics("m")
-        track = Track(SimpleNamespace(version=2, size_limits=None))  # type: ignore[arg-type]
+    batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
+    counts = ModelStatistics("m")
+    track = Track(SimpleNamespace(version=2, size_limits=None))  # type: ignore[arg-type]
 
-        def forward(batch: CallBatch) -> list[Outputs]:
-            entered.set()
-            assert gate.wait(DEADLINE_S)
-            assert track.loaded is not None
-            batch.version = track.loaded.version
-            return [{"y": array("FP32", [track.loaded.version])} for _ in batch.requests]
+    def forward(batch: CallBatch) -> list[Outputs]:
+        entered.set()
+        assert gate.wait(DEADLINE_S)
+        assert track.loaded is not None
+        batch.version = track.loaded.version
+        return [{"y": array("FP32", [track.loaded.version])} for _ in batch.requests]
 
-        shadow = ShadowTraffic("m", batcher, forward, ModelOptions(), counts, {"y": "FP32"}, lambda report: None)
-        shadow.set_candidate(track, 100.0)
-        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "in hand")
-        await until(entered.is_set)
-        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "waits")
-        await asyncio.sleep(0)
-        shadow.set_candidate(None, 0.0)
-        track.loaded = SimpleNamespace(version=3, size_limits=None)  # type: ignore[assignment]
-        shadow.set_candidate(track, 100.0)
-        gate.set()
-        shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")
-        await until(lambda: "3" in counts.snapshot()["versions"] and not shadow._tasks)
-        version = counts.snapshot()["versions"]["3"]
-        assert (version["compared"], version["disagreed"]) == (1, 0)
-        shadow.close()
-        batcher.close()
-
-    run(body)
+    shadow = ShadowTraffic("m", batcher, forward, ModelOptions(), counts, {"y": "FP32"}, lambda report: None)
+    shadow.set_candidate(track, 100.0)
+    shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "in hand")
+    await until(entered.is_set)
+    shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [1.0])}, "waits")
+    await asyncio.sleep(0)
+    shadow.set_candidate(None, 0.0)
+    track.loaded = SimpleNamespace(version=3, size_limits=None)  # type: ignore[assignment]
+    shadow.set_candidate(track, 100.0)
+    gate.set()
+    shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")
+    await until(lambda: "3" in counts.snapshot()["versions"] and not shadow._tasks)
+    version = counts.snapshot()["versions"]["3"]
+    assert (version["compared"], version["disagreed"]) == (1, 0)
+    shadow.close()
+    batcher.close()
 
 
 @pytest.mark.parametrize(

@@ -43,24 +43,21 @@ def held(host: FakeHost) -> Iterator[FakeModel]:
     model.hold = None
 
 
-def test_the_asynchronous_client_asks_alike(endpoint: tuple[str, Counting], host: FakeHost) -> None:
-    async def ask() -> None:
-        async with AsyncClient(endpoint[0], token=TOKEN) as client:
-            answers = await asyncio.gather(*(client.infer("m", ROWS + number) for number in range(20)))
-            for number, answer in enumerate(answers):
-                np.testing.assert_array_equal(answer["x"], ROWS + number)
-            assert await client.live()
-            assert not await client.ready()
-            assert len(await client.models()) >= 3
-            await client.load("shelved")
-            await client.unload("shelved")
-            with pytest.raises(InferenceError) as refused:
-                await client.infer("m", [[1, 2]])
-            assert refused.value.status == 422
-        with pytest.raises(Closed):
-            await client.metadata("m")
-
-    asyncio.run(ask())
+async def test_the_asynchronous_client_asks_alike(endpoint: tuple[str, Counting], host: FakeHost) -> None:
+    async with AsyncClient(endpoint[0], token=TOKEN) as client:
+        answers = await asyncio.gather(*(client.infer("m", ROWS + number) for number in range(20)))
+        for number, answer in enumerate(answers):
+            np.testing.assert_array_equal(answer["x"], ROWS + number)
+        assert await client.live()
+        assert not await client.ready()
+        assert len(await client.models()) >= 3
+        await client.load("shelved")
+        await client.unload("shelved")
+        with pytest.raises(InferenceError) as refused:
+            await client.infer("m", [[1, 2]])
+        assert refused.value.status == 422
+    with pytest.raises(Closed):
+        await client.metadata("m")
 
 
 def test_it_is_for_one_event_loop(endpoint: tuple[str, Counting]) -> None:
@@ -117,59 +114,52 @@ def test_many_first_calls_ask_for_the_signature_once(endpoint: tuple[str, Counti
     assert len(peers) <= 4
 
 
-def test_who_waits_for_a_signature_has_a_deadline_of_its_own_and_may_leave(
+async def test_who_waits_for_a_signature_has_a_deadline_of_its_own_and_may_leave(
     endpoint: tuple[str, Counting], held: FakeModel
 ) -> None:
-    async def ask() -> None:
-        async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1) as client:
-            await client.metadata("m")
-            first = asyncio.ensure_future(client.infer("m", ROWS))
-            await _until(lambda: held.waiting == 1)
-            leaving = asyncio.ensure_future(client.infer("other", ROWS))
-            staying = asyncio.ensure_future(client.infer("other", ROWS))
-            with pytest.raises(InferenceError, match=r"no answer within 0.05 s") as late:
-                await client.infer("other", ROWS, deadline_s=0.05)
-            assert late.value.status == 504
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            first.cancel()
-            assert (await staying).model == "other"
-
-    asyncio.run(ask())
-
-
-def test_waiting_for_a_connection_is_no_waiting_for_an_answer(endpoint: tuple[str, Counting], held: FakeModel) -> None:
-    async def ask() -> None:
-        async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1, timeout_s=0.5) as client:
-            await client.metadata("other")
-            await client.metadata("m")
-            late = [asyncio.ensure_future(client.infer("m", ROWS)) for _ in range(2)]
-            last = asyncio.ensure_future(client.infer("other", ROWS))
-            for call in late:
-                with pytest.raises(InferenceError, match=r"no answer within 0.5 s"):
-                    await call
-            assert (await last).model == "other"
-
-    asyncio.run(ask())
-
-
-def test_who_waits_for_a_connection_hears_that_the_client_is_closed(
-    endpoint: tuple[str, Counting], held: FakeModel
-) -> None:
-    async def ask() -> None:
-        client = AsyncClient(endpoint[0], token=TOKEN, num_connections=1)
+    async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1) as client:
         await client.metadata("m")
         first = asyncio.ensure_future(client.infer("m", ROWS))
         await _until(lambda: held.waiting == 1)
-        second = asyncio.ensure_future(client.infer("m", ROWS))
-        await asyncio.sleep(0)  # it begins
-        await client.close()
+        leaving = asyncio.ensure_future(client.infer("other", ROWS))
+        staying = asyncio.ensure_future(client.infer("other", ROWS))
+        with pytest.raises(InferenceError, match=r"no answer within 0.05 s") as late:
+            await client.infer("other", ROWS, deadline_s=0.05)
+        assert late.value.status == 504
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
         first.cancel()
-        _, heard = await asyncio.gather(first, second, return_exceptions=True)
-        assert isinstance(heard, Closed)
+        assert (await staying).model == "other"
 
-    asyncio.run(ask())
+
+async def test_waiting_for_a_connection_is_no_waiting_for_an_answer(
+    endpoint: tuple[str, Counting], held: FakeModel
+) -> None:
+    async with AsyncClient(endpoint[0], token=TOKEN, num_connections=1, timeout_s=0.5) as client:
+        await client.metadata("other")
+        await client.metadata("m")
+        late = [asyncio.ensure_future(client.infer("m", ROWS)) for _ in range(2)]
+        last = asyncio.ensure_future(client.infer("other", ROWS))
+        for call in late:
+            with pytest.raises(InferenceError, match=r"no answer within 0.5 s"):
+                await call
+        assert (await last).model == "other"
+
+
+async def test_who_waits_for_a_connection_hears_that_the_client_is_closed(
+    endpoint: tuple[str, Counting], held: FakeModel
+) -> None:
+    client = AsyncClient(endpoint[0], token=TOKEN, num_connections=1)
+    await client.metadata("m")
+    first = asyncio.ensure_future(client.infer("m", ROWS))
+    await _until(lambda: held.waiting == 1)
+    second = asyncio.ensure_future(client.infer("m", ROWS))
+    await asyncio.sleep(0)  # it begins
+    await client.close()
+    first.cancel()
+    _, heard = await asyncio.gather(first, second, return_exceptions=True)
+    assert isinstance(heard, Closed)
 
 
 async def _until(condition: object) -> None:

@@ -144,10 +144,7 @@ def test_headers_that_the_endpoint_would_refuse_reach_it(
     assert proxy.get("/echo", *headers).status == 200
 
 
-@pytest.mark.parametrize(
-    "beginning",
-    [b"G", post(100) + b"x" * 99, post(10, "expect: 100-continue")],
-)
+@pytest.mark.parametrize("beginning", [b"G", post(100) + b"x" * 99, post(10, "expect: 100-continue")])
 def test_a_request_that_is_not_there_in_time_is_cut_off(proxy: Proxy, replica: FakeReplica, beginning: bytes) -> None:
     del replica.paths[:]
     with proxy.connect() as connection:

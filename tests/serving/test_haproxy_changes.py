@@ -161,10 +161,7 @@ def test_asleep_with_a_spent_budget_a_request_learns_when_to_come_again(replica:
 
 def test_asleep_no_more_than_some_are_held(replica: FakeReplica) -> None:
     edits = f"; s/be_conn gt 512/be_conn gt 1/; s/server 60s/server {SERVER_S * 1000:.0f}ms/"
-    with (
-        sleeping(replica, edits) as proxy,
-        closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as held,
-    ):
+    with sleeping(replica, edits) as proxy, closing(HTTPConnection("127.0.0.1", proxy.port, timeout=ANSWER_S)) as held:
         held.request("POST", f"{INFER}?/silent")
         wait_for(lambda: post(proxy, INFER).status == 503)
         answer = post(proxy, INFER)
@@ -181,11 +178,7 @@ def test_asleep_what_a_replica_would_refuse_wakes_none(replica: FakeReplica) -> 
         for path in ("/", "/favicon.ico", "/other/v2/models/m/infer", "/v2/models/m/nonsense", "/v2/models//infer"):
             assert post(proxy, path, authorization="Bearer one").status == 404
         assert not replica.paths
-        for key, path in (
-            ("Bearer one", INFER),
-            ("bearer another", f"/app{INFER}"),
-            ("Bearer one", "/v2/models/m"),
-        ):
+        for key, path in (("Bearer one", INFER), ("bearer another", f"/app{INFER}"), ("Bearer one", "/v2/models/m")):
             assert post(proxy, path, authorization=key).status == 200
         assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
 

@@ -86,8 +86,7 @@ def connect(port: int, with_context: ssl.SSLContext) -> ssl.SSLSocket:
 
 
 @pytest.mark.parametrize(
-    ("host", "addresses"),
-    [("0.0.0.0", ["127.0.0.1"]), ("::", ["127.0.0.1", "::1"]), ("::1", ["::1"])],
+    ("host", "addresses"), [("0.0.0.0", ["127.0.0.1"]), ("::", ["127.0.0.1", "::1"]), ("::1", ["::1"])]
 )
 def test_https_at_addresses_of_both_kinds(
     replica: FakeReplica, authority: Authority, host: str, addresses: list[str]

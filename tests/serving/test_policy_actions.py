@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from typing import Any
 
@@ -70,50 +69,40 @@ def is_like_logits(found: Counter[int]) -> bool:
     return all(abs(found[index] / 1000 - share) < 0.08 for index, share in enumerate((0.2, 0.3, 0.5)))
 
 
-def test_a_request_or_a_version_says_how_the_policy_acts_and_a_seed_repeats_it() -> None:
+async def test_a_request_or_a_version_says_how_the_policy_acts_and_a_seed_repeats_it() -> None:
     register("best")
     register("sampled")
 
-    async def run() -> None:
-        async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
-            await endpoint.start()
-            assert await draw(endpoint) == {2: 1000}
-            assert is_like_logits(await draw(endpoint, action="sampled"))
-            first, again, other = [
-                actions_of(await act(endpoint, 40, action="sampled", seed=seed)) for seed in (7, 7, 8)
-            ]
-            assert first == again != other
-            wrong: tuple[dict[str, object], ...] = ({"action": "greedy"}, {"seed": -1}, {"seed": 1.5}, {"seed": True})
-            for parameters in wrong:
-                answer = await act(endpoint, **parameters)
-                assert answer.status == 400
-                assert next(iter(parameters)) in answer.body["error"]
-            await endpoint.administer(action="deploy", model="policy", version=2, reason="it is mixed")
-            assert is_like_logits(await draw(endpoint))
-            assert await draw(endpoint, action="best") == {2: 1000}
-
-    asyncio.run(run())
+    async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
+        await endpoint.start()
+        assert await draw(endpoint) == {2: 1000}
+        assert is_like_logits(await draw(endpoint, action="sampled"))
+        first, again, other = [actions_of(await act(endpoint, 40, action="sampled", seed=seed)) for seed in (7, 7, 8)]
+        assert first == again != other
+        wrong: tuple[dict[str, object], ...] = ({"action": "greedy"}, {"seed": -1}, {"seed": 1.5}, {"seed": True})
+        for parameters in wrong:
+            answer = await act(endpoint, **parameters)
+            assert answer.status == 400
+            assert next(iter(parameters)) in answer.body["error"]
+        await endpoint.administer(action="deploy", model="policy", version=2, reason="it is mixed")
+        assert is_like_logits(await draw(endpoint))
+        assert await draw(endpoint, action="best") == {2: 1000}
 
 
-def test_a_shadow_draws_the_same_actions() -> None:
+async def test_a_shadow_draws_the_same_actions() -> None:
     register("sampled")
     register("sampled")
 
-    async def run() -> None:
-        async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
-            await endpoint.start()
-            await endpoint.administer(action="shadow", model="policy", version=2, percent=100)
-            await draw(endpoint)
+    async with ReplicaSet(model_from_ref("policy@1")) as endpoint:
+        await endpoint.start()
+        await endpoint.administer(action="shadow", model="policy", version=2, percent=100)
+        await draw(endpoint)
 
-            def shadowed() -> Any:
-                return next(
-                    each for each in endpoint.status.describe_model("policy")["versions"] if each["version"] == 2
-                )
+        def shadowed() -> Any:
+            return next(each for each in endpoint.status.describe_model("policy")["versions"] if each["version"] == 2)
 
-            await until(lambda: shadowed()["compared"] == 25)
-            assert shadowed()["disagreed"] == 0
-
-    asyncio.run(run())
+        await until(lambda: shadowed()["compared"] == 25)
+        assert shadowed()["disagreed"] == 0
 
 
 def sample(space: Any, outputs: dict[str, np.ndarray], *words: str) -> np.ndarray:

@@ -212,11 +212,7 @@ def test_padded_requests_share_a_batch_and_get_their_own_lengths_back() -> None:
     requests = [*tokens(2), *tokens(5, num_rows=2), *tokens(4)]
     assert {subject.compute_bucket(request) for request in requests} == {None}
     answers = subject.load(WeightSnapshot.of(1, {})).predict_batch(requests)
-    assert [answer["y"].tolist() for answer in answers] == [
-        [[0, 2]],
-        [[0, 2, 4, 6, 8]] * 2,
-        [[0, 2, 4, 6]],
-    ]
+    assert [answer["y"].tolist() for answer in answers] == [[[0, 2]], [[0, 2, 4, 6, 8]] * 2, [[0, 2, 4, 6]]]
     assert [answer["length"].tolist() for answer in answers] == [[2], [5, 5], [4]]
     assert [answer["table"].shape for answer in answers] == [(1, 3), (2, 3), (1, 3)]
 

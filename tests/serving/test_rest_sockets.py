@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -78,17 +77,3 @@ def test_a_body_that_ends_early_is_answered_with_400(sent: int, declared: int) -
     answer = converse(LIMITS, end_early)
     assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]
     assert f'{{"error":"the body ends after {sent} of {declared} bytes"}}'.encode() in answer
-
-
-def test_a_body_that_trickles_is_cut_off_however_long_it_would_last() -> None:
-    """A byte at a time keeps every timeout of inactivity quiet."""
-
-    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(f"POST {INFER} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
-        while not reader._buffer:  # type: ignore[attr-defined]
-            writer.write(b"x")
-            await asyncio.sleep(0.02)
-
-    answer = converse(replace(LIMITS, body_grace_s=0.3, min_body_bytes_per_s=1 << 20), trickle)
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"connection: close" in answer

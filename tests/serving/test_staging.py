@@ -46,9 +46,7 @@ def staged(faults: list[str]) -> StagedVersion:
     """The last of versions that were staged one after the other, each with such a fault."""
     packages = [
         ModelPackage(
-            ModelFactory(factory=f"{__name__}:Sum", kwargs={"fault": fault}),
-            SIGNATURE,
-            WeightSnapshot.of(version, {}),
+            ModelFactory(factory=f"{__name__}:Sum", kwargs={"fault": fault}), SIGNATURE, WeightSnapshot.of(version, {})
         )
         for version, fault in enumerate(faults, start=1)
     ]

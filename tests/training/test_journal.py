@@ -23,20 +23,6 @@ def take_over(recorder: RunRecorder) -> None:
         connection.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE id = ?", (recorder.id,))
 
 
-def test_an_event_that_cannot_be_written_for_now_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = shoal.runs.create("train", "")
-
-    def full(connection: object) -> None:
-        raise RecordUnwritable("the run record cannot be written: database or disk is full")
-
-    with monkeypatch.context() as while_full:
-        while_full.setattr(recording, "transaction", full)
-        RecordLog(recorder).record_event("checkpoint_failed", step=3, error="no space")
-    recorder.finish("finished")
-    recorder.close()
-    assert shoal.runs.load(recorder.id).last_events()["checkpoint_failed"]["step"] == 3
-
-
 def test_what_finds_no_room_while_the_disk_is_full_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = shoal.runs.create("train", "")
 

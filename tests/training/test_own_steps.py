@@ -109,10 +109,7 @@ class Distillation(Task):
         return functional.cross_entropy(outputs, batch[-1])
 
     def stateful_metrics(self) -> Mapping[str, Any]:
-        return {
-            "auroc": torchmetrics.AUROC(task="binary"),
-            "f1": torchmetrics.F1Score(task="binary"),
-        }
+        return {"auroc": torchmetrics.AUROC(task="binary"), "f1": torchmetrics.F1Score(task="binary")}
 
     def update_metric(self, name: str, metric: Any, outputs: Any, batch: Any) -> None:
         metric.update(outputs.softmax(1)[:, 1], batch[-1])

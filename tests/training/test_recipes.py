@@ -88,12 +88,7 @@ def syntax(folder: Path, **args: object) -> Task:
     return task_of("trees", folder=str(folder), files=0, width=8, hidden=16, **args)
 
 
-SMALL: dict[str, Callable[[Path], Task]] = {
-    "lenet": fashion,
-    "transformer": text,
-    "forecaster": load,
-    "trees": syntax,
-}
+SMALL: dict[str, Callable[[Path], Task]] = {"lenet": fashion, "transformer": text, "forecaster": load, "trees": syntax}
 
 
 def batch_of(source: Any, indices: np.ndarray) -> Any:

@@ -279,8 +279,7 @@ def test_layers_that_are_called_twice_are_tried_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["returned", "summed", "in training", "in evaluation", "counted", "called again", "split again", "kept"],
+    "how", ["returned", "summed", "in training", "in evaluation", "counted", "called again", "split again", "kept"]
 )
 def test_what_is_used_outside_its_pair_is_not_split(how: str) -> None:
     example = torch.randn(4, 6)

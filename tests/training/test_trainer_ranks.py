@@ -144,7 +144,7 @@ def test_a_run_goes_on_under_other_plans_and_numbers_of_workers(alone: dict[int,
     folder, notes = tmp_path / "run", tmp_path / "notes"
     notes.mkdir()
     losses: dict[int, float] = {}
-    for plan, size, until in [("fsdp", 2, 3), ("ddp", 2, 6), ("tensor", 2, 8), ("single", 1, 10), ("fsdp", 2, STEPS)]:
+    for plan, size, until in [("fsdp", 2, 3), ("single", 1, 6), ("tensor", 2, STEPS)]:
         spec = spec_of(plan, stop={"steps": until}, schedule={"total_steps": STEPS})
         losses |= run_ranks(train, size, folder, spec, {})[0][0]
     assert losses == pytest.approx(alone, rel=TOLERANCE)

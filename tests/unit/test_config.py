@@ -287,10 +287,7 @@ def test_a_record_has_what_was_set_and_no_default() -> None:
     assert Car().to_record() == "{}\n"
     assert Car().override(["seats=5"]).to_record() == "seats: 5\n"  # a later release may have another default
     car = Car().override(["engine.power=9"]).override(["seats=2"])
-    assert yaml.safe_load(car.to_record()) == {
-        "engine": {"fuel": "petrol", "power": 9.0, "cylinders": 6},
-        "seats": 2,
-    }
+    assert yaml.safe_load(car.to_record()) == {"engine": {"fuel": "petrol", "power": 9.0, "cylinders": 6}, "seats": 2}
     assert Car.from_record(car.to_record()) == car
     assert Car.from_record("seats: 2\n", ["engine.power=9"]) == car
     assert Car().update({"engine": {"power": 9.0}, "seats": 2}) == car

@@ -177,12 +177,7 @@ class ParallelGame(StreamGame):
         self._select_acting(observations, ended, infos)
 
     def _record(
-        self,
-        agent: str,
-        observations: Mapping[str, Any],
-        terminated: bool,
-        truncated: bool,
-        info: Mapping[str, Any],
+        self, agent: str, observations: Mapping[str, Any], terminated: bool, truncated: bool, info: Mapping[str, Any]
     ) -> None:
         if agent not in observations:
             problem = f"ends without its last observation (of {sorted(observations)})"

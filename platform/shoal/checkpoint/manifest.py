@@ -90,12 +90,7 @@ def _commit(job: SaveJob, index: Mapping[str, Any], shards: Sequence[ShardResult
         for name, value in one.values.items():
             if values.setdefault(name, value) != value:
                 raise CheckpointError(f"{name} is {value!r:.80} on rank {rank}, but {values[name]!r:.80} before it")
-    content = {
-        "tensors": index,
-        "values": values,
-        "extras": job.extras,
-        "per_rank": [one.per_rank for one in shards],
-    }
+    content = {"tensors": index, "values": values, "extras": job.extras, "per_rank": [one.per_rank for one in shards]}
     files = {one.file: one.sum for one in shards}
     files[INDEX] = directory.write_file(job.draft / INDEX, [json.dumps(content).encode()])
     manifest = build_manifest(job.step, files, len(shards), job.plan, job.attempt)

@@ -19,13 +19,7 @@ from typing import Any
 
 from shoal.atomic_file import make_folder
 from shoal.checkpoint import manifest as record
-from shoal.checkpoint.directory import (
-    FileChecksum,
-    checkpoint_path,
-    choose_removed,
-    find_damage,
-    parse_step,
-)
+from shoal.checkpoint.directory import FileChecksum, checkpoint_path, choose_removed, find_damage, parse_step
 from shoal.checkpoint.manifest import BEST, MANIFEST
 from shoal.errors import CheckpointError
 from shoal.home import file_lock, home

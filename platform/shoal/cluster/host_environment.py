@@ -23,10 +23,7 @@ FOLDER = Path("/tmp/shoal-host")
 
 # Every host must have the same ports. The first is bound to loopback; the second, for endpoints with gRPC, to every
 # address of a head that is reachable from outside.
-PORTS = {
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": "8500",
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": "9500",
-}
+PORTS = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": "8500", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": "9500"}
 
 
 def build_host_environment(folder: Path) -> dict[str, str]:

@@ -44,10 +44,7 @@ SILENCE_TIMEOUT_S = 30.0  # for a dashboard that does not answer while the head 
 # the same ones, so that no folder or file of ours may fit.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 # Of a folder that is uploaded, and of the package: its own `runs/` has folders of modules, a user's those of runs.
-EXCLUDES = (
-    *(".git", ".venv", ".venv-*", "venv", "/runs/*/", "!/runs/record/"),
-    *(*CACHES, "*.sqlite*"),
-)
+EXCLUDES = (*(".git", ".venv", ".venv-*", "venv", "/runs/*/", "!/runs/record/"), *(*CACHES, "*.sqlite*"))
 NOISY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")  # loggers
 HOME_EXCLUDES = (
     "runs/",

@@ -61,13 +61,7 @@ class InferenceConnection:
     """
 
     def __init__(
-        self,
-        url: str,
-        model: str,
-        token: str,
-        timeout_s: float = 10.0,
-        state_size: int = 0,
-        action: str | None = None,
+        self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0, action: str | None = None
     ) -> None:
         parts = urlsplit(url)
         host = parts.hostname or ""

@@ -20,11 +20,7 @@ class FrameEncoder(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        channels_last: bool,
-        scale: float,
-        convolutions: Sequence[tuple[int, int, bool]],
+        self, shape: Sequence[int], channels_last: bool, scale: float, convolutions: Sequence[tuple[int, int, bool]]
     ) -> None:
         super().__init__()
         height, width, channels = shape if channels_last else (*shape[1:], shape[0])

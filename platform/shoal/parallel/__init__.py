@@ -8,12 +8,4 @@ with needs_extra("cluster"):
     from shoal.parallel.spec import Coordinates, ParallelDims, ParallelSpec
     from shoal.parallel.validate import check_plan
 
-__all__ = [
-    "Coordinates",
-    "ParallelDims",
-    "ParallelModel",
-    "ParallelSpec",
-    "TaskProtocol",
-    "World",
-    "check_plan",
-]
+__all__ = ["Coordinates", "ParallelDims", "ParallelModel", "ParallelSpec", "TaskProtocol", "World", "check_plan"]

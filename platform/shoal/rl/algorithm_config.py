@@ -20,10 +20,7 @@ from shoal.plugins.library import collect_extensions
 from shoal.wire.experience_spec import PolicySpec
 
 # The platform's own; libraries add theirs to the group. Modules are imported at their first use.
-CONFIGS = {
-    "impala": "shoal.rl.algorithm_config:ImpalaConfig",
-    "ppo": "shoal.rl.algorithm_config:PPOConfig",
-}
+CONFIGS = {"impala": "shoal.rl.algorithm_config:ImpalaConfig", "ppo": "shoal.rl.algorithm_config:PPOConfig"}
 GROUP = "shoal.algorithms"  # of libraries and of entry points
 
 

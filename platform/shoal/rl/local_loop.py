@@ -38,12 +38,7 @@ class LocalLoop:
     """A run in this process, its files in `folder`. Use as a context manager, or `start()` and `close()`."""
 
     def __init__(
-        self,
-        spec: RLSpec,
-        experience: ExperienceSpec,
-        folder: Path,
-        token: str,
-        target_return: float | None = None,
+        self, spec: RLSpec, experience: ExperienceSpec, folder: Path, token: str, target_return: float | None = None
     ) -> None:
         if spec.learner.replicas > 1:
             problem = "needs a cluster, and this loop is one process"

@@ -20,20 +20,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from shoal.atomic_file import make_folder
-from shoal.cluster.capacity import (
-    count_gpu_slots,
-    get_head_address,
-    get_node_address,
-    gpus_by_host,
-    make_host_options,
-)
+from shoal.cluster.capacity import count_gpu_slots, get_head_address, get_node_address, gpus_by_host, make_host_options
 from shoal.device_memory import limit_device_memory
-from shoal.errors import (
-    Closed,
-    ClusterError,
-    ConfigError,
-    LedgerUnwritable,
-)
+from shoal.errors import Closed, ClusterError, ConfigError, LedgerUnwritable
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
@@ -52,12 +41,7 @@ from shoal.rl.gateway.zmq_listener import format_address, require_reachable_gate
 from shoal.rl.ray_gateway_handle import ACKNOWLEDGE_TIMEOUT_S, RayEpisodeService, RayExperienceSource
 from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
-from shoal.weights.ray_weight_store import (
-    RayWeightPublisher,
-    RayWeightSource,
-    get_stored_version,
-    start_weight_store,
-)
+from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, get_stored_version, start_weight_store
 from shoal.wire import DropReason, ExperienceSpec
 
 if TYPE_CHECKING:

@@ -25,15 +25,7 @@ from shoal.runs.formatting import Duration
 from shoal.runs.json_lines import LogFormat
 from shoal.runs.tracker import TrackerNames
 from shoal.wire.action_masks import INFO_KEY, describe_masks
-from shoal.wire.experience_spec import (
-    DTYPES,
-    STATE,
-    ConvolutionSpec,
-    ExperienceSpec,
-    ExtraSpec,
-    PolicySpec,
-    TensorSpec,
-)
+from shoal.wire.experience_spec import DTYPES, STATE, ConvolutionSpec, ExperienceSpec, ExtraSpec, PolicySpec, TensorSpec
 from shoal.wire.segment import largest_segment_bytes
 
 CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
@@ -150,10 +142,7 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
         raise ConfigError("env", spec.env, problem, remedy)
     low, high = float(np.min(observation_space.low)), float(np.max(observation_space.high))
     observation = TensorSpec(
-        dtype,
-        tuple(observation_space.shape),
-        low if np.isfinite(low) else None,
-        high if np.isfinite(high) else None,
+        dtype, tuple(observation_space.shape), low if np.isfinite(low) else None, high if np.isfinite(high) else None
     )
     action, bounds = describe_actions(action_space, spec)
     policy = spec.algorithm.describe_policy(spec.hidden) or policy_spec(
@@ -326,11 +315,7 @@ def network_kwargs(spec: RLSpec, experience: ExperienceSpec) -> dict[str, Any]:
         bounds["network"] = {**spec.model.model_dump(), **sizes, "observation_shape": list(shape), **outputs}
     if spec.applied_core != "none":
         bounds.update(core=spec.applied_core, core_size=spec.core_size)
-    return {
-        **sizes,
-        **bounds,
-        **spec.algorithm.get_model_options(),
-    }
+    return {**sizes, **bounds, **spec.algorithm.get_model_options()}
 
 
 def policy_spec(hidden: Sequence[int], is_continuous: bool = False, has_core: bool = False) -> PolicySpec:

@@ -114,11 +114,7 @@ class RpcService:
     """
 
     def __init__(
-        self,
-        address: str,
-        handlers: Handlers,
-        keys: CurveKeys | None = None,
-        tick: Callable[[], None] = lambda: None,
+        self, address: str, handlers: Handlers, keys: CurveKeys | None = None, tick: Callable[[], None] = lambda: None
     ) -> None:
         self._socket = _make_socket(zmq.ROUTER, keys)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a caller that connects again is the same caller

@@ -110,11 +110,7 @@ class Group:
     """A controller, and the members of one run."""
 
     def __init__(
-        self,
-        folder: Path,
-        num_workers: int,
-        make_optimizer: MakeOptimizer = make_adam,
-        elsewhere: tuple[int, ...] = (),
+        self, folder: Path, num_workers: int, make_optimizer: MakeOptimizer = make_adam, elsewhere: tuple[int, ...] = ()
     ) -> None:
         self.address, self._num_workers, self._make = f"ipc://{folder}/controller", num_workers, make_optimizer
         self._elsewhere = elsewhere

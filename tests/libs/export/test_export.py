@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import subprocess
@@ -125,25 +124,22 @@ def onnx_payload(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (export_pair(tmp_path_factory.mktemp("onnx")) / "model.onnx").read_bytes()
 
 
-def test_a_folder_answers_as_an_endpoint_bit_for_bit(onnx_payload: bytes, tmp_path: Path) -> None:
+async def test_a_folder_answers_as_an_endpoint_bit_for_bit(onnx_payload: bytes, tmp_path: Path) -> None:
     register_file(onnx_payload, "onnx")
     assert write(tmp_path / "out").difference == 0
     model = FolderModel(tmp_path / "out")
 
-    async def compare() -> None:
-        async with ReplicaSet(model_from_ref("pair")) as endpoint:
-            (replica,) = await endpoint.start()
-            for method, path, body, headers in REQUESTS:
-                expected = await Client(replica._rest).call(method, path, [body], headers)
-                pairs = [(name.encode(), text.encode()) for name, text in headers.items()]
-                found = model.answer(method, path, pairs, body)
-                assert (found.status, b"".join([found.body, *found.parts])) == (expected.status, expected.content)
-                extra = {name.decode(): text.decode() for name, text in found.headers}
-                assert extra | {"content-type": found.content_type.decode()} == {
-                    name: text for name, text in expected.headers.items() if name != "content-length"
-                }
-
-    asyncio.run(compare())
+    async with ReplicaSet(model_from_ref("pair")) as endpoint:
+        (replica,) = await endpoint.start()
+        for method, path, body, headers in REQUESTS:
+            expected = await Client(replica._rest).call(method, path, [body], headers)
+            pairs = [(name.encode(), text.encode()) for name, text in headers.items()]
+            found = model.answer(method, path, pairs, body)
+            assert (found.status, b"".join([found.body, *found.parts])) == (expected.status, expected.content)
+            extra = {name.decode(): text.decode() for name, text in found.headers}
+            assert extra | {"content-type": found.content_type.decode()} == {
+                name: text for name, text in expected.headers.items() if name != "content-length"
+            }
 
 
 @pytest.mark.parametrize(

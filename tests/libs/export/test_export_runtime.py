@@ -17,13 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libs.export.exported import (
-    INFER,
-    export_pair,
-    register_file,
-    request,
-    write,
-)
+from libs.export.exported import INFER, export_pair, register_file, request, write
 from shoal.errors import ConfigError, InferenceError
 from shoal.libs.export.export_model import LAMBDA_CLIENT
 from shoal.libs.export.runtime import http_server

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -93,44 +92,38 @@ def test_sizes_are_those_of_the_models_own_dimensions(options: dict[str, Any]) -
     assert loaded.predict_batch([{"x": fitting}])[0]["output"].shape[:2] == fitting.shape[:2]
 
 
-def test_a_size_that_a_program_excludes_is_refused() -> None:
+async def test_a_size_that_a_program_excludes_is_refused() -> None:
     register(payload(Positions(), {"x": {0: BATCH, 1: Dim("n", min=2, max=64)}}, (3, 4)))
 
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("m")) as endpoint:
-            [replica] = await endpoint.start()
-            assert (await infer(replica, 1, 64)).status == 200
-            answer = await infer(replica, 2, 65)
-            words = "input 'x': this version takes 2 to 64 in dimension 1, got 65"
-            assert (answer.status, answer.body["error"]) == (422, words)
-            counts = replica.manager.get_model("m").counts.snapshot()
-            assert counts["refused"] == {"422": 1}  # held against no version
-            assert counts["versions"]["1"]["statuses"] == {"200": 1}
-
-    asyncio.run(body())
+    async with ReplicaSet(model_from_ref("m")) as endpoint:
+        [replica] = await endpoint.start()
+        assert (await infer(replica, 1, 64)).status == 200
+        answer = await infer(replica, 2, 65)
+        words = "input 'x': this version takes 2 to 64 in dimension 1, got 65"
+        assert (answer.status, answer.body["error"]) == (422, words)
+        counts = replica.manager.get_model("m").counts.snapshot()
+        assert counts["refused"] == {"422": 1}  # held against no version
+        assert counts["versions"]["1"]["statuses"] == {"200": 1}
 
 
-def test_a_request_that_waited_for_a_version_of_other_sizes_is_refused() -> None:
+async def test_a_request_that_waited_for_a_version_of_other_sizes_is_refused() -> None:
     """It was checked against the version that answered when it came."""
     register(payload(Doubled(), {"x": {0: BATCH, 1: Dim("n", min=2, max=64)}}, (3, 4)))
 
-    async def body() -> None:
-        async with ReplicaSet(model_from_ref("m")) as endpoint:
-            [replica] = await endpoint.start()
-            model = replica.manager.get_model("m")
-            group = BatchGroup(model.router.choose_track(None, "", ""), None)
+    async with ReplicaSet(model_from_ref("m")) as endpoint:
+        [replica] = await endpoint.start()
+        model = replica.manager.get_model("m")
+        group = BatchGroup(model.router.choose_track(None, "", ""), None)
 
-            def batch(*sizes: int) -> Any:
-                calls = [InferCall({"x": np.ones((1, size), np.float32)}, 1) for size in sizes]
-                return SimpleNamespace(requests=[SimpleNamespace(group=group, request=call) for call in calls])
+        def batch(*sizes: int) -> Any:
+            calls = [InferCall({"x": np.ones((1, size), np.float32)}, 1) for size in sizes]
+            return SimpleNamespace(requests=[SimpleNamespace(group=group, request=call) for call in calls])
 
-            with pytest.raises(InferenceError, match="2 to 64 in dimension 1, got 65"):
-                model._forward(batch(64, 65))
-            answered = batch(64)
-            model._forward(answered)
-            assert answered.version == 1
-
-    asyncio.run(body())
+        with pytest.raises(InferenceError, match="2 to 64 in dimension 1, got 65"):
+            model._forward(batch(64, 65))
+        answered = batch(64)
+        model._forward(answered)
+        assert answered.version == 1
 
 
 def test_sizes_that_depend_on_each_other_are_refused_where_they_disagree() -> None:

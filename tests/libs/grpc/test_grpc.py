@@ -27,19 +27,16 @@ class Silence(AsyncIterator[Any]):
         await asyncio.Event().wait()
 
 
-def test_without_a_key_only_the_server_s_health_is_told_and_nothing_of_a_call_is_read() -> None:
+async def test_without_a_key_only_the_server_s_health_is_told_and_nothing_of_a_call_is_read() -> None:
     wanted = dict.fromkeys(METHODS.keys() - UNAUTHENTICATED_METHODS, grpc.StatusCode.UNAUTHENTICATED)
     wanted |= dict.fromkeys(UNSUPPORTED_METHODS, grpc.StatusCode.UNIMPLEMENTED)
 
-    async def test() -> None:
-        async with served(FakeHost(), AccessControl("secret", [])) as ask:
-            assert await ask("ServerLive")
-            assert await ask("ServerReady")
-            for name, code in wanted.items():
-                error = await refused(anext(aiter(ask(name, Silence(), metadata=(("authorization", "Bearer no"),)))))
-                assert error.code() is code, name
-
-    run(test())
+    async with served(FakeHost(), AccessControl("secret", [])) as ask:
+        assert await ask("ServerLive")
+        assert await ask("ServerReady")
+        for name, code in wanted.items():
+            error = await refused(anext(aiter(ask(name, Silence(), metadata=(("authorization", "Bearer no"),)))))
+            assert error.code() is code, name
 
 
 # -- a call, whatever its size -----------------------------------------------------------------------------------------
@@ -126,35 +123,29 @@ WRONG: dict[str, tuple[str, bytes, str, int, bytes]] = {
 }
 
 
-def test_a_wrong_call_is_refused() -> None:
-    async def test() -> None:
-        http_port = find_free_port()
-        async with replica(FakeHost(), http_port):
-            for what, (line, body, header, status, words) in WRONG.items():
-                answer = await exchange(http_port, line, body, header)
-                assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
-                assert b"content-length: 0\r\n" in answer, what
-                assert b"grpc-status: %d\r\n" % status in answer, (what, answer)
-                assert words in answer, (what, answer)
-            live = await exchange(http_port, "GET /v2/health/live HTTP/1.1", b"", "")
-            assert live.endswith(b'{"live":true}'), "other paths are REST's"
-
-    run(test())
+async def test_a_wrong_call_is_refused() -> None:
+    http_port = find_free_port()
+    async with replica(FakeHost(), http_port):
+        for what, (line, body, header, status, words) in WRONG.items():
+            answer = await exchange(http_port, line, body, header)
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
+            assert b"content-length: 0\r\n" in answer, what
+            assert b"grpc-status: %d\r\n" % status in answer, (what, answer)
+            assert words in answer, (what, answer)
+        live = await exchange(http_port, "GET /v2/health/live HTTP/1.1", b"", "")
+        assert live.endswith(b'{"live":true}'), "other paths are REST's"
 
 
-def test_a_deadline_is_kept_by_the_replica_too_and_one_of_ages_is_none() -> None:
+async def test_a_deadline_is_kept_by_the_replica_too_and_one_of_ages_is_none() -> None:
     """The client, and HAProxy, may go on waiting."""
     model, message = FakeModel(), request().SerializeToString()
     body = b"\0" + len(message).to_bytes(4, "big") + message
 
-    async def test() -> None:
-        http_port = find_free_port()
-        async with replica(FakeHost(model), http_port):
-            for timeout, is_kept in (("99999999S", True), ("99999999H", False)):
-                assert b"grpc-status: 0\r\n" in await exchange(http_port, POST, body, f"grpc-timeout: {timeout}")
-                assert (model.calls[-1].deadline_s is not None) is is_kept
-            model.hold = asyncio.Event()
-            assert b"grpc-status: 4\r\n" in await exchange(http_port, POST, body, "grpc-timeout: 200m")
-            assert model.waiting == 0
-
-    run(test())
+    http_port = find_free_port()
+    async with replica(FakeHost(model), http_port):
+        for timeout, is_kept in (("99999999S", True), ("99999999H", False)):
+            assert b"grpc-status: 0\r\n" in await exchange(http_port, POST, body, f"grpc-timeout: {timeout}")
+            assert (model.calls[-1].deadline_s is not None) is is_kept
+        model.hold = asyncio.Event()
+        assert b"grpc-status: 4\r\n" in await exchange(http_port, POST, body, "grpc-timeout: 200m")
+        assert model.waiting == 0

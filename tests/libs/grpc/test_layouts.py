@@ -17,12 +17,7 @@ from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc import request_cache
 from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
-from shoal.libs.grpc.request_cache import (
-    MAX_LAYOUTS,
-    MAX_LAYOUTS_PER_LENGTH,
-    RequestLayout,
-    RequestLayoutCache,
-)
+from shoal.libs.grpc.request_cache import MAX_LAYOUTS, MAX_LAYOUTS_PER_LENGTH, RequestLayout, RequestLayoutCache
 from shoal.libs.grpc.service import InferenceServicer, Invocation
 from shoal.open_inference.binary_tensors import to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES
@@ -229,22 +224,19 @@ def test_the_third_request_of_a_kind_is_not_taken_apart() -> None:
         assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [number] * 3
 
 
-def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may_have() -> None:
+async def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may_have() -> None:
     model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(24)])
     request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
     content = request.SerializeToString()
     servicer = InferenceServicer(FakeHost(model), AccessControl(None, []))  # type: ignore[arg-type]
 
-    async def body() -> None:
-        for _ in range(3):
-            await servicer.model_infer(content, Invocation({}))
-        model.options = model.options.model_copy(update={"max_batch_size": 1})
-        with pytest.raises(InferenceError, match="expected 1 to 1 rows") as caught:
-            await servicer.model_infer(content, Invocation({}))
-        assert caught.value.status == 422
-
-    asyncio.run(body())
+    for _ in range(3):
+        await servicer.model_infer(content, Invocation({}))
+    model.options = model.options.model_copy(update={"max_batch_size": 1})
+    with pytest.raises(InferenceError, match="expected 1 to 1 rows") as caught:
+        await servicer.model_infer(content, Invocation({}))
+    assert caught.value.status == 422
 
 
 def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_has(

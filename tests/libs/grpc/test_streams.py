@@ -240,32 +240,26 @@ def test_who_reads_is_answered_however_much_larger_answers_are(run: Callable[...
 CLOSED = (grpc.StatusCode.UNAVAILABLE, "this replica is closing; begin another stream")
 
 
-def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
+async def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
     proxy: HaproxyProcess, http_port: int
 ) -> None:
     model = FakeModel()
 
-    async def test() -> None:
-        address = f"127.0.0.1:{proxy.grpc_port}"
-        async with (
-            served(FakeHost(model), http_port) as server,
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
-            idle, busy = make(timeout=TIMEOUT_S), make(timeout=TIMEOUT_S)
-            await idle.write(request(id="i"))
-            assert (await idle.read()).infer_response.id == "i"
-            model.hold = asyncio.Event()
-            await busy.write(request(id="b"))
-            await until(lambda: model.waiting == 1)
-            server.should_exit = True
-            assert (await idle.code(), await idle.details()) == CLOSED
-            assert not busy.done()
-            model.hold.set()
-            assert (await busy.read()).infer_response.id == "b"
-            assert (await busy.code(), await busy.details()) == CLOSED
-
-    asyncio.run(test())
+    address = f"127.0.0.1:{proxy.grpc_port}"
+    async with served(FakeHost(model), http_port) as server, grpc.aio.insecure_channel(address) as channel:
+        make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+        idle, busy = make(timeout=TIMEOUT_S), make(timeout=TIMEOUT_S)
+        await idle.write(request(id="i"))
+        assert (await idle.read()).infer_response.id == "i"
+        model.hold = asyncio.Event()
+        await busy.write(request(id="b"))
+        await until(lambda: model.waiting == 1)
+        server.should_exit = True
+        assert (await idle.code(), await idle.details()) == CLOSED
+        assert not busy.done()
+        model.hold.set()
+        assert (await busy.read()).infer_response.id == "b"
+        assert (await busy.code(), await busy.details()) == CLOSED
 
 
 def serve_until_killed(http_port: int) -> None:
@@ -332,20 +326,17 @@ WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
 }
 
 
-def test_a_wrong_stream_is_refused(http_port: int) -> None:
-    async def test() -> None:
-        async with served(FakeHost(), http_port):
-            for what, (body, header, status, words) in WRONG.items():
-                answer = await exchange(http_port, POST, body, header)
-                assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
-                assert b"grpc-status: %d\r\n" % status in answer, what
-                assert words in answer, what
-
-    asyncio.run(test())
+async def test_a_wrong_stream_is_refused(http_port: int) -> None:
+    async with served(FakeHost(), http_port):
+        for what, (body, header, status, words) in WRONG.items():
+            answer = await exchange(http_port, POST, body, header)
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), what
+            assert b"grpc-status: %d\r\n" % status in answer, what
+            assert words in answer, what
 
 
 @pytest.mark.parametrize("header", ["x: y", "grpc-timeout: 500m"])
-def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str, http_port: int) -> None:
+async def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str, http_port: int) -> None:
     """Also when the call's deadline has passed by then, and its status is all that is left to say."""
     made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
     made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
@@ -354,16 +345,13 @@ def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(head
     chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
     model = FakeModel("m", tensors(x=("UINT8", [-1, -1])))
 
-    async def test() -> None:
-        async with served(FakeHost(model), http_port, limits=replace(LIMITS, answer_grace_s=1.0)):
-            _, writer = await asyncio.open_connection("127.0.0.1", http_port)
-            writer.write(f"{POST}\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
-            with suppress(ConnectionError):
-                while True:
-                    writer.write(chunk)
-                    await asyncio.wait_for(writer.drain(), TIMEOUT_S)
-            # A deadline may pass before the window is full.
-            assert (STREAM_WINDOW if header == "x: y" else 0) < len(model.calls) < 1000
-            writer.close()
-
-    asyncio.run(test())
+    async with served(FakeHost(model), http_port, limits=replace(LIMITS, answer_grace_s=1.0)):
+        _, writer = await asyncio.open_connection("127.0.0.1", http_port)
+        writer.write(f"{POST}\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        with suppress(ConnectionError):
+            while True:
+                writer.write(chunk)
+                await asyncio.wait_for(writer.drain(), TIMEOUT_S)
+        # A deadline may pass before the window is full.
+        assert (STREAM_WINDOW if header == "x: y" else 0) < len(model.calls) < 1000
+        writer.close()

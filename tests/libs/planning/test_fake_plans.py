@@ -252,9 +252,7 @@ def test_weights_that_are_gathered_in_bf16_are_counted() -> None:
 
 
 @pytest.mark.usefixtures("_small_limit")
-def test_a_model_that_fake_tensors_cannot_run_is_run_and_the_reason_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_fake_tensors_cannot_run_is_run_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Text, "depth", 1)
     found = predict_cost(Routed(), spec_of())
     assert any("could not be counted on fake tensors" in note for note in found.notes)

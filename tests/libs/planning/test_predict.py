@@ -20,41 +20,13 @@ from shoal.data import Data
 from shoal.errors import DataError, PlanError
 from shoal.libs.planning.predict.dry_run import DryRun
 from shoal.libs.planning.predict.fake_process_group import MessageCosts, NotYetSent, SimulatedRanks, fake_world
-from shoal.libs.planning.predict.predict import (
-    _estimate_transfers,
-    _extrapolate,
-    measure_latency_s,
-    predict_cost,
-)
+from shoal.libs.planning.predict.predict import _estimate_transfers, _extrapolate, measure_latency_s, predict_cost
 from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.train import Task, TrainSpec
+from training.test_step_profiler import BATCH, PARAMETERS, WIDTH, Blocks
 
-WIDTH, BATCH = 32, 16
 STATES = dict.fromkeys(("memory_parameters", "memory_optimizer", "memory_average", "memory_activations"), 1.0)
-
-
-class Blocks(Task):
-    """Four layers that can be replicated, sharded, split and cut."""
-
-    def __init__(self, *, samples: int = 64) -> None:
-        self.samples = samples
-
-    def model(self) -> nn.Module:
-        layers = [module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
-
-    def data(self) -> Data:
-        return Data(TensorDataset(torch.randn(self.samples, WIDTH), torch.randint(0, 4, (self.samples,))))
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(outputs, batch[1])
-
-    def pipeline_cuts(self) -> list[str]:
-        return ["3"]
-
-
-PARAMETERS = 3 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH + 4
 
 
 @pytest.fixture(autouse=True)
@@ -200,10 +172,7 @@ def test_what_a_rank_does_with_messages_lengthens_the_bubble(monkeypatch: pytest
 def test_larger_messages_take_longer_also_those_that_were_not_tried() -> None:
     pipeline = replace(DryRun({}), messages_s={1000: (1.0, 2.0), 3000: (2.0, 2.0)}, handed_bytes={0: 1000.0, 1: 5000.0})
     found = _estimate_transfers({0: pipeline})
-    assert [(each.send_s, each.take_s) for each in found] == [
-        pytest.approx((1.0, 2.0)),
-        pytest.approx((3.0, 2.0)),
-    ]
+    assert [(each.send_s, each.take_s) for each in found] == [pytest.approx((1.0, 2.0)), pytest.approx((3.0, 2.0))]
     assert [(each.send_s, each.take_s) for each in _estimate_transfers({0: replace(pipeline, messages_s={})})] == [
         (0, 0)
     ] * 2

@@ -295,8 +295,7 @@ def test_bad_calls_are_typed_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kind"),
-    [(lambda outputs, _: outputs[:, 0], rf"a tensor \[{NUM_SAMPLES}\]"), (lambda *_: 1.0, "a float")],
+    ("wrong", "kind"), [(lambda outputs, _: outputs[:, 0], rf"a tensor \[{NUM_SAMPLES}\]"), (lambda *_: 1.0, "a float")]
 )
 def test_a_loss_that_is_no_scalar_is_a_typed_error(wrong: Any, kind: str) -> None:
     with (

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.errors import RunError
 from shoal.libs.report import page as report_page
-from shoal.libs.report.command import report
+from shoal.libs.report.page import report
 from shoal.libs.report.plots import Curve
 from shoal.runs import Run, RunRecorder, Status
 

@@ -21,6 +21,7 @@ from gymnasium.spaces import Box, Discrete
 from websockets.sync.server import ServerConnection, serve
 
 from certificates import Authority
+from libs.websocket.test_native_games import EPISODE
 from rl_setting import POLICY, TOKEN, Parts, serving
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.local_loop import LocalLoop
@@ -303,15 +304,6 @@ func _on_action(agent, action) -> void:
 		shoal.end(agent, [0.75, 1], 1.0)
 	shoal.act(agent, [float(OS.get_environment("SECOND")), 1], 0.5)
 """
-EPISODE = {
-    "kind": "episode",
-    "format": 1,
-    "spec": {"observation": {"dtype": "float32", "shape": [2]}, "action": {"dtype": "int64", "shape": []}},
-    "settings": {"gravity": 9.5},
-    "settings_version": 1,
-    "observations": [[0.25, 1.0], [0.5, 1.0], [0.75, 1.0]],
-    "actions": [2, 0],
-}
 
 
 def test_it_replays_a_recorded_episode(tmp_path: Path) -> None:

@@ -519,10 +519,7 @@ def test_one_address_reaches_every_policy_by_its_path(tmp_path: Path, is_tls: bo
     tls = {"tls": {"certificate": files.certificate, "key": files.key}} if is_tls else {}
     ssl_options = {"ssl": trust(authority)} if is_tls else {}
     fields = {"websocket": 0, **tls}
-    with (
-        serving(setting={"policy": "left"}, **fields) as left,
-        serving(setting={"policy": "right"}, **fields) as right,
-    ):
+    with serving(setting={"policy": "left"}, **fields) as left, serving(setting={"policy": "right"}, **fields) as right:
         assert left.gateway.listener is not None
         left.gateway.listener.relay({"right": find_address(right)})
         with Game(left, path="/right", **ssl_options) as game, Game(left, path="/left", **ssl_options) as other:

@@ -15,7 +15,7 @@ from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded, QueueFull
 from shoal.errors import Closed, InferenceError
 
 
-def test_one_request_is_answered_off_the_event_loop() -> None:
+async def test_one_request_is_answered_off_the_event_loop() -> None:
     threads: list[threading.Thread] = []
 
     def forward(batch: Batch[Any]) -> list[int]:
@@ -23,15 +23,12 @@ def test_one_request_is_answered_off_the_event_loop() -> None:
         threads.append(threading.current_thread())
         return [number + 1 for number in requests]
 
-    async def body() -> None:
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
-        assert await answer(queue, 41) == 42
-        batcher.close()
-        assert threads != [threading.current_thread()]
-        assert not batcher.is_alive
-
-    run(body)
+    batcher = Batcher()
+    queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
+    assert await answer(queue, 41) == 42
+    batcher.close()
+    assert threads != [threading.current_thread()]
+    assert not batcher.is_alive
 
 
 @with_queue(max_batch_rows=64, max_queue_rows=64)
@@ -60,40 +57,34 @@ async def test_a_request_is_never_split_and_order_is_kept(forward: GatedForward,
 
 
 @pytest.mark.parametrize("error", [SystemExit, StopIteration])
-def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[BaseException]) -> None:
+async def test_what_no_future_takes_fails_the_request_and_ends_no_thread(error: type[BaseException]) -> None:
     def forward(batch: Batch[Any]) -> list[int]:
         requests: list[int] = requests_of(batch)
         if 3 in requests:
             raise error("enough")
         return list(requests)
 
-    async def body() -> None:
-        batcher: Batcher[Any, int, int] = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
-        with pytest.raises(InferenceError, match=r"the model raised \w+\('enough'\)"):
-            await answer(queue, 3)
-        assert await answer(queue, 4) == 4
-        assert (queue.counts().submitted, queue.counts().failed, queue.counts().cancelled) == (2, 1, 0)
-        assert batcher.is_alive
-        batcher.close()
-
-    run(body)
+    batcher: Batcher[Any, int, int] = Batcher()
+    queue = batcher.add_queue("model", forward, max_batch_rows=4, max_queue_rows=8)
+    with pytest.raises(InferenceError, match=r"the model raised \w+\('enough'\)"):
+        await answer(queue, 3)
+    assert await answer(queue, 4) == 4
+    assert (queue.counts().submitted, queue.counts().failed, queue.counts().cancelled) == (2, 1, 0)
+    assert batcher.is_alive
+    batcher.close()
 
 
-def test_wrong_number_of_answers_is_an_error_of_the_model_and_of_rows_one_of_the_caller() -> None:
-    async def body() -> None:
-        batcher: Batcher[Any, int, int] = Batcher()
-        queue = batcher.add_queue("model", lambda batch: [], max_batch_rows=4, max_queue_rows=8)
-        with pytest.raises(InferenceError, match="0 answers came for 1") as caught:
-            await answer(queue, 1)
-        assert caught.value.status == 500
-        for num_rows in (0, 5):
-            with pytest.raises(InferenceError, match=f"1 to 4 rows, this one has {num_rows}") as caught:
-                await answer(queue, 1, num_rows)
-            assert caught.value.status == 422
-        batcher.close()
-
-    run(body)
+async def test_wrong_number_of_answers_is_an_error_of_the_model_and_of_rows_one_of_the_caller() -> None:
+    batcher: Batcher[Any, int, int] = Batcher()
+    queue = batcher.add_queue("model", lambda batch: [], max_batch_rows=4, max_queue_rows=8)
+    with pytest.raises(InferenceError, match="0 answers came for 1") as caught:
+        await answer(queue, 1)
+    assert caught.value.status == 500
+    for num_rows in (0, 5):
+        with pytest.raises(InferenceError, match=f"1 to 4 rows, this one has {num_rows}") as caught:
+            await answer(queue, 1, num_rows)
+        assert caught.value.status == 422
+    batcher.close()
 
 
 @with_queue(max_batch_rows=2, max_queue_rows=2)
@@ -127,43 +118,37 @@ async def test_a_request_cancelled_while_it_is_computed_disturbs_nobody(forward:
     assert (counts.submitted, counts.answered, counts.cancelled) == (2, 1, 1)
 
 
-def test_close_fails_what_is_queued_answers_what_is_in_hand_and_is_idempotent() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
-        in_hand = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        queued = asyncio.create_task(answer(queue, Request(1)))
-        await until(lambda: queue.queued_rows == 1)
-        forward.open()
-        batcher.close()
-        batcher.close()
-        assert await in_hand == 0
-        with pytest.raises(Closed):
-            await queued
-        with pytest.raises(Closed):
-            await answer(queue, Request(2))
-        assert not batcher.is_alive
-
-    run(body)
+async def test_close_fails_what_is_queued_answers_what_is_in_hand_and_is_idempotent() -> None:
+    forward = GatedForward()
+    batcher = Batcher()
+    queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
+    in_hand = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    queued = asyncio.create_task(answer(queue, Request(1)))
+    await until(lambda: queue.queued_rows == 1)
+    forward.open()
+    batcher.close()
+    batcher.close()
+    assert await in_hand == 0
+    with pytest.raises(Closed):
+        await queued
+    with pytest.raises(Closed):
+        await answer(queue, Request(2))
+    assert not batcher.is_alive
 
 
-def test_close_does_not_wait_longer_than_it_is_told() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        batcher = Batcher()
-        queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
-        in_hand = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        batcher.close(timeout_s=0.01)
-        assert batcher.is_alive
-        forward.open()
-        assert await in_hand == 0
-        batcher.close()
-        assert not batcher.is_alive
-
-    run(body)
+async def test_close_does_not_wait_longer_than_it_is_told() -> None:
+    forward = GatedForward()
+    batcher = Batcher()
+    queue = batcher.add_queue("model", forward, max_batch_rows=2, max_queue_rows=4)
+    in_hand = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    batcher.close(timeout_s=0.01)
+    assert batcher.is_alive
+    forward.open()
+    assert await in_hand == 0
+    batcher.close()
+    assert not batcher.is_alive
 
 
 steps = st.lists(
@@ -227,35 +212,29 @@ def test_every_request_ends_exactly_once(steps: list[tuple[str, int, bool]], clo
 
 
 @pytest.mark.parametrize("poisonous", [False, True])
-def test_a_request_cancelled_in_the_turn_of_its_answer_counts_once(poisonous: bool) -> None:
-    async def body() -> None:
-        batcher = Batcher()
-        queue = batcher.add_queue("model", opened(), max_batch_rows=4, max_queue_rows=12)
-        task = asyncio.create_task(answer(queue, Request(1, poisonous=poisonous)))
+async def test_a_request_cancelled_in_the_turn_of_its_answer_counts_once(poisonous: bool) -> None:
+    batcher = Batcher()
+    queue = batcher.add_queue("model", opened(), max_batch_rows=4, max_queue_rows=12)
+    task = asyncio.create_task(answer(queue, Request(1, poisonous=poisonous)))
 
-        def and_cancel(real: Callable[..., None]) -> Callable[..., None]:
-            return lambda *words: (real(*words), task.cancel())[0]
+    def and_cancel(real: Callable[..., None]) -> Callable[..., None]:
+        return lambda *words: (real(*words), task.cancel())[0]
 
-        for name in ("_deliver", "fail_all"):
-            setattr(queue, name, and_cancel(getattr(queue, name)))
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        counts = queue.counts()
-        assert (counts.submitted, counts.answered, counts.failed, counts.cancelled) == (1, 0, 0, 1)
-        batcher.close()
-
-    run(body)
+    for name in ("_deliver", "fail_all"):
+        setattr(queue, name, and_cancel(getattr(queue, name)))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    counts = queue.counts()
+    assert (counts.submitted, counts.answered, counts.failed, counts.cancelled) == (1, 0, 0, 1)
+    batcher.close()
 
 
-def test_a_slot_never_idles_beside_work() -> None:
+async def test_a_slot_never_idles_beside_work() -> None:
     """Many rounds of bursts and lone requests: each is answered without any timer that would rescue a lost wakeup."""
 
-    async def body() -> None:
-        batcher = Batcher()
-        queue = batcher.add_queue("model", opened(), max_batch_rows=8, max_queue_rows=64)
-        for round_number in range(400):
-            burst = [answer(queue, Request(number)) for number in range(1 + round_number % 7)]
-            assert len(await asyncio.gather(*burst)) == len(burst)
-        batcher.close()
-
-    run(body)
+    batcher = Batcher()
+    queue = batcher.add_queue("model", opened(), max_batch_rows=8, max_queue_rows=64)
+    for round_number in range(400):
+        burst = [answer(queue, Request(number)) for number in range(1 + round_number % 7)]
+        assert len(await asyncio.gather(*burst)) == len(burst)
+    batcher.close()

@@ -12,88 +12,74 @@ from shoal.batching.batcher import Batch, Batcher, QueueFull
 from shoal.errors import Closed
 
 
-def test_only_one_group_is_in_a_batch_and_the_forward_hears_which() -> None:
-    async def body() -> None:
-        seen: list[tuple[Hashable, list[int]]] = []
-        forward = GatedForward()
+async def test_only_one_group_is_in_a_batch_and_the_forward_hears_which() -> None:
+    seen: list[tuple[Hashable, list[int]]] = []
+    forward = GatedForward()
 
-        def grouped(batch: Batch[Any]) -> list[int]:
-            requests: list[Request] = requests_of(batch)
-            seen.append((batch.requests[0].group, [request.number for request in requests]))
-            return forward(batch)
+    def grouped(batch: Batch[Any]) -> list[int]:
+        requests: list[Request] = requests_of(batch)
+        seen.append((batch.requests[0].group, [request.number for request in requests]))
+        return forward(batch)
 
-        batcher = Batcher()
-        queue = batcher.add_queue("model", grouped, max_batch_rows=8, max_queue_rows=8)
-        first = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        tasks = [asyncio.create_task(answer(queue, Request(n), group=("v", n % 2))) for n in range(1, 7)]
-        await until(lambda: queue.queued_rows == 6)
-        forward.open()
-        assert await asyncio.gather(first, *tasks) == [n * 10 for n in range(7)]
-        assert seen == [(None, [0]), (("v", 1), [1, 3, 5]), (("v", 0), [2, 4, 6])]
-        batcher.close()
-
-    run(body)
+    batcher = Batcher()
+    queue = batcher.add_queue("model", grouped, max_batch_rows=8, max_queue_rows=8)
+    first = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    tasks = [asyncio.create_task(answer(queue, Request(n), group=("v", n % 2))) for n in range(1, 7)]
+    await until(lambda: queue.queued_rows == 6)
+    forward.open()
+    assert await asyncio.gather(first, *tasks) == [n * 10 for n in range(7)]
+    assert seen == [(None, [0]), (("v", 1), [1, 3, 5]), (("v", 0), [2, 4, 6])]
+    batcher.close()
 
 
-def test_each_queue_has_its_own_forward_and_counts_and_closes_alone() -> None:
-    async def body() -> None:
-        batcher = Batcher()
-        forward = GatedForward()
-        left = batcher.add_queue("left", forward, max_batch_rows=4, max_queue_rows=4)
-        right = batcher.add_queue(
-            "right",
-            lambda batch: [-request.number for request in requests_of(batch)],
-            max_batch_rows=4,
-            max_queue_rows=4,
-        )
-        in_hand = asyncio.create_task(answer(left, Request(1)))
-        await forward.wait_entered()
-        queued = asyncio.create_task(answer(left, Request(2)))
-        other = asyncio.create_task(answer(right, Request(3)))
-        await until(lambda: left.queued_rows == right.queued_rows == 1)
-        left.close()
-        left.close()
-        with pytest.raises(Closed):
-            await queued
-        forward.open()
-        assert await in_hand == 10
-        assert await other == -3
-        with pytest.raises(Closed):
-            await answer(left, Request(4))
-        assert (left.counts().answered, left.counts().failed, right.counts().answered) == (1, 1, 1)
-        again = batcher.add_queue("left", opened(), max_batch_rows=4, max_queue_rows=4)
-        assert await answer(again, Request(5)) == 50
-        assert batcher.counts().answered == 2  # of the queues that are open
-        batcher.close()
-        with pytest.raises(Closed):
-            batcher.add_queue("late", opened(), max_batch_rows=4, max_queue_rows=4)
-
-    run(body)
+async def test_each_queue_has_its_own_forward_and_counts_and_closes_alone() -> None:
+    batcher = Batcher()
+    forward = GatedForward()
+    left = batcher.add_queue("left", forward, max_batch_rows=4, max_queue_rows=4)
+    right = batcher.add_queue(
+        "right",
+        lambda batch: [-request.number for request in requests_of(batch)],
+        max_batch_rows=4,
+        max_queue_rows=4,
+    )
+    in_hand = asyncio.create_task(answer(left, Request(1)))
+    await forward.wait_entered()
+    queued = asyncio.create_task(answer(left, Request(2)))
+    other = asyncio.create_task(answer(right, Request(3)))
+    await until(lambda: left.queued_rows == right.queued_rows == 1)
+    left.close()
+    left.close()
+    with pytest.raises(Closed):
+        await queued
+    forward.open()
+    assert await in_hand == 10
+    assert await other == -3
+    with pytest.raises(Closed):
+        await answer(left, Request(4))
+    assert (left.counts().answered, left.counts().failed, right.counts().answered) == (1, 1, 1)
+    again = batcher.add_queue("left", opened(), max_batch_rows=4, max_queue_rows=4)
+    assert await answer(again, Request(5)) == 50
+    assert batcher.counts().answered == 2  # of the queues that are open
+    batcher.close()
+    with pytest.raises(Closed):
+        batcher.add_queue("late", opened(), max_batch_rows=4, max_queue_rows=4)
 
 
-def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
-    async def body() -> None:
-        together = threading.Barrier(2)
+async def test_two_slots_compute_at_the_same_time_and_wake_each_other() -> None:
+    together = threading.Barrier(2)
 
-        def forward(batch: Batch[Any]) -> list[int]:
-            requests: list[int] = requests_of(batch)
-            together.wait(DEADLINE_S)
-            return list(requests)
+    def forward(batch: Batch[Any]) -> list[int]:
+        requests: list[int] = requests_of(batch)
+        together.wait(DEADLINE_S)
+        return list(requests)
 
-        batcher: Batcher[Any, int, int] = Batcher(slots=2)
-        queue = batcher.add_queue("model", forward, max_batch_rows=1, max_queue_rows=8)
-        for _ in range(50):
-            assert [await task for task in [asyncio.create_task(answer(queue, n)) for n in range(4)]] == [
-                0,
-                1,
-                2,
-                3,
-            ]
-        batcher.close()
-        assert not batcher.is_alive
-
-    run(body)
+    batcher: Batcher[Any, int, int] = Batcher(slots=2)
+    queue = batcher.add_queue("model", forward, max_batch_rows=1, max_queue_rows=8)
+    for _ in range(50):
+        assert [await task for task in [asyncio.create_task(answer(queue, n)) for n in range(4)]] == [0, 1, 2, 3]
+    batcher.close()
+    assert not batcher.is_alive
 
 
 @with_queue(max_batch_rows=4, max_queue_rows=4)
@@ -120,28 +106,25 @@ async def test_who_has_to_leave_a_full_queue_for_another_tenant_is_told_when_to_
     assert (counts.answered, counts.evicted, counts.cancelled, counts.refused_full) == (5, 1, 1, 1)
 
 
-def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
-    async def body() -> None:
-        forward = GatedForward()
-        reports: list[Batch[Any]] = []
-        batcher = Batcher()
-        queue = batcher.add_queue("m", forward, max_batch_rows=32, max_queue_rows=32, on_batch=reports.append)
-        first = asyncio.create_task(answer(queue, Request(0)))
-        await forward.wait_entered()
-        tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 9))) for n in range(1, 33)]
-        await until(lambda: queue.queued_rows == 32)
-        forward.open()
-        results = await asyncio.gather(first, *tasks, return_exceptions=True)
-        assert [n for n, result in enumerate(results) if result != n * 10] == [9]
-        assert str(results[9]) == "poison among [9]"
-        assert len(forward.batches) == 1 + 1 + 2 * 5  # the first, the whole, and two halves on each of five levels
-        await until(lambda: sum(len(report.requests) for report in reports) == 33)
-        assert [report.failed for report in reports if report.failed] == [1]
-        assert queue.latency.list_points()[-1][0] <= 16  # only forwards that succeeded teach
-        assert await answer(queue, Request(33)) == 330  # and it lives on
-        batcher.close()
-
-    run(body)
+async def test_one_poisonous_request_costs_a_few_halves_not_everybody() -> None:
+    forward = GatedForward()
+    reports: list[Batch[Any]] = []
+    batcher = Batcher()
+    queue = batcher.add_queue("m", forward, max_batch_rows=32, max_queue_rows=32, on_batch=reports.append)
+    first = asyncio.create_task(answer(queue, Request(0)))
+    await forward.wait_entered()
+    tasks = [asyncio.create_task(answer(queue, Request(n, poisonous=n == 9))) for n in range(1, 33)]
+    await until(lambda: queue.queued_rows == 32)
+    forward.open()
+    results = await asyncio.gather(first, *tasks, return_exceptions=True)
+    assert [n for n, result in enumerate(results) if result != n * 10] == [9]
+    assert str(results[9]) == "poison among [9]"
+    assert len(forward.batches) == 1 + 1 + 2 * 5  # the first, the whole, and two halves on each of five levels
+    await until(lambda: sum(len(report.requests) for report in reports) == 33)
+    assert [report.failed for report in reports if report.failed] == [1]
+    assert queue.latency.list_points()[-1][0] <= 16  # only forwards that succeeded teach
+    assert await answer(queue, Request(33)) == 330  # and it lives on
+    batcher.close()
 
 
 def test_each_half_has_its_own_time_to_be_taken_for_hung() -> None:
@@ -181,13 +164,10 @@ async def test_halves_leave_out_who_was_cancelled_meanwhile(forward: GatedForwar
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_dies_is_noticed() -> None:
-    async def body() -> None:
-        def fails() -> None:
-            raise RuntimeError("no such device")
+async def test_a_thread_that_dies_is_noticed() -> None:
+    def fails() -> None:
+        raise RuntimeError("no such device")
 
-        batcher = Batcher(on_thread_start=fails)
-        await until(lambda: not batcher.is_alive)
-        batcher.close()
-
-    run(body)
+    batcher = Batcher(on_thread_start=fails)
+    await until(lambda: not batcher.is_alive)
+    batcher.close()

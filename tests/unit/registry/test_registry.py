@@ -22,15 +22,7 @@ import pytest
 from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock
-from shoal.registry import (
-    Criterion,
-    ModelFactory,
-    ModelVersion,
-    Registry,
-    Signature,
-    TensorSignature,
-    verification,
-)
+from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature, verification
 from shoal.serve.spec.model_source import RegistryCatalogue
 from shoal.store import folder as folder_module
 from shoal.weights import WeightFile, WeightSnapshot
@@ -105,11 +97,7 @@ def test_references_mean_a_number_an_alias_or_the_newest(any_registry: Registry)
 
 @pytest.mark.parametrize(
     ("ref", "says"),
-    [
-        ("cartpol", "did you mean 'cartpole'"),
-        ("cartpole@9", "versions 1 to 1"),
-        ("cartpole@champignon", "champion"),
-    ],
+    [("cartpol", "did you mean 'cartpole'"), ("cartpole@9", "versions 1 to 1"), ("cartpole@champignon", "champion")],
 )
 def test_an_unknown_reference_says_what_there_is(registry: Registry, ref: str, says: str) -> None:
     register(registry, 1.0)
@@ -581,14 +569,7 @@ def test_a_factory_that_cannot_build_says_why(factory: str, kwargs: dict[str, ob
         ModelFactory(factory=factory, kwargs=kwargs).build()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"datatype": "float32"},
-        {"shape": [-1, 0]},
-        {"shap": [-1]},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"datatype": "float32"}, {"shape": [-1, 0]}, {"shap": [-1]}])
 def test_a_signature_names_what_does_not_fit(wrong: dict[str, object]) -> None:
     fields = {"name": "x", "datatype": "FP32", "shape": [-1, 4]}
     with pytest.raises(ConfigError, match=next(iter(wrong))):

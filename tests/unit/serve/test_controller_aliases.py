@@ -294,9 +294,7 @@ def test_a_rollback_passes_over_a_version_that_was_refused_as_a_candidate_since(
     assert change(cluster, action="rollback") == 1
 
 
-def test_who_follows_the_newest_takes_each_and_stays_where_it_was_sent_until_there_is_another(
-    cluster: Cluster,
-) -> None:
+def test_who_follows_the_newest_takes_each_and_stays_where_it_was_sent_until_there_is_another(cluster: Cluster) -> None:
     cluster.ask(action="deploy", model="m@latest")
     cluster.settle()
     assert cluster.controller.state.models["m"].deployment.version == "latest"

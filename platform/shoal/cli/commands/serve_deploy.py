@@ -20,12 +20,7 @@ import click
 import shoal.runs
 from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command, suggest_text_commands
 from shoal.cli.display.serve_display import describe_following, format_shares
-from shoal.cli.support.jobs import (
-    describe_failure,
-    end_on_interrupt,
-    interrupt_on_termination,
-    job_environment,
-)
+from shoal.cli.support.jobs import describe_failure, end_on_interrupt, interrupt_on_termination, job_environment
 from shoal.cli.support.options import SECONDS, ca_option
 from shoal.client import Client
 from shoal.client.discovery import GRPC_KIND, INFERENCE_KIND, FoundEndpoint, find_endpoint, list_endpoints, token_for

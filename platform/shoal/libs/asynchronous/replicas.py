@@ -53,13 +53,7 @@ from shoal.libs.asynchronous.controller import ControllerSetting, make_controlle
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.update_log import remove_earlier
-from shoal.libs.asynchronous.process_group import (
-    ForkedProcess,
-    ProcessGroup,
-    StartProcess,
-    Target,
-    end_with_parent,
-)
+from shoal.libs.asynchronous.process_group import ForkedProcess, ProcessGroup, StartProcess, Target, end_with_parent
 from shoal.network_address import find_local_address
 from shoal.random_state import seed_everything
 

@@ -45,9 +45,7 @@ LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 @click.option("--trace", type=click.Path(path_type=Path), help="Replay these arrivals: CSV or Parquet.")
 @click.option("--scale", "scale_overrides", multiple=True, metavar="A=B", help="With --trace: max=4, floors={...}, ...")
 @click.option(
-    "--start-s",
-    type=FiniteRange(min=0),
-    help="With --trace: seconds until a new replica answers.  [default: 6]",
+    "--start-s", type=FiniteRange(min=0), help="With --trace: seconds until a new replica answers.  [default: 6]"
 )
 @click.option(
     "--requests", default=20_000, show_default=True, type=click.IntRange(100, MAX_REQUESTS), help="To simulate."
@@ -200,9 +198,7 @@ def _replay_trace(
         raise DataError("trace", str(path), problem, "give a part of it; times are in seconds")
     seconds = ForwardTime(measured).tabulate(max_batch)
     policy, start_s = ScalePolicy(spec, objective_s), DEFAULT_START_S if start_s is None else start_s
-    replays = {
-        "scale": replay_policy(arrivals_s, policy, seconds, objective_s, start_s=start_s, initial=spec.min),
-    }
+    replays = {"scale": replay_policy(arrivals_s, policy, seconds, objective_s, start_s=start_s, initial=spec.min)}
     for number in range(1, spec.max + 1) if replicas is None else (replicas,):
         replays[str(number)] = replay_fixed(arrivals_s, number, seconds, objective_s)
     if as_json:

@@ -8,22 +8,26 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import click
+import yaml
 from rich.console import Console
 from rich.table import Column as TableColumn
 from rich.table import Table
 from rich.text import Text
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.extend.cli import make_table, print_json, to_json_value
 from shoal.extend.registry import Registry
 from shoal.extend.runs import (
+    Run,
+    RunKind,
     format_duration,
     format_metric,
     format_number,
@@ -32,13 +36,19 @@ from shoal.extend.runs import (
     truncate_middle,
 )
 from shoal.libs.comparison.curves import Axis, MetricSummary, find_end, format_position, sort_names, summarize
-from shoal.runs import Run, load
+from shoal.plugins.find import load_reference
+from shoal.runs import load
 
 if TYPE_CHECKING:
     from shoal.extend.train import TargetReached
     from shoal.libs.comparison.columns import Column
 
 PAGE_CHARS, MAX_ERROR_CHARS = 160, 60
+
+
+UNKNOWN = "-"
+_SPECS = {RunKind.TRAINING: "shoal.extend.train:TrainSpec", RunKind.LOOP: "shoal.extend.flows:ActorLearnerSpec"}
+_IGNORED = ("resume",)
 
 
 @click.command()
@@ -75,7 +85,6 @@ def compare(
       shoal compare latest 20261120-0645 --metric validation/loss --json
     """
     from shoal.libs.comparison.columns import build_column, find_common_metric
-    from shoal.libs.comparison.settings import find_differences
 
     records = list({run.id: run for run in map(_load, runs)}.values())
     if len(records) < 2:
@@ -90,11 +99,7 @@ def compare(
     if as_csv:
         click.echo(_to_csv(columns, settings, metrics), nl=False)
         return
-    tables = [
-        _build_settings(columns, settings),
-        metrics.render(columns),
-        _build_table(columns, reached, target),
-    ]
+    tables = [_build_settings(columns, settings), metrics.render(columns), _build_table(columns, reached, target)]
     path = _save_plot(columns, by, plot, tables)
     if as_json:
         facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
@@ -293,3 +298,49 @@ def _build_table(columns: list[Column], reached: list[TargetReached | None], tar
         ]
         rows.append([meaning, *cells])
     return _make_run_table("cost", columns, (row for row in rows if {*row[1:]} != {"-"}))
+
+
+def find_differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The settings that are not the same in all runs, by name: the value of each. What only one kind of run has is left
+    out where runs are of several kinds."""
+    specs = _read_specs(runs)
+    settings = [dict(_flatten(spec)) | _describe_origin(run) for run, spec in zip(runs, specs, strict=True)]
+    result = {}
+    for name in dict.fromkeys(name for each in settings for name in each):
+        values = [each.get(name, UNKNOWN) for each in settings]
+        kinds = {run.kind for run, each in zip(runs, settings, strict=True) if name in each}
+        if len(set(values)) > 1 and kinds == {run.kind for run in runs} and name not in _IGNORED:
+            result[name] = values
+    return result
+
+
+def _read_specs(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+    """The fields of each run with their defaults; where one cannot be read so, the recorded fields of all."""
+    recorded = [yaml.safe_load(run.spec) for run in runs]
+    recorded = [each if isinstance(each, dict) else {} for each in recorded]
+    try:
+        types = [load_reference(_SPECS[run.kind]) if run.kind in _SPECS else None for run in runs]
+        return [
+            each if kind is None else kind.from_record(run.spec).model_dump(mode="json")
+            for run, kind, each in zip(runs, types, recorded, strict=True)
+        ]
+    except (ShoalError, ValueError):  # of an older release, with secrets, or with an algorithm that is not here
+        return recorded
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+
+
+def _describe_origin(run: Run) -> dict[str, str]:
+    """The fingerprints of its data, of the files that its spec names, and its git revision, as far as it has them."""
+    seen = run.last_events()
+    origin = {f"data: {part}": str(found) for part, found in seen.get("data", {}).items()}
+    origin |= {f"text of {file}": sha256[:12] for file, sha256 in seen.get("code", {}).items()}
+    if run.git_revision:
+        origin["git revision"] = run.git_revision[:10] + (" (changed)" if run.git_dirty else "")
+    return origin

@@ -123,16 +123,14 @@ class EpisodeCollector:
             if len(self._actors) > MAX_ACTORS:
                 self._actors.pop(next(iter(self._actors)))
         if not actor.is_over and segment.observations[0].tobytes() != actor.last:
-            self._forget(key, actor.number)  # of another agent, or a segment is missing
+            # of another agent, or a segment is missing
+            if (key, actor.number, True) in self._open:
+                self._close_episode((key, actor.number, True))
             actor.is_over = True
         actor.number += actor.is_over
         actor.is_over = segment.terminated or segment.truncated
         actor.last = b"" if actor.is_over else segment.observations[-1].tobytes()
         return actor.number
-
-    def _forget(self, key: Key, number: int) -> None:
-        if (key, number, True) in self._open:
-            self._close_episode((key, number, True))
 
     def _close_episode(self, identity: Hashable) -> None:
         self._open_bytes -= self._open.pop(identity).num_bytes
@@ -164,7 +162,14 @@ class EpisodeCollector:
             key, episode = waiting
             before_s = time.thread_time()
             try:
-                self._write_episode(key, episode)
+                info, segment = Demonstration.join(key, episode.number, episode.pieces)
+                values = {**episode.settings} if episode.settings or not episode.version else None
+                made = Demonstration(msgspec.structs.replace(info, settings=episode.version, values=values), segment)
+                gone = self._files.write(made)
+                self._counts["recorded"] += 1
+                if self._shared is not None:
+                    self._shared.write(made.name + SUFFIX, made.to_bytes())
+                    self._shared.delete(name + SUFFIX for name in gone)
             except OSError as error:  # as of a full disk
                 self._counts["failed"] += 1
                 if self._problem != str(error):
@@ -172,16 +177,6 @@ class EpisodeCollector:
                     _log.warning("an episode could not be recorded: %s", error)
             self._done_bytes += episode.num_bytes
             self._closing.wait(IDLE_FACTOR * (time.thread_time() - before_s))
-
-    def _write_episode(self, key: Key, episode: _Open) -> None:
-        info, segment = Demonstration.join(key, episode.number, episode.pieces)
-        values = {**episode.settings} if episode.settings or not episode.version else None
-        made = Demonstration(msgspec.structs.replace(info, settings=episode.version, values=values), segment)
-        gone = self._files.write(made)
-        self._counts["recorded"] += 1
-        if self._shared is not None:
-            self._shared.write(made.name + SUFFIX, made.to_bytes())
-            self._shared.delete(name + SUFFIX for name in gone)
 
 
 def _list_arrays(segment: Segment) -> list[np.ndarray]:

@@ -64,11 +64,7 @@ def generate_examples(signature: Signature, layout: BatchLayout, max_rows: int) 
 def read_examples(files: list[str], description: ModelDescription) -> list[Example]:
     """Read the bodies of inferences. Raises ConfigError."""
     codec = HttpCodec(
-        description.name,
-        description.inputs,
-        description.outputs,
-        description.max_batch_size,
-        description.batch_dim,
+        description.name, description.inputs, description.outputs, description.max_batch_size, description.batch_dim
     )
     examples = []
     for file in files:

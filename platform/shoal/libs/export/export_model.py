@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,8 +32,8 @@ from shoal.libs.export.examples import (
     read_examples,
     select_answered,
 )
-from shoal.libs.export.export_game import ONNX_FILE, OPSET, write_game
 from shoal.libs.export.folder import (
+    copy_license,
     copy_runtime,
     format_requirements,
     list_requirements,
@@ -40,11 +41,14 @@ from shoal.libs.export.folder import (
     measure_packages,
     require_target,
 )
-from shoal.libs.export.game_policy import read_experience
+from shoal.libs.export.game_policy import GamePolicy, compare_vectors, describe_policy, make_vectors, read_experience
 from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
 from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
 from shoal.open_inference.messages import TensorMetadata
+from shoal.wire.experience_spec import ExperienceSpec
 
+ONNX_FILE, OPSET = "policy.onnx", 15  # Unity's engine reads 7 to 15
+RUNTIMES = ("Policy.gd", "PolicyLayer.gd", "policy.mjs", "Policy.cs", "policy.hpp")
 MAX_LAMBDA_BYTES = 250 * 1024 * 1024  # of a function and its layers, unzipped
 MAX_STORED_BYTES = 1 << 20  # of an example; one is stored at any size
 OLDEST_OPSET, NEWEST_OPSET = 7, 20  # that torch's exporter writes
@@ -269,3 +273,55 @@ def _write_rest(folder: Path, description: ModelDescription) -> int:
     test_package = f" {LAMBDA_CLIENT}" if is_lambda else ""
     (folder / "README.md").write_text(texts.format_page(description, size_bytes >> 20, test_package))
     return size_bytes
+
+
+def write_game(
+    folder: Path,
+    version: ModelVersion,
+    experience: ExperienceSpec,
+    registered: Predict,
+    tolerance: float,
+    action: str | None,
+) -> tuple[int, float, str]:
+    """Write what is beside policy.onnx. Raises ConfigError. action: how the runtimes act at first; None: as registered
+
+    Returns the number of vectors, the largest difference from the registered model's outputs, and why the runtimes are
+    left out, or "".
+    """
+    policy, difference = describe_policy(version, experience, action), 0.0
+    vectors = make_vectors(policy, registered)
+    texts = files("shoal.libs.export") / "game"
+    if not policy.unsupported:
+        difference = compare_vectors(experience, version, vectors, tolerance)
+        for name in RUNTIMES:
+            (folder / name).write_bytes((texts / name).read_bytes())
+    encode = msgspec.json.encode
+    (folder / "policy.json").write_bytes(msgspec.json.format(encode(policy)) + b"\n")
+    (folder / "vectors.json").write_bytes(b"[\n" + b",\n".join(map(encode, vectors)) + b"\n]\n")
+    (folder / "README.txt").write_text(_format_page((texts / "README.txt").read_text(), policy, version))
+    copy_license(folder)
+    return len(vectors), difference, policy.unsupported
+
+
+def _format_page(text: str, policy: GamePolicy, version: ModelVersion) -> str:
+    signature = version.manifest.signature
+    tensors = [
+        ", ".join(f"{each.name} {each.shape}" for each in side) for side in (signature.inputs, signature.outputs)
+    ]
+    bounds = ", ".join(f"{low:g} to {high:g}" for low, high in zip(policy.action_low, policy.action_high, strict=True))
+    takes = f"{policy.observation_size} numbers, {list(policy.observation.shape)} in C order"
+    gives = bounds or ", ".join(f"0 to {size - 1}" for size in policy.action_sizes)
+    page = text if not policy.unsupported else text.partition("RUNTIMES")[0]
+    return page.format(
+        name=policy.name,
+        version=policy.version,
+        takes=takes + (f", with a mask of {policy.mask_size}" if policy.mask_size else ""),
+        gives=f"an action of shape {policy.action_shape}: {gives}" if policy.action_shape else f"one of {gives}",
+        tensors=" -> ".join(tensors),
+        contents="sizes, bounds and weights, for the runtimes below"
+        if not policy.unsupported
+        else f"sizes and bounds; no weights and no runtimes, as {policy.unsupported}",
+        shape=", ".join(map(str, policy.observation.shape)),
+        unity_type="float" if policy.action_low else "int",
+        action=policy.action,
+    )

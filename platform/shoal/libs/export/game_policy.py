@@ -1,6 +1,6 @@
 """A policy as data that a runtime in any language computes from: policy.json, and the test vectors of it.
 
-Called by `export_game`. The vectors are what the registered model answers, in torch; the policy's outputs are compared
+Called by `export_model`. The vectors are what the registered model answers, in torch; the policy's outputs are compared
 with them in NumPy before they are written. Legend: A numbers of an action, K choices, S size of a state.
 """
 

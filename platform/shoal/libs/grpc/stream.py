@@ -15,14 +15,7 @@ from collections.abc import Awaitable
 from typing import NamedTuple
 
 from shoal.errors import InferenceError
-from shoal.extend.serve import (
-    CLOSING_MESSAGE,
-    Disconnected,
-    Message,
-    Receive,
-    RequestLifecycle,
-    RequestsInProgress,
-)
+from shoal.extend.serve import CLOSING_MESSAGE, Disconnected, Message, Receive, RequestLifecycle, RequestsInProgress
 
 HEAD_BYTES = 5
 

@@ -78,7 +78,10 @@ class LightningEvents(Callback):
         if not model.training:  # the check of a run that splits its batches
             with Logs(is_training=True).receive(model, count_samples(batch)):
                 return {"loss": self._require_loss(_call_step(model, "training_step", batch, 0))}
-        self._begin_epoch()
+        self._finish_epochs()
+        if not self._is_within_epoch:
+            self._is_within_epoch = True
+            self._record(self._call("on_train_epoch_start"))
         batch = self._transfer(batch)
         self._call("on_train_batch_start", batch, self._batch_index)
         with self._training.receive(model, count_samples(batch)) as logged:
@@ -142,12 +145,6 @@ class LightningEvents(Callback):
             scheduler.step(*(() if metric is None else (metric,)))
 
     # -- epochs
-
-    def _begin_epoch(self) -> None:
-        self._finish_epochs()
-        if not self._is_within_epoch:
-            self._is_within_epoch = True
-            self._record(self._call("on_train_epoch_start"))
 
     def _finish_epochs(self) -> None:
         """Handle the ends of the epochs that are over: after their evaluation, or before the next step."""

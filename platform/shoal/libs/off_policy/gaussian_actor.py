@@ -70,11 +70,7 @@ class TwinCritic(nn.Module):
     """
 
     def __init__(
-        self,
-        observation_size: int,
-        num_actions: int,
-        hidden: Sequence[int],
-        frames: Mapping[str, Any] | None = None,
+        self, observation_size: int, num_actions: int, hidden: Sequence[int], frames: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
         self.encoder = FrameEncoder(**frames) if frames is not None else None

@@ -30,12 +30,7 @@ from shoal.extend.cli import (
 )
 from shoal.extend.runs import format_number, format_size
 from shoal.extend.train import Task, TrainSpec, make_task, spec_from_overrides
-from shoal.libs.planning.finders import (
-    BatchSizeResult,
-    LearningRateResult,
-    find_batch_size,
-    find_learning_rate,
-)
+from shoal.libs.planning.finders import BatchSizeResult, LearningRateResult, find_batch_size, find_learning_rate
 from shoal.libs.planning.plots import plot_batch_size, plot_learning_rate
 
 NUM_ROWS = 12

@@ -107,10 +107,7 @@ class Planner:
             optimizer = make_optimizer(self.task, spec.optimizer, build_model(self.task, spec.task).parameters())
             costs = load_probe(sync).measure(optimizer, sync)
         slowdown = step_time.compute_slowdown(
-            self.calibration,
-            self.machine,
-            workers,
-            is_waiting=sync.waits_for_all and not sync.local_steps,
+            self.calibration, self.machine, workers, is_waiting=sync.waits_for_all and not sync.local_steps
         )
         optimizer_s = 0.0 if sync.local_steps else min(self.calibration.alone.optimizer_s, run.values["step_s"])
         compute_s = slowdown * (run.values["step_s"] - optimizer_s) + self._input_s(spec.batch_size / workers)

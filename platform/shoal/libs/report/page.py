@@ -15,14 +15,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from shoal.atomic_file import create_private, make_folder
 from shoal.errors import RunError, needs_extra
 from shoal.extend.runs import (
     MEAN_RETURN,
+    PANELS,
     RETURNS,
     VALIDATION,
     ReportPanels,
     Run,
+    RunKind,
     Status,
     format_duration,
     format_metric,
@@ -30,11 +34,13 @@ from shoal.extend.runs import (
     format_timestamp,
     format_value,
     is_higher_better,
+    load,
     to_png,
     to_svg,
 )
 from shoal.libs.report import plots
-from shoal.libs.report.panels import find_panels
+from shoal.plugins.find import load_reference
+from shoal.plugins.library import collect_extensions
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -312,3 +318,83 @@ def _build_metric_rows(read: _ReportData) -> list[tuple[str, str, str, str]]:
         extremes = tuple(format_metric(name, each) for each in (column.min(), column.max())) if len(column) else "--"
         rows.append((name, format_metric(name, _find_newest(read, name)), *extremes))
     return rows
+
+
+COMMON = ReportPanels(
+    titles={
+        MEAN_RETURN: "Mean return, last 100 episodes",
+        "episode/return_std": "Spread of returns (standard deviation)",
+        "episode/length": "Mean length of episodes (steps)",
+        "episode/success_rate": "Share of episodes that reached their goal",
+        "steps/per_s": "Environment steps a second",
+        "learner/loss": "Learner loss",
+        "learner/entropy": "Policy entropy",
+        "learner/policy_lag": "Policy lag (versions)",
+        "learner/clip_fraction": "Share of clipped steps",
+        "learner/rho_clip_fraction": "Share of clipped importance weights",
+        "learner/explained_variance": "Variance of returns that the value explains",
+        "learner/q_value": "Mean of the values Q",
+        "learner/td_error": "Error of the values Q",
+        "learner/temperature": "Temperature of the policy",
+        "learner/demonstration_weight": "Weight of demonstrations in the loss",
+        "learner/demonstration_share": "Share of demonstrations in a sample",
+        "learner/cloning_loss": "Cross entropy of what was shown",
+        "queue/depth": "Queue depth (segments)",
+        "endpoint/requests_per_s": "Endpoint requests a second",
+        "train/loss": "Training loss",
+        "train/learning_rate": "Learning rate",
+        "samples/per_s": "Samples a second",
+        "wait/data": "Share of time waiting for data",
+        "wait/communication": "Share of time communicating",
+        "flops/utilisation": "Share of the device's peak FLOP/s",
+        "step/seconds": "Seconds a step",
+        "steps/total": "Environment steps",
+        "weights/version": "Weight version",
+    },
+    cards={
+        "episode/success_rate": "success rate",
+        "episode/length": "steps an episode",
+        "steps/total": "environment steps",
+        "steps/per_s": "steps a second",
+        "weights/version": "weight version",
+        "learner/policy_lag": "policy lag",
+        "endpoint/requests_per_s": "requests a second",
+        "train/step": "training steps",
+        "train/epoch": "epochs",
+        "samples/per_s": "samples a second",
+        "wait/data": "waiting for data",
+        "wait/communication": "waiting for peers",
+    },
+)
+
+
+def find_panels(kind: RunKind) -> ReportPanels:
+    """Those of every run, and those of the kind. Raises ValueError where the kind's cannot be imported."""
+    reference = collect_extensions(PANELS).get(kind)
+    if reference is None:
+        return COMMON
+    own: ReportPanels = load_reference(reference)
+    return ReportPanels({**COMMON.titles, **own.titles}, {**COMMON.cards, **own.cards}, own.hidden, own.sections)
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option("--open-path", is_flag=True, help="Print the path of the page and nothing else, to hand to a browser.")
+def report(run: str, open_path: bool) -> None:
+    """Write the one-page HTML report of a RUN (the newest when left out), with its learning curve as a picture.
+
+    \b
+    Examples:
+      shoal report
+      shoal report 20261120-064501-3f2a
+      xdg-open "$(shoal report latest --open-path)"
+    """
+    record = load(run)
+    path = write_page(record)
+    if open_path:
+        click.echo(path)
+        return
+    click.echo(f"The report of {record.id} ({record.status.value}): {path}")
+    picture = path.with_name("learning_curve.png")
+    if picture.exists():
+        click.echo(f"Its learning curve: {picture}")

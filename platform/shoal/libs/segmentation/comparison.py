@@ -22,11 +22,7 @@ MIN_FONT_PX, FONT_SHARE = 12, 1 / 30  # of a photograph's height
 
 
 def encode_comparison(
-    picture: np.ndarray,
-    found: np.ndarray,
-    truth: np.ndarray,
-    names: Sequence[str],
-    colours: Sequence[str] = PALETTE,
+    picture: np.ndarray, found: np.ndarray, truth: np.ndarray, names: Sequence[str], colours: Sequence[str] = PALETTE
 ) -> bytes:
     """A PNG of the photograph uint8 [3, H, W] with `found` over it, and right of that with `truth`, uint8 [H, W] each.
 

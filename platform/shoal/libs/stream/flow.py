@@ -249,10 +249,7 @@ class _Monitor:
             steps=totals.num_messages,
             kept=totals.num_messages,
             seconds=seconds,
-            metrics={
-                "mae": totals.absolute_error / num_forecasts,
-                "as_now": totals.naive_error / num_forecasts,
-            },
+            metrics={"mae": totals.absolute_error / num_forecasts, "as_now": totals.naive_error / num_forecasts},
         )
         _print_line(f"run {self._recorder.id}: {detail}, {seconds:.1f} s")
         self._register(loop.trainer.state_dict())

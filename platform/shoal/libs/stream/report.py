@@ -17,9 +17,5 @@ PANELS = ReportPanels(
         "stream/duplicates": "Duplicates, not learnt",
         "stream/drifts": "Drifts noticed",
     },
-    cards={
-        "stream/per_s": "messages a second",
-        "stream/lag_p99_ms": "lag, p99 (ms)",
-        "stream/malformed": "malformed",
-    },
+    cards={"stream/per_s": "messages a second", "stream/lag_p99_ms": "lag, p99 (ms)", "stream/malformed": "malformed"},
 )

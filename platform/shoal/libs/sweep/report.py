@@ -65,11 +65,7 @@ def build_sections(run: Run) -> list[Section]:
     )
     scores = pandas.Series([trial.get_score(sweep.metric) for trial in sweep.trials], index=numbers, dtype=float)
     drawn = draw_parallel_coordinates(
-        parameters,
-        scores,
-        sweep.metric,
-        higher_is_better=sweep.is_higher,
-        logarithmic=find_logarithmic(run.spec),
+        parameters, scores, sweep.metric, higher_is_better=sweep.is_higher, logarithmic=find_logarithmic(run.spec)
     )
     trials = f"{len(numbers):,} of {sweep.num_trials:,} trials; the bluer, the better"
     best = sweep.find_best()

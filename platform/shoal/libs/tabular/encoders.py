@@ -79,7 +79,11 @@ class ColumnEncoder(Spec):
         """kind: as `full_kind`; values: [rows of training]"""
         word, _, form = kind.partition(":")
         if word == "word":
-            vocabulary, has_rare = _choose_vocabulary(values)
+            found, counts = np.unique(values[values != np.array(None)].astype(str), return_counts=True)
+            is_large = len(found) > LARGE
+            order = np.lexsort((found, -counts))
+            chosen = [str(found[at]) for at in order if not is_large or counts[at] >= MIN_COUNT][:MAX_VOCABULARY]
+            vocabulary, has_rare = chosen, len(chosen) < len(found)
             gaps, has_other = bool((values == np.array(None)).any()), has_rare or admits_unknown
             return cls(name=name, kind="word", has_gaps=gaps, vocabulary=vocabulary, has_other=has_other)
         fitted: dict[str, Any] = {"kind": word, "form": form, "has_gaps": bool(np.isnan(values).any())}
@@ -282,15 +286,6 @@ def _read_input(column: ColumnEncoder, array: np.ndarray) -> np.ndarray:
         remedy = "give 0, 1 or a gap" if column.kind == "truth" else "give a finite number or a gap"
         raise DataError(column.name, float(values[is_wrong.argmax()]), f"is no {column.kind}", remedy)
     return values
-
-
-def _choose_vocabulary(values: np.ndarray) -> tuple[list[str], bool]:
-    """The vocabulary, the most frequent first, and whether there are words outside of it."""
-    found, counts = np.unique(values[values != np.array(None)].astype(str), return_counts=True)
-    is_large = len(found) > LARGE
-    order = np.lexsort((found, -counts))
-    chosen = [str(found[at]) for at in order if not is_large or counts[at] >= MIN_COUNT][:MAX_VOCABULARY]
-    return chosen, len(chosen) < len(found)
 
 
 def _find_periods(values: np.ndarray) -> list[Period]:

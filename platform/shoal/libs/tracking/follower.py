@@ -16,15 +16,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import click
+
 from shoal.atomic_file import replace_synced
 from shoal.errors import RunError, summarize_error
-from shoal.extend.runs import MetricValue, Run, Status, Tracker
+from shoal.extend.runs import MetricValue, Run, Status, Tracker, load, load_tracker
 from shoal.home import file_lock
 
 POLL_S = 1.0
 MAX_SHARE = 0.05  # of the time that may go into polls: a long run is read less often
 MAX_RETRY_S = 120.0  # between two attempts to reach a server, which grows
 GRACE_S = 30.0  # after the run's end, for a server that does not answer
+PERSON_GRACE_S = 300.0  # the same, while a person waits, and may end it
 LOST_S = 60.0  # without a heartbeat, until a lost run has ended: its process may only have been stopped for a while
 BATCH = 10_000  # values between two writes of the state
 
@@ -224,3 +227,25 @@ def watch(follower: Follower, give_up: Callable[[], None], every_s: float = 1.0)
     thread = threading.Thread(target=run, name="tracking-watch", daemon=True)
     thread.start()
     return thread
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option("--to", "tracker", required=True, help="mlflow, wandb, trackio, or your own: my_tracker.py:MyTracker.")
+def track(run: str, tracker: str) -> None:
+    """Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.
+
+    For a run that had no `track`, or a tracker that did not answer. The tracker's own environment variables name its
+    server. This follows a running run until it ends.
+
+    \b
+    Examples:
+      MLFLOW_TRACKING_URI=http://127.0.0.1:5000 shoal runs track latest --to mlflow
+      shoal runs track 20261120-0645 --to wandb
+    """
+    follow = load_tracker(tracker)
+    record = load(run)
+    state = Follower(record, tracker, follow, grace_s=PERSON_GRACE_S).follow()
+    if not state.is_complete:
+        raise RunError(f"{tracker} lacks values of run {record.id}: {state.problem or 'the run was resumed'}")
+    click.echo(f"{record.id} is in {tracker} ({state.sent:,} values): {state.url}")

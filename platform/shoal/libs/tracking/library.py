@@ -6,7 +6,7 @@ LIBRARY = Library(
     "tracking",
     verbs={
         "runs track": (
-            "shoal.libs.tracking.command:track",
+            "shoal.libs.tracking.follower:track",
             "Send a RUN (the newest when left out) to a tracker: all of it, or what the tracker lacks.",
         ),
     },

@@ -26,12 +26,7 @@ class TreeLSTM(nn.Module):
     """
 
     def __init__(
-        self,
-        num_tokens: int = 256,
-        num_classes: int = 2,
-        width: int = 64,
-        hidden: int = 64,
-        per_node: bool = False,
+        self, num_tokens: int = 256, num_classes: int = 2, width: int = 64, hidden: int = 64, per_node: bool = False
     ) -> None:
         super().__init__()
         self.num_tokens, self.per_node = num_tokens, per_node

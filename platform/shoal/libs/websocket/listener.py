@@ -18,6 +18,7 @@ import os
 import resource
 import select
 import socket
+import ssl
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,6 @@ from websockets.http11 import Request
 
 from shoal.errors import ConfigError, ProtocolViolation
 from shoal.extend.rl import GatewaySetting
-from shoal.libs.websocket.certificate import ServerCertificate
 from shoal.libs.websocket.connection import GameConnection
 from shoal.libs.websocket.framing import Dialect, join_binary, join_text, split_binary, split_text
 from shoal.libs.websocket.handshake import HandshakeRules, find_policy
@@ -338,3 +338,46 @@ class WebSocketListener:
         if policy in others:
             return others[policy]
         return self._rules.find_problem(request.path, "".join(hosts[:1]), origins[0] if origins else None, others)
+
+
+class ServerCertificate:
+    """A certificate with its chain and its private key, in PEM. Raises ConfigError when they cannot be used."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._files = (certificate, key)
+        self._seen = self._read_state()
+        try:
+            self._context = self._load()
+        except (OSError, ValueError) as error:
+            remedy = "give the certificate with its chain and its private key, in PEM, which the gateway may read"
+            raise ConfigError("gateway.tls", list(self._files), f"cannot be used: {error}", remedy) from None
+
+    def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
+        """A socket whose handshake happens when it is read. Raises OSError when the client has gone."""
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def refresh(self) -> None:
+        """Load the files if they have changed; those that do not fit each other, as between two writes, later."""
+        if (state := self._read_state()) != self._seen:
+            self._seen = state
+            try:
+                self._context = self._load()
+            except (OSError, ValueError):
+                return  # it goes on with what it has
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*self._files, password=lambda: "")  # an encrypted key must not ask at a terminal
+        return context
+
+    def _read_state(self) -> list[tuple[int, int, int] | None]:
+        return [
+            None if (it := _stat(path)) is None else (it.st_ino, it.st_mtime_ns, it.st_size) for path in self._files
+        ]
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None

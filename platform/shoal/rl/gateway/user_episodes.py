@@ -131,12 +131,7 @@ class UserEpisodes:
     def get_counts(self) -> dict[str, int]:
         """Episodes by what became of them."""
         num_open = sum(not each.is_expired for each in self._exchanges.values())
-        return {
-            "begun": self._num_started,
-            "ended": self._num_finished,
-            "expired": self._num_expired,
-            "open": num_open,
-        }
+        return {"begun": self._num_started, "ended": self._num_finished, "expired": self._num_expired, "open": num_open}
 
     def _take(self, request: EpisodeRequest, reply: EpisodeReply) -> EpisodeRejection | None:
         observation = None if request.observation is None else self._encode(request.observation)

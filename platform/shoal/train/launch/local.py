@@ -57,13 +57,7 @@ class LocalBackend:
             return launch(run.spec, run.run_id, run.folder, run.log, self._should_stop)
         task = make_task(run.spec.task, run.spec.args)
         trainer = Trainer(
-            run.spec,
-            task,
-            self._world,
-            run.folder,
-            run_id=run.run_id,
-            journal=run.log,
-            should_stop=self._should_stop,
+            run.spec, task, self._world, run.folder, run_id=run.run_id, journal=run.log, should_stop=self._should_stop
         )
         return trainer.run()
 

@@ -86,13 +86,7 @@ class DryRun:
 
 
 def dry_run(
-    task: Task,
-    spec: TrainSpec,
-    data: Data,
-    rank: int,
-    batch_size: int,
-    device: torch.device,
-    play: SimulatedRanks,
+    task: Task, spec: TrainSpec, data: Data, rank: int, batch_size: int, device: torch.device, play: SimulatedRanks
 ) -> DryRun:
     """Run `rank` for one step over a global batch of `batch_size`.
 

@@ -39,12 +39,7 @@ from shoal.extend.parallel import (
     plan,
 )
 from shoal.extend.train import Task, TrainSpec, make_optimizer
-from shoal.libs.planning.predict.dry_run import (
-    CollectiveTraffic,
-    collect_traffic,
-    make_eager_spec,
-    run_step,
-)
+from shoal.libs.planning.predict.dry_run import CollectiveTraffic, collect_traffic, make_eager_spec, run_step
 from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_world
 
 NUM_BLOCKS = (4, 6)  # of the two short models: with fewer, FSDP has not all of its buffers at once

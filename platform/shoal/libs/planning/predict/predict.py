@@ -23,33 +23,14 @@ from shoal.cpu_count import count_usable_cores
 from shoal.errors import ShoalError, summarize_error
 from shoal.extend.cost import CostTable, ModelTooLarge, PlacementRow, build_small_model, combine_ranks
 from shoal.extend.data import Data, load_first_batch
-from shoal.extend.parallel import (
-    ParallelDims,
-    ShmP2P,
-    choose_device,
-    find_tensor_plan,
-    get_stage_ranks,
-)
+from shoal.extend.parallel import ParallelDims, ShmP2P, choose_device, find_tensor_plan, get_stage_ranks
 from shoal.extend.train import Task, TrainSpec
-from shoal.libs.planning.predict.dry_run import (
-    DryRun,
-    dry_run,
-    pick_representative_ranks,
-)
+from shoal.libs.planning.predict.dry_run import DryRun, dry_run, pick_representative_ranks
 from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
 from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks
 from shoal.libs.planning.predict.placement import build_placement
-from shoal.libs.planning.predict.simulate_pipeline import (
-    SimulatedStep,
-    TransferTime,
-    plan_actions,
-    simulate_step,
-)
-from shoal.libs.planning.predict.single_device import (
-    SingleDeviceProfile,
-    preserve_process,
-    profile_single_device,
-)
+from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, plan_actions, simulate_step
+from shoal.libs.planning.predict.single_device import SingleDeviceProfile, preserve_process, profile_single_device
 
 NUM_PIPELINE_ROUNDS = 2  # dry runs of each rank
 BUDGET_S = 1.5  # for a step of a dry run; a longer one is scaled

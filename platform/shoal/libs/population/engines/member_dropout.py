@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 
 # Of the shape of an activation [B, C, ...]: the dimensions that a mask has; the rest are dropped together.
-_MASK_DIMS: dict[type[nn.Module], int | None] = {
-    nn.Dropout: None,
-    nn.Dropout1d: 2,
-    nn.Dropout2d: 2,
-    nn.Dropout3d: 2,
-}
+_MASK_DIMS: dict[type[nn.Module], int | None] = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
 
 
 def draw_masks(shape: Sequence[int], p: float, generators: Sequence[torch.Generator], like: Tensor) -> Tensor:

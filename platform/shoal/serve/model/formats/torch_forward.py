@@ -37,11 +37,7 @@ _NUM_TIMINGS = 7
 
 
 def make_torch_forward(
-    call: Callable[..., Any],
-    setting: TemplateConfig,
-    *,
-    by_name: bool = False,
-    names: frozenset[str] = frozenset(),
+    call: Callable[..., Any], setting: TemplateConfig, *, by_name: bool = False, names: frozenset[str] = frozenset()
 ) -> Forward:
     """Wrap `call`, a function of tensors (by name or in order), as a forward of arrays.
 

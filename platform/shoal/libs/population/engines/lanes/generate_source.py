@@ -14,13 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-from shoal.libs.population.engines.lanes.layers import (
-    ActivationLayer,
-    DropoutLayer,
-    LaneBlock,
-    NetworkPlan,
-    PoolLayer,
-)
+from shoal.libs.population.engines.lanes.layers import ActivationLayer, DropoutLayer, LaneBlock, NetworkPlan, PoolLayer
 
 STRIP_BYTES = 12288
 

@@ -93,13 +93,7 @@ class LaneNetwork:
         self._spaces: dict[int, list[Tensor]] = {}
 
     def forward(
-        self,
-        parameters: Tensors,
-        buffers: Tensors,
-        inputs: Tensor,
-        *,
-        is_own: bool = False,
-        generators: Generators,
+        self, parameters: Tensors, buffers: Tensors, inputs: Tensor, *, is_own: bool = False, generators: Generators
     ) -> Tensor:
         """Outputs [k, B, ...]; differentiable in the parameters in training.
 
