@@ -186,9 +186,9 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls attention: [1, H, T, D] to [1, T, H, D]. Outside of an engine's forward, its own."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if (work := ACTIVE.work) is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         attended = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
         return attended[0], None
     for name in ("softcap", "s_aux", "position_bias"):
