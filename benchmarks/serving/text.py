@@ -11,7 +11,9 @@ alone and with 180 more connections open.
 Static batches take what has arrived, up to 16 in order of arrival, and compute until the longest of their answers ends;
 the answers are decoded to text at once. Like the engine alone they run in this process, without HTTP.
 
-`transformers serve` comes from an environment of its own, `.venv-text`: transformers[serving] 5.23.0 with torch 2.13.0.
+`transformers serve` and openvino-genai (SmolLM2, all at once, without HTTP, weights in float16; it informs only) come
+from an environment of their own, `.venv-text`: transformers[serving] 5.23.0 with torch 2.13.0, and gguf, and
+openvino-genai 2026.4.1.0. PyPI has no wheel of llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from shoal.libs.language.engine import SlotEngine, TextRequest
 
 TEXT_PYTHON = str(ROOT / ".venv-text" / "bin" / "python")
 OURS, SERVE, ALONE, STATIC = "ours", "transformers serve", "the engine alone", "static batches of 16"
+GENAI = "openvino-genai"
 ARRIVING, AT_ONCE = "arriving at 1.2 times what static batches take", "all at once"
 LENGTH, START_S, ANSWER_S = 512, 120.0, 120.0
 OVERLOAD, HALF = 1.2, 0.5
@@ -221,6 +224,21 @@ def serve_transformers(load: Workload, folder: Path) -> Iterator[Server]:
         yield _warm(Server(child, f"http://127.0.0.1:{port}", str(load.folder)))
 
 
+def measure_openvino(load: Workload, folder: Path, runs: int) -> list[float]:
+    """Tokens per processor second of openvino-genai, all requests at once."""
+    words = [TEXT_PYTHON, "-m", "benchmarks.peers.openvino_text", str(GGUF), str(folder), str(SLOTS)]
+    rates = []
+    with Child(words, folder, {"OMP_NUM_THREADS": "1"}) as child:
+        child.answer(START_S)
+        for run in range(runs + 1):  # the first one warms it
+            texts, lengths = zip(*load.make_jobs(1000 + run - 1), strict=True)
+            before_s = child.cpu_s()
+            child.ask(ANSWER_S, texts=texts, lengths=lengths)
+            rates.append(sum(lengths) / (child.cpu_s() - before_s))
+            print(f"{load.name}, {AT_ONCE}, {GENAI}: {rates[-1]:.0f} tokens per processor second", flush=True)
+    return rates[1:]
+
+
 def _warm(server: Server) -> Server:
     """Return once it answers."""
     deadline_s = time.monotonic() + START_S
@@ -367,7 +385,7 @@ def save_smollm2(folder: Path) -> Workload:
         values = json.loads(path.read_text()) | {"eos_token_id": None, "eos_token": None}
         path.write_text(json.dumps(values))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return Workload("smollm2", folder, tokenizer, _read_texts(), 16, 3)
+    return Workload("smollm2", folder, tokenizer, _read_texts(), 32, 3)
 
 
 def _read_texts() -> list[str]:
@@ -378,7 +396,7 @@ def _read_texts() -> list[str]:
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=3, only=[SERVE])
+    chosen = options(__doc__, runs=2, only=[SERVE, GENAI])
     torch.set_num_threads(1)
     rows = []
     with scratch() as folder:
@@ -396,6 +414,12 @@ def main() -> None:
                 if is_small:
                     rows += measure_latencies(load, module, ours, chosen.runs)
                     rows += measure_connections(load, ours, chosen.runs)
+            if not is_small and GENAI in chosen.only:
+                written = next(row for row in rows if row.name == f"text, {load.name}, {AT_ONCE}")
+                found = measure_openvino(load, folder, 1)
+                note = "its weights in float16, without HTTP; the same requests"
+                values = written.runs["ours"]["values"]
+                rows.append(compare(written.name, "tokens/s", "higher", values, found, GENAI, note=note))
     write("serving_text", rows, chosen.results)
 
 

@@ -387,10 +387,14 @@ class SlotEngine:
         padded: int,
         events: list[TokenEvent],
     ) -> int:
-        work = Work(self._cells, [segment for _, segment in some.values()], model.device, self._deterministic, padded)
+        segments = [segment for _, segment in some.values()]
+        at_least = padded or model.pad_rows(sum(len(each.tokens) for each in segments))
+        work = Work(self._cells, segments, model.device, self._deterministic, at_least)
         wanted = work.wanted
         if padded and len(wanted):  # every row, so that this product and the sums of the softmax have a fixed shape too
             wanted = torch.arange(padded, device=model.device)
+        elif missing := model.pad_rows(len(wanted)) - len(wanted):
+            wanted = nn.functional.pad(wanted, (0, missing))
         logits = model.compute(work, wanted)
         answers = []
         for segment in work.segments:
