@@ -41,15 +41,15 @@ class CacheCells:
         self.num_slots, self.length = num_slots, length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, cell_numbers: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put keys [K, T, D] and values of packed tokens into their cells, numbered over all slots; returns the layer's
         cells [S + 1, K, L, D]."""
         stored = self._layers.get(layer)
         if stored is None:  # zeros: cells that a mask hides must be finite
             shapes = [(self.num_slots + 1, self.length, x.shape[0], x.shape[2]) for x in (key, value)]
             stored = self._layers[layer] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
-        stored[0].view(-1, *stored[0].shape[2:]).index_copy_(0, places, key.transpose(0, 1))
-        stored[1].view(-1, *stored[1].shape[2:]).index_copy_(0, places, value.transpose(0, 1))
+        stored[0].view(-1, *stored[0].shape[2:]).index_copy_(0, cell_numbers, key.transpose(0, 1))
+        stored[1].view(-1, *stored[1].shape[2:]).index_copy_(0, cell_numbers, value.transpose(0, 1))
         return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
 
     def copy(self, source: int, target: int, num_cells: int) -> None:
@@ -62,7 +62,7 @@ class CacheCells:
 class Work:
     """The packed tokens of one forward.
 
-    ids, positions, slots, places: int64 [T], `places` numbers cells over all slots; segments of one token come first
+    ids, positions, slots, cell_numbers: int64 [T], `cell_numbers` over all slots; segments of one token come first
     wanted:                indices of the tokens that need logits, in the order of `segments`
     is_fixed:              each row attends alone, over its own cells only: its bits do not depend on other slots
     num_padded:            at least so many tokens; those that pad write into the last slot
@@ -89,7 +89,7 @@ class Work:
         padding = max(0, num_padded - len(ids))
         padded = [ids + [0] * padding, positions + [0] * padding, slots + [cells.num_slots] * padding]
         padded.append([slot * cells.length + position for position, slot in zip(*padded[1:], strict=True)])
-        self.ids, self.positions, self.slots, self.places = torch.tensor(padded, device=device)
+        self.ids, self.positions, self.slots, self.cell_numbers = torch.tensor(padded, device=device)
         self._has_padding = padding > 0
         ends, end = [], -1
         for each in self.segments:
@@ -119,7 +119,7 @@ class Work:
 
         window: how many cells a token sees, itself included; None: all of its slot
         """
-        keys, values = self._cells.write(layer, self.places, key, value)
+        keys, values = self._cells.write(layer, self.cell_numbers, key, value)
         first = self.num_rows if self._top else 0
         attended = self._attend_rows(query[:, :first], keys, values, scale, window) if first else None
         if attended is not None and first == query.shape[1]:
