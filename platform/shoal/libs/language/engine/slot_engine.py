@@ -200,7 +200,7 @@ class SlotEngine:
         for answer in [*self._queue, *self._running]:
             if answer.number in cancelled:
                 events.append(self._end(answer, "cancelled"))
-            elif _is_late(answer, begin_s):
+            elif answer.is_late(begin_s):
                 events.append(self._end(answer, "deadline"))
         if any(answer.is_over for answer in self._queue):
             self._queue = [answer for answer in self._queue if not answer.is_over]
@@ -448,11 +448,6 @@ class SlotEngine:
 
 
 _TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")
-
-
-def _is_late(answer: AnswerState, now_s: float) -> bool:
-    is_over = answer.end_at_s is not None and now_s > answer.end_at_s
-    return is_over or (answer.begin_at_s is not None and now_s > answer.begin_at_s and not answer.spans)
 
 
 def _count_waiting(answer: AnswerState) -> int:
