@@ -133,7 +133,7 @@ def run_products(model: nn.Module, jobs: list[Job]) -> float:
     compute, sizes = causal.compute, list[tuple[int, int]]()
 
     def note(work: Any, wanted: torch.Tensor) -> torch.Tensor:
-        sizes.append((work.num_tokens, len(wanted)))
+        sizes.append((len(work.ids), len(wanted)))
         return compute(work, wanted)
 
     causal.compute = note  # type: ignore[method-assign]
@@ -319,7 +319,7 @@ def main() -> None:
     ]
     large = load_smollm2()
     rows += [
-        *measure_model("SmolLM2-135M", large, 4 if chosen.quick else 16, 3, chosen.runs),
+        *measure_model("SmolLM2-135M", large, 4 if chosen.quick else 32, 3, chosen.runs),
         measure_groups("SmolLM2-135M", large, 1),
         *measure_swaps(small),
     ]

@@ -8,8 +8,12 @@ times what static batches of 16 take. What counts is the processor time of all o
 does not. Latencies: the same arrivals at half the load that the engine takes, in turns. Then 20 streams at any time,
 alone and with 180 more connections open.
 
-`transformers serve` and `openvino-genai` come from an environment of their own, `.venv-text`: transformers[serving]
-5.23.0 with torch 2.13.0; openvino-genai 2026.4.1, openvino-tokenizers, and gguf for what it reads.
+Static batches take what has arrived, up to 16 in order of arrival, and compute until the longest of their answers ends;
+the answers are decoded to text at once. Like the engine alone they run in this process, without HTTP.
+
+`transformers serve` and openvino-genai (SmolLM2, all at once, without HTTP, weights in float16; it informs only) come
+from an environment of their own, `.venv-text`: transformers[serving] 5.23.0 with torch 2.13.0, and gguf, and
+openvino-genai 2026.4.1.0. PyPI has no wheel of llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.children import OUR_PYTHON, ROOT, Child, scratch
+from benchmarks.children import OUR_PYTHON, ROOT, Child, pause_until, scratch
 from benchmarks.generation import GGUF, SLOTS, read_cpu_s, run_static, train_bytes
 from benchmarks.result import Row, compare, options, write
 from shoal.cluster.ports import find_free_port
@@ -43,6 +47,7 @@ from shoal.libs.language.engine import SlotEngine, TextRequest
 
 TEXT_PYTHON = str(ROOT / ".venv-text" / "bin" / "python")
 OURS, SERVE, ALONE, STATIC = "ours", "transformers serve", "the engine alone", "static batches of 16"
+GENAI = "openvino-genai"
 ARRIVING, AT_ONCE = "arriving at 1.2 times what static batches take", "all at once"
 LENGTH, START_S, ANSWER_S = 512, 120.0, 120.0
 OVERLOAD, HALF = 1.2, 0.5
@@ -65,8 +70,8 @@ class Workload:
         """Texts with 20 to 200 tokens, and 10 to 120 tokens to write."""
         chance = random.Random(seed)
         jobs = []
-        for _ in range(self.num):
-            tokens = self.tokenizer.encode(chance.choice(self.texts))[: chance.randint(20, 200) // self.shorter]
+        for text in chance.sample(self.texts, self.num):
+            tokens = self.tokenizer.encode(text)[: chance.randint(20, 200) // self.shorter]
             jobs.append((self.tokenizer.decode(tokens), chance.randint(10, 120) // self.shorter))
         return jobs
 
@@ -126,7 +131,7 @@ def run_engine(module: nn.Module, tokenizer: Any, jobs: list[Job], arrivals: lis
             due_s, request = waiting.pop(0)
             streams[engine.submit(request)] = Stream(begin_s + due_s)
         if not engine.has_work:
-            time.sleep(max(0.0, begin_s + waiting[0][0] - time.monotonic()))
+            pause_until(begin_s + waiting[0][0])
             continue
         events = engine.step()
         now_s = time.monotonic()
@@ -134,6 +139,24 @@ def run_engine(module: nn.Module, tokenizer: Any, jobs: list[Job], arrivals: lis
             streams[event.request].at_s.append(now_s)
             streams[event.request].num_tokens += 1
     return Outcome(list(streams.values()), read_cpu_s() - before_s)
+
+
+def run_batches(module: nn.Module, tokenizer: Any, jobs: list[Job], arrivals: list[float]) -> Outcome:
+    """Static batches, in this process. All tokens of an answer come when its batch ends."""
+    prompts = [(tokenizer.encode(text), num) for text, num in jobs]
+    streams: list[Stream] = []
+    before_s, begin_s = read_cpu_s(), time.monotonic()
+    while (done := len(streams)) < len(jobs):
+        pause_until(begin_s + arrivals[done])
+        now_s = time.monotonic() - begin_s
+        num = sum(at_s <= now_s for at_s in arrivals[done : done + SLOTS])
+        answers, _ = run_static(module, prompts[done : done + num])
+        texts = tokenizer.batch_decode(answers)
+        assert all(texts)
+        end_s = time.monotonic()
+        for due_s, tokens in zip(arrivals[done : done + num], answers, strict=True):
+            streams.append(Stream(begin_s + due_s, [end_s] * len(tokens), len(tokens)))
+    return Outcome(streams, read_cpu_s() - before_s)
 
 
 async def ask(url: str, model: str, text: str, num: int, due_s: float) -> Stream:
@@ -201,6 +224,21 @@ def serve_transformers(load: Workload, folder: Path) -> Iterator[Server]:
         yield _warm(Server(child, f"http://127.0.0.1:{port}", str(load.folder)))
 
 
+def measure_openvino(load: Workload, folder: Path, runs: int) -> list[float]:
+    """Tokens per processor second of openvino-genai, all requests at once."""
+    words = [TEXT_PYTHON, "-m", "benchmarks.peers.openvino_text", str(GGUF), str(folder), str(SLOTS)]
+    rates = []
+    with Child(words, folder, {"OMP_NUM_THREADS": "1"}) as child:
+        child.answer(START_S)
+        for run in range(runs + 1):  # the first one warms it
+            texts, lengths = zip(*load.make_jobs(1000 + run - 1), strict=True)
+            before_s = child.cpu_s()
+            child.ask(ANSWER_S, texts=texts, lengths=lengths)
+            rates.append(sum(lengths) / (child.cpu_s() - before_s))
+            print(f"{load.name}, {AT_ONCE}, {GENAI}: {rates[-1]:.0f} tokens per processor second", flush=True)
+    return rates[1:]
+
+
 def _warm(server: Server) -> Server:
     """Return once it answers."""
     deadline_s = time.monotonic() + START_S
@@ -220,34 +258,35 @@ def _warm(server: Server) -> Server:
 def measure_rates(load: Workload, module: nn.Module, ours: Server, peer: Server | None, runs: int) -> list[Row]:
     """Tokens per processor second: as requests arrive, and when all are there at once."""
     rates: dict[tuple[str, str], list[float]] = {}
+
+    def take_turns(how: str, run: int, jobs: list[Job], at_s: list[float]) -> None:
+        for side in (STATIC, ALONE, OURS, SERVE) if run % 2 else (SERVE, OURS, ALONE, STATIC):
+            if side in (STATIC, ALONE):
+                found = (run_batches if side == STATIC else run_engine)(module, load.tokenizer, jobs, at_s)
+            elif side == OURS:
+                found = run_server(ours, jobs, at_s)
+            elif peer is not None and how == ARRIVING:
+                found = run_server(peer, jobs, at_s)
+            else:
+                continue
+            rates.setdefault((how, side), []).append(found.rate)
+            print(f"{load.name}, {how}, {side}: {found.rate:.0f} tokens per processor second", flush=True)
+
     for run in range(runs):
-        jobs, others = load.make_jobs(run), load.make_jobs(1000 + run)
-        _, used_s = run_static(module, [(load.tokenizer.encode(text), num) for text, num in jobs])
-        rates.setdefault((AT_ONCE, STATIC), []).append(sum(num for _, num in jobs) / used_s)
-        arrivals = list_arrivals(len(jobs), OVERLOAD * len(jobs) / used_s, run)
-        for how, asked, at_s in ((ARRIVING, jobs, arrivals), (AT_ONCE, others, [0.0] * len(others))):
-            for name in (ALONE, OURS, SERVE) if run % 2 else (SERVE, OURS, ALONE):
-                if name == ALONE:
-                    found = run_engine(module, load.tokenizer, asked, at_s)
-                elif name == OURS:
-                    found = run_server(ours, asked, at_s)
-                elif peer is not None and how == ARRIVING:
-                    found = run_server(peer, asked, at_s)
-                else:
-                    continue
-                rates.setdefault((how, name), []).append(found.rate)
-        for side, values in rates.items():
-            print(f"{load.name}, {', '.join(side)}: {values[-1]:.0f} tokens per processor second", flush=True)
+        jobs = load.make_jobs(1000 + run)
+        take_turns(AT_ONCE, run, jobs, [0.0] * len(jobs))
+        jobs = load.make_jobs(run)
+        per_s = OVERLOAD * rates[AT_ONCE, STATIC][-1] * len(jobs) / sum(num for _, num in jobs)
+        take_turns(ARRIVING, run, jobs, list_arrivals(len(jobs), per_s, run))
     # An engine computes for as long as it has a request: in a second of its processor it then writes what arrives in
-    # that second. What it could write shows where all are there at once.
+    # that second, 1.2 times what static batches write, unless it is so fast that it waits for requests. What it could
+    # write shows where all are there at once.
     title, note = f"text, {load.name}", f"tokens per processor second; {load.num} requests over HTTP; one thread"
-    pairs: list[tuple[str, str, float]] = [
-        (ARRIVING, ALONE, 0.95), (ARRIVING, SERVE, 1.2), (AT_ONCE, ALONE, 0.95), (AT_ONCE, STATIC, 1.5),
-    ]  # fmt: skip
+    bars = {ALONE: 0.95, STATIC: 1.5, SERVE: 1.2}
     return [
-        compare(f"{title}, {how}", "tokens/s", "higher", rates[how, OURS], rates[how, side], side, bar, "ratio", note)
-        for how, side, bar in pairs
-        if (how, side) in rates
+        compare(f"{title}, {how}", "tokens/s", "higher", rates[how, OURS], found, side, bars[side], "ratio", note)
+        for (how, side), found in rates.items()
+        if side != OURS
     ]
 
 
@@ -346,7 +385,7 @@ def save_smollm2(folder: Path) -> Workload:
         values = json.loads(path.read_text()) | {"eos_token_id": None, "eos_token": None}
         path.write_text(json.dumps(values))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return Workload("smollm2", folder, tokenizer, _read_texts(), 16, 3)
+    return Workload("smollm2", folder, tokenizer, _read_texts(), 32, 3)
 
 
 def _read_texts() -> list[str]:
@@ -357,7 +396,7 @@ def _read_texts() -> list[str]:
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=3, only=[SERVE])
+    chosen = options(__doc__, runs=2, only=[SERVE, GENAI])
     torch.set_num_threads(1)
     rows = []
     with scratch() as folder:
@@ -375,6 +414,12 @@ def main() -> None:
                 if is_small:
                     rows += measure_latencies(load, module, ours, chosen.runs)
                     rows += measure_connections(load, ours, chosen.runs)
+            if not is_small and GENAI in chosen.only:
+                written = next(row for row in rows if row.name == f"text, {load.name}, {AT_ONCE}")
+                found = measure_openvino(load, folder, 1)
+                note = "its weights in float16, without HTTP; the same requests"
+                values = written.runs["ours"]["values"]
+                rows.append(compare(written.name, "tokens/s", "higher", values, found, GENAI, note=note))
     write("serving_text", rows, chosen.results)
 
 

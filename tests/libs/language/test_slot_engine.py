@@ -23,7 +23,7 @@ from tests.libs.language.tiny_language import (
 )
 
 from shoal.errors import ConfigError, InferenceError
-from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent, models
 from shoal.models.decoder import Decoder
 
 PROMPT = tuple(range(40, 64))
@@ -109,6 +109,15 @@ def test_tokens_are_those_without_a_cache_in_any_order_of_events(deterministic: 
         totals += torch.tensor([seen.shared_tokens, seen.refilled_tokens, seen.preempted, 0])
         totals[3] += sum(len(events[-1].spans) > 1 for events in schedule.answers.values())
     assert (totals > 0).tolist() == [True, True, not deterministic, True]  # all of it has happened
+
+
+def test_rows_of_a_large_model_are_padded_and_keep_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_LARGE", 0)
+    assert [models.open_model(make_decoder(0)).pad_rows(num) for num in (7, 8, 15, 17)] == [7, 16, 16, 17]
+    engine = SlotEngine(make_decoder(0), slots=14, chunk=16, length=80)
+    requests = [TextRequest(tuple(range(40 + number, 50 + 2 * number)), max_tokens=3 + number) for number in range(14)]
+    for request, events in zip(requests, engine.run(requests), strict=True):
+        check_answer([make_decoder(0)], request, events)
 
 
 def test_neighbours_change_neither_seeded_tokens_nor_deterministic_bits() -> None:

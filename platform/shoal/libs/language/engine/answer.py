@@ -61,6 +61,11 @@ class AnswerState:
         """Tokens of the answer so far, with those that were given."""
         return len(self.known) - len(self.request.prompt)
 
+    def is_late(self, now_s: float) -> bool:
+        """Whether a deadline has passed: of the last token, or of the first."""
+        is_over = self.end_at_s is not None and now_s > self.end_at_s
+        return is_over or (self.begin_at_s is not None and now_s > self.begin_at_s and not self.spans)
+
     def make_row(self) -> Row:
         """What its next token is sampled by."""
         sampling = self.request.sampling

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-@dataclass(frozen=True)
-class TokenSegment:
+class TokenSegment(NamedTuple):
     """Tokens that follow the `start` filled cells of a slot. `wants_logits`: of the last one."""
 
     slot: int
@@ -37,33 +35,34 @@ class AdapterLayers(Protocol):
 
 
 class CacheCells:
-    """Keys and values [S + 1, K, L, D] of each layer, made when the layer first writes; the last slot takes padding."""
+    """Keys and values [S + 1, L, K, D] of each layer, made when the layer first writes; the last slot takes padding."""
 
     def __init__(self, num_slots: int, length: int) -> None:
         self.num_slots, self.length = num_slots, length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys [K, T, D] and values of packed tokens into their cells; returns the layer's cells."""
+    def write(self, layer: int, cell_numbers: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys [K, T, D] and values of packed tokens into their cells, numbered over all slots; returns the layer's
+        cells [S + 1, K, L, D]."""
         stored = self._layers.get(layer)
         if stored is None:  # zeros: cells that a mask hides must be finite
-            shapes = [(self.num_slots + 1, x.shape[0], self.length, x.shape[2]) for x in (key, value)]
+            shapes = [(self.num_slots + 1, self.length, x.shape[0], x.shape[2]) for x in (key, value)]
             stored = self._layers[layer] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
-        stored[0][slots, :, positions] = key.transpose(0, 1)
-        stored[1][slots, :, positions] = value.transpose(0, 1)
-        return stored
+        stored[0].view(-1, *stored[0].shape[2:]).index_copy_(0, cell_numbers, key.transpose(0, 1))
+        stored[1].view(-1, *stored[1].shape[2:]).index_copy_(0, cell_numbers, value.transpose(0, 1))
+        return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
 
     def copy(self, source: int, target: int, num_cells: int) -> None:
         """Copy the first cells of a slot to another."""
         for pair in self._layers.values():
             for cells in pair:
-                cells[target, :, :num_cells] = cells[source, :, :num_cells]
+                cells[target, :num_cells] = cells[source, :num_cells]
 
 
 class Work:
     """The packed tokens of one forward.
 
-    ids, positions, slots: int64 [T]; segments of one token come first
+    ids, positions, slots, cell_numbers: int64 [T], `cell_numbers` over all slots; segments of one token come first
     wanted:                indices of the tokens that need logits, in the order of `segments`
     is_fixed:              each row attends alone, over its own cells only: its bits do not depend on other slots
     num_padded:            at least so many tokens; those that pad write into the last slot
@@ -88,10 +87,10 @@ class Work:
             slots += [each.slot] * len(each.tokens)
         self.num_tokens, self.is_fixed = len(ids), is_fixed
         padding = max(0, num_padded - len(ids))
-        packed = torch.tensor(
-            [ids + [0] * padding, positions + [0] * padding, slots + [cells.num_slots] * padding], device=device
-        )
-        self.ids, self.positions, self.slots = packed
+        padded = [ids + [0] * padding, positions + [0] * padding, slots + [cells.num_slots] * padding]
+        padded.append([slot * cells.length + position for position, slot in zip(*padded[1:], strict=True)])
+        self.ids, self.positions, self.slots, self.cell_numbers = torch.tensor(padded, device=device)
+        self._has_padding = padding > 0
         ends, end = [], -1
         for each in self.segments:
             end += len(each.tokens)
@@ -101,6 +100,7 @@ class Work:
         self.wanted = torch.tensor(last, dtype=torch.int64, device=device)
         self._cells, self._masks = cells, dict[tuple[int, int | None], Tensor]()
         top = 1 + max((each.slot for each in self.segments[: self.num_rows]), default=-1)
+        self._span = 1 + max((each.start for each in self.segments[: self.num_rows]), default=-1)
         self._top = top if not is_fixed and 2 * self.num_rows > top else 0  # else most of such a batch would be holes
         self.adapters = self._group_adapters(device)
 
@@ -119,37 +119,40 @@ class Work:
 
         window: how many cells a token sees, itself included; None: all of its slot
         """
-        keys, values = self._cells.write(layer, self.slots, self.positions, key, value)
-        mixed = query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+        keys, values = self._cells.write(layer, self.cell_numbers, key, value)
         first = self.num_rows if self._top else 0
-        if first:
-            mixed[:first] = self._attend_rows(query[:, :first], keys, values, scale, window)
+        attended = self._attend_rows(query[:, :first], keys, values, scale, window) if first else None
+        if attended is not None and first == query.shape[1]:
+            return attended
+        make = query.new_zeros if self._has_padding else query.new_empty
+        mixed = make(query.shape[1], query.shape[0], value.shape[2])
+        if attended is not None:
+            mixed[:first] = attended
         for number in range(first, len(self.segments)):
             each, end = self.segments[number], self.ends[number] + 1
             begin, last = end - len(each.tokens), each.start + len(each.tokens)
             low = 0 if window is None else max(0, each.start + 1 - window)
             few = keys[each.slot, :, low:last], values[each.slot, :, low:last]
             groups = query.shape[0] // key.shape[0]
-            mask = None if end - begin == 1 else self._mask_segment(number, low, groups, window)
+            mask = None if end - begin == 1 else self._mask_segment(number, low, groups, window, query.dtype)
             grouped = query[:, begin:end].unflatten(0, (-1, groups)).flatten(1, 2)  # [K, H / K * n, D]
-            attended = scaled_dot_product_attention(grouped[None], few[0][None], few[1][None], mask, scale=scale)[0]
-            mixed[begin:end] = attended.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
+            found = scaled_dot_product_attention(grouped[None], few[0][None], few[1][None], mask, scale=scale)[0]
+            mixed[begin:end] = found.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
         return mixed
 
     def _attend_rows(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """All rows at once, over the first slots; a slot without a row attends to its first cell, for nothing."""
-        top, rows = self._top, self.slots[: self.num_rows]
-        span = 1 + max(each.start for each in self.segments[: self.num_rows])
+        top, rows, span = self._top, self.slots[: self.num_rows], self._span
         if (mask := self._masks.get((-1, window))) is None:
             at = torch.zeros(top, dtype=torch.int64, device=rows.device)
             at[rows] = self.positions[: self.num_rows]
             cell = torch.arange(span, device=rows.device)
-            mask = cell <= at[:, None]
+            hidden = cell > at[:, None]
             if window is not None:
-                mask &= cell > at[:, None] - window
-            mask = self._masks[-1, window] = mask[:, None, None]
+                hidden |= cell <= at[:, None] - window
+            mask = self._masks[-1, window] = _add_mask(hidden, query.dtype)[:, None, None]
         spread = query.transpose(0, 1)
         if top > self.num_rows:
             spread = query.new_zeros(top, *spread.shape[1:]).index_copy_(0, rows, spread)
@@ -157,17 +160,22 @@ class Work:
         output = scaled_dot_product_attention(grouped, keys[:top, :, :span], values[:top, :, :span], mask, scale=scale)
         return output.flatten(1, 2)[rows] if top > self.num_rows else output.flatten(1, 2)
 
-    def _mask_segment(self, number: int, low: int, groups: int, window: int | None) -> Tensor:
+    def _mask_segment(self, number: int, low: int, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
         if (mask := self._masks.get((number, window))) is None:
             each = self.segments[number]
             last = each.start + len(each.tokens)
             cell = torch.arange(low, last, device=self.ids.device)
             at = torch.arange(each.start, last, device=self.ids.device)[:, None]
-            mask = cell <= at
+            hidden = cell > at
             if window is not None:
-                mask &= cell > at - window
-            mask = self._masks[number, window] = mask.repeat(groups, 1)
+                hidden |= cell <= at - window
+            mask = self._masks[number, window] = _add_mask(hidden, dtype).repeat(groups, 1)
         return mask
+
+
+def _add_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores; a mask of bools would be made into one in each layer."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 class _Active(threading.local):

@@ -20,6 +20,7 @@ from shoal.libs.language.engine.cells import ACTIVE, CacheCells, TokenSegment, W
 
 ATTENTION = "shoal_slots"  # its name among transformers' attention functions
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the greatest logit; others 5%
+_FEW, _ROWS, _LARGE = 8, 16, 16_000_000  # rows, rows, and parameters that no cache holds
 _REFUSED_ROPE = ("dynamic", "longrope")  # a cell's key would depend on tokens that follow
 
 
@@ -31,6 +32,12 @@ class CausalModel:
         self.head = head
         self.module, self.num_tokens, self.context = module.eval().requires_grad_(False), num_tokens, context
         self.device = next(module.parameters()).device
+        self._is_large = self.device.type == "cpu" and sum(each.numel() for each in module.parameters()) > _LARGE
+
+    def pad_rows(self, num: int) -> int:
+        """How many rows products of `num` rows should have. On a processor those of 8 to 15 rows with a large matrix
+        take up to three times as long as those of 16."""
+        return _ROWS if self._is_large and _FEW <= num < _ROWS else num
 
     def compute(self, work: Work, wanted: Tensor) -> Tensor:
         """Logits float32 [len(wanted), num_tokens] of those tokens of the work; fills its cells."""
@@ -186,9 +193,9 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls attention: [1, H, T, D] to [1, T, H, D]. Outside of an engine's forward, its own."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if (work := ACTIVE.work) is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         attended = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
         return attended[0], None
     for name in ("softcap", "s_aux", "position_bias"):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from shoal.errors import ConfigError, suggest
 
 Swap = Literal["continue", "finish", "refuse"]
@@ -76,8 +78,7 @@ class TextRequest:
     end_s: float | None = None
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """A token of an answer, or its end, or both.
 
     token:        None where the answer ends without another token

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ _COLDEST = 1e-6  # temperature: below, quotients would not be finite
 _NEAR = 256  # most probable tokens: nearly always enough for top_p and min_p, without a sort of the vocabulary
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """What one row is sampled by.
 
     counts:  occurrences of tokens in the answer
@@ -36,8 +35,7 @@ class Row:
     top_logprobs: int = 0
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """token: -1 where the model's logits are not finite."""
 
     token: int

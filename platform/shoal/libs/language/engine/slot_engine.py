@@ -19,9 +19,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ from shoal.libs.language.engine.models import CausalModel, open_model
 from shoal.libs.language.engine.request import FinishReason, Limits, Observation, TextRequest, TokenEvent, check_request
 from shoal.libs.language.engine.sampling import Sampled, sample
 from shoal.libs.language.engine.slots import SlotTable
-from shoal.libs.language.engine.text import TextStream
+from shoal.libs.language.engine.text import TextStream, remember
 
 MAX_VERSIONS = 2  # of the base model's weights in memory
 
@@ -82,6 +82,7 @@ class SlotEngine:
                 raise ConfigError(name, value, f"must be at least {least}")
         self._limits = Limits(opened.num_tokens, length or most, max_queued, tokenizer is not None)
         self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
+        self._decode = None if tokenizer is None else remember(tokenizer.decode)
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._chunk, self._deterministic = chunk, deterministic
@@ -199,7 +200,7 @@ class SlotEngine:
         for answer in [*self._queue, *self._running]:
             if answer.number in cancelled:
                 events.append(self._end(answer, "cancelled"))
-            elif _is_late(answer, begin_s):
+            elif answer.is_late(begin_s):
                 events.append(self._end(answer, "deadline"))
         if any(answer.is_over for answer in self._queue):
             self._queue = [answer for answer in self._queue if not answer.is_over]
@@ -251,8 +252,8 @@ class SlotEngine:
                 matcher=None if matcher is None else matcher.fork(),
                 prompt_tokens=seen,
             )
-            if self._tokenizer is not None:
-                answer.text = TextStream(self._tokenizer.decode, request.prompt, request.stop)
+            if self._decode is not None:
+                answer.text = TextStream(self._decode, request.prompt, request.stop)
             answer.take_given()
             answers.append(answer)
         return answers
@@ -386,10 +387,14 @@ class SlotEngine:
         padded: int,
         events: list[TokenEvent],
     ) -> int:
-        work = Work(self._cells, [segment for _, segment in some.values()], model.device, self._deterministic, padded)
+        segments = [segment for _, segment in some.values()]
+        at_least = padded or model.pad_rows(sum(len(each.tokens) for each in segments))
+        work = Work(self._cells, segments, model.device, self._deterministic, at_least)
         wanted = work.wanted
         if padded and len(wanted):  # every row, so that this product and the sums of the softmax have a fixed shape too
             wanted = torch.arange(padded, device=model.device)
+        elif missing := model.pad_rows(len(wanted)) - len(wanted):
+            wanted = nn.functional.pad(wanted, (0, missing))
         logits = model.compute(work, wanted)
         answers = []
         for segment in work.segments:
@@ -438,15 +443,11 @@ class SlotEngine:
         version = answer.weights.version if answer.weights is not None else self._current[""].version
         event = event or TokenEvent(answer.number, answer.index, version=version)
         rest = answer.text.finish() if answer.text is not None else ""
-        return replace(event, text=event.text + rest, finish=finish, problem=problem, spans=tuple(answer.spans))
+        more = {"text": event.text + rest, "finish": finish, "problem": problem, "spans": tuple(answer.spans)}
+        return msgspec.structs.replace(event, **more)
 
 
 _TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")
-
-
-def _is_late(answer: AnswerState, now_s: float) -> bool:
-    begin_at_s = answer.begin_at_s if not answer.spans else None
-    return any(at_s is not None and now_s > at_s for at_s in (begin_at_s, answer.end_at_s))
 
 
 def _count_waiting(answer: AnswerState) -> int:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 _UNFINISHED = "\ufffd"  # what bytes decode to that are no character yet
 _MAX_PENDING = 4  # tokens: a character of UTF-8 has four bytes, so what is longer will never be one
 _CONTEXT = 6  # tokens of the prompt that decide whether a space begins the text
 
+_MAX_DECODED = 16_384  # texts that are remembered
 Decode = Callable[[list[int]], str]
+
+
+def remember(decode: Decode) -> Decode:
+    """The same function, which remembers what it decoded last: the few tokens that a text ends with come back."""
+    known = lru_cache(_MAX_DECODED)(lambda tokens: decode(list(tokens)))
+    return lambda tokens: known(tuple(tokens))
 
 
 class TextStream:
