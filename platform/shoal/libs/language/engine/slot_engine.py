@@ -352,8 +352,11 @@ class SlotEngine:
     ) -> TokenSegment | None:
         start = len(self._slots[slot].tokens)
         missing = num = len(answer.known) - start
-        if missing > 1:
-            most = min(missing - 1, self._chunk) if self._deterministic else missing
+        if self._is_replayed(answer, slot, start):
+            num = 1
+        elif missing > 1:
+            last = answer.request.prompt if slot == answer.slot else answer.known
+            most = min(len(last) - 1 - start, self._chunk) if self._deterministic else missing
             if not budget[is_fill] or (self._deterministic and most > budget[is_fill]):
                 return None
             num = most if self._deterministic else min(missing, budget[is_fill])
@@ -362,6 +365,10 @@ class SlotEngine:
         weights = self._slots[slot].weights
         assert weights is not None
         return TokenSegment(slot, start, answer.known[start : start + num], num == missing, weights.adapter)
+
+    def _is_replayed(self, answer: AnswerState, slot: int, start: int) -> bool:
+        """Whether its next token is computed by a row, as it was before: a chunk would give its cells other bits."""
+        return self._deterministic and slot == answer.slot and start >= len(answer.request.prompt) - 1
 
     def _arrange(
         self, planned: list[tuple[AnswerState, TokenSegment]]
@@ -373,7 +380,7 @@ class SlotEngine:
             assert weights is not None
             alone, padded = -1, 0
             if self._deterministic:
-                is_row = len(segment.tokens) == 1 and segment.wants_logits
+                is_row = segment.wants_logits or self._is_replayed(answer, segment.slot, segment.start)
                 alone, padded = (-1, self._slots.num_answers) if is_row else (segment.slot, self._chunk)
             group = groups.setdefault((id(weights.model), alone), (weights.model, {}, padded))
             group[1][segment.slot] = answer, segment

@@ -138,8 +138,8 @@ class SlotTable:
                     most = max(most, (len(slot.owner.request.prompt) - 1) // self._chunk * self._chunk)
                 known = known[:most]
             num_common = min(count_common(known, answer.known), len(answer.known) - 1)
-            if self._deterministic:
-                num_common = num_common // self._chunk * self._chunk
+            if self._deterministic:  # tokens that were given have been rows, as they are again
+                num_common = min(num_common, len(answer.request.prompt) - 1) // self._chunk * self._chunk
             if num_common >= MIN_SHARED and num_common > best[0]:
                 best = num_common, number
         return best
