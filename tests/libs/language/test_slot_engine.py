@@ -249,6 +249,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         engine.set_weights(1, {"other": torch.zeros(1)})
     with pytest.raises(ConfigError, match=r"head.norm.weight.*has shape \(1,\), not \(32,\)"):
         engine.set_weights(1, {"head.norm.weight": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=r"weights = .*are its heads, not \[8, 8\]: another network"):
+        engine.set_weights(1, Decoder(num_tokens=VOCABULARY, context=96, width=32, heads=2))
     with pytest.raises(ConfigError, match=r"Linear.*is no network that generates"):
         SlotEngine(torch.nn.Linear(2, 2))
     engine.set_weights(1, {"head.norm.weight": torch.full((32,), torch.nan)})

@@ -351,12 +351,10 @@ class SlotEngine:
         self, answer: AnswerState, slot: int, budget: dict[bool, int], is_fill: bool
     ) -> TokenSegment | None:
         start = len(self._slots[slot].tokens)
-        missing = num = len(answer.known) - start
-        if self._is_replayed(answer, slot, start):
-            num = 1
-        elif missing > 1:
-            last = answer.request.prompt if slot == answer.slot else answer.known
-            most = min(len(last) - 1 - start, self._chunk) if self._deterministic else missing
+        missing, num = len(answer.known) - start, 1
+        if missing > 1 and not self._slots.is_replayed(answer, slot):
+            end = len(answer.known) if is_fill else len(answer.request.prompt)
+            most = min(end - 1 - start, self._chunk) if self._deterministic else missing
             if not budget[is_fill] or (self._deterministic and most > budget[is_fill]):
                 return None
             num = most if self._deterministic else min(missing, budget[is_fill])
@@ -365,10 +363,6 @@ class SlotEngine:
         weights = self._slots[slot].weights
         assert weights is not None
         return TokenSegment(slot, start, answer.known[start : start + num], num == missing, weights.adapter)
-
-    def _is_replayed(self, answer: AnswerState, slot: int, start: int) -> bool:
-        """Whether its next token is computed by a row, as it was before: a chunk would give its cells other bits."""
-        return self._deterministic and slot == answer.slot and start >= len(answer.request.prompt) - 1
 
     def _arrange(
         self, planned: list[tuple[AnswerState, TokenSegment]]
@@ -380,7 +374,7 @@ class SlotEngine:
             assert weights is not None
             alone, padded = -1, 0
             if self._deterministic:
-                is_row = segment.wants_logits or self._is_replayed(answer, segment.slot, segment.start)
+                is_row = segment.wants_logits or self._slots.is_replayed(answer, segment.slot)
                 alone, padded = (-1, self._slots.num_answers) if is_row else (segment.slot, self._chunk)
             group = groups.setdefault((id(weights.model), alone), (weights.model, {}, padded))
             group[1][segment.slot] = answer, segment

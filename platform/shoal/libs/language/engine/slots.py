@@ -81,6 +81,11 @@ class SlotTable:
             slot.num_aligned += self._chunk
         slot.tokens += segment.tokens
 
+    def is_replayed(self, answer: AnswerState, slot: int) -> bool:
+        """Whether the next token is computed by a row, as it was at first: a chunk would give its cells other bits."""
+        behind_prompt = len(self._slots[slot].tokens) >= len(answer.request.prompt) - 1
+        return self._deterministic and slot == answer.slot and behind_prompt
+
     def share(self, answer: AnswerState) -> None:
         """Copy what the answer waits for, if it is there. An answer whose source has left looks for another."""
         if answer.source is None:
