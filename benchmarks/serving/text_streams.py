@@ -8,9 +8,9 @@
 2. `kill -9` of one of two replicas under 16 streams that are sampled, half of them by a `deterministic` model. Each
    must end with an event that names the replica, and be continued at the other; with `deterministic`, by the tokens of
    a stream that was not cut. Else rounding may decide between two tokens.
-3. 100 versions of a model that follows a run, in turns with as long without one, under 16 streams with prompts of 20 to
-   200 tokens: spans, the time between tokens, and the replica's processor time. (That no step leaves a running answer
-   out: `benchmarks.generation`.)
+3. 100 versions of a model that follows a run, two a second, in turns with half as long without one, under 16 streams
+   with prompts of 20 to 200 tokens: spans, the time between tokens, and the replica's processor time. (That no step
+   leaves a running answer out: `benchmarks.generation`.)
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from benchmarks.talk import commands, say
 SIZES = {"num_tokens": 256, "context": 2048, "width": 256, "depth": 4, "heads": 4}
 NUM_STREAMS, STREAM_TOKENS, NUM_EVENTS, EVENT_S = 32, 600, 20, 3.5
 NUM_KILLED, KILL_TOKENS = 16, 300
-NUM_SWAPPED, SWAP_TOKENS, NUM_SWAPS, SWAP_S, SETTLE_S = 16, 120, 100, 0.2, 1.5
-TURN = 10  # swaps without a pause
+NUM_SWAPPED, SWAP_TOKENS, NUM_SWAPS, SWAP_S, SETTLE_S = 16, 120, 100, 0.5, 1.5
+TURN = 10  # swaps, and then half as long without one
 PROMPT = "Once upon a time, "
 SILENCE_S, START_S = 90.0, 300.0
 
@@ -311,11 +311,12 @@ def measure_swaps(child: Child, clients: Clients, num_swaps: int) -> list[Row]:
 
     def spend(is_moving: bool) -> None:
         begin_s, before_s = time.monotonic(), sum(replica.cpu_times()[:2])
-        for number in range(TURN):
+        num_pauses = TURN if is_moving else TURN // 2
+        for number in range(num_pauses):
             pause_until(begin_s + number * SWAP_S)
             if is_moving:
                 child.ask(60.0, do="live")
-        pause_until(begin_s + TURN * SWAP_S)
+        pause_until(begin_s + num_pauses * SWAP_S)
         used_s[is_moving] += sum(replica.cpu_times()[:2]) - before_s
         turns[is_moving].append((begin_s, time.monotonic()))
 
