@@ -2,22 +2,27 @@
 
     python -m benchmarks.serving.text_streams [--quick]
 
-1. 32 streams at any time, from before the first to after the last of 20 events: replicas are added or removed, or a
-   version is rolled out. A version writes one character, which names it, so each stream shows whether its spans are
-   right.
-2. `kill -9` of one of two replicas under 16 streams of a model that samples. Each must end with an event that names the
-   replica, and be continued at the other with the tokens of a stream that was not cut.
-3. 100 versions of a model that follows a run, in turns with as long without one, under 16 streams: spans, and the time
-   between tokens. (That no step leaves a running answer out: `benchmarks.generation`.)
+1. 32 streams at any time, from before the first to after the last of 20 events: replicas are added or removed, a
+   version is rolled out or rolled back. A version writes one character, which names it, so each stream shows whether
+   its spans are right.
+2. `kill -9` of one of two replicas under 16 streams that are sampled, half of them by a `deterministic` model. Each
+   must end with an event that names the replica, and be continued at the other; with `deterministic`, by the tokens of
+   a stream that was not cut. Else rounding may decide between two tokens.
+3. 100 versions of a model that follows a run, two a second, in turns with half as long without one, under 16 streams
+   with prompts of 20 to 200 tokens: spans, the time between tokens, and the replica's processor time. (That no step
+   leaves a running answer out: `benchmarks.generation`.)
 """
 
 from __future__ import annotations
 
+import functools
 import http.client
 import itertools
 import json
 import os
+import random
 import statistics
+import string
 import sys
 import tempfile
 import threading
@@ -39,8 +44,8 @@ from benchmarks.talk import commands, say
 SIZES = {"num_tokens": 256, "context": 2048, "width": 256, "depth": 4, "heads": 4}
 NUM_STREAMS, STREAM_TOKENS, NUM_EVENTS, EVENT_S = 32, 600, 20, 3.5
 NUM_KILLED, KILL_TOKENS = 16, 300
-NUM_SWAPPED, SWAP_TOKENS, NUM_SWAPS, SWAP_S = 16, 120, 100, 0.2
-TURN = 10  # swaps without a pause
+NUM_SWAPPED, SWAP_TOKENS, NUM_SWAPS, SWAP_S, SETTLE_S = 16, 120, 100, 0.5, 1.5
+TURN = 10  # swaps, and then half as long without one
 PROMPT = "Once upon a time, "
 SILENCE_S, START_S = 90.0, 300.0
 
@@ -48,8 +53,17 @@ SILENCE_S, START_S = 90.0, 300.0
 # -- the endpoint, in a process
 
 
-def make_weights(version: int, *, samples: bool = False) -> dict[str, Any]:
-    """Of a decoder that writes the character of its version; or one that has opinions."""
+def make_weights(version: int) -> dict[str, Any]:
+    """Of a decoder that writes the character of its version."""
+    state = dict(make_state(samples=False))
+    head = state["head.output.weight"] = state["head.output.weight"] * 0
+    head[version % 90] = 1.0
+    return state
+
+
+@functools.cache
+def make_state(samples: bool) -> dict[str, Any]:
+    """Of a decoder that has opinions, or of one that writes what its last layer says."""
     import torch
 
     from shoal.models.decoder import Decoder
@@ -61,9 +75,8 @@ def make_weights(version: int, *, samples: bool = False) -> dict[str, Any]:
         for each in decoder.parameters():
             each *= 4.0 if samples and each.ndim == 2 else 1.0
         if not samples:
-            for parameter, value in ((head.norm.weight, 0.0), (head.norm.bias, 1.0), (head.output.weight, 0.0)):
+            for parameter, value in ((head.norm.weight, 0.0), (head.norm.bias, 1.0)):
                 parameter.fill_(value)  # type: ignore[operator, union-attr]
-            head.output.weight[version % 90] = 1.0  # type: ignore[union-attr, index]
     return {name: each.detach().numpy() for name, each in decoder.state_dict().items()}
 
 
@@ -88,8 +101,6 @@ def serve(closing: ExitStack) -> None:
 
     cluster = closing.enter_context(start_cluster(num_cpus=8))
     os.environ.update(cluster.environment)  # before anything imports Ray
-    import functools
-
     import ray
     from ray import serve
 
@@ -113,14 +124,17 @@ def serve(closing: ExitStack) -> None:
     more: Mapping[str, Any] = {"model": factory, "signature": signature, "files": files}
     registry = Registry()
     registry.register("named", WeightSnapshot.of(1, make_weights(1)), aliases=("champion",), **more)
-    registry.register("sampled", WeightSnapshot.of(1, make_weights(1, samples=True)), **more)
+    for name in ("sampled", "exact"):
+        registry.register(name, WeightSnapshot.of(1, make_state(samples=True)), **more)
     publisher = RayWeightPublisher(store := start_weight_store("benchmark"))
     closing.callback(publisher.close)
     publisher.publish(WeightSnapshot.of(1, make_weights(1)))
     serve.RunTarget = functools.partial(serve.RunTarget, external_scaler_enabled=True)  # type: ignore[misc,assignment]
-    text = {"text": {"slots": NUM_STREAMS, "tokenizer": "named@1"}, "warm_up": False}
+    text: dict[str, Any] = {"text": {"slots": NUM_STREAMS, "tokenizer": "named@1"}, "warm_up": False}
     options = ModelOptions.model_validate(text)
+    exact = ModelOptions.model_validate({**text, "text": {**text["text"], "deterministic": True}})
     models = [model_from_ref("named@champion", options), model_from_ref("sampled@1", options)]
+    models.append(model_from_ref("exact@1", exact))
     models.append(EndpointModel("live", LiveModel(factory, signature, RayWeightSource(store)), options=options))
     endpoint = deploy(EndpointSpec.parse({"name": NAME, "num_cpus": 0.1, "model": text}), models)
     closing.callback(endpoint.close)
@@ -129,6 +143,8 @@ def serve(closing: ExitStack) -> None:
     for command in commands():
         if command["do"] == "scale":
             scale("replica", command["num_replicas"])
+        elif command["do"] == "back":
+            registry.rollback("named")
         else:
             versions[command["do"]] += 1
             version = versions[command["do"]]
@@ -166,10 +182,12 @@ class Clients:
     def __init__(self, url: str) -> None:
         self._url = urlsplit(url)
 
-    def stream(self, model: str, num_tokens: int, key: str = "", **more: Any) -> Stream:
+    def stream(
+        self, model: str, num_tokens: int, key: str = "", prompt: Callable[[], str] = lambda: PROMPT, **more: Any
+    ) -> Stream:
         """A stream until its end, whatever that is."""
         found = Stream()
-        body = {"model": model, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True, "temperature": 0, **more}
+        body = {"model": model, "prompt": prompt(), "max_tokens": num_tokens, "stream": True, "temperature": 0, **more}
         connection = http.client.HTTPConnection(str(self._url.netloc), timeout=SILENCE_S)
         with closing(connection):
             try:
@@ -224,7 +242,7 @@ def measure_events(child: Child, clients: Clients, num_events: int, num_tokens: 
         for number in range(num_events):
             pause_until(begin_s + number * EVENT_S)
             if number % 2:
-                child.ask(90.0, do="named")
+                child.ask(90.0, do="back" if number % 6 == 5 else "named")
             else:
                 child.ask(90.0, do="scale", num_replicas=2 if number % 4 == 0 else 1)
         pause_until(begin_s + num_events * EVENT_S)
@@ -234,7 +252,7 @@ def measure_events(child: Child, clients: Clients, num_events: int, num_tokens: 
     problems = Counter(each.problem[:120] for each in streams if each.problem)
     versions = {version for each in streams for version, _ in each.spans}
     note = f"{dict(became)}; {len(versions)} versions; {dict(problems) or 'no errors'}"
-    title = f"{num_events} scale events and roll-outs under {NUM_STREAMS} streams"
+    title = f"{num_events} scale events, roll-outs and roll-backs under {NUM_STREAMS} streams"
     return [
         compare(f"{title}: cut", "streams", "lower", [became["cut"]], bar=0.0, bar_kind="value", note=note),
         compare(f"{title}: wrong spans", "streams", "lower", [became["wrong spans"]], bar=0.0, bar_kind="value"),
@@ -244,70 +262,93 @@ def measure_events(child: Child, clients: Clients, num_events: int, num_tokens: 
 def measure_kill(child: Child, clients: Clients) -> list[Row]:
     child.ask(90.0, do="scale", num_replicas=2)
     pause_until(time.monotonic() + 5.0)  # one that was removed may still end its streams
-    ask: dict[str, Any] = {"model": "sampled", "num_tokens": KILL_TOKENS, "temperature": 1.0}
-    whole = [clients.stream(key=f"k{number}", **ask) for number in range(NUM_KILLED)]
-    victims = child.processes("ray::ServeReplica")
+    asks: list[dict[str, Any]] = [
+        {"model": ("sampled", "exact")[number % 2], "num_tokens": KILL_TOKENS, "temperature": 1.0, "key": f"k{number}"}
+        for number in range(NUM_KILLED)
+    ]
     with ThreadPoolExecutor(NUM_KILLED) as pool:
-        running = [pool.submit(clients.stream, key=f"k{number}", **ask) for number in range(NUM_KILLED)]
+        whole = list(pool.map(lambda ask: clients.stream(**ask), asks))
+        victims = child.processes("ray::ServeReplica")
+        running = [pool.submit(clients.stream, **ask) for ask in asks]
         pause_until(time.monotonic() + 1.0)
         victims[0].kill()
         cut = [each.result() for each in running]
     begun = [(number, each) for number, each in enumerate(cut) if each.finish != "length"]
     named = sum("ends this stream: it has died" in each.problem for _, each in begun)
-    wrong, took_s, problems = 0, list[float](), Counter[str]()
-    for number, each in begun:
-        sent_s = time.monotonic()
-        rest = clients.stream(key=f"k{number}", **ask, given=each.given)
-        problems[rest.problem[:120] or "none"] += 1
-        took_s.append(rest.at_s[0] - sent_s if rest.at_s else SILENCE_S)
-        wrong += each.text + rest.text != whole[number].text or rest.finish != "length"
-    uncut = sum(each.text != whole[number].text for number, each in enumerate(cut) if each.finish == "length")
+    took_s, problems, other = list[float](), Counter[str](), Counter[str]()
+    for number, each in enumerate(cut):
+        text, finish = each.text, each.finish
+        if finish != "length":
+            sent_s = time.monotonic()
+            rest = clients.stream(**asks[number], given=each.given)
+            problems[rest.problem[:120] or "none"] += 1
+            took_s.append(rest.at_s[0] - sent_s if rest.at_s else SILENCE_S)
+            text, finish = text + rest.text, rest.finish
+        other[asks[number]["model"]] += text != whole[number].text or finish != "length"
     note = f"{len(begun)} of {NUM_KILLED} streams, after {sorted(len(each.text) for _, each in begun)} tokens"
     title = "kill -9 of one of two replicas"
     value: dict[str, Any] = {"bar_kind": "value"}
     return [
         compare(f"{title}: streams that end without naming it", "streams", "lower", [len(begun) - named], bar=0.0,
                 note=note, **value),
-        compare(f"{title}: continued with other tokens", "streams", "lower", [wrong + uncut], bar=0.0,
-                note=f"{uncut} of them were not cut; problems of the rest: {dict(problems)}", **value),
+        compare(f"{title}: other tokens, deterministic", "streams", "lower", [other["exact"]], bar=0.0,
+                note=f"problems of the rest: {dict(problems)}", **value),
+        compare(f"{title}: other tokens, where rounding may decide", "streams", "lower", [other["sampled"]]),
         compare(f"{title}: first token of the rest", "ms", "lower", [1e3 * statistics.median(took_s or [0.0])]),
     ]  # fmt: skip
 
 
 def measure_swaps(child: Child, clients: Clients, num_swaps: int) -> list[Row]:
     child.ask(90.0, do="scale", num_replicas=1)
-    moving: list[tuple[float, float]] = []
+    pause_until(time.monotonic() + 3.0)
+    (replica,) = child.processes("ray::ServeReplica")
+    chance = random.Random(0)
+    turns: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    used_s: dict[bool, float] = {True: 0.0, False: 0.0}  # by the replica
+
+    def draw_prompt() -> str:
+        return "".join(chance.choices(string.ascii_letters, k=chance.randint(20, 200)))
+
+    def spend(is_moving: bool) -> None:
+        begin_s, before_s = time.monotonic(), sum(replica.cpu_times()[:2])
+        num_pauses = TURN if is_moving else TURN // 2
+        for number in range(num_pauses):
+            pause_until(begin_s + number * SWAP_S)
+            if is_moving:
+                child.ask(60.0, do="live")
+        pause_until(begin_s + num_pauses * SWAP_S)
+        used_s[is_moving] += sum(replica.cpu_times()[:2]) - before_s
+        turns[is_moving].append((begin_s, time.monotonic()))
 
     def change() -> None:
-        pause_until(time.monotonic() + 3.0)
+        pause_until(time.monotonic() + SETTLE_S)
         for _ in range(num_swaps // TURN):
-            begin_s = time.monotonic()
-            for number in range(TURN):
-                pause_until(begin_s + number * SWAP_S)
-                child.ask(60.0, do="live")
-            pause_until(begin_s + TURN * SWAP_S)
-            moving.append((begin_s, time.monotonic()))
-            pause_until(moving[-1][1] + TURN * SWAP_S)
+            spend(True)
+            pause_until(time.monotonic() + SETTLE_S)  # running answers go over to the last one
+            spend(False)
 
-    streams = clients.keep_streaming("live", NUM_SWAPPED, SWAP_TOKENS, change, prompt=PROMPT * 10)
+    streams = clients.keep_streaming("live", NUM_SWAPPED, SWAP_TOKENS, change, prompt=draw_prompt)
     gaps: dict[bool, list[float]] = {True: [], False: []}
     for each in streams:
         for before_s, at_s in itertools.pairwise(each.at_s):
-            if moving[0][0] <= at_s <= moving[-1][1]:
-                gaps[any(begin_s <= at_s <= end_s for begin_s, end_s in moving)].append(at_s - before_s)
+            for side, some in turns.items():
+                gaps[side] += [at_s - before_s] * any(begin_s <= at_s <= end_s for begin_s, end_s in some)
     became = Counter(each.became for each in streams)
     versions = {version for each in streams for version, _ in each.spans}
     switched = max(len(each.spans) for each in streams)
     note = f"{dict(became)}; {len(versions)} versions wrote, up to {switched} in a stream"
-    p99, p50 = ({side: 1e3 * statistics.quantiles(some, n=100)[at] for side, some in gaps.items()} for at in (98, 49))
-    title = f"{num_swaps} swaps under {NUM_SWAPPED} streams"
-    about = f"{len(gaps[True])} gaps with swaps, {len(gaps[False])} without"
+    cuts = {side: statistics.quantiles(some, n=100) for side, some in gaps.items()}
+    cost = {side: 1e3 * used_s[side] / len(some) for side, some in gaps.items()}
+    title, about = f"{num_swaps} swaps under {NUM_SWAPPED} streams", "without swaps"
+    gap = f"{title}: between tokens"
+    noted = f"{len(gaps[True])} gaps with swaps, {len(gaps[False])} without"
     return [
         compare(f"{title}: cut, or wrong spans", "streams", "lower", [len(streams) - became["whole"]], bar=0.0,
                 bar_kind="value", note=note),
-        compare(f"{title}: between tokens, median", "ms", "lower", [p50[True]], [p50[False]], "without swaps"),
-        compare(f"{title}: between tokens, p99", "ms", "lower", [p99[True]], [p99[False]], "without swaps", 1.5,
-                "ratio", about),
+        compare(f"{gap}, median", "ms", "lower", [1e3 * cuts[True][49]], [1e3 * cuts[False][49]], about),
+        compare(f"{gap}, p99", "ms", "lower", [1e3 * cuts[True][98]], [1e3 * cuts[False][98]], about, 1.5, "ratio",
+                noted),
+        compare(f"{title}: processor time of a token", "ms", "lower", [cost[True]], [cost[False]], about),
     ]  # fmt: skip
 
 

@@ -47,6 +47,10 @@ class Direct:
         line.sendall(f"{method} {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n".encode())
         return line
 
+    def has_child(self, word: str) -> bool:
+        seen = [each.info for each in psutil.process_iter(["ppid", "cmdline"])]
+        return any(word in " ".join(each["cmdline"] or ()) for each in seen if each["ppid"] == self.replica.pid)
+
     def end(self, number: signal.Signals) -> None:
         self.replica.send_signal(number)
         self.replica.wait(30)
@@ -120,6 +124,7 @@ def test_no_request_is_cut_when_the_replica_is_killed(direct: Direct) -> None:
     part, stream = direct.send("", path="/part"), direct.send("", path="/stream")
     assert part.recv(1000)
     assert stream.recv(1000).endswith(b'5\r\n{"pat\r\n')
+    wait_for(lambda: not direct.has_child("stream_guard"), what="guard that Ray does not kill with the children")
     direct.end(signal.SIGKILL)
     assert read_all(stream) == LAST
     for line in (half, slow):

@@ -229,6 +229,30 @@ async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
         assert replica.report().models["tiny"].counts["versions"]["1"]["statuses"] == {"200": 1}  # type: ignore[index]
 
 
+async def test_an_answer_goes_back_to_the_earlier_version_where_its_own_is_withdrawn(
+    files: Mapping[str, bytes], pace: Pace
+) -> None:
+    register_decoder(files, 1, "champion")
+    async with ReplicaSet(model_from_ref("tiny@champion")) as endpoint:
+        [replica] = await endpoint.start()
+        pace.allow(8)
+        events, stream = await begin(replica)
+        await until(lambda: pace.num_steps == 8)
+        register_decoder(files, 2, "champion")
+        await until(lambda: served(replica).version == 2)
+        pace.allow(20)
+        await until(lambda: pace.num_steps == 28)
+        Registry().rollback("tiny")
+        await until(lambda: served(replica).version == 1)
+        pace.allow(1000)
+        events += [each async for each in stream]
+        assert ([version for version, _ in events[-1].spans], events[-1].finish) == ([1, 2, 1], "length")
+        known = list(PROMPT)
+        for version, num in events[-1].spans:
+            known += continue_greedily(make_decoder(int(version)), known, num)
+        assert list_tokens(events) == known[len(PROMPT) :]
+
+
 async def test_a_canary_computes_its_share_beside_the_stable_version(files: Mapping[str, bytes]) -> None:
     register_decoder(files, 1)
     register_decoder(files, 2)

@@ -8,6 +8,7 @@ import random
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,13 +134,19 @@ def test_neighbours_change_neither_seeded_tokens_nor_deterministic_bits() -> Non
                 assert [event.logprob for event in found] == [event.logprob for event in alone]
 
 
-def test_an_answer_continues_elsewhere_from_the_tokens_it_has() -> None:
-    request = TextRequest(PROMPT, Sampling(1.0, seed=5, frequency_penalty=0.5), max_tokens=16)
-    (events,) = SlotEngine(make_decoder(0)).run([request])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_answer_continues_elsewhere_from_the_tokens_it_has(deterministic: bool) -> None:
+    make = {"slots": 3, "chunk": 8, "deterministic": deterministic}
+    request = TextRequest(PROMPT, Sampling(1.0, seed=5, frequency_penalty=0.5), max_tokens=40)
+    (events,) = SlotEngine(make_decoder(0), **make).run([request])
     tokens = list_tokens(events)
-    rest = TextRequest(PROMPT, request.sampling, max_tokens=16, given=tuple(tokens[:6]))
-    (found,) = SlotEngine(make_decoder(0)).run([rest])
-    assert list_tokens(found) == tokens[6:]
+    engine = SlotEngine(make_decoder(0), **make)
+    engine.run([TextRequest((*PROMPT, *tokens), max_tokens=1)])  # has cells of these tokens, by chunks
+    rest = replace(request, given=tuple(tokens[:30]))
+    (found, _) = engine.run([rest, TextRequest(PROMPT[3:], max_tokens=40)])
+    assert list_tokens(found) == tokens[30:]
+    if deterministic:
+        assert [event.logprob for event in found] == [event.logprob for event in events[30:]]
 
 
 def test_a_cancelled_request_frees_its_slot_before_the_next_step_computes() -> None:
@@ -251,6 +258,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         engine.set_weights(1, {"other": torch.zeros(1)})
     with pytest.raises(ConfigError, match=r"head.norm.weight.*has shape \(1,\), not \(32,\)"):
         engine.set_weights(1, {"head.norm.weight": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=r"weights = .*are its heads, not \[8, 8\]: another network"):
+        engine.set_weights(1, Decoder(num_tokens=VOCABULARY, context=96, width=32, heads=2))
     with pytest.raises(ConfigError, match=r"Linear.*is no network that generates"):
         SlotEngine(torch.nn.Linear(2, 2))
     engine.set_weights(1, {"head.norm.weight": torch.full((32,), torch.nan)})

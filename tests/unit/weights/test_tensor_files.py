@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.errors import WeightsError
 from shoal.weights import tensor_files
-from shoal.weights.store import WeightFile, WeightPart
+from shoal.weights.store import WeightFile, WeightPart, WeightSnapshot
 from shoal.weights.tensor_files import (
     DTYPES,
     VersionTensors,
@@ -166,3 +166,26 @@ def test_a_file_is_read_in_pieces_up_to_its_end(
     monkeypatch.setattr(os, "preadv", cut_off)
     with pytest.raises(WeightsError, match="was cut off while it was read"):
         read_tensors(file)
+
+
+def test_a_payload_has_the_tensors_that_the_library_reads_and_no_others() -> None:
+    tensors = {name: each.contiguous() for name, each in make_tensors().items()}
+    payload = safetensors.torch.save(tensors, {"metadata": "is no tensor"})
+    found = read_tensors(WeightSnapshot.from_payload(1, payload))
+    assert found.keys() == tensors.keys()
+    for name, each in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (each.dtype, each.shape)
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), each.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shape": [3]}, {"shape": [-1]}, {"shape": [1 << 60]}, {"shape": None}, {"dtype": "F31"}, {"data_offsets": [0]},
+        {"data_offsets": [0, 1]}, {"data_offsets": [4, 12]}, {"data_offsets": [-8, 0]}, {"data_offsets": ["0", "8"]},
+    ],
+)  # fmt: skip
+def test_a_payload_whose_header_is_wrong_is_refused(other: dict[str, Any]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | other}).encode()
+    with pytest.raises(WeightsError, match="weights version 1 are not safetensors"):
+        read_tensors(WeightSnapshot.from_payload(1, len(header).to_bytes(8, "little") + header + bytes(8)))

@@ -126,5 +126,5 @@ def run_guard(control: socket.socket, states: mmap.mmap) -> None:
                     break
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and os.fork() == 0:  # no child of the replica's, since Ray kills those before it
     run_guard(socket.socket(fileno=int(sys.argv[1])), mmap.mmap(int(sys.argv[2]), MAX_STREAMS))

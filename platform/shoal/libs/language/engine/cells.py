@@ -76,7 +76,10 @@ class Work:
         is_fixed: bool = False,
         num_padded: int = 0,
     ) -> None:
-        self.segments = sorted(segments, key=lambda each: (len(each.tokens) > 1, each.slot))
+        # Fixed logits are of all rows, so those that are wanted come first.
+        self.segments = sorted(
+            segments, key=lambda each: (len(each.tokens) > 1, is_fixed and not each.wants_logits, each.slot)
+        )
         self.num_rows = sum(len(each.tokens) == 1 for each in self.segments)
         ids: list[int] = []
         positions: list[int] = []

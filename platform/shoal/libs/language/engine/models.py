@@ -26,10 +26,12 @@ _REFUSED_ROPE = ("dynamic", "longrope")  # a cell's key would depend on tokens t
 
 class CausalModel:
     """A network, [T] tokens to logits. `context`: positions that it knows; None: any number. `head`: its last layer,
-    which computes wanted tokens alone."""
+    which computes wanted tokens alone. `heads`: those of attention, which no tensor's shape shows."""
 
-    def __init__(self, module: nn.Module, head: object, num_tokens: int, context: int | None) -> None:
-        self.head = head
+    def __init__(
+        self, module: nn.Module, head: object, num_tokens: int, context: int | None, heads: list[int | None]
+    ) -> None:
+        self.head, self.heads = head, heads
         self.module, self.num_tokens, self.context = module.eval().requires_grad_(False), num_tokens, context
         self.device = next(module.parameters()).device
         self._is_large = self.device.type == "cpu" and sum(each.numel() for each in module.parameters()) > _LARGE
@@ -50,7 +52,8 @@ class CausalModel:
     def replace_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> CausalModel:
         """The same network with other weights, which it takes over: they must not change any more.
 
-        A mapping may leave tensors out, which both then share. Raises ConfigError where names or shapes differ.
+        A network is taken as it is where its tensors have this one's types, else its tensors are. A mapping may leave
+        tensors out, which both then share. Raises ConfigError where names or shapes differ.
         """
         old: dict[str, Tensor] = {**dict(self.module.named_parameters(remove_duplicate=False))}
         old |= dict(self.module.named_buffers())
@@ -61,12 +64,20 @@ class CausalModel:
             new |= dict(weights.named_buffers())
         else:
             new = dict(weights)
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in old.values()}
         for name, tensor in new.items():
             if name not in old:
                 raise ConfigError("weights", name, "is no tensor of the network")
             if tensor.shape != old[name].shape:
                 raise ConfigError("weights", name, f"has shape {tuple(tensor.shape)}, not {tuple(old[name].shape)}")
+        if type(weights) is type(self.module) and all(
+            (each.dtype, each.device) == (old[name].dtype, old[name].device) for name, each in new.items()
+        ):  # no copy, which takes as long as a small network's step
+            taken: CausalModel = type(self)(weights)  # type: ignore[call-arg]
+            if taken.heads != self.heads:
+                raise ConfigError("weights", taken.heads, f"are its heads, not {self.heads}: another network")
+            return taken
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in old.values()}
+        for name, tensor in new.items():
             moved = tensor.detach().to(old[name].device, old[name].dtype)
             is_parameter = isinstance(old[name], nn.Parameter)
             memo[id(old[name])] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
@@ -97,7 +108,8 @@ class DecoderModel(CausalModel):
         self._embedding, *self._blocks, self._head = layers
         self._position = self._embedding.position
         context = self._position.num_embeddings if self._position is not None else None
-        super().__init__(module, self._head.output, self._head.output.out_features, context)
+        heads = [each.attention.head_size for each in self._blocks]
+        super().__init__(module, self._head.output, self._head.output.out_features, context, heads)
 
     def compute(self, work: Work, wanted: Tensor) -> Tensor:
         ACTIVE.work = work
@@ -138,7 +150,8 @@ class TransformersModel(CausalModel):
         if config._attn_implementation != ATTENTION:  # as it is in a copy
             module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         head = module.get_output_embeddings()  # type: ignore[operator]
-        super().__init__(module, head, text.vocab_size, getattr(text, "max_position_embeddings", None))
+        heads = [getattr(text, each, None) for each in ("num_attention_heads", "num_key_value_heads", "head_dim")]
+        super().__init__(module, head, text.vocab_size, getattr(text, "max_position_embeddings", None), heads)
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)  # four dimensions: taken as it is
 
     def compute(self, work: Work, wanted: Tensor) -> Tensor:

@@ -352,9 +352,10 @@ class SlotEngine:
         self, answer: AnswerState, slot: int, budget: dict[bool, int], is_fill: bool
     ) -> TokenSegment | None:
         start = len(self._slots[slot].tokens)
-        missing = num = len(answer.known) - start
-        if missing > 1:
-            most = min(missing - 1, self._chunk) if self._deterministic else missing
+        missing, num = len(answer.known) - start, 1
+        if missing > 1 and not self._slots.is_replayed(answer, slot):
+            end = len(answer.known) if is_fill else len(answer.request.prompt)
+            most = min(end - 1 - start, self._chunk) if self._deterministic else missing
             if not budget[is_fill] or (self._deterministic and most > budget[is_fill]):
                 return None
             num = most if self._deterministic else min(missing, budget[is_fill])
@@ -374,7 +375,7 @@ class SlotEngine:
             assert weights is not None
             alone, padded = -1, 0
             if self._deterministic:
-                is_row = len(segment.tokens) == 1 and segment.wants_logits
+                is_row = segment.wants_logits or self._slots.is_replayed(answer, segment.slot)
                 alone, padded = (-1, self._slots.num_answers) if is_row else (segment.slot, self._chunk)
             group = groups.setdefault((id(weights.model), alone), (weights.model, {}, padded))
             group[1][segment.slot] = answer, segment

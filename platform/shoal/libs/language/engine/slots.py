@@ -81,6 +81,11 @@ class SlotTable:
             slot.num_aligned += self._chunk
         slot.tokens += segment.tokens
 
+    def is_replayed(self, answer: AnswerState, slot: int) -> bool:
+        """Whether the next token is computed by a row, as it was at first: a chunk would give its cells other bits."""
+        behind_prompt = len(self._slots[slot].tokens) >= len(answer.request.prompt) - 1
+        return self._deterministic and slot == answer.slot and behind_prompt
+
     def share(self, answer: AnswerState) -> None:
         """Copy what the answer waits for, if it is there. An answer whose source has left looks for another."""
         if answer.source is None:
@@ -138,8 +143,8 @@ class SlotTable:
                     most = max(most, (len(slot.owner.request.prompt) - 1) // self._chunk * self._chunk)
                 known = known[:most]
             num_common = min(count_common(known, answer.known), len(answer.known) - 1)
-            if self._deterministic:
-                num_common = num_common // self._chunk * self._chunk
+            if self._deterministic:  # tokens that were given have been rows, as they are again
+                num_common = min(num_common, len(answer.request.prompt) - 1) // self._chunk * self._chunk
             if num_common >= MIN_SHARED and num_common > best[0]:
                 best = num_common, number
         return best

@@ -126,8 +126,11 @@ def share_module(module: nn.Module) -> nn.Module | None:
     """A copy of a causal language model that has the same tensors; None for any other network.
 
     The copy is an engine's, which changes its attention: the original computes as it did. A class that a Task has
-    derived, to take tensors by position, gives way to that of transformers.
+    derived, to take tensors by position, gives way to that of transformers. A `Decoder`, in which an engine changes
+    nothing, is shared as it is.
     """
+    if type(module) is Decoder:
+        return module
     kind: type | None = Decoder if isinstance(module, Decoder) else None
     if hasattr(module, "config") and hasattr(module, "set_attn_implementation"):
         own = [(each, vars(each)["forward"]) for each in type(module).__mro__ if "forward" in vars(each)]
