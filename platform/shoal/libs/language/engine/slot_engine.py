@@ -92,8 +92,7 @@ class SlotEngine:
         self._admission = QueueAdmission(max_queued, max_queued_tokens, slots, chunk)
         self._queue: list[AnswerState] = []  # a heap: by priority, then by arrival
         self._running: list[AnswerState] = []
-        self._totals: Counter[str] = Counter()
-        self._numbers = itertools.count(1)
+        self._totals, self._numbers = Counter[str](), itertools.count(1)
         self.last_step = 0, 0.0, 0  # its tokens, seconds and models, which are two while answers go over to another
         self._lock = threading.Lock()  # of what other threads leave for the next step:
         self._submitted: list[AnswerState] = []
