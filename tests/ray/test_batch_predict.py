@@ -199,7 +199,7 @@ def test_a_worker_with_a_part_of_a_gpu_has_that_part_of_its_memory(monkeypatch: 
     shares: list[float] = []
     monkeypatch.setattr(ray_batch, "limit_device_memory", shares.append)
     monkeypatch.setattr(ray_batch, "TablePredictor", MagicMock())
-    ray_batch.PredictWorker(MagicMock(), 0.25)
+    ray_batch.PredictWorker(MagicMock(text=""), 0.25)
     assert shares == [0.25]
 
 
