@@ -96,7 +96,7 @@ class Outcome:
 
     @property
     def first_ms(self) -> list[float]:
-        return [1e3 * (each.at_s[0] - each.due_s) for each in self.streams]
+        return [1e3 * (each.at_s[0] - each.due_s) for each in self.streams if each.at_s]
 
     @property
     def between_ms(self) -> list[float]:
@@ -136,8 +136,9 @@ def run_engine(module: nn.Module, tokenizer: Any, jobs: list[Job], arrivals: lis
         events = engine.step()
         now_s = time.monotonic()
         for event in events:
-            streams[event.request].at_s.append(now_s)
             streams[event.request].num_tokens += 1
+            if event.text:  # an endpoint sends no event for a part of a character
+                streams[event.request].at_s.append(now_s)
     return Outcome(list(streams.values()), read_cpu_s() - before_s)
 
 
