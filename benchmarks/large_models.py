@@ -52,7 +52,8 @@ def start(
     for file in folder.glob("*.json"):
         file.unlink()
     path = os.pathsep.join([str(package), str(ROOT)])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SHOAL_HOME": str(folder / "home")}
+    home = folder / f"home-{package.parent.name}"  # their registries may have different formats
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SHOAL_HOME": str(home)}
     env |= {"PYTHONFAULTHANDLER": "1"} | ({"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if trims else {})
     torchrun = [OUR_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     began_s = time.time()
