@@ -122,13 +122,17 @@ def _load_launcher(spec: TrainSpec) -> None:
         import shoal.train.launch.ray_train  # noqa: F401
 
 
-def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
-    """The run's id and result; its report is written unless it was interrupted."""
-    # a worker imports the file of a synchronizer from the folder of the run
+def _require_importable(spec: TrainSpec) -> None:
+    """A worker imports the file of a synchronizer from the folder of the run."""
     file = Path(spec.sync.kind.partition(":")[0])
     if file.suffix == ".py" and file.resolve().parent != Path.cwd():
         problem = "is not in the folder from which the run is started, where workers look for it"
         raise ConfigError("sync.kind", spec.sync.kind, problem, f"start the run in {file.resolve().parent}")
+
+
+def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
+    """The run's id and result; its report is written unless it was interrupted."""
+    _require_importable(spec)
     spec = checked.apply_to(spec)
     with shoal.runs.recording(
         spec.to_record(),

@@ -153,19 +153,22 @@ class NumPyNetwork:
     ) -> Mapping[str, np.ndarray]:
         outputs = self._policy.compute_outputs(rows, streams)
         if self._is_gaussian:
-            size = self._low.size
-            mean = outputs[:, :size]
-            log_std = np.broadcast_to(self._log_std, mean.shape) if self._log_std is not None else outputs[:, size:]
-            center, half = (self._low + self._high) / 2, (self._high - self._low) / 2
-            action = np.clip(center + half * np.tanh(mean), self._low, self._high).astype(np.float32)
-            shaped = action.reshape(-1, *self._shape)
-            return {"action": shaped, "mean": mean, "log_std": np.clip(log_std, *LOG_STD_LIMITS)}
+            return self._describe_gaussian(outputs)
         if mask is not None:
             outputs = np.where(mask, outputs, np.float32(MASKED_LOGIT))
         if not self._shape:
             return {"action": outputs.argmax(1), "logits": outputs}
         best = [outputs[:, begin:end].argmax(1) for begin, end in pairwise(self._bounds)]
         return {"action": np.stack(best, 1).reshape(-1, *self._shape), "logits": outputs}
+
+    def _describe_gaussian(self, outputs: np.ndarray) -> Mapping[str, np.ndarray]:
+        size = self._low.size
+        mean = outputs[:, :size]
+        log_std = np.broadcast_to(self._log_std, mean.shape) if self._log_std is not None else outputs[:, size:]
+        center, half = (self._low + self._high) / 2, (self._high - self._low) / 2
+        action = np.clip(center + half * np.tanh(mean), self._low, self._high).astype(np.float32)
+        shaped = action.reshape(-1, *self._shape)
+        return {"action": shaped, "mean": mean, "log_std": np.clip(log_std, *LOG_STD_LIMITS)}
 
     def reset(self, stream: Hashable) -> None:
         self._policy.reset(stream)

@@ -58,12 +58,7 @@ def from_json(
                 values = [("" if datatype == "BYTES" else math.nan) if each is None else each for each in values]
             array = _to_nested_array(datatype, values)
         if datatype == "BYTES" and array.size <= size:
-            encoded = np.empty(array.size, dtype=object)
-            for number, text in enumerate(array.flat):
-                if not isinstance(text, str):
-                    raise ValueError("lists of one depth have different lengths")
-                encoded[number] = text.encode()
-            array = encoded.reshape(array.shape)
+            array = _encode_texts(array)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:  # a UnicodeError is a ValueError
         problem = f"{role} {name!r}: expected {size} values of {format_tensor_type(datatype, shape)}: {error}"
         raise InferenceError(422, problem) from None
@@ -118,6 +113,16 @@ def _to_nested_array(datatype: str, values: list[Any]) -> np.ndarray:
     if beyond.any():
         raise ValueError(f"a number is beyond {datatype}")
     return array
+
+
+def _encode_texts(texts: np.ndarray) -> np.ndarray:
+    """Encode each text as UTF-8. Raises ValueError for lists of unequal length, which NumPy leaves as lists."""
+    encoded = np.empty(texts.size, dtype=object)
+    for number, text in enumerate(texts.flat):
+        if not isinstance(text, str):
+            raise ValueError("lists of one depth have different lengths")
+        encoded[number] = text.encode()
+    return encoded.reshape(texts.shape)
 
 
 @functools.cache

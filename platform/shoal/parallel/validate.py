@@ -35,13 +35,7 @@ def check_plan(
         check_precision(spec.precision, device)
     _check_parameters(model)
     if get_train_step(learnable) is not None:
-        # a Task's own step calls the model, and takes losses, as it likes
-        if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
-            problem = "the Task has a train_step of its own, which needs the full model on each rank"
-            raise PlanError("parallel", degrees.description, problem, "use parallel=ddp, or write `loss` instead")
-        if spec.precision == "fp16":
-            problem = "scales one loss, and the Task has a train_step of its own"
-            raise PlanError("parallel.precision", spec.precision, problem, "use bf16")
+        _check_own_step(spec, degrees)
     if spec.channels_last:
         check_channels_last(model)
     if degrees.pipeline > 1:
@@ -61,6 +55,16 @@ def check_plan(
         from shoal.parallel.tensor.plan import find_tensor_plan
 
         find_tensor_plan(model, learnable, degrees.tensor, example)
+
+
+def _check_own_step(spec: ParallelSpec, degrees: ParallelDims) -> None:
+    """A Task's own step calls the model, and takes losses, as it likes."""
+    if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
+        problem = "the Task has a train_step of its own, which needs the full model on each rank"
+        raise PlanError("parallel", degrees.description, problem, "use parallel=ddp, or write `loss` instead")
+    if spec.precision == "fp16":
+        problem = "scales one loss, and the Task has a train_step of its own"
+        raise PlanError("parallel.precision", spec.precision, problem, "use bf16")
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -70,11 +70,7 @@ class MeasureSpec(Spec):
 
     @model_validator(mode="after")
     def _has_a_direction(self) -> Self:
-        # with an unknown direction the worst network might be retained as the best
-        if self.direction == "auto" and infer_direction(self.metric) is None:
-            raise ValueError(
-                f"direction: the name {self.metric!r} does not tell whether more is better: say direction=max or min"
-            )
+        _require_direction(self.metric, self.direction)
         return self
 
     @property
@@ -331,6 +327,14 @@ class TrainSpec(Spec):
     def resolve_dims(self) -> ParallelDims:
         """The degrees of the plan. Raises PlanError when they do not fit the workers."""
         return self.parallel.resolve_dims(self.workers)
+
+
+def _require_direction(metric: str, direction: Direction) -> None:
+    """Raises ValueError when the direction is unknown: the worst network might be retained as the best."""
+    if direction == "auto" and infer_direction(metric) is None:
+        raise ValueError(
+            f"direction: the name {metric!r} does not tell whether more is better: say direction=max or min"
+        )
 
 
 def _to_plain(value: Any, path: str) -> Any:

@@ -78,16 +78,19 @@ class FilmedGame:
         self._recording.reward(float(reward or 0.0))
         self._return += float(reward or 0.0)
         if terminated or truncated or self._recording.is_full:
-            try:
-                self._write_film(self._recording, ("terminated" if terminated else "truncated" if truncated else ""))
-            except OSError as error:  # such as a full disk: the game is played on, without films
-                _log.warning("no more films of this actor: %s", error)
-                self._rest_until = math.inf
+            self._write(self._recording, "terminated" if terminated else "truncated" if truncated else "")
             self._recording = None
         return result
 
     def _get_own(self, value: Any) -> Any:
         return value if self._agent is None else value.get(self._agent)
+
+    def _write(self, recording: Recording, outcome: str) -> None:
+        try:
+            self._write_film(recording, outcome)
+        except OSError as error:  # such as a full disk: the game is played on, without films
+            _log.warning("no more films of this actor: %s", error)
+            self._rest_until = math.inf
 
     def _write_film(self, recording: Recording, outcome: str) -> None:
         began, client = time.monotonic(), self._client

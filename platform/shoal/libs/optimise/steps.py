@@ -59,13 +59,7 @@ def apply_step(model: Model, step: Step, teacher: ModelFactory, signature: Signa
     inputs:  tensors of two samples, for tracing
     """
     if step in ("int8", "bf16"):
-        network = model.factory.build()
-        assert isinstance(network, nn.Module)
-        state = PrecisionConverter(step, network).convert(safetensors.torch.load(model.payload))
-        if step == "bf16":
-            state = {f"network.{name}": tensor for name, tensor in state.items()}
-        state = {name: tensor.contiguous() for name, tensor in state.items()}
-        factory, payload = entry.make_factory(model.factory, step, teacher), safetensors.torch.save(state)
+        factory, payload = _convert_precision(model, step, teacher)
     else:
         hooks = entry.hook_references(teacher)
         factory = ModelFactory(format="onnx", kwargs=entry.hook_kwargs(teacher), action=teacher.action, **hooks)
@@ -81,6 +75,16 @@ def require_step(step: Step) -> None:
         with needs_extra("export"):
             import onnx  # noqa: F401 - torch's exporter needs it
             import onnxruntime  # noqa: F401 - endpoints do
+
+
+def _convert_precision(model: Model, precision: Any, teacher: ModelFactory) -> tuple[ModelFactory, bytes]:
+    network = model.factory.build()
+    assert isinstance(network, nn.Module)
+    state = PrecisionConverter(precision, network).convert(safetensors.torch.load(model.payload))
+    if precision == "bf16":
+        state = {f"network.{name}": tensor for name, tensor in state.items()}
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
+    return entry.make_factory(model.factory, precision, teacher), safetensors.torch.save(state)
 
 
 def _export_onnx(network: nn.Module, teacher: ModelFactory, signature: Signature, inputs: Sequence[Any]) -> bytes:

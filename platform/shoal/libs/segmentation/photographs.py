@@ -154,15 +154,7 @@ def _read_mask(path: Path, kind: MaskFormat) -> np.ndarray:
     if values.ndim > 2 and not has_colours:
         raise DataError("mask", str(path), f"is of the mode {mode}", "save it as PNG: grey, palette or RGB")
     if form in LOSSY:
-        # the nearest class of each pixel of a mask whose compression has changed its values
-        _log.warning(
-            "mask %s: compression has changed its values; each pixel gets the nearest class. Save masks as PNG", path
-        )
-        grey = np.linspace(0, 255, len(kind.classes) + 1, dtype=np.float32)[:, None]
-        levels = _colour_table(kind) if values.ndim == 3 else grey
-        pixels = values.astype(np.float32).reshape(*values.shape[:2], -1)
-        classes: np.ndarray = np.stack([((pixels - level) ** 2).sum(-1) for level in levels]).argmin(0).astype(np.uint8)
-        return classes
+        return _threshold(values, path, kind)
     return _match_colours(values, path, kind) if has_colours else _match_numbers(values, path, kind)
 
 
@@ -196,6 +188,18 @@ def _match_colours(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarr
         named = ", ".join(kind.colours[: len(table)])
         remedy = f"the classes' colours are {named}: give others as args.colours"
         raise DataError("mask", str(path), f"has the colour {colour} in {is_unknown.sum():,} pixels", remedy)
+    return classes
+
+
+def _threshold(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarray:
+    """The nearest class of each pixel of a mask whose compression has changed its values."""
+    _log.warning(
+        "mask %s: compression has changed its values; each pixel gets the nearest class. Save masks as PNG", path
+    )
+    grey = np.linspace(0, 255, len(kind.classes) + 1, dtype=np.float32)[:, None]
+    levels = _colour_table(kind) if values.ndim == 3 else grey
+    pixels = values.astype(np.float32).reshape(*values.shape[:2], -1)
+    classes: np.ndarray = np.stack([((pixels - level) ** 2).sum(-1) for level in levels]).argmin(0).astype(np.uint8)
     return classes
 
 

@@ -149,14 +149,7 @@ class StreamLoop:
                 self.take(delivery)
                 if not delivery.messages and self.trainer.num_pending:
                     self._process([])
-                # acknowledge a saved group; begin to save the next one when it is due
-                if self._group is not None and self._group.saved.done():
-                    self._acknowledge()
-                num_open = self._source.num_delivered - self._num_snapshotted
-                now_s, interval_s = time.monotonic(), self._spec.interval_s
-                is_due = num_open >= self._spec.messages or now_s - self._snapshotted_s >= interval_s
-                if self._group is None and num_open and is_due and now_s - self._failed_s >= interval_s:
-                    self._snapshot()
+                self._advance_commit()
             if self._group is not None:  # the end: all that was learnt is committed
                 self._group.saved.exception()  # waits
                 self._acknowledge()
@@ -236,6 +229,16 @@ class StreamLoop:
             self._report("drift", sensors=drifting)
 
     # -- commits
+
+    def _advance_commit(self) -> None:
+        """Acknowledge a saved group; begin to save the next one when it is due."""
+        if self._group is not None and self._group.saved.done():
+            self._acknowledge()
+        num_open = self._source.num_delivered - self._num_snapshotted
+        now_s, interval_s = time.monotonic(), self._spec.interval_s
+        is_due = num_open >= self._spec.messages or now_s - self._snapshotted_s >= interval_s
+        if self._group is None and num_open and is_due and now_s - self._failed_s >= interval_s:
+            self._snapshot()
 
     def _snapshot(self) -> _Group:
         if self.trainer.num_pending:  # what is acknowledged has been learnt

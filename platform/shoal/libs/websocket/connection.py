@@ -131,12 +131,7 @@ class GameConnection:
                 return
             except OSError as error:
                 if getattr(error, "reason", "") == "HTTP_REQUEST":
-                    answer = self._protocol.reject(
-                        HTTPStatus.BAD_REQUEST, "this address is wss, not ws: connect with TLS"
-                    ).serialize()
-                    with suppress(OSError):
-                        socket.socket.recv(self.socket, READ_BYTES)
-                        socket.socket.send(self.socket, answer)
+                    self._answer_plainly("this address is wss, not ws: connect with TLS")
                 data = b""
             if not data:
                 self.is_closed = True
@@ -172,6 +167,13 @@ class GameConnection:
         self._unsent.append(memoryview(answer))
         self._unsent_bytes += len(answer)
         self._end_reading()
+
+    def _answer_plainly(self, problem: str) -> None:
+        """Answer a client that has begun no TLS. What is not read would take the answer from it."""
+        answer = self._protocol.reject(HTTPStatus.BAD_REQUEST, problem).serialize()
+        with suppress(OSError):
+            socket.socket.recv(self.socket, READ_BYTES)
+            socket.socket.send(self.socket, answer)
 
     def _take(self, event: object) -> Iterator[tuple[bool, bytes]]:
         self.received_at = time.monotonic()

@@ -243,10 +243,7 @@ class Trainer:
         """`before`: the run's finished steps before this one; with replicas there may be none or several since."""
         step = self._progress.step
         if not self.sync.is_chief:
-            # a replica that is not the chief ends when the chief has decided so
-            if self.sync.is_exchange_due() and self._exchange_signals().stop:
-                return StopDecision("interrupted", f"ended with the others at step {step:,}", step, step)
-            return None
+            return self._follow_chief(step)
         if step == before:
             return None
         due = self._find_due(before, step)
@@ -291,6 +288,12 @@ class Trainer:
     def _is_report_late(self) -> bool:
         """Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them."""
         return self.spec.log_every_steps is None and self._elapsed_s - self._logged_s >= INTERVAL_S
+
+    def _follow_chief(self, step: int) -> StopDecision | None:
+        """A replica that is not the chief ends when the chief has decided so."""
+        if self.sync.is_exchange_due() and self._exchange_signals().stop:
+            return StopDecision("interrupted", f"ended with the others at step {step:,}", step, step)
+        return None
 
     def _exchange_signals(self) -> RankSignals:
         """Read the steps since the last exchange, and combine all ranks' signals. Raises NotFinite, on all or none.

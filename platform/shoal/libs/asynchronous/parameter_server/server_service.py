@@ -210,11 +210,7 @@ class ServerService:
         self._answer_waiting()
         if self._file is not None and time.monotonic() - self._written_s > self._every_s:
             self._write(self._file)
-        # what is in the state on disk need not be in the log, nor in the controller's list of updates
-        if self._log is not None and self._saved_version > self._noted_version:
-            self._noted_version = self._saved_version
-            self._log.remove_until(self._noted_version)
-            self._controller.call(NoteWritten(self._index, self._noted_version))
+        self._forget_saved()
         return LATER  # the controller does not wait for an answer
 
     @answers(StoreState)
@@ -247,3 +243,10 @@ class ServerService:
     def _save(self, file: Path, state: bytes, version: int) -> None:
         replace_synced(file, state)
         self._saved_version = version
+
+    def _forget_saved(self) -> None:
+        """What is in the state on disk need not be in the log, nor in the controller's list of updates."""
+        if self._log is not None and self._saved_version > self._noted_version:
+            self._noted_version = self._saved_version
+            self._log.remove_until(self._noted_version)
+            self._controller.call(NoteWritten(self._index, self._noted_version))
