@@ -152,8 +152,8 @@ class Registry:
     def _verify(self, new: Manifest, snapshot: WeightSnapshot, verifies_code: bool) -> str:
         """Why an endpoint would refuse a new version; "" where it would not, or was not tried."""
         suspect = snapshot.find_not_finite() if new.model.format == "module" else ""
-        made = ModelVersion(new.name, new.version, new, (), self.store)
-        return find_load_error(made, suspect, with_code=verifies_code)
+        version = ModelVersion(new.name, new.version, new, (), self.store)
+        return find_load_error(version, suspect, with_code=verifies_code)
 
     def _promote_new(
         self, new: Manifest, aliases: Sequence[str] | None, criterion: Criterion | None, problem: str

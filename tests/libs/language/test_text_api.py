@@ -363,7 +363,7 @@ def test_a_client_that_takes_nothing_ends_what_another_replica_answers(
             assert (path, headers["shoal-peer"], "expect" in headers) == ("/v1/completions", "ours", False)
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    async def load(name: str, caller: Any, hop: Any) -> bool:
+    async def load(name: str, hop: Any) -> bool:
         await hop.relay(Transport(), "b:1", {"shoal-peer": "ours"})
         return False
 

@@ -119,7 +119,7 @@ class Models:
     def is_peer(self, token: bytes) -> bool:
         return token == b"peer"
 
-    async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
+    async def load(self, name: str, hop: Hop) -> bool:
         return True
 
 

@@ -190,8 +190,8 @@ class RunSession:
         if not (self._resumed or is_resumable(record)):
             return ""
         models = " and ".join(f"{name}@{version}" for name, version, *_ in record.list_models())
-        made = f"It has registered {models}. " if models else ""
-        return f"{made}Go on with: {format_resume_command(record, self._typed.to_command_line())}"
+        registered = f"It has registered {models}. " if models else ""
+        return f"{registered}Go on with: {format_resume_command(record, self._typed.to_command_line())}"
 
     # -- while it runs --------------------------------------------------------------------------------------------
 

@@ -55,13 +55,17 @@ class TextPredictor:
         """A row for each text or list of messages. Raises InferenceError, unless `skip_errors`."""
         texts = given.to_pylist()
         rows: list[dict[str, Any]] = [{VERSION_COLUMN: self._version} for _ in texts]
-        for row, found in self._texts.answer_all(texts, self._generate):
-            if not isinstance(found, InferenceError):
-                rows[row] |= {"answer": found.text, "finish_reason": found.finish, "new_tokens": found.num_new_tokens}
+        for row, answer in self._texts.answer_all(texts, self._generate):
+            if not isinstance(answer, InferenceError):
+                rows[row] |= {
+                    "answer": answer.text,
+                    "finish_reason": answer.finish,
+                    "new_tokens": answer.num_new_tokens,
+                }
             elif skip_errors:
-                rows[row][ERROR_COLUMN] = str(found)
+                rows[row][ERROR_COLUMN] = str(answer)
             else:
-                problem = f"{found.message}, in the row {reprlib.repr(texts[row])}. {SKIP_ERRORS_HINT}"
-                raise InferenceError(found.status, problem, field=found.field)
+                problem = f"{answer.message}, in the row {reprlib.repr(texts[row])}. {SKIP_ERRORS_HINT}"
+                raise InferenceError(answer.status, problem, field=answer.field)
         table = pa.Table.from_pylist(rows, SCHEMA)
         return table if skip_errors else table.drop_columns(ERROR_COLUMN)

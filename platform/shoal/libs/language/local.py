@@ -51,9 +51,9 @@ class LocalTexts:
 
     def _open(self) -> None:
         self._events: dict[int, deque[TokenEvent]] = {}
-        found = self._prepared
+        prepared = self._prepared
         self._engine = SlotEngine(
-            found.module, self._version, found.tokenizer, found.stop_tokens, self._slots, found.context
+            prepared.module, self._version, prepared.tokenizer, prepared.stop_tokens, self._slots, prepared.context
         )
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[bytes]:
@@ -129,11 +129,11 @@ class LocalTexts:
         if engine is not self._engine:
             raise InferenceError(503, "an interruption has ended this text")
         try:
-            found = engine.step()
+            events = engine.step()
         except BaseException:  # such as Ctrl-C within a step: what it left cannot be known
             self._open()
             raise
-        for event in found:
+        for event in events:
             if event.request in self._events:
                 self._events[event.request].append(event)
 

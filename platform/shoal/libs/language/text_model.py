@@ -86,9 +86,9 @@ class TextModels(Protocol):
         """Whether a request comes from another replica, which shows this token."""
         ...
 
-    async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
+    async def load(self, name: str, hop: Hop) -> bool:
         """Have a model loaded, if it is not; False where another replica has answered the request by then.
 
-        Raises InferenceError (403, 404, 503, 504).
+        Raises InferenceError (404, 503, 504).
         """
         ...

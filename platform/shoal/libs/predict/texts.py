@@ -23,10 +23,10 @@ MAX_AT_ONCE = 32  # the endpoint computes them together
 
 def read_texts(given: Sequence[str]) -> list[str | list[Any]]:
     """Texts, or @FILE with one on each line: as it is, or as JSON with `prompt` or `messages`. Raises DataError."""
-    found: list[str | list[Any]] = []
+    texts: list[str | list[Any]] = []
     for text in given:
         if not text.startswith("@"):
-            found.append(text)
+            texts.append(text)
             continue
         try:
             lines = (sys.stdin.read() if text == "@-" else Path(text[1:]).read_text(encoding="utf-8")).split("\n")
@@ -37,8 +37,8 @@ def read_texts(given: Sequence[str]) -> list[str | list[Any]]:
             value = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
             if not isinstance(value, str | list):
                 raise DataError("text", text, "has a line without prompt and messages", '{"prompt": "..."}')
-            found.append(value)
-    return found
+            texts.append(value)
+    return texts
 
 
 def read_fields(given: Sequence[str]) -> dict[str, Any]:

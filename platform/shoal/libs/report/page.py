@@ -220,8 +220,8 @@ def _build_cards(read: _ReportData) -> list[tuple[str, str]]:
         label = "mean return" if name == MEAN_RETURN else name.removeprefix(VALIDATION)
         cards.append((format_number(value), f"best {label}"))
         registered = read.run.last_events().get("trained", {}).get("metrics", {}).get(label)
-        shown, word = (read.latest[name], "newest") if registered is None else (registered, "registered")
-        cards.append((format_number(shown), f"{word} {label}"))
+        shown, which = (read.latest[name], "newest") if registered is None else (registered, "registered")
+        cards.append((format_number(shown), f"{which} {label}"))
     named = read.panels.cards.items()
     cards += [(format_metric(name, read.latest[name]), label) for name, label in named if name in read.latest]
     if read.num_versions and "weights/version" not in read.latest:

@@ -121,7 +121,7 @@ class StreamSpec(Spec):
     track:            where its record is mirrored to: mlflow, wandb, trackio
     name:             in the registry; versions get the aliases, which endpoints follow
     register_every_s: between two versions
-    resume:           the run to go on with; `auto`, in a process alone: the newest of its name and sensors, or a new
+    resume:           the run to continue; `auto`, in a process alone: the newest of its name and sensors, or a new
     """
 
     main_fields: ClassVar = (

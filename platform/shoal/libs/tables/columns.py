@@ -156,12 +156,12 @@ def _fit(cells: Cells) -> FittedColumn:
     if cells.levels:
         return FittedColumn(cells.name, None, cells.levels, is_ordered=True)
     plain: list[Callable[[str], float]] = [read_date] if cells.has_dates else [float, read_date]
-    found = [read for read in plain if _reads(read, words)]
-    if not found and not cells.has_dates:  # texts that several of these read stay words
-        found = [read for read in _FORMS if _reads(read, words)]
-        found = found if len(found) == 1 else []
-    if found:
-        return FittedColumn(cells.name, found[0])
+    readings = [read for read in plain if _reads(read, words)]
+    if not readings and not cells.has_dates:  # texts that several of these read stay words
+        readings = [read for read in _FORMS if _reads(read, words)]
+        readings = readings if len(readings) == 1 else []
+    if readings:
+        return FittedColumn(cells.name, readings[0])
     levels = tuple(sorted(words, key=lambda each: (-words[each], each)))
     column = FittedColumn(cells.name, None, levels, frozenset(words))
     column.encode("X", cells)  # words alone

@@ -177,15 +177,15 @@ class _ReduceScatter(ReduceScatter):
 
 def _reserve_memory(parts: Sequence[nn.Module], shared: ShmAllReduce) -> None:
     """Reserve as much as the largest of `parts` needs, without those before it, once padded to equal shards."""
-    found, most = set[nn.Parameter](), 0
+    counted, most = set[nn.Parameter](), 0
     for part in parts:
-        own = set(part.parameters()) - found
+        own = set(part.parameters()) - counted
         size_bytes = 0
         for parameter in own:  # by their shapes: an index of a split one may be collective
             first, *others = *parameter.shape, 1
             padded = -(-first // shared.size) * shared.size * math.prod(others)
             size_bytes += padded * max(parameter.element_size(), torch.float32.itemsize)
-        found, most = found | own, max(most, size_bytes)
+        counted, most = counted | own, max(most, size_bytes)
     shared.reserve(most)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -149,14 +149,8 @@ async def merge_events(job: Job, call: TextCall) -> Events:
                     waiting[asyncio.ensure_future(anext(streams[number], None))] = number
                     yield number, newest
     finally:
-        await _close(list(waiting), streams)
-
-
-async def _close(
-    tasks: Sequence[asyncio.Future[TokenEvent | None]], streams: Sequence[AsyncGenerator[TokenEvent, None]]
-) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for stream in streams:
-        await stream.aclose()
+        for unread in waiting:
+            unread.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

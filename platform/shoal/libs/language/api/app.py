@@ -120,7 +120,7 @@ class LanguageApp:
             # A replica that passes a request on has counted it.
             is_counted = not self._models.is_peer(headers.get(PEER_HEADER, b""))
             caller = self._access.admit(key, fields.model.partition("@")[0], origin=origin, is_counted=is_counted)
-            if not await self._load(fields.model, caller, path, headers, body, reply, arrived_s):
+            if not await self._load(fields.model, path, headers, body, reply, arrived_s):
                 return
             model, call = self._find(fields.model, caller, headers)
             if isinstance(fields, EmbeddingBody):
@@ -141,9 +141,7 @@ class LanguageApp:
                     call = _resume(fields, call)
                 await self._generate(api, job, call, reply)
 
-    async def _load(
-        self, name: str, caller: Caller, path: str, headers: Headers, body: bytes, reply: _Reply, arrived_s: float
-    ) -> bool:
+    async def _load(self, name: str, path: str, headers: Headers, body: bytes, reply: _Reply, arrived_s: float) -> bool:
         """See `TextModels.load`."""
         deadline_s = compute_deadline(arrived_s, None, headers, None)
 
@@ -157,7 +155,7 @@ class LanguageApp:
 
         hop = Hop(deadline_s, headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b""), relay)
         try:
-            return await self._models.load(name.partition("@")[0], caller, hop)
+            return await self._models.load(name.partition("@")[0], hop)
         except InferenceError as error:
             raise InferenceError(error.status, error.message, error.retry_after_s, "model") from error
 

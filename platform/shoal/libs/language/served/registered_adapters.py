@@ -86,15 +86,17 @@ class AdapterFinder:
         ref = key if key != name else given if "@" in given else f"{given}@{DEFAULT_ALIAS}"
         registry = Registry(self._registry or None)
         try:
-            found = registry.get(ref)
-            if known is not None and known.version == found.version:
+            registered = registry.get(ref)
+            if known is not None and known.version == registered.version:
                 return known
-            base = registry.get(found.manifest.lineage["base"]) if "base" in found.manifest.lineage else None
-            lora = found.manifest.model.kwargs.get("args", {}).get("lora")
+            base = registry.get(registered.manifest.lineage["base"]) if "base" in registered.manifest.lineage else None
+            lora = registered.manifest.model.kwargs.get("args", {}).get("lora")
             if base is None or lora is None:
-                raise InferenceError(422, f"{found.ref} is no adapter: it has no base", field="model")
+                raise InferenceError(422, f"{registered.ref} is no adapter: it has no base", field="model")
             bases = {base.ref, base.manifest.sha256, str(base.manifest.lineage.get("source", ""))} - {""}
-            return RegisteredAdapter(key, found.version, frozenset(bases), _scale(read_state_dict(found.ref), lora))
+            return RegisteredAdapter(
+                key, registered.version, frozenset(bases), _scale(read_state_dict(registered.ref), lora)
+            )
         except ShoalError as error:
             if isinstance(error, InferenceError):
                 raise

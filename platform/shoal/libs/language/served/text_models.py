@@ -32,17 +32,18 @@ class ServedTexts:
 
     def list(self, caller: Caller) -> list[TextModel]:
         """The models that write text, and that the caller's key is for."""
-        found: list[TextModel] = []
+        models: list[TextModel] = []
         for served in self._manager.list_loaded():
             if (text := self._find(served)) is not None:
                 adapters = self._open(served).adapters.list_names()
                 texts = [text, *(replace(text, name=f"{text.name}:{each}", adapter=each) for each in adapters)]
-                found += [each for each in texts if caller.can_see(each.name)]
-        return found
+                models += [each for each in texts if caller.can_see(each.name)]
+        return models
 
     def get(self, name: str, caller: Caller) -> TextModel:
         """Raises InferenceError: 403, 404, and 503 for a model that is not loaded here."""
-        _require_visible(name, caller)
+        if not caller.can_see(name):
+            raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
         name, _, adapter = name.partition(":")
         served = self._manager.get_model(name)
         if not isinstance(served, ServedModel):
@@ -60,9 +61,8 @@ class ServedTexts:
         """See `TextModels`."""
         return self._manager.is_peer(token)
 
-    async def load(self, name: str, caller: Caller, hop: Hop) -> bool:
+    async def load(self, name: str, hop: Hop) -> bool:
         """See `TextModels`."""
-        _require_visible(name, caller)
         return await self._manager.reach_model(
             name.partition(":")[0], hop.deadline_s, hop.token, hop.generation, hop.relay
         )
@@ -86,11 +86,6 @@ class ServedTexts:
         if prepared is None:
             return None
         return ServedText(served.name, prepared.created_s, prepared.tokenizer, prepared.context, self)
-
-
-def _require_visible(name: str, caller: Caller) -> None:
-    if not caller.can_see(name):
-        raise InferenceError(403, f"the key {caller.name!r} is not for the model {name[:200]!r}")
 
 
 @dataclass
@@ -124,7 +119,7 @@ class ModelTexts:
         self._problem = ""
         self._shadow = TextShadow(served, preparation)
         stable = served.router.stable
-        source = None if stable is None or (found := preparation.find(stable)) is None else found.source
+        source = None if stable is None or (prepared := preparation.find(stable)) is None else prepared.source
         self.adapters = AdapterFinder(
             served.name, "" if source is None else source.store.url, served.options.text.adapters
         )

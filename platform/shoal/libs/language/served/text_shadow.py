@@ -79,12 +79,12 @@ class TextShadow:
         if self._engine is None or self._engine.is_retired:
             statistics = TextStatistics(self._served.options.text.slots)  # its tokens are no load of callers
             self._engine = TextEngine(self._served, candidate, self._preparation, statistics, SHADOW_WEIGHT)
-        found, engine = Tokens(request.num_answers), self._engine
+        written, engine = Tokens(request.num_answers), self._engine
         try:
             stream = await engine.submit(replace(request, begin_s=None, end_s=None), time.monotonic())
             try:
                 while (event := await stream.read()) is not None:
-                    found.add(event)
+                    written.add(event)
             finally:
                 engine.release(stream)
         except Closed:
@@ -94,5 +94,5 @@ class TextShadow:
         except InferenceError as error:
             shadow.count_failure(candidate, loaded, error.status)
         else:
-            if found.is_complete and stream.version == loaded.version:
-                shadow.count(candidate, loaded, agrees=found.by_answer == expected.by_answer)
+            if written.is_complete and stream.version == loaded.version:
+                shadow.count(candidate, loaded, agrees=written.by_answer == expected.by_answer)
