@@ -158,7 +158,7 @@ def report_predictions() -> None:
 
     ray_batch.PredictWorker = Worker  # type: ignore[assignment,misc]
     for asked in ASKED:
-        rows = ray_batch._map(ray.data.range(1), None, 1, {"num_cpus": 0.1, "num_gpus": asked})  # type: ignore[arg-type]
+        rows = ray_batch._map(ray.data.range(1), None, 1, {"num_cpus": 0.1, "num_gpus": asked}, 1)  # type: ignore[arg-type]
         report("batch-predict", asked, tuple(json.loads(rows.take_all()[0]["seen"])))
 
 

@@ -110,7 +110,7 @@ def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(
     said = interrupt(running)
     stopped = shoal.runs.load("latest")
     assert stopped.status is Status.STOPPED, said
-    assert said.count(f"Go on with: python -m shoal.train resume={stopped.id}") == 1
+    assert said.count(f"Go on with: torchrun --nproc-per-node 2 -m shoal.train resume={stopped.id}") == 1, said
     at = max(losses_of(stopped))
 
     fault = ["args.fault=kill", "args.fault_rank=1", f"args.fault_step={at + 7}"]

@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,7 +40,8 @@ class StreamGuard:
         self._free = list(range(MAX_STREAMS))
         command = [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), str(states)]
         fds = (theirs.fileno(), states)
-        self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+        threading.Thread(target=process.wait, daemon=True).start()  # it forks, and ends: not as a zombie
         theirs.close()
         os.close(states)
 
