@@ -37,6 +37,20 @@ class VersionStatus(msgspec.Struct, frozen=True):
     columns: dict[str, dict[str, int]] = {}
 
 
+class MetricStatus(msgspec.Struct, frozen=True):
+    """What a library counts for a model, over the last `EndpointStatus.window_s` and all replicas.
+
+    help:  what it is; its name is that of its family of Prometheus
+    per_s: of a counter
+    p50_s, p99_s: of a histogram of seconds; None where there was no value
+    """
+
+    help: str = ""
+    per_s: float | None = None
+    p50_s: float | None = None
+    p99_s: float | None = None
+
+
 class ResidencyStatus(msgspec.Struct, frozen=True):
     """Where a model is that replicas load when it is requested. Counts are those of the present replicas.
 
@@ -101,6 +115,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     residency:  of a model that is loaded when it is requested; None for one that every replica has
     evidence:   of its open candidate; None without one
     last_failure: a request that the model failed on, and the reference that its caller received; "" for none
+    metrics:    of libraries, by name: the tokens of texts, and their times
     """
 
     name: str
@@ -123,6 +138,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     last_failure: str = ""
     residency: ResidencyStatus | None = None
     evidence: EvidenceStatus | None = None
+    metrics: dict[str, MetricStatus] = {}
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):

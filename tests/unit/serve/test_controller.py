@@ -9,15 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from shoal.cli.display.serve_display import format_plain_lines
+from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import RegistryError
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import ControllerState, Deployment, StateFile
 from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import TrafficShares
+from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, LibraryMetric, ModelSnapshot
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.weights import WeightSnapshot
@@ -468,3 +472,39 @@ def test_what_is_no_state_is_refused_and_the_endpoint_starts_from_what_it_was_de
     assert StateFile(path).load("d") is None
     [record] = caplog.records
     assert record.getMessage().startswith(f"{path} cannot be read, the endpoint starts from its deployment")
+
+
+def test_status_has_what_libraries_count_over_all_replicas(cluster: Cluster) -> None:
+    cluster.settle()
+    book = StatusReporter(cluster.controller, clock=lambda: cluster.now_s)
+    bounds = [0.01, 0.1]
+
+    def report(num_tokens: int, counts: list[int]) -> None:
+        times: HistogramSnapshot = {"bounds": bounds, "counts": counts, "sum": 0.0}
+        others: dict[str, LibraryMetric] = {
+            "tokens_total": {"kind": "counter", "help": "Tokens", "value": num_tokens},
+            "between_seconds": {"kind": "histogram", "help": "Between", "value": times},
+            "used_ratio": {"kind": "gauge", "help": "A share", "value": 0.5},
+        }
+        for replica in cluster.replicas.values():
+            heard = replica.report()
+            snapshot: ModelSnapshot = {**ModelStatistics("m").snapshot(), "others": others}
+            models = {"m": replace(heard.models["m"], counts=snapshot)}
+            cluster.controller.report(replace(heard, models=models))
+
+    report(100, [50, 0, 0])
+    book.sample()
+    cluster.now_s += 2.0
+    report(120, [50, 100, 0])
+    (model,) = book.describe_endpoint()["models"]
+    assert model["metrics"] == {
+        "tokens_total": {"help": "Tokens", "per_s": 30.0, "p50_s": None, "p99_s": None},
+        "between_seconds": {
+            "help": "Between",
+            "per_s": None,
+            "p50_s": pytest.approx(0.055),
+            "p99_s": pytest.approx(0.0991),
+        },
+    }
+    status = msgspec.convert(book.describe_endpoint(), EndpointStatus)
+    assert "m: tokens 30/s, between 55 ms (p99 99.1 ms)" in format_plain_lines(status, "")

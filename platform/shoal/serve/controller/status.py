@@ -17,6 +17,7 @@ from shoal.client.endpoint_status import (
     CertificateStatus,
     EndpointStatus,
     EvidenceStatus,
+    MetricStatus,
     ModelStatus,
     ReplicaStatus,
     ResidencyStatus,
@@ -165,6 +166,7 @@ class StatusReporter:
             last_failure=next((report.failure.describe() for report in reports if report.failure is not None), ""),
             residency=_build_residency(reports) if controller.assignments.is_on_demand(model) else None,
             evidence=_build_evidence(*controller.collect_evidence(name)) if is_open else None,
+            metrics=_summarize_metrics(counts, before, before_s),
         )
 
     def _counts_before_window(self, name: str) -> tuple[float, ModelSnapshot | None]:
@@ -250,6 +252,24 @@ def build_version_status(
         disagreed=now["disagreed"],
         columns=now["columns"],
     )
+
+
+def _summarize_metrics(
+    now: ModelSnapshot | None, before: ModelSnapshot | None, before_s: float
+) -> dict[str, MetricStatus]:
+    """Rates of the counters and quantiles of the histograms that libraries have."""
+    summarized = {}
+    earlier = before.get("others", {}) if before else {}
+    for name, metric in (now.get("others", {}) if now else {}).items():
+        value, old = metric["value"], earlier[name]["value"] if name in earlier else None
+        if isinstance(value, dict):
+            recent = subtract_histogram(old, value) if isinstance(old, dict) else value
+            p50_s, p99_s = (estimate_quantile(recent, q) for q in (0.5, 0.99))
+            summarized[name] = MetricStatus(metric["help"], p50_s=p50_s, p99_s=p99_s)
+        elif metric["kind"] == "counter" and before_s > 0.0:
+            num_before = 0.0 if old is None or isinstance(old, dict) else old
+            summarized[name] = MetricStatus(metric["help"], max(0.0, value - num_before) / before_s)
+    return summarized
 
 
 def _average_batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> float | None:

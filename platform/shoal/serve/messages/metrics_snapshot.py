@@ -121,6 +121,7 @@ def merge_snapshots(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
             "queue_s": _sum_histograms(merged["queue_s"], each["queue_s"]),
             "compute_s": _sum_histograms(merged["compute_s"], each["compute_s"]),
             "batch_rows": _sum_histograms(merged["batch_rows"], each["batch_rows"]),
+            "others": _add_totals(merged.get("others", {}), each.get("others", {})),
         }
     return merged
 
@@ -171,6 +172,18 @@ def add_versions(one: VersionSnapshot, other: VersionSnapshot) -> VersionSnapsho
 def add_columns(one: Mapping[str, Mapping[str, int]], other: Mapping[str, Mapping[str, int]]) -> ColumnValues:
     """Sum the counts of columns."""
     return {name: dict(Counter(one.get(name, {})) + Counter(other.get(name, {}))) for name in sorted({**one, **other})}
+
+
+def _add_totals(one: Mapping[str, LibraryMetric], other: Mapping[str, LibraryMetric]) -> dict[str, LibraryMetric]:
+    """Sum counters and histograms; gauges, of which some are shares, are left out."""
+    summed = {name: metric for name, metric in {**other, **one}.items() if metric["kind"] != "gauge"}
+    for name in summed.keys() & one.keys() & other.keys():
+        mine, theirs = one[name]["value"], other[name]["value"]
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            summed[name] = {**summed[name], "value": _sum_histograms(mine, theirs)}
+        elif not (isinstance(mine, dict) or isinstance(theirs, dict)):
+            summed[name] = {**summed[name], "value": mine + theirs}
+    return summed
 
 
 def _sum_durations(one: DurationSnapshot, other: DurationSnapshot) -> DurationSnapshot:

@@ -58,10 +58,10 @@ class TextStatistics:
         versions = {version for each in observed for version in each.versions}
         used = max((each.cells_used for each in observed), default=0.0)
         return {
-            "shoal_text_first_token_seconds": _histogram("Requests, from arrival to their first token", self._first_s),
-            "shoal_text_between_tokens_seconds": _histogram("Tokens, since the one before them", self._between_s),
+            "shoal_text_first_token_seconds": _histogram("Time to the first token of a request", self._first_s),
+            "shoal_text_between_tokens_seconds": _histogram("Time between two tokens of an answer", self._between_s),
             "shoal_text_prompt_tokens_total": _number("counter", "Tokens of prompts", self._prompt_tokens),
-            "shoal_text_new_tokens_total": _number("counter", "Tokens that were written", self._new_tokens),
+            "shoal_text_new_tokens_total": _number("counter", "Tokens written", self._new_tokens),
             "shoal_text_running_answers": _number("gauge", "Answers that are computed now", running),
             "shoal_text_queued_answers": _number("gauge", "Answers that wait", sum(each.queued for each in observed)),
             "shoal_text_cells_used_ratio": _number("gauge", "Share of the cache that running answers use", used),

@@ -72,6 +72,12 @@ function remember(key, time, value) {
   return { xs: history.times.map((each) => each - time), ys: history.values };
 }
 
+/** What a library counts: a rate, or what half of the values and 99% of them are below. */
+function describeMetric(metric) {
+  if (metric.per_s !== null) return `${number(metric.per_s)} a second`;
+  return metric.p50_s === null ? null : `${seconds(metric.p50_s)}, p99 ${seconds(metric.p99_s)}`;
+}
+
 class ModelPart {
   constructor(endpoint, name) {
     this.endpoint = endpoint;
@@ -120,6 +126,7 @@ class ModelPart {
       ["follows", model.source], ["phase", model.phase],
       ["batches", model.batch_rows === null ? null : `${number(model.batch_rows)} rows on average, ${model.max_batch_rows} at most`],
       ["a forward", model.latency.length ? [model.latency[0], model.latency.at(-1)].map(([rows, each]) => `${rows} rows: ${seconds(each)}`).join(", ") : null],
+      ...Object.values(model.metrics).map((metric) => [metric.help.toLowerCase(), describeMetric(metric)]),
       ["queue", `${number(model.queued_rows)} of ${number(model.max_queued_rows)} rows`], ["refused", number(model.refused)],
       ["a request failed", model.last_failure],
       ["loaded on demand", model.residency && `on ${model.residency.replicas} replicas, ${model.residency.loads} loads, ${model.residency.evictions} evictions`],
