@@ -78,7 +78,8 @@ def test_what_peft_wrote_is_registered_and_written_back_with_equal_logits(name: 
     given |= {each: lora.get(each, {}) for each in ("rank_pattern", "alpha_pattern")}
     expected = save_by_peft(tmp_path / "theirs", tmp_path / "base", **given)
     assert np.abs(expected - plain).max() > 0.01
-    run("pull", str(tmp_path / "theirs"), "--name", "tuned")
+    said = run("pull", str(tmp_path / "theirs"), "--name", "tuned")
+    assert "shoal serve deploy base-base@1 endpoint.model.text.adapters='[tuned]'" in said
     version = Registry().get("tuned@champion")
     assert Registry().get(version.manifest.lineage["base"]).name == "base-base"
     np.testing.assert_allclose(build(version.ref), expected, atol=1e-6)

@@ -23,7 +23,8 @@ from shoal.extend.serve import Caller, ServedModel
 from shoal.libs.language.app import TextApp
 from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.engine.request import Swap
-from shoal.libs.language.served import text_engine
+from shoal.libs.language.served import registered_adapters, text_engine
+from shoal.libs.language.served.text_engine import RequestStream
 from shoal.libs.language.text_model import TextCall, TextModel, TextModels
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
 from shoal.serve.protocol.prometheus import render
@@ -562,6 +563,31 @@ async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) ->
             assert refused.value.status == status, name
         counted = served(replica).counts.snapshot()["versions"]["1"]["statuses"]  # type: ignore[index]
         assert counted == {"200": 4}  # an adapter's answers count for its base
+
+
+async def test_of_many_adapters_those_leave_that_no_answer_needs(
+    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (text_engine, registered_adapters):
+        monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
+    base = register_decoder(files, 1, "champion")
+    pairs = {name: make_adapter(name, base, seed) for seed, name in enumerate(("poet", "bard", "scribe"))}
+    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": {"adapters": ["*"], "slots": 4}}) as endpoint:
+        [replica] = await endpoint.start()
+        expected = {name: continue_greedily(adapt(make_decoder(1), pair), PROMPT, 12) for name, pair in pairs.items()}
+        assert list_tokens(await write_as(replica, "tiny:poet", CALL))[:12] == expected["poet"]
+        [engine] = served(replica).streams._engines.values()  # type: ignore[union-attr]
+        engine._streams[-1] = RequestStream(TextRequest(PROMPT, adapter="poet"), 0.0)  # an answer that never ends
+        for name in ("bard", "scribe", "bard"):
+            assert list_tokens(await write_as(replica, f"tiny:{name}", CALL))[:12] == expected[name]
+        assert list(engine._adapters) == ["poet", "bard"]
+        assert [each.name for each in find_texts(replica).list(ANYONE)] == ["tiny", "tiny:scribe", "tiny:bard"]
+        engine._streams[-2] = RequestStream(TextRequest(PROMPT, adapter="bard"), 0.0)
+        with pytest.raises(InferenceError, match="2 adapters of this model are in use"):
+            await write_as(replica, "tiny:scribe", CALL)
+        engine._streams.clear()
+        assert list_tokens(await write_as(replica, "tiny:scribe", CALL))[:12] == expected["scribe"]
+        assert list(engine._adapters) == ["bard", "scribe"]
 
 
 def make_adapter(name: str, base: ModelVersion, seed: int, width: int = 32) -> dict[str, torch.Tensor]:

@@ -59,3 +59,7 @@ def pull(folder: str, name: str, kind: str, dtype: str, alias: str, base: str) -
     """
     version = register_folder(folder, name, kind, dtype, alias, base)
     click.echo(f"{version.name}@{alias} is {version.ref} now. Serve it: shoal serve deploy {version.name}@{alias}")
+    about = version.manifest
+    if "base" in about.lineage and about.model.kwargs["task"] == KINDS["causal_lm"]:
+        beside = f"{about.lineage['base']} endpoint.model.text.adapters='[{version.name}]'"
+        click.echo(f"Or beside its base, as the model BASE:{version.name}: shoal serve deploy {beside}")

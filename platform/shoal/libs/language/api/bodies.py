@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from shoal.errors import InferenceError, suggest
 
 T = TypeVar("T")
-MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_ANSWERS = 4096, 128, 128, 256
+MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_ANSWERS = 4096, 128, 128, 128
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -139,6 +139,7 @@ def read_body(raw: bytes, kind: type[T]) -> T:
         problem, _, path = str(error).partition(" - at `$")
         missing = re.search("required field `(.*)`", problem)
         path = ".".join(filter(None, (path.strip(".`"), missing[1] if missing else "")))
+        problem = "is null" if missing and path in body else problem
         raise InferenceError(400, f"{path}: {problem}" if path else problem, field=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InferenceError(400, f"the body is not JSON: {error}") from None

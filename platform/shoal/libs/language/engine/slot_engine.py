@@ -98,6 +98,7 @@ class SlotEngine:
         self._submitted: list[AnswerState] = []
         self._cancelled: set[int] = set()
         self._incoming: dict[str, Weights] = {}
+        self._removed: set[str] = set()
 
     # ---------------------------------------------------------------- from any thread
 
@@ -155,6 +156,13 @@ class SlotEngine:
             incoming = Weights(base.model.replace_weights(weights), version)
         with self._lock:
             self._incoming[adapter] = incoming
+            self._removed.discard(adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter, whose running answers go on; those that are queued end. Unknown names are ignored."""
+        with self._lock:
+            self._incoming.pop(name, None)
+            self._removed.add(name)
 
     def observe(self) -> Observation:
         """Counts, now and since the engine was made."""
@@ -278,6 +286,9 @@ class SlotEngine:
                     del self._incoming[name]
                     if weights.model is self._current[""].model:
                         self._current = self._current | {name: weights}
+            if self._removed:
+                self._current = {name: each for name, each in self._current.items() if name not in self._removed}
+                self._removed.clear()
         self._slots.forget(self._current.values())
         for answer in list(self._running):
             target = self._current.get(answer.request.adapter)

@@ -20,6 +20,7 @@ from shoal.extend.registry import ModelVersion, Registry, split_ref
 from shoal.extend.train import read_state_dict
 
 ANY, DEFAULT_ALIAS = "*", "champion"
+MAX_ADAPTERS = 64  # in memory, of a model; beyond it those leave that were used longest ago
 FOLLOW_S = 5.0  # an alias is read again by a request that comes as much later
 _LAYER = re.compile(r"\.(lora_[AB])\.default\.")  # peft's names in a network; those of its files lack `default`
 
@@ -50,8 +51,8 @@ class AdapterFinder:
         self._model, self._registry = model, registry
         self._allowed = {split_ref(each)[0]: each for each in allowed if each != ANY}
         self._is_open = ANY in allowed
-        self._found: dict[str, tuple[float, RegisteredAdapter]] = {}
-        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._found: dict[str, tuple[float, RegisteredAdapter]] = {}  # by when they were used, the last one last
+        self._reading: dict[str, asyncio.Task[RegisteredAdapter]] = {}
 
     def list_names(self) -> list[str]:
         """Those that are named, or were asked for and found."""
@@ -72,14 +73,23 @@ class AdapterFinder:
         if known is None or (version is None and time.monotonic() - read_s > FOLLOW_S):
             if key not in self._reading:  # one object for all that wait: another one would replace it in the engine
                 self._reading[key] = asyncio.create_task(self._refresh(name, key, known))
-            await asyncio.shield(self._reading[key])
-        return self._found[key][1]
+            return await asyncio.shield(self._reading[key])
+        self._keep(key, read_s, known)
+        return known
 
-    async def _refresh(self, name: str, key: str, known: RegisteredAdapter | None) -> None:
+    async def _refresh(self, name: str, key: str, known: RegisteredAdapter | None) -> RegisteredAdapter:
         try:
-            self._found[key] = time.monotonic(), await asyncio.to_thread(self._read, name, key, known)
+            adapter = await asyncio.to_thread(self._read, name, key, known)
+            self._keep(key, time.monotonic(), adapter)
+            return adapter
         finally:
             del self._reading[key]
+
+    def _keep(self, key: str, read_s: float, adapter: RegisteredAdapter) -> None:
+        self._found.pop(key, None)
+        self._found[key] = read_s, adapter
+        if len(self._found) > MAX_ADAPTERS:
+            del self._found[next(iter(self._found))]
 
     def _read(self, name: str, key: str, known: RegisteredAdapter | None) -> RegisteredAdapter:
         given = self._allowed.get(name, name)

@@ -21,10 +21,10 @@ from shoal.errors import Closed, ConfigError, InferenceError
 from shoal.extend.serve import LoadedModel, ServedModel, StepQueue, Track
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import PreparedVersion, VersionPreparation
-from shoal.libs.language.served.registered_adapters import RegisteredAdapter
+from shoal.libs.language.served.registered_adapters import MAX_ADAPTERS, RegisteredAdapter
 from shoal.libs.language.served.text_statistics import TextStatistics
 
-MAX_UNREAD, MAX_ADAPTERS = 4096, 64
+MAX_UNREAD = 4096
 T = TypeVar("T")
 
 
@@ -35,6 +35,7 @@ class RequestStream:
         self.events: deque[TokenEvent] = deque()
         self.error: InferenceError | None = None
         self.running = request.num_answers  # answers that have not ended
+        self.adapter = request.adapter
         self.number = 0
         self.version = 0  # of the last event
         self.base_version = 0  # of an adapter's, which failures count for
@@ -83,7 +84,9 @@ class TextEngine:
         self._served, self._preparation, self._statistics = served, preparation, statistics
         self._loaded: LoadedModel | None = None  # that the engine computes with
         self._tokenizer: object = None
-        self._adapters: dict[str, RegisteredAdapter] = {}  # that the engine has, beside its present base
+        self._adapters: dict[
+            str, RegisteredAdapter
+        ] = {}  # that the engine has, beside its present base; last used last
         self.engine: SlotEngine | None = None
         self._opening: asyncio.Future[SlotEngine] | None = None
         self._streams: dict[int, RequestStream] = {}
@@ -160,15 +163,25 @@ class TextEngine:
         key, loaded = adapter.key, self._adapters  # another dict from the next base on
         if loaded.get(key) is not adapter:
             if key not in loaded and len(loaded) >= MAX_ADAPTERS:
-                raise InferenceError(503, f"{MAX_ADAPTERS} adapters are loaded beside this model already")
+                self._remove_unused_adapter(engine)
             try:
                 await asyncio.to_thread(engine.set_weights, adapter.version, adapter.state, key)
             except ConfigError as error:
                 raise InferenceError(422, f"adapter {key!r} does not fit its base: {error}", field="model") from None
-            loaded[key] = adapter
+        loaded.pop(key, None)
+        loaded[key] = adapter
         prepared = None if self._loaded is None else self._preparation.find(self._loaded)
         if prepared is None or not adapter.fits(prepared.source):  # the track has got another version meanwhile
             raise InferenceError(409, f"adapter {key!r} is of another base than answers now", field="model")
+
+    def _remove_unused_adapter(self, engine: SlotEngine) -> None:
+        """Remove the one that was used longest ago, among those that nobody's answer needs. Raises InferenceError."""
+        used = {each.adapter for each in self._streams.values()}
+        unused = next((key for key in self._adapters if key not in used), None)
+        if unused is None:
+            raise InferenceError(503, f"{MAX_ADAPTERS} adapters of this model are in use", retry_after_s=1.0)
+        del self._adapters[unused]
+        engine.remove_adapter(unused)
 
     async def _open(self) -> SlotEngine:
         if self.engine is None:
