@@ -129,7 +129,7 @@ def run_static(model: nn.Module, jobs: list[Job]) -> tuple[list[list[int]], floa
 def run_products(model: nn.Module, jobs: list[Job]) -> float:
     """Seconds of the matrix products of the engine's steps alone."""
     engine = SlotEngine(model, slots=SLOTS, length=LENGTH, chunk=CHUNK)
-    causal = engine._current[""].model
+    causal = engine._weights.base.model
     compute, sizes = causal.compute, list[tuple[int, int]]()
 
     def note(work: Any, wanted: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ async def test_a_registered_version_writes_text_and_answers_tensors(files: Mappi
         engine = next(iter(served(replica).streams._engines.values())).engine  # type: ignore[union-attr, attr-defined]
         assert loaded is not None
         assert loaded.module is not None
-        mine, its = loaded.module.state_dict(), engine._current[""].model.module.state_dict()
+        mine, its = loaded.module.state_dict(), engine._weights.base.model.module.state_dict()
         assert {name: each.data_ptr() for name, each in mine.items()} == {
             name: each.data_ptr() for name, each in its.items()
         }
@@ -308,7 +308,7 @@ async def test_a_canary_whose_texts_fail_or_come_slowly_is_rolled_back(
     step, record = SlotEngine.step, ServedModel.record_step
 
     def fail(engine: SlotEngine) -> list[TokenEvent]:
-        weights = engine._current[""]
+        weights = engine._weights.base
         if weights.version == 2 and fault == "raises":
             raise RuntimeError("secret")
         if weights.version == 2:

@@ -176,7 +176,7 @@ def test_eight_answers_take_one_prefill() -> None:
 
 def test_no_cell_outlives_its_weights_and_no_weights_their_answers() -> None:
     engine = SlotEngine(make_decoder(0))
-    old = weakref.ref(engine._current[""].model)
+    old = weakref.ref(engine._weights.base.model)
     engine.run([TextRequest(PROMPT, max_tokens=2)])
     engine.set_weights(1, copy_state(make_decoder(1)))
     (events,) = engine.run([TextRequest(PROMPT, max_tokens=6)])

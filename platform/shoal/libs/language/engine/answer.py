@@ -7,21 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError
-from shoal.libs.language.engine.adapters import Adapter
 from shoal.libs.language.engine.grammar import Matcher
-from shoal.libs.language.engine.models import CausalModel
 from shoal.libs.language.engine.request import TextRequest
 from shoal.libs.language.engine.sampling import Row, draw_uniform
 from shoal.libs.language.engine.text import TextStream
-
-
-@dataclass(frozen=True, eq=False)
-class Weights:
-    """What computes a token. CacheCells belong to one such object, and to no other with the same numbers."""
-
-    model: CausalModel
-    version: int | str
-    adapter: Adapter | None = None
+from shoal.libs.language.engine.weights import Weights
 
 
 @dataclass(eq=False)

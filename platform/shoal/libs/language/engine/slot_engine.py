@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.libs.language.engine.adapters import Adapter
 from shoal.libs.language.engine.admission import QueueAdmission
-from shoal.libs.language.engine.answer import AnswerState, Weights
+from shoal.libs.language.engine.answer import AnswerState
 from shoal.libs.language.engine.cells import CacheCells, TokenSegment, Work
 from shoal.libs.language.engine.grammar import GrammarCompiler
 from shoal.libs.language.engine.models import CausalModel, open_model
@@ -36,8 +35,7 @@ from shoal.libs.language.engine.request import FinishReason, Limits, Observation
 from shoal.libs.language.engine.sampling import Sampled, sample
 from shoal.libs.language.engine.slots import SlotTable
 from shoal.libs.language.engine.text import TextStream, remember
-
-MAX_VERSIONS = 2  # of the base model's weights in memory
+from shoal.libs.language.engine.weights import CurrentWeights
 
 
 class SlotEngine:
@@ -86,7 +84,7 @@ class SlotEngine:
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._chunk, self._deterministic = chunk, deterministic
-        self._current: dict[str, Weights] = {"": Weights(opened, version)}
+        self._weights = CurrentWeights(opened, version)
         self._cells = CacheCells(slots + spare, self._limits.length)
         self._slots = SlotTable(self._cells, slots, spare, chunk, deterministic)
         self._admission = QueueAdmission(max_queued, max_queued_tokens, slots, chunk)
@@ -97,8 +95,6 @@ class SlotEngine:
         self._lock = threading.Lock()  # of what other threads leave for the next step:
         self._submitted: list[AnswerState] = []
         self._cancelled: set[int] = set()
-        self._incoming: dict[str, Weights] = {}
-        self._removed: set[str] = set()
 
     # ---------------------------------------------------------------- from any thread
 
@@ -114,9 +110,7 @@ class SlotEngine:
         """What `queue` takes. This compiles a grammar and decodes the tokens that are given, so it may take a second;
         any thread may call it. Raises ConfigError."""
         check_request(request, self._limits)
-        with self._lock:
-            known = self._current.keys() | self._incoming.keys()
-        if request.adapter not in known:
+        if request.adapter not in (known := self._weights.names):
             raise ConfigError("adapter", request.adapter, "is unknown", f"known: {', '.join(sorted(known - {''}))}")
         room = self._limits.length - len(request.prompt)
         return self._make_answers(request, min(request.max_tokens or room, room))
@@ -147,37 +141,24 @@ class SlotEngine:
         a third waits, and the last that came replaces one that waits. Adapters leave with their base. Raises
         ConfigError for tensors that do not fit.
         """
-        with self._lock:
-            base = self._incoming.get("", self._current[""])
-        if adapter:
-            state = weights if isinstance(weights, Mapping) else weights.state_dict()
-            incoming = Weights(base.model, version, Adapter(state, scale, base.model))
-        else:
-            incoming = Weights(base.model.replace_weights(weights), version)
-        with self._lock:
-            self._incoming[adapter] = incoming
-            self._removed.discard(adapter)
+        self._weights.set(version, weights, adapter, scale)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter, whose running answers go on; those that are queued end. Unknown names are ignored."""
-        with self._lock:
-            self._incoming.pop(name, None)
-            self._removed.add(name)
+        self._weights.remove(name)
 
     def observe(self) -> Observation:
         """Counts, now and since the engine was made."""
         running = list(self._running)
         used = sum(len(answer.known) for answer in running)
-        with self._lock:
-            incoming = self._incoming.get("")
         return Observation(
             running=len(running),
             queued=self._admission.queued,
             queued_tokens=self._admission.queued_tokens,
             cells_used=used / (self._slots.num_answers * self._limits.length),
             versions=Counter(answer.weights.version for answer in running if answer.weights is not None),
-            current=self._current[""].version,
-            pending=None if incoming is None else incoming.version,
+            current=self._weights.base.version,
+            pending=self._weights.pending,
             shared_tokens=self._slots.num_shared_tokens,
             step_s=self._admission.step_s(self._slots.num_answers + self._chunk),
             **{name: self._totals[name] for name in _TOTALS},
@@ -190,7 +171,7 @@ class SlotEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._running or self._queue or self._submitted or self._incoming or self._cancelled)
+        return bool(self._running or self._queue or self._submitted or self._weights.has_incoming or self._cancelled)
 
     # ---------------------------------------------------------------- from the thread of the owner
 
@@ -275,23 +256,11 @@ class SlotEngine:
 
     def _apply_weights(self, events: list[TokenEvent]) -> None:
         """Make new weights the current ones, where memory allows, and let running answers follow by their policy."""
-        with self._lock:
-            used = {id(answer.weights.model) for answer in self._running if answer.weights is not None}
-            base = self._incoming.get("")
-            if base is not None and len(used | {id(base.model)}) <= MAX_VERSIONS:
-                self._current = {"": self._incoming.pop("")}
-                base = None
-            for name, weights in list(self._incoming.items()):
-                if name and (base is None or weights.model is not base.model):
-                    del self._incoming[name]
-                    if weights.model is self._current[""].model:
-                        self._current = self._current | {name: weights}
-            if self._removed:
-                self._current = {name: each for name, each in self._current.items() if name not in self._removed}
-                self._removed.clear()
-        self._slots.forget(self._current.values())
+        self._weights.apply({answer.weights.model for answer in self._running if answer.weights is not None})
+        current = self._weights.current
+        self._slots.forget(current.values())
         for answer in list(self._running):
-            target = self._current.get(answer.request.adapter)
+            target = current.get(answer.request.adapter)
             if target is None or target is answer.weights or answer.request.swap == "finish":
                 continue
             if answer.request.swap == "refuse":
@@ -309,7 +278,7 @@ class SlotEngine:
                 self._preempt(last)
             heapq.heappop(self._queue)
             self._admission.leave(1, _count_waiting(answer))
-            target = self._current.get(answer.request.adapter)
+            target = self._weights.current.get(answer.request.adapter)
             if answer.weights is not None and answer.request.swap == "finish":
                 target = answer.weights
             if target is None:
@@ -451,7 +420,7 @@ class SlotEngine:
             self._admission.leave(1, _count_waiting(answer))
         if finish in ("stop", "length"):
             self._admission.observe_end(answer.num_new / answer.max_tokens)
-        version = answer.weights.version if answer.weights is not None else self._current[""].version
+        version = answer.weights.version if answer.weights is not None else self._weights.base.version
         event = event or TokenEvent(answer.number, answer.index, version=version)
         rest = answer.text.finish() if answer.text is not None else ""
         more = {"text": event.text + rest, "finish": finish, "problem": problem, "spans": tuple(answer.spans)}

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from shoal.libs.language.engine.answer import AnswerState, CacheSlot, Weights, count_common
+from shoal.libs.language.engine.answer import AnswerState, CacheSlot, count_common
 from shoal.libs.language.engine.cells import CacheCells, TokenSegment
+from shoal.libs.language.engine.weights import Weights
 
 MIN_SHARED = 8  # tokens: below, waiting and copying cost more than computing
 
