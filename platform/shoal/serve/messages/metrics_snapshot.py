@@ -121,7 +121,7 @@ def merge_snapshots(snapshots: Iterable[ModelSnapshot]) -> ModelSnapshot:
             "queue_s": _sum_histograms(merged["queue_s"], each["queue_s"]),
             "compute_s": _sum_histograms(merged["compute_s"], each["compute_s"]),
             "batch_rows": _sum_histograms(merged["batch_rows"], each["batch_rows"]),
-            "others": _add_totals(merged.get("others", {}), each.get("others", {})),
+            "others": add_library_metrics(merged.get("others", {}), each.get("others", {})),
         }
     return merged
 
@@ -174,7 +174,9 @@ def add_columns(one: Mapping[str, Mapping[str, int]], other: Mapping[str, Mappin
     return {name: dict(Counter(one.get(name, {})) + Counter(other.get(name, {}))) for name in sorted({**one, **other})}
 
 
-def _add_totals(one: Mapping[str, LibraryMetric], other: Mapping[str, LibraryMetric]) -> dict[str, LibraryMetric]:
+def add_library_metrics(
+    one: Mapping[str, LibraryMetric], other: Mapping[str, LibraryMetric]
+) -> dict[str, LibraryMetric]:
     """Sum counters and histograms; gauges, of which some are shares, are left out."""
     summed = {name: metric for name, metric in {**other, **one}.items() if metric["kind"] != "gauge"}
     for name in summed.keys() & one.keys() & other.keys():

@@ -163,7 +163,12 @@ class TextEngine:
         key, loaded = adapter.key, self._adapters  # another dict from the next base on
         if loaded.get(key) is not adapter:
             if key not in loaded and len(loaded) >= MAX_ADAPTERS:
-                self._remove_unused_adapter(engine)
+                used = {each.adapter for each in self._streams.values()}
+                unused = next((each for each in loaded if each not in used), None)  # for the longest time
+                if unused is None:
+                    raise InferenceError(503, f"{MAX_ADAPTERS} adapters of this model are in use", retry_after_s=1.0)
+                del loaded[unused]
+                engine.remove_adapter(unused)
             try:
                 await asyncio.to_thread(engine.set_weights, adapter.version, adapter.state, key)
             except ConfigError as error:
@@ -173,15 +178,6 @@ class TextEngine:
         prepared = None if self._loaded is None else self._preparation.find(self._loaded)
         if prepared is None or not adapter.fits(prepared.source):  # the track has got another version meanwhile
             raise InferenceError(409, f"adapter {key!r} is of another base than answers now", field="model")
-
-    def _remove_unused_adapter(self, engine: SlotEngine) -> None:
-        """Remove the one that was used longest ago, among those that nobody's answer needs. Raises InferenceError."""
-        used = {each.adapter for each in self._streams.values()}
-        unused = next((key for key in self._adapters if key not in used), None)
-        if unused is None:
-            raise InferenceError(503, f"{MAX_ADAPTERS} adapters of this model are in use", retry_after_s=1.0)
-        del self._adapters[unused]
-        engine.remove_adapter(unused)
 
     async def _open(self) -> SlotEngine:
         if self.engine is None:
