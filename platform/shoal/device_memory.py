@@ -1,13 +1,15 @@
-"""The memory of a CUDA device that several processes share: a process's limit, and what an error beyond it says.
+"""The memory of a device that several processes share: a process's limit, and what an error beyond it says.
 
-Called in processes that have reserved a fraction of a device. Ray counts fractions, and divides no memory. The limit is
-that of torch's tensors: the CUDA context, and other libraries such as onnxruntime, are not part of it.
+Called in processes that have reserved a fraction of a CUDA device. Ray counts fractions, and divides no memory. Their
+limit is that of torch's tensors: the CUDA context, and other libraries such as onnxruntime, are not part of it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +25,25 @@ def limit_device_memory(share: float) -> None:
 
     if 0 < share < 1 and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(share)
+
+
+def read_memory_limit() -> int | None:
+    """The bytes that this process's control group may use (version 2, else 1); None without a limit."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(path).read_text().strip() if Path(path).exists() else ""
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def count_memory(device: torch.device) -> int:
+    """The bytes that this process may use: its share of a GPU, or the machine's memory within a container's limit."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1])
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, read_memory_limit() or total)
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, what: str) -> str:

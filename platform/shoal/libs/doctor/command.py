@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from shoal.cpu_count import count_usable_cores
+from shoal.device_memory import read_memory_limit
 from shoal.errors import ClusterError, ConfigError
 from shoal.extend.cli import print_json
 from shoal.extend.cluster import format_remote_remedy, haproxy_program, load_handle, require_no_shadowing, state_path
@@ -253,15 +254,6 @@ def check_shadowing(folders: Sequence[Path]) -> Finding:
     return Finding("imports", Level.OK, "nothing hides a module of Python's own")
 
 
-def memory_limit_bytes() -> int | None:
-    """The limit of the control group (version 2, else 1), or None."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = Path(path).read_text().strip() if Path(path).exists() else ""
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
-
-
 def run_checks() -> Iterator[Finding]:
     """Every finding about this machine, the slow ones last."""
     import resource
@@ -274,7 +266,7 @@ def run_checks() -> Iterator[Finding]:
     yield from check_packages(requires("shoal") or [], _find_installed_version, extra)
     yield check_shadowing(list(dict.fromkeys(folders)))
     yield check_cores(count_usable_cores())
-    yield check_memory(memory.total, memory_limit_bytes(), memory.available)
+    yield check_memory(memory.total, read_memory_limit(), memory.available)
     finding = check_home()
     yield finding
     has_home = finding.level is Level.OK

@@ -48,7 +48,8 @@ class TextOptions(Spec):
     """How an endpoint generates text with a language model.
 
     slots:         answers that are computed at the same time, by each version
-    length:        tokens of a prompt and its answer together; None: what the model knows
+    length:        tokens of a prompt and its answer together; None: what the model knows, if its slots then take no
+                   more than half of the memory
     swap:          what becomes of an answer when the version changes, where its request leaves it open: it continues
                    with the new one, finishes with the old one, or is refused the rest
     deterministic: the bits of an answer do not depend on others, which costs a third of the speed

@@ -8,6 +8,8 @@ computed for each segment over the cells of its own slot. Legend: S slots, L cel
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -47,16 +49,31 @@ class CacheCells:
         stored = self._layers.get(layer)
         if stored is None:  # zeros: cells that a mask hides must be finite
             shapes = [(self.num_slots + 1, self.length, x.shape[0], x.shape[2]) for x in (key, value)]
-            stored = self._layers[layer] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
+            stored = self._layers[layer] = _make_zeros(key, shapes[0]), _make_zeros(value, shapes[1])
         stored[0].view(-1, *stored[0].shape[2:]).index_copy_(0, cell_numbers, key.transpose(0, 1))
         stored[1].view(-1, *stored[1].shape[2:]).index_copy_(0, cell_numbers, value.transpose(0, 1))
         return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in all layers that have been written."""
+        tensors = [cells for pair in self._layers.values() for cells in pair]
+        return sum(each.shape[2] * each.shape[3] * each.element_size() for each in tensors)
 
     def copy(self, source: int, target: int, num_cells: int) -> None:
         """Copy the first cells of a slot to another."""
         for pair in self._layers.values():
             for cells in pair:
                 cells[target, :num_cells] = cells[source, :num_cells]
+
+
+def _make_zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros of the type of `like`. On a processor they take memory once they are written: few texts are as long as a
+    slot, and SmolLM2's context in sixteen slots would be 6 GB."""
+    if like.device.type != "cpu":
+        return like.new_zeros(*shape)
+    memory = mmap.mmap(-1, math.prod(shape) * like.element_size(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(*shape)
 
 
 class Work:

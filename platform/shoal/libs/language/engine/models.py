@@ -26,7 +26,10 @@ _REFUSED_ROPE = ("dynamic", "longrope")  # a cell's key would depend on tokens t
 
 class CausalModel:
     """A network, [T] tokens to logits. `context`: positions that it knows; None: any number. `head`: its last layer,
-    which computes wanted tokens alone. `heads`: those of attention, which no tensor's shape shows."""
+    which computes wanted tokens alone. `heads`: those of attention, which no tensor's shape shows. `token_bytes`: what
+    `verify` has seen a token take in a cache."""
+
+    token_bytes = 0
 
     def __init__(
         self, module: nn.Module, head: object, num_tokens: int, context: int | None, heads: list[int | None]
@@ -93,6 +96,7 @@ class CausalModel:
             work = Work(cells, [segment], self.device)
             computed.append(self.compute(work, torch.arange(size, device=self.device)))
             at += size
+        self.token_bytes = cells.token_bytes
         expected = self.compute_plain(ids).float()
         share = (torch.cat(computed) - expected).abs().max() / expected.abs().max()
         if not share <= _TOLERANCE.get(next(self.module.parameters()).dtype, 0.05):

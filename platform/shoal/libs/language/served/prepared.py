@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from shoal.device_memory import count_memory
 from shoal.errors import ConfigError
 from shoal.extend.models import Decoder
 from shoal.extend.registry import ModelVersion, Registry
@@ -30,6 +31,8 @@ from shoal.extend.serve import LoadedModel, ModelOptions
 from shoal.libs.language.engine.models import open_model
 
 logger = logging.getLogger(__name__)
+CACHE_SHARE = 0.5  # of the memory, for the cache of a model's texts whose length nobody has chosen
+SPARE = 2  # slots of an engine beside those of its answers
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _GENERATION = "generation_config.json"
 
@@ -56,7 +59,7 @@ class VersionPreparation:
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[LoadedModel, PreparedVersion] = WeakKeyDictionary()
         self._tokenizers: dict[object, tuple[Any, tuple[int, ...]]] = {}  # by the digests of their files
-        self._contexts: dict[tuple[str, type], int | None] = {}  # of models that were compared with their own forward
+        self._contexts: dict[tuple[str, type], tuple[int | None, int]] = {}  # that verified models know, and that fit
         self._lock = threading.Lock()
 
     def find(self, loaded: LoadedModel) -> PreparedVersion | None:
@@ -88,11 +91,17 @@ class VersionPreparation:
             raise ConfigError("model", f"{name}@{version}", problem, remedy)
         key = (name, type(module))
         if key not in self._contexts:
-            self._contexts[key] = open_model(module).context
-        (tokenizer, stops, source), known = read, self._contexts[key]
+            model = open_model(module)
+            fitting = int(CACHE_SHARE * count_memory(model.device) / model.token_bytes)
+            self._contexts[key] = model.context, fitting
+        (tokenizer, stops, source), (known, fitting) = read, self._contexts[key]
         created_s = time.time() if source is None else source.manifest.created_at
         eos = getattr(getattr(module, "config", None), "eos_token_id", None)
         context = min(options.text.length or known or 2048, known or 1 << 30)
+        if options.text.length is None and (most := max(2, fitting // (options.text.slots + SPARE))) < context:
+            message = "%s@%d: texts of %d tokens, not of %d: half of the memory has no more in %d slots (text.length)"
+            logger.warning(message, name, version, most, context, options.text.slots)
+            context = most
         return PreparedVersion(module, tokenizer, (*stops, *_list_tokens(eos)), context, created_s, source)
 
     def _read_tokenizer(
