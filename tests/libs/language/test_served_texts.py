@@ -23,7 +23,7 @@ from shoal.extend.serve import Caller, ServedModel
 from shoal.libs.language.app import TextApp
 from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.engine.request import Swap
-from shoal.libs.language.served import registered_adapters, text_engine
+from shoal.libs.language.served import prepared, registered_adapters, text_engine
 from shoal.libs.language.served.text_engine import RequestStream
 from shoal.libs.language.text_model import TextCall, TextModel, TextModels
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
@@ -35,6 +35,7 @@ from shoal.weights import WeightSnapshot, WeightStore
 
 ANYONE = Caller("")
 CALL = TextCall(ANYONE)
+TOKEN_BYTES = 2 * 2 * 32 * 4  # in the cache: keys and values of two layers
 PROMPT = tuple(b"Once upon a time")
 DECODER = ModelFactory(
     factory="shoal.models.decoder:Decoder",
@@ -522,6 +523,17 @@ async def test_a_model_of_hugging_face_writes_and_keeps_its_own_attention(tmp_pa
         [vector], _ = await get_text(replica).embed([PROMPT], CALL)
         hidden = network.model(torch.tensor([PROMPT])).last_hidden_state[0].mean(0).detach()
         assert np.allclose(vector, nn.functional.normalize(hidden, dim=0).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(None, 60), (80, 80), (1000, 96)])
+async def test_texts_are_as_long_as_half_of_the_memory_allows_or_as_they_are_to_be(
+    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, length: int | None, expected: int
+) -> None:
+    register_decoder(files, 1, "champion")
+    monkeypatch.setattr(prepared, "count_memory", lambda device: 2 * 60 * (4 + 2) * TOKEN_BYTES)
+    async with ReplicaSet(model_from_ref("tiny@1"), model={"text": {"slots": 4, "length": length}}) as endpoint:
+        [replica] = await endpoint.start()
+        assert get_text(replica).context == expected
 
 
 async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tests.libs.language.tiny_language import (
@@ -25,6 +26,7 @@ from tests.libs.language.tiny_language import (
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.libs.language.engine import Sampling, SlotEngine, TextRequest, TokenEvent, models
+from shoal.libs.language.engine.cells import CacheCells
 from shoal.models.decoder import Decoder
 
 PROMPT = tuple(range(40, 64))
@@ -311,3 +313,14 @@ def test_text_is_cut_before_a_stop_text_that_several_tokens_make() -> None:
     assert all(event.top_logprobs[0] == (event.token, pytest.approx(event.logprob)) for event in whole)
     assert list_tokens(by_token) == tokens[: tokens.index(tokens[2]) + 1]
     assert by_token[-1].finish == "stop"
+
+
+def test_a_cache_takes_memory_as_texts_are_written() -> None:
+    cells = CacheCells(16, 1 << 16)
+    before = psutil.Process().memory_info().rss
+    key = torch.ones(8, 1, 64)
+    keys, _ = cells.write(0, torch.tensor([3 << 16]), key, key)
+    assert cells.token_bytes == 2 * 8 * 64 * 4
+    assert psutil.Process().memory_info().rss - before < 1 << 27  # of the 4.5 GB that all of them would be
+    assert keys[3, :, 0].eq(1).all()
+    assert not keys[3, :, 1].any()
