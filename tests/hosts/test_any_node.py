@@ -58,7 +58,9 @@ def test_a_driver_on_a_head_without_cpus_builds_no_model_and_reads_no_data(
     fields = ["task=line.py:Line", f"args.notes={notes}", "batch_size=16", "stop.epochs=2", "name=line", *words]
     said = cluster.head.run(*cluster.submit("python", "jobs/train.py", *fields))
     assert "2 epochs" in said
-    assert set(notes.read_text().splitlines()) == {"model worker", "data worker"}
+    lines = notes.read_text().splitlines()
+    assert set(lines) == {"model worker", "data worker", "model head"}
+    assert lines.count("model head") == 1, "by the process that tries what was registered"
 
 
 def test_an_error_of_the_check_is_the_drivers(cluster: Cluster) -> None:
