@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -508,3 +509,14 @@ def test_status_has_what_libraries_count_over_all_replicas(cluster: Cluster) -> 
     }
     status = msgspec.convert(book.describe_endpoint(), EndpointStatus)
     assert "m: tokens 30/s, between 55 ms (p99 99.1 ms)" in format_plain_lines(status, "")
+
+
+def test_the_last_replica_that_was_lost_is_in_the_status(cluster: Cluster) -> None:
+    cluster.settle()
+    cluster.now_s += LEASE_S + 1.0
+    cluster.controller.tick()
+    status = msgspec.convert(StatusReporter(cluster.controller).describe_endpoint(), EndpointStatus)
+    assert any(
+        re.fullmatch("a replica was lost at .*: .* did not report for .*", each)
+        for each in format_plain_lines(status, "")
+    )

@@ -83,6 +83,8 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
         if model.last_failure:
             lines.append(f"{model.name}: a request failed: {model.last_failure}")
     lines += [f"certificate: {text}" for text in _describe_certificate(status)]
+    if lost := next((each for each in reversed(status.events) if each.kind == "replica_lost"), None):
+        lines.append(f"a replica was lost at {time.strftime('%H:%M:%S', time.localtime(lost.time))}: {lost.reason}")
     lines += [
         f"replica {each.id}: {_format_replica_state(each, status.generation)}" for each in _find_unhealthy(status)
     ]
