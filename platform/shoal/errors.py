@@ -57,8 +57,12 @@ def summarize_error(error: BaseException, *, line: int = 0, max_chars: int | Non
 
 
 def error_summary(text: str) -> str:
-    """The message of our last error in a traceback that Ray passed on as text; "" for none."""
+    """The message of our last error in a traceback that Ray passed on as text, or that memory has run out; "" for
+    neither."""
     ours = re.findall(r"^shoal\.errors\.\w+: (.+)$", text, re.MULTILINE)
+    memory = re.search(r"were killed due to the node running low on memory.* was (\S+)GB used / (\S+)GB limit", text)
+    if memory and not ours:
+        return f"Ray ended the process, since {memory[1]} of its host's {memory[2]} GB of memory were in use"
     return str(ours[-1]) if ours else ""
 
 

@@ -22,6 +22,11 @@ shoal.errors.ShoalError: model 'm': ConfigError: preprocess = 'mine:nosuch': 'mi
 def test_the_last_error_of_ours_is_kept_and_nothing_else() -> None:
     assert error_summary(BURIED) == "model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"
     assert error_summary("RuntimeError: shoal.errors.ConfigError is not ours here") == ""
+    killed = (
+        "5 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 0a) was"
+        " 22.41GB used / 23.54GB limit (0.952155)\nOOM kill reason: ...\nRefer to the documentation"
+    )
+    assert error_summary(killed) == "Ray ended the process, since 22.41 of its host's 23.54 GB of memory were in use"
 
 
 @pytest.mark.parametrize(

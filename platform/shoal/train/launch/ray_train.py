@@ -26,7 +26,7 @@ from ray.train.v2._internal.execution.controller.state import ReschedulingState,
 from torch.distributed import DistNetworkError, DistStoreError
 
 from shoal.cpu_count import count_usable_cores
-from shoal.errors import RankLost, ShoalError, TrainError, summarize_error
+from shoal.errors import RankLost, ShoalError, TrainError, error_summary, summarize_error
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.parallel import World
 from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_network_interface
@@ -216,7 +216,7 @@ class RayTrainAttempt:
             self._outcome = _run_ray_train(setting, self._mailbox)
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
-            self._failure = summarize_error(error, line=-1, max_chars=None)
+            self._failure = error_summary(str(error)) or summarize_error(error, line=-1, max_chars=None)
             if isinstance(error, ControllerError) and _would_recur(error.controller_failure):
                 self._unexpected_error = TrainError(f"the workers cannot start: {self._failure}")
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever asks for the outcome gets it
