@@ -19,6 +19,8 @@ def build_body(model: str, given: str, value: Any, fields: Mapping[str, Any]) ->
     ConfigError."""
     if taken := sorted(_OURS & fields.keys()):
         raise ConfigError(taken[0], fields[taken[0]], "is not for one text", "ask once for each text")
+    if given == "prompt" and not isinstance(value, str):
+        raise ConfigError(given, value, "is no text", "ask once for each text")
     if given == "messages" and isinstance(value, str):
         value = [{"role": "user", "content": value}]
     return {"model": model, given: value, "stream": True, "stream_options": {"include_usage": True}, **fields}

@@ -120,6 +120,9 @@ def split_ref(ref: str) -> tuple[str, str]:
     Raises ConfigError for an invalid reference.
     """
     name, separator, word = ref.partition("@")
+    if ":" in name:
+        remedy = "an endpoint with text.adapters serves it: `shoal chat NAME:ADAPTER --endpoint ENDPOINT`"
+        raise ConfigError("model", ref, "is an adapter beside its base", remedy)
     require_name("model", name)
     if separator and not ALIAS.fullmatch(word):
         raise ConfigError("model", ref, "is not a model reference", "write name@3, name@champion, or name")

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, _NamedTextIOWrapper
 from tests.libs.language.tiny_served import CHATML, Models, make_tokenizer, serve_tiny
 from tiny_language import continue_greedily
 
@@ -113,6 +113,9 @@ def test_what_writes_no_text_and_wrong_fields_are_refused_with_a_remedy(decoder:
     assert (wrong.value.status, wrong.value.field) == (400, "max_token")
     with pytest.raises(ConfigError, match="once for each"):
         shoal.load("tiny").chat("hi", n=2)
+    for prompt in (["a"], ["a", "b"], None, 3, b"a"):
+        with pytest.raises(ConfigError, match=r"prompt.*is no text"):
+            shoal.load("tiny").generate(prompt)  # type: ignore[arg-type]
 
 
 def test_the_client_streams_with_spans_and_ends_with_the_error(models: Models, url: str) -> None:
@@ -175,6 +178,7 @@ def test_a_conversation_has_commands_and_survives_errors(tmp_path: Path, capsys:
         return "".join(capsys.readouterr())
 
     assert "no answer" in say("/version")
+    assert "is empty" in say(f"/save {tmp_path / 'none'}")
     assert say("/system be short") == "system: be short\n"
     assert say("hi") == "one\n"
     assert say("/version") == "version 3 wrote 5 tokens, version 4 wrote 2 tokens\n"
@@ -188,13 +192,18 @@ def test_a_conversation_has_commands_and_survives_errors(tmp_path: Path, capsys:
     assert json.loads(saved.read_text())["messages"] == [*ask.asked[-1], {"role": "assistant", "content": "two"}]
     assert "is a directory" in say(f"/save {tmp_path}").lower()
     assert "'/system'" in say("/sytem")
+    assert "needs a FILE" in say("/save")
+    assert "no system prompt" in say("/system")
+    assert talk._list_messages()[0]["role"] == "user"
     assert "/save FILE" in say("/help")
     say("/reset")
     assert talk._messages == []
     assert not talk.take("/quit")
 
 
-def test_a_text_in_a_pipe_is_answered_once(decoder: Decoder, models: Models, url: str) -> None:
+def test_a_text_in_a_pipe_is_answered_once(
+    decoder: Decoder, models: Models, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["chat", "tiny", "--max-tokens", "5", "--temperature", "0"]
     done = CliRunner().invoke(cli, words, input="hi\n", catch_exceptions=False)
     assert done.stdout == shoal.load("tiny").chat("hi", max_tokens=5, temperature=0).read().text + "\n"
@@ -206,6 +215,12 @@ def test_a_text_in_a_pipe_is_answered_once(decoder: Decoder, models: Models, url
         CliRunner().invoke(cli, ["chat", "bare", "--endpoint", url], input="hi", catch_exceptions=False)
     with pytest.raises(ConfigError, match="has no text"):
         CliRunner().invoke(cli, words, input=" \n", catch_exceptions=False)
+    assert "loading" not in done.stderr
+    with monkeypatch.context() as patched:
+        patched.setattr(_NamedTextIOWrapper, "isatty", lambda _: True)
+        shown = CliRunner().invoke(cli, words, input="hi\n/quit\n", catch_exceptions=False)
+    assert "loading tiny@1" in shown.stderr
+    assert done.stdout in shown.stdout
 
 
 @pytest.mark.parametrize(("name", "verb"), [("tiny", "chat"), ("bare", "predict")])
@@ -246,6 +261,20 @@ def test_predict_answers_texts_of_words_and_files(url: str, tmp_path: Path) -> N
         file.write_text(wrong)
         with pytest.raises(ConfigError, match="text"):
             predict("tiny", "--text", f"@{file}")
+
+
+def test_an_adapter_is_asked_of_an_endpoint(models: Models, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.tiny, "name", "tiny:poet")
+    for words in (["chat"], ["predict", "--text", "hi"]):
+        for version in ("", "@3"):
+            asked = [*words, f"tiny:poet{version}", "--endpoint", url]
+            asked += ["--max-tokens", "5"] if words == ["chat"] else ["--with", "max_tokens=5"]
+            assert CliRunner().invoke(cli, asked, input="hi", catch_exceptions=False).exit_code == 0
+            assert models.tiny.calls[-1].version == (3 if version else None)
+    with pytest.raises(ConfigError, match="is not a model reference"):
+        CliRunner().invoke(cli, ["predict", "tiny@3:poet", "--text", "hi", "--endpoint", url], catch_exceptions=False)
+    with pytest.raises(ConfigError, match=r"adapter.*beside its base"):
+        CliRunner().invoke(cli, ["chat", "tiny:poet"], input="hi", catch_exceptions=False)
 
 
 def test_batch_prediction_answers_a_column_of_texts_or_messages(decoder: Decoder, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def register_decoder(files: Mapping[str, bytes], seed: int, *aliases: str, name:
 
 
 def find_texts(replica: EndpointReplica) -> TextModels:
-    [app] = [app for prefix, app in replica.app._others if prefix == "/v1/"]
+    [app] = [app for prefix, app in replica.app._others if "/v1/" in prefix]
     return cast(TextApp, app).models
 
 
@@ -159,10 +159,10 @@ async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
         async def record(scope: Any, receive: Any, send: Any) -> None:
             paths.append(scope["path"])
 
-        replica.app._others = [("/v1/", record)]
-        for path in ("/second/v1/models", "/v1/models"):
+        replica.app._others = [(prefix, record) for prefix, _ in replica.app._others]
+        for path in ("/second/v1/models", "/v1/models", "/second/chat/completions"):
             await replica.app({"type": "http", "path": path}, record, record)  # type: ignore[arg-type]
-        assert paths == ["/v1/models", "/v1/models"]
+        assert paths == ["/v1/models", "/v1/models", "/chat/completions"]  # of a base_url without /v1
 
 
 async def test_a_version_without_a_tokenizer_is_not_listed() -> None:

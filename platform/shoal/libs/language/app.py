@@ -8,7 +8,8 @@ from shoal.errors import needs_extra
 from shoal.extend.serve import AccessControl, ModelManager, ModelManagerProtocol, Receive, Scope, Send, TracerProtocol
 from shoal.serve.protocol.request_limits import RequestLimits
 
-PATH_PREFIX = "/v1/"
+# Behind /v1/, those that a client asks for whose base_url lacks it: the API says so.
+PATH_PREFIXES = ("/v1/", "/chat/completions", "/completions", "/responses", "/embeddings", "/messages", "/models")
 
 
 class TextApp:
@@ -31,7 +32,7 @@ class TextApp:
 
 def make_app(
     manager: ModelManagerProtocol, access: AccessControl, limits: RequestLimits, tracer: TracerProtocol | None
-) -> tuple[str, TextApp]:
-    """The application of a replica, and the prefix of its paths: an extension of the group `shoal.protocols`."""
+) -> tuple[tuple[str, ...], TextApp]:
+    """The application of a replica, and the prefixes of its paths: an extension of the group `shoal.protocols`."""
     assert isinstance(manager, ModelManager)
-    return PATH_PREFIX, TextApp(manager, access, limits)
+    return PATH_PREFIXES, TextApp(manager, access, limits)

@@ -18,7 +18,7 @@ from shoal.extend.cli import FiniteRange, ca_option
 from shoal.extend.registry import LocalModel, Registry, find_version, split_ref
 
 HELP = """\
-  /system TEXT  set what the model shall be; without TEXT, show it
+  /system TEXT  set what the model shall be; without TEXT, nothing
   /version      show which version wrote each token of the last answer
   /save FILE    append the conversation as a line of JSON, from which `shoal run finetune data=FILE` learns
   /reset        begin the conversation again
@@ -29,7 +29,7 @@ _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})  # a model m
 
 
 @click.command()
-@click.argument("model", metavar="NAME[@VERSION]")
+@click.argument("model", metavar="NAME[:ADAPTER][@VERSION]")
 @click.option("--system", default="", metavar="TEXT", help="What the model shall be.")
 @click.option("--temperature", type=FiniteRange(min=0), help="0 takes the likeliest token.  [default: 1]")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Of an answer.")
@@ -56,11 +56,15 @@ def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) 
     with ExitStack() as stack:
         if endpoint is None:
             local = LocalModel(find_version(model))
-            model, has_chat = f"{local.name}@{local.version}", local.has_chat
+            model = f"{local.name}@{local.version}"
+            if sys.stderr.isatty():
+                click.secho(f"loading {model}", dim=True, err=True)
+            has_chat = local.has_chat
             talk = Conversation(lambda messages: local.chat(messages, **fields), system)
         else:
-            name, version = split_ref(model)
-            model = f"{name}@{Registry().get(model).version}" if version and not version.isdigit() else model
+            name = model.partition("@")[0]
+            _, version = split_ref(ref := model[name.rfind(":") + 1 :])  # an adapter, or the model itself
+            model = f"{name}@{Registry().get(ref).version}" if version and not version.isdigit() else model
             target = find_endpoint(endpoint)
             client = stack.enter_context(Client(target.url, token=key or token_for(target.url)))
             has_chat = client.has_chat(name)
@@ -135,12 +139,14 @@ class Conversation:
                 self._messages.clear()
                 return "the conversation is empty"
             case "/system":
-                self._system = rest or self._system
-                return f"system: {self._system or 'nothing'}"
+                self._system = rest
+                return f"system: {rest}" if rest else "there is no system prompt now"
             case "/version":
                 spans = self._last.spans if self._last is not None else ()
                 return ", ".join(f"version {each} wrote {num} tokens" for each, num in spans) or "no answer has ended"
-            case "/save" if rest:
+            case "/save" if not (rest and self._messages):
+                return "the conversation is empty: nothing is saved" if rest else "/save needs a FILE: /save talk.jsonl"
+            case "/save":
                 with Path(rest).expanduser().open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"messages": self._list_messages()}, ensure_ascii=False) + "\n")
                 return f"{len(self._messages)} messages are in {rest} now"

@@ -108,8 +108,8 @@ def predict(
     """
     for file in (*([] if json_file in (None, "-") else [json_file]), *([table] if table else []), *images, *arrays):
         read.require_file(str(file))
-    name, word = split_ref(model)
-    version = None if not word else int(word) if word.isdigit() else Registry().get(model).version
+    name, ref = model.partition("@")[0], re.sub("^[^:@]*:", "", model)  # as requested, and as registered: an adapter's
+    version = None if not (word := split_ref(ref)[1]) else int(word) if word.isdigit() else Registry().get(ref).version
     kinds: dict[str, tuple[object, _Reader]] = {
         "ROW": (rows, lambda inputs: read.from_rows(rows, inputs)),
         "--input": (arguments, lambda inputs: read.parse_arguments(arguments, inputs)),
@@ -122,7 +122,7 @@ def predict(
     given = [kind for kind, (value, _) in kinds.items() if value]
     if len(given) != 1:
         raise ConfigError("inputs", " ".join(given), "is not one kind of input", f"give one of {', '.join(kinds)}")
-    target = find_endpoint(endpoint, name)
+    target = find_endpoint(endpoint, name.partition(":")[0])
     with Client(target.url, token=key or token_for(target.url)) as client:
         options = {"deadline_s": deadline_s, "sticky": sticky, "track": track, "version": version}
         if texts:

@@ -165,7 +165,7 @@ class EndpointApp:
     """The ASGI application of an endpoint: what a library's protocol answers goes to it, all else to `rest`.
 
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
-    that its protocol answers, and an application.
+    that its protocol answers, or several, and an application.
 
     root:     the path before all of the endpoint's
     required: of these; others that cannot be loaded, or raise when they are called, are left out
@@ -184,7 +184,8 @@ class EndpointApp:
         others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
         for name in {*required} - others.keys():  # raises
             others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
-        self._root, self._rest, self._others = root.rstrip("/"), rest, list[tuple[str, Application]](others.values())
+        self._root, self._rest = root.rstrip("/"), rest
+        self._others: list[tuple[str | tuple[str, ...], Application]] = [*others.values()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         application = self._rest

@@ -104,7 +104,8 @@ class LanguageApp:
         is_get = path.startswith(("models", "responses/"))
         if not is_get and path not in BODIES:
             known = ", ".join(f"{PREFIX}{each}" for each in (*BODIES, "models"))
-            raise InferenceError(404, f"no such path: {scope['path'][:200]!r}; there are {known}")
+            remedy = f"base_url of an OpenAI client must end in /v1, of Anthropic's must not; there are {known}"
+            raise InferenceError(404, f"no such path: {scope['path'][:200]!r}: {remedy}")
         reply.method = "GET" if is_get else "POST"
         if scope["method"] != reply.method:
             raise InferenceError(405, f"{scope['method']} is not allowed here")
@@ -163,7 +164,8 @@ class LanguageApp:
         """The model of `name` or `name@version`, and the call of it. Raises InferenceError (400, 403, 404)."""
         name, at, version = name.partition("@")
         if at and not (version.isascii() and version.isdigit() and len(version) < 19):
-            raise InferenceError(400, f"model: {version[:40]!r} is no number of a version", field="model")
+            remedy = f"leave it out, or write {name[:200]}@2"
+            raise InferenceError(400, f"model: {version[:40]!r} is no number of a version: {remedy}", field="model")
         try:
             model = self._models.get(name, caller)
         except InferenceError as error:

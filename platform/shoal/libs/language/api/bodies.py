@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -149,15 +150,18 @@ def _check_unknown(name: str, value: object, kind: type) -> None:
     allowed = HARMLESS.get(name, ())
     if _ANY in allowed or any(value == each and type(value) is type(each) for each in allowed):
         return
-    known = kind.__struct_fields__  # type: ignore[attr-defined]
-    shown = f"{name[:80]} = {str(value)[:40]!r}" if allowed else name[:80]
+    shown = f"{name[:80]} = {json.dumps(value)[:40]}" if allowed else name[:80]
     reason = REASONS.get(name, "would change the answer, and is not offered here")
+    known = () if name in {**HARMLESS, **REASONS} else kind.__struct_fields__  # type: ignore[attr-defined]
     problem = f"{shown}: {reason}. {suggest(name[:80], known)}"
     raise InferenceError(400, problem.removesuffix(". "), field=name[:80])
 
 
-def read_text(content: object, path: str) -> str:
-    """The text of a message: a string, or parts of text. Raises InferenceError (400) for other parts."""
+def read_text(content: object, path: str, role: object = "") -> str:
+    """The text of a message: a string, or parts of text. Raises InferenceError (400) for other parts, and for none of
+    the role `user`."""
+    if content is None and role == "user":
+        raise InferenceError(400, f"{path}: is missing, or null", field=path)
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -44,7 +44,7 @@ def _divide(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
     """A message of blocks as messages of the chat API."""
     role, content = require(message, "role", str, path), message.get("content")
     if not isinstance(content, list):
-        return [{"role": role, "content": read_text(content, f"{path}.content")}]
+        return [{"role": role, "content": read_text(content, f"{path}.content", role)}]
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []

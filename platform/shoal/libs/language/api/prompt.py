@@ -175,10 +175,11 @@ def read_messages(messages: Sequence[dict[str, Any]], name: str) -> list[dict[st
     for number, message in enumerate(messages):
         path = f"{name}[{number}]"
         role = require(message, "role", str, path)
-        if role not in ("system", "developer", "user", "assistant", "tool"):
-            raise InferenceError(400, f"{path}.role: {role[:40]!r} is unknown", field=f"{path}.role")
+        if role not in (roles := ("system", "developer", "user", "assistant", "tool")):
+            problem = f"{path}.role: {role[:40]!r} is unknown: expected {', '.join(roles)}"
+            raise InferenceError(400, problem, field=f"{path}.role")
         each: dict[str, Any] = {"role": "system" if role == "developer" else role}
-        each["content"] = read_text(message.get("content"), f"{path}.content")
+        each["content"] = read_text(message.get("content"), f"{path}.content", role)
         each |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list):

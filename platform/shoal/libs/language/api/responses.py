@@ -37,7 +37,7 @@ def _list_messages(body: ResponseBody) -> list[dict[str, Any]]:
     for number, item in enumerate(items):
         path, kind = f"input[{number}]", item.get("type", "message")
         if kind == "message":
-            content = read_text(item.get("content"), f"{path}.content")
+            content = read_text(item.get("content"), f"{path}.content", item.get("role"))
             messages.append({"role": require(item, "role", str, path), "content": content})
         elif kind == "function_call":
             function = {name: require(item, name, str, path) for name in ("name", "arguments")}

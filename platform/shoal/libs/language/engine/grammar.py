@@ -7,6 +7,7 @@ one that breaks them, or that no text satisfies, is refused before a token is co
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -58,13 +59,15 @@ class GrammarCompiler:
         return matcher.fork()
 
     def _compile(self, kind: GrammarKind, value: Any) -> Matcher:
-        if len(text := value if isinstance(value, str) else json.dumps(value)) > MAX_GRAMMAR_CHARS:
-            raise ConfigError("grammar", kind, f"has {len(text)} characters", f"expected {MAX_GRAMMAR_CHARS} at most")
+        text = value if isinstance(value, str) else json.dumps(value)
+        shown = text[:40]
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise ConfigError("grammar", shown, f"has {len(text)} characters", f"expected {MAX_GRAMMAR_CHARS} at most")
         if kind in ("regex", "lark") and not isinstance(value, str):
-            raise ConfigError("grammar", kind, "expected a text")
+            raise ConfigError("grammar", shown, "expected a text")
         if kind == "json_schema":
             if not isinstance(value, (str, dict)):
-                raise ConfigError("grammar", kind, "expected an object")
+                raise ConfigError("grammar", shown, "expected an object")
             grammar = self._make.grammar_from_json_schema(value)
         elif kind == "regex":
             grammar = self._make.grammar_from_regex(value)
@@ -72,7 +75,7 @@ class GrammarCompiler:
             grammar = self._make.grammar_from_lark(value)
         elif kind == "choice":
             if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES or not all(value):
-                raise ConfigError("grammar", kind, f"expected 1 to {MAX_CHOICES} texts")
+                raise ConfigError("grammar", shown, f"expected 1 to {MAX_CHOICES} texts")
             grammar = self._make.grammar_from_lark("start: " + " | ".join(json.dumps(str(each)) for each in value))
         else:
             raise ConfigError("grammar", kind, "expected json_schema, regex, lark or choice")
@@ -80,7 +83,9 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one finds what no text satisfies, and what is too dear
         if matcher.is_error():
-            raise ConfigError("grammar", kind, matcher.get_error().splitlines()[0][:300])
+            problem = matcher.get_error()  # a regex's has its reason below the regex
+            reason = (re.findall("^error: (.*)", problem, re.MULTILINE) or problem.splitlines())[0]
+            raise ConfigError("grammar", shown, reason[:300])
         return Matcher(matcher)
 
 
