@@ -180,6 +180,10 @@ def test_asleep_what_a_replica_would_refuse_wakes_none(replica: FakeReplica) -> 
         assert not replica.paths
         for key, path in (("Bearer one", INFER), ("bearer another", f"/app{INFER}"), ("Bearer one", "/v2/models/m")):
             assert post(proxy, path, authorization=key).status == 200
+        for path in ("/v1/chat/completions", "/app/v1/messages"):
+            assert post(proxy, path, x_api_key="two").status == 401
+            assert post(proxy, path, x_api_key="one").status == 200
+            assert post(proxy, f"{path}/nonsense", x_api_key="one").status == 404
         assert get(proxy, "/v2/health/ready") == b'{"ready":true}'
 
 

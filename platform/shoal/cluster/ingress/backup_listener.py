@@ -84,7 +84,8 @@ NO_PATH = json.dumps({"error": "no such path"})
 LATE = json.dumps({"error": "the endpoint is asleep, and no replica has started in time; try again later"})
 # What a replica answers, as `serve.http.routes` has it, but for what does not wake an endpoint.
 _MODEL = "v2/models/[^/]+(/versions/[^/]+)?(/(ready|config|stats|infer|rows))?"
-PATHS = f"({_MODEL}|v2|v2/repository/index|shoal/v1/episodes|openapi.json)/?"
+_TEXT = "v1/(chat/completions|completions|responses|messages(/count_tokens)?|embeddings|models(/[^/]+)?)"
+PATHS = f"({_MODEL}|{_TEXT}|v2|v2/repository/index|shoal/v1/episodes|openapi.json)/?"
 _ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
 _SELECTION = re.compile(r" *use_backend http-(\S+) if (.*)")
 _BACKUP = re.compile(r" *server \S+ \S+ check backup")
@@ -124,8 +125,8 @@ def _hold(application: str, errors: str) -> list[str]:
     rule, kind = "    http-request", "content-type application/json string"
     rules = []
     if keys.exists():
-        known = f"{{ http_auth_bearer,sha2(256),hex -m str -f {keys} }}"
-        rules.append(f"{rule} return status 401 {kind} '{UNAUTHORIZED}' unless {known}")
+        known = [f"{{ {key},sha2(256),hex -m str -f {keys} }}" for key in ("http_auth_bearer", "req.hdr(x-api-key)")]
+        rules.append(f"{rule} return status 401 {kind} '{UNAUTHORIZED}' unless {' or '.join(known)}")
     path = f"^(/{re.escape(application)})?/{PATHS}$"
     return [
         *rules,
