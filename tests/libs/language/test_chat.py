@@ -213,6 +213,8 @@ def test_a_text_in_a_pipe_is_answered_once(decoder: Decoder, models: Models, url
     assert [*models.tiny.requests][-2].sampling.temperature == 0
     with pytest.raises(ConfigError, match=r"no chat template.*--text"):
         CliRunner().invoke(cli, ["chat", "bare", "--endpoint", url], input="hi", catch_exceptions=False)
+    with pytest.raises(InferenceError, match="there is no model 'tiny:poet'"):  # an adapter's name is the endpoint's
+        CliRunner().invoke(cli, ["chat", "tiny:poet", "--endpoint", url], input="hi", catch_exceptions=False)
     with pytest.raises(ConfigError, match="has no text"):
         CliRunner().invoke(cli, words, input=" \n", catch_exceptions=False)
 

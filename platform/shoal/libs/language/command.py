@@ -15,7 +15,7 @@ from shoal.client import Client, StreamedText
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, ShoalError, suggest
 from shoal.extend.cli import FiniteRange, ca_option
-from shoal.extend.registry import LocalModel, ModelVersion, Registry, find_version, split_ref
+from shoal.extend.registry import LocalModel, ModelVersion, Registry, find_version
 
 HELP = """\
   /system TEXT  set what the model shall be; without TEXT, show it
@@ -59,7 +59,7 @@ def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) 
             model, has_chat = f"{local.name}@{local.version}", local.has_chat
             talk = Conversation(lambda messages: local.chat(messages, **fields), system)
         else:
-            name, version = split_ref(model)
+            name, _, version = model.partition("@")
             model = f"{name}@{Registry().get(model).version}" if version and not version.isdigit() else model
             target = find_endpoint(endpoint)
             client = stack.enter_context(Client(target.url, token=key or token_for(target.url)))
