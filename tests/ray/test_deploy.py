@@ -528,7 +528,10 @@ def test_endpoints_share_a_cluster_and_none_disturbs_another(cluster: EmbeddedCl
             ({"grpc_port": 1}, "endpoint.grpc_port = 1: is not that of the cluster's endpoints"),
             ({"host": "::1"}, "endpoint.host = '::1': is not that of the endpoint whose address it shares"),
             ({"name": "v2"}, "endpoint.name = 'v2': is a path of the endpoint that has the root"),
-            ({"name": root}, f"'{root}': is the name of an endpoint of .*, or end that one first: .* delete {root}"),
+            (
+                {"name": root},
+                f"'{root}': is the name of an endpoint of .* set {root} .*, or end that one first: .* delete {root}",
+            ),
         ):
             with pytest.raises(ConfigError, match=problem):
                 deployment.deploy(EndpointSpec.parse({"name": "refused", **fields}), [model_from_ref("shared@1")])

@@ -259,7 +259,7 @@ def _require_divisible(batch_size: int, share: RankShare, is_equal: bool) -> Non
 def _count_samples(source: Source, batch_size: int, drop_last: bool, order: SamplerOrder | None) -> int:
     """The number of samples; of a batch sampler, as if each batch had `batch_size`. Raises DataError when they do not
     fill one batch."""
-    name = type(source).__name__
+    name = str(getattr(source, "file", type(source).__name__))
     num_samples = length_of(source)
     if num_samples is None:
         remedy = "give it a __len__, or, where nobody knows it, an __iter__ alone"

@@ -13,8 +13,9 @@ import torch
 import transformers
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from tiny_models import save_model
+from tiny_models import save_model, write_lines
 
+import shoal
 from shoal.cli import cli
 from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError, SpecMismatch
@@ -89,6 +90,25 @@ def test_what_peft_wrote_is_registered_and_written_back_with_equal_logits(name: 
     ours, theirs = (json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("ours", "theirs"))
     assert {**ours, "target_modules": None} == {**theirs, "target_modules": None, "init_lora_weights": True}
     assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
+
+
+def test_a_registered_base_is_referred_to_and_not_stored_again(tmp_path: Path) -> None:
+    save_model(tmp_path / "base")
+    expected = save_by_peft(tmp_path / "theirs", tmp_path / "base", target_modules=["q_proj"], task_type="CAUSAL_LM")
+    run("pull", str(tmp_path / "base"), "--name", "plain")
+    data = write_lines(tmp_path / "texts.jsonl", [{"text": "a cat"}, {"text": "a dog"}])
+    shoal.fit(CausalLM(model="plain@1", data=data), say=None, name="further", optimizer={"learning_rate": 0.1})
+    for base in ("plain@1", "further@1"):
+        said = run("pull", str(tmp_path / "theirs"), "--name", "tuned", "--base", base)
+        assert f"shoal serve deploy {base} endpoint.model.text.adapters='[tuned]'" in said
+        assert Registry().get("tuned").manifest.lineage["base"] == base
+    assert {each.name for each in Registry().list()} == {"further", "plain", "tuned"}
+    np.testing.assert_allclose(build("tuned@1"), expected, atol=1e-6)
+    assert np.abs(build("tuned@2") - expected).max() > 0.01
+    for version, source in (("tuned@1", str(tmp_path / "base")), ("tuned@2", "further@1")):
+        push(Registry().get(version), tmp_path / version, adapter=True)
+        written = json.loads((tmp_path / version / "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == source
 
 
 def test_a_classifier_takes_its_head_along(tmp_path: Path) -> None:

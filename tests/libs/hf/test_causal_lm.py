@@ -14,7 +14,8 @@ from tiny_models import save_model, write_lines
 
 import shoal
 from shoal.api import make_train_spec
-from shoal.errors import ConfigError, RegistryError, SpecMismatch
+from shoal.data.loader import Loader
+from shoal.errors import ConfigError, DataError, RegistryError, SpecMismatch
 from shoal.libs.hf.finetune import make_spec, translate
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.tasks import CausalLM
@@ -122,6 +123,17 @@ def test_a_base_is_read_when_the_network_gets_its_memory(converted: bool, folder
             torch.testing.assert_close(same, value, rtol=0, atol=0, msg=name)
 
 
+def test_fewer_samples_than_a_batch_are_one_batch(folder: Path, data: str) -> None:
+    words = [f"model={folder}", f"data={data}"]
+    assert make_spec(translate(words)).batch_size == len(TEXTS)
+    assert make_spec(translate([*words, "validation=0.25"])).batch_size == len(TEXTS) - 1
+    assert make_spec(translate([*words, "batch_size=2"])).batch_size == 2
+    task = CausalLM(model=str(folder), data=data)
+    assert make_train_spec(task, {}).batch_size == len(TEXTS)
+    with pytest.raises(DataError, match=r"texts\.jsonl': has 4 samples, not one whole batch of 8"):
+        Loader(task.data().train, batch_size=8)
+
+
 def test_only_what_is_to_be_answered_is_learnt(folder: Path, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     samples = [{"prompt": "ab", "completion": "cd"}, {"messages": [*chat, *chat]}]
@@ -206,7 +218,8 @@ def test_merged_adapters_compute_as_they_did_apart(kind: str, tmp_path: Path, da
         ({"model": "nowhere"}, "is no folder"),
         ({"model": ""}, "is not given"),
         ({"model": "some-team/some-model"}, "hf download some-team/some-model"),
-        ({"model": "none.gguf"}, "is no file"),
+        ({"model": "none.gguf"}, "is no file.*nothing is downloaded.*hub's cache on this machine"),
+        ({"model": "some/none.gguf"}, "is no file"),
         ({"dtype": "int8"}, "no floating-point"),
         ({"lora": {"rank": 2, "modules": ["nothing"]}}, "q_proj"),
         ({"lora": {"ranks": 2}}, "rank"),

@@ -16,9 +16,10 @@ from click.testing import CliRunner, _NamedTextIOWrapper
 from tests.libs.language.tiny_served import CHATML, Models, make_tokenizer, serve_tiny
 from tiny_language import continue_greedily
 
-import shoal
+import shoal.runs
 from serving.replica_set import register
 from shoal.cli import cli
+from shoal.cli.commands.runs import list_views
 from shoal.cli.display.first_request import suggest_text_commands
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.extend.serve import ModelOptions, RegisteredModel
@@ -201,6 +202,14 @@ def test_a_conversation_has_commands_and_survives_errors(tmp_path: Path, capsys:
     assert not talk.take("/quit")
 
 
+def test_a_run_names_the_commands_for_its_language_model(decoder: Decoder) -> None:
+    with shoal.runs.create("finetune", "", "one"):
+        pass
+    commands = list_views(shoal.runs.load("one"), ["wordless@1", "removed@1", "tiny@1"])
+    shown = [f"shoal models show {each}" for each in ("wordless@1", "removed@1", "tiny@1")]
+    assert commands[1:] == [*shown, "shoal chat tiny@1", "shoal serve deploy tiny@1"]
+
+
 def test_a_text_in_a_pipe_is_answered_once(
     decoder: Decoder, models: Models, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +222,8 @@ def test_a_text_in_a_pipe_is_answered_once(
     assert [*models.tiny.requests][-2].sampling.temperature == 0
     with pytest.raises(ConfigError, match=r"no chat template.*--text"):
         CliRunner().invoke(cli, ["chat", "bare", "--endpoint", url], input="hi", catch_exceptions=False)
+    with pytest.raises(InferenceError, match="there is no model 'tiny:poet'"):  # an adapter's name is the endpoint's
+        CliRunner().invoke(cli, ["chat", "tiny:poet", "--endpoint", url], input="hi", catch_exceptions=False)
     with pytest.raises(ConfigError, match="has no text"):
         CliRunner().invoke(cli, words, input=" \n", catch_exceptions=False)
     assert "loading" not in done.stderr

@@ -541,7 +541,10 @@ async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) ->
     first, second = (make_adapter("poet", base, seed) for seed in (1, 2))
     Registry().promote("poet@1")
     make_adapter("wide", base, 4, width=16)
-    wrong = register_decoder(files, 2)
+    wrong = Registry().register(  # a run's, which has other weights than its source
+        *("tiny", make_weights(2)),
+        **{"model": DECODER, "signature": SIGNATURE, "aliases": (), "run_id": "one", "lineage": {"source": base.ref}},
+    )
     make_adapter("stray", wrong, 5)
     key = Caller("bard", models=frozenset({"tiny:poet"}))
     text = {"adapters": ["*", "named@champion"], "slots": 4}

@@ -32,6 +32,8 @@ from shoal.cli.support.console import (
 from shoal.cli.support.jobs import RAY_LOG_LINE
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
+from shoal.plugins.find import load_sound_extensions
+from shoal.registry import Registry
 from shoal.rl.experience.quarantine import release_in_run
 from shoal.rl.gateway.game_settings import change_settings, parse_settings
 from shoal.runs import Run, RunKind, Status, list_runs, load
@@ -310,6 +312,9 @@ def list_views(run: Run, models: Sequence[str]) -> list[str]:
     if (board := run.folder / "tensorboard").exists():
         commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
     commands += [f"shoal models show {each}" for each in models]
+    for version in map(Registry().get, filter(Registry().has, models)):  # others have been removed
+        for suggest in load_sound_extensions("shoal.next_commands").values():
+            commands += suggest(version)
     if run.kind is RunKind.LOOP and len(models) == 1:
         env = run.last_events().get("gateway_ready", {}).get("env", "{")
         where = " --env MODULE:FUNCTION" if env.startswith("{") else ""  # spaces: of games that joined

@@ -9,13 +9,12 @@ from typing import Any
 from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
 from shoal.extend.registry import Registry
-from shoal.extend.train import TrainSpec, spec_from_overrides
+from shoal.extend.train import TrainSpec, make_task, spec_from_overrides
 from shoal.libs.hf.adapters import is_adapter_folder, read_adapter_config
 from shoal.libs.hf.network import LoraSpec
 from shoal.libs.hf.source import make_absolute, make_model_name
 from shoal.libs.hf.transfer import KINDS
 
-LORA_RATE, FULL_RATE = 2e-4, 2e-5
 _ARGS = (
     *("model", "data", "validation", "dtype", "labels", "lora", "merge", "max_length", "truncate", "packing"),
     *("config", "base"),
@@ -46,22 +45,12 @@ def make_spec(overrides: list[str]) -> TrainSpec:
     if not model:
         raise ConfigError("model", model, "is not given", "as in shoal run finetune model=./SmolLM2 data=texts.jsonl")
     task = last_override(overrides, "task") or KINDS["causal_lm"]
-    defaults = make_defaults(has_adapters=any(each.startswith("args.lora") for each in overrides))
-    spec = TrainSpec.parse({"task": task, "name": make_model_name(model), **defaults}).override(overrides)
+    given = {"task": task, "name": make_model_name(model)}
+    args = TrainSpec.parse(given).override([each for each in overrides if each.startswith("args.")]).args
+    spec = TrainSpec.parse({**given, **make_task(task, args).defaults}).override(overrides)
     if spec.args.get("lora") is not None:  # the record has what was used, also of what was not given
         spec = spec.update({"args": {**spec.args, "lora": LoraSpec.parse(spec.args["lora"]).model_dump()}})
     return spec
-
-
-def make_defaults(*, has_adapters: bool) -> dict[str, Any]:
-    """The fields of a TrainSpec where a fine-tuning says nothing else."""
-    return {
-        "batch_size": 8,
-        "optimizer": {"name": "adamw", "learning_rate": LORA_RATE if has_adapters else FULL_RATE},
-        "schedule": {"name": "cosine", "warmup": 0.03},
-        "clip_norm": 1.0,
-        "stop": {"epochs": 1},
-    }
 
 
 def _take_adapters(overrides: list[str]) -> list[str]:

@@ -59,11 +59,11 @@ def find_folder(model: str) -> Path:
     path = Path(model)
     if not model:
         raise ConfigError("model", model, "is not given", "name a folder with config.json, as in model=./SmolLM2")
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and path.is_file():
         return _convert_gguf(path)
     if path.is_dir():
         return _find_snapshot(path)
-    if _HUB_NAME.fullmatch(model):
+    if _HUB_NAME.fullmatch(model) and path.suffix != ".gguf":
         hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
         cache = Path(os.environ.get("HF_HUB_CACHE") or hub)  # where the hub's library keeps what it has downloaded
         if (cached := cache / f"models--{model.replace('/', '--')}").is_dir():
@@ -72,8 +72,9 @@ def find_folder(model: str) -> Path:
         problem = f"is neither a folder nor in the hub's cache {cache}, and no hub is asked"
         remedy = f"`{download}` where there is a network, then copy FOLDER here: model=FOLDER"
         raise ConfigError("model", model, problem, remedy)
-    remedy = f"paths are looked up from {Path.cwd()}; a version of the registry is NAME@VERSION"
-    raise ConfigError("model", model, "is no folder", remedy)
+    known = "a folder, a GGUF file, ORG/NAME of the hub's cache on this machine, or NAME@VERSION of the registry"
+    remedy = f"nothing is downloaded: give {known}; paths are looked up from {Path.cwd()}"
+    raise ConfigError("model", model, f"is no {'file' if path.suffix == '.gguf' else 'folder'}", remedy)
 
 
 def _find_snapshot(folder: Path) -> Path:
@@ -166,8 +167,6 @@ def make_cached_folder(key: str, write: Callable[[Path], None]) -> Path:
 
 def _convert_gguf(path: Path) -> Path:
     """A folder of safetensors with what a GGUF file holds, in float32."""
-    if not path.is_file():
-        raise ConfigError("model", str(path), "is no file", f"paths are looked up from {Path.cwd()}")
 
     def write(draft: Path) -> None:
         where = {"gguf_file": path.name, "local_files_only": True}

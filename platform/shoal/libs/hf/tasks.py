@@ -24,7 +24,6 @@ from shoal.extend.parallel import Loss, Mean
 from shoal.extend.registry import Registry, Signature, TensorSignature
 from shoal.extend.train import Registration, load_initial_weights, read_state_dict
 from shoal.libs.hf import texts
-from shoal.libs.hf.finetune import make_defaults
 from shoal.libs.hf.network import LoraSpec, MergedWeights, add_adapters, build_network, find_weights, is_fake
 from shoal.libs.hf.pictures import make_picture_transform
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
@@ -32,6 +31,8 @@ from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSampl
 from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
 
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
+LORA_RATE, FULL_RATE, BATCH_SIZE = 2e-4, 2e-5, 8
+SMALL_FILE_BYTES = 1_000_000  # a larger one is not read to count its samples
 _DATATYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", "float64": "FP64"}
 
 
@@ -82,7 +83,15 @@ class HuggingFaceTask(Transferable):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return make_defaults(has_adapters=self.lora is not None)
+        data = Path(self._data)
+        is_small = data.is_file() and data.stat().st_size < SMALL_FILE_BYTES
+        return {
+            "batch_size": min(BATCH_SIZE, len(self.data().train)) if is_small else BATCH_SIZE,
+            "optimizer": {"name": "adamw", "learning_rate": FULL_RATE if self.lora is None else LORA_RATE},
+            "schedule": {"name": "cosine", "warmup": 0.03},
+            "clip_norm": 1.0,
+            "stop": {"epochs": 1},
+        }
 
     @staticmethod
     def _given(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +271,7 @@ class _TextTask(HuggingFaceTask):
         row_length = self._max_length if self._is_packed else None
         train, validation = (None if each is None else self.encode(each, spec) for each in (records, held_out))
         assert train is not None
-        rows = TokenRows(train, pad, row_length)
+        rows = TokenRows(train, pad, row_length, self._data)
         held_rows = None if validation is None else TokenRows(validation, pad, row_length)
         width = max(each.width for each in (rows, held_rows) if each is not None)
         with torch.device("meta"):

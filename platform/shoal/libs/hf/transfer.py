@@ -139,7 +139,7 @@ def _register(
     reuses: bool = False,
     init: str = "",
 ) -> ModelVersion:
-    """reuses: take a version of this name with the same weights, if there is one; init: in place of the Task's"""
+    """reuses: take a version with the same weights, of the model or its base; init: in place of the Task's"""
     registry, travelling, signature = Registry(), task.registration(), task.signature()
     assert travelling is not None
     reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
@@ -152,8 +152,8 @@ def _register(
             example = torch.zeros(2, task.config.get("num_channels", 3), height, width)
             signature = infer_signature(task, network, (example, None))
         file = make_weight_file(1, write_tensors(Path(draft) / SINGLE, types, tensors))
-        if reuses and registry.has(name):
-            for each in registry.list(name):
+        for own in filter(registry.has, (name.removesuffix("-base"), name) if reuses else ()):
+            for each in registry.list(own):
                 if each.manifest.sha256 == file.sha256:
                     return each
         return registry.register(
@@ -240,8 +240,9 @@ def write_adapter_folder(version: ModelVersion, folder: Path) -> None:
     with torch.device("meta"):
         network = task.model()
     base = Registry().get(version.manifest.lineage["base"])
+    source = str(base.ref if base.manifest.run_id else base.manifest.lineage.get("source", ""))
     make_folder(folder)
-    write_adapters(version, network, task.lora, str(base.manifest.lineage.get("source", "")), folder)
+    write_adapters(version, network, task.lora, source, folder)
 
 
 def push(version: ModelVersion, folder: Path, hub_name: str = "", *, adapter: bool = False) -> Path:

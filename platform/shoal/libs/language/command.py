@@ -15,7 +15,7 @@ from shoal.client import Client, StreamedText
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, ShoalError, suggest
 from shoal.extend.cli import FiniteRange, ca_option
-from shoal.extend.registry import LocalModel, Registry, find_version, split_ref
+from shoal.extend.registry import LocalModel, ModelVersion, Registry, find_version, split_ref
 
 HELP = """\
   /system TEXT  set what the model shall be; without TEXT, nothing
@@ -86,6 +86,14 @@ def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) 
         with suppress(EOFError):
             while talk.take(_read_text()):
                 pass
+
+
+def suggest_commands(version: ModelVersion) -> list[str]:
+    """What to type next with a language model: it gives logits [B, T, V], and has a tokenizer. None for others."""
+    shapes = [each.shape for each in version.manifest.signature.outputs]
+    if [len(each) for each in shapes] != [3] or "tokenizer_config.json" not in version.manifest.files:
+        return []
+    return [f"shoal chat {version.ref}", f"shoal serve deploy {version.ref}"]
 
 
 class Conversation:

@@ -7,6 +7,7 @@ LIBRARY = Library(
     verbs={"chat": ("shoal.libs.language.command:chat", "Talk with a language model, of this machine or an endpoint.")},
     names={"language": "shoal.libs.language"},
     extensions={
+        "shoal.next_commands": {"language": "shoal.libs.language.command:suggest_commands"},
         "shoal.protocols": {"language": "shoal.libs.language.app:make_app"},
         "shoal.texts": {
             "check": "shoal.libs.language.local:check_version",

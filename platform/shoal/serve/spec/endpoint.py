@@ -99,7 +99,8 @@ def _mark_explicit(spec: SpecT, explicit: dict[str, Any]) -> SpecT:
 def describe_taken_name(name: str, owner: str) -> ConfigError:
     """The error for a second endpoint of one name on a cluster. owner: that of the first; "" where it is not known"""
     problem = f"is the name of an endpoint{f' of {owner}' if owner else ''} on this cluster"
-    remedy = f"give another name, or end that one first: `shoal serve delete {name}`"
+    other = f"give another name, or end that one first: `shoal serve delete {name}`"
+    remedy = f"change a model that it serves: `shoal serve set {name} A.B=C`; {other}"
     return ConfigError("endpoint.name", name, problem, remedy)
 
 

@@ -103,7 +103,9 @@ class AdapterFinder:
             lora = registered.manifest.model.kwargs.get("args", {}).get("lora")
             if base is None or lora is None:
                 raise InferenceError(422, f"{registered.ref} is no adapter: it has no base", field="model")
-            bases = {base.ref, base.manifest.sha256, str(base.manifest.lineage.get("source", ""))} - {""}
+            is_trained = base.manifest.run_id is not None  # then its source has other weights
+            source = base.ref if is_trained else str(base.manifest.lineage.get("source", ""))
+            bases = {base.ref, base.manifest.sha256, source} - {""}
             return RegisteredAdapter(
                 key, registered.version, frozenset(bases), _scale(read_state_dict(registered.ref), lora)
             )
