@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from benchmarks.local_controller import LocalController
 from benchmarks.talk import say
@@ -50,4 +51,4 @@ async def tick(controller: EndpointController, replica: EndpointReplica) -> None
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))
+    uvloop.run(serve(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))  # as Ray's actors do
