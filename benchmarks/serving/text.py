@@ -412,8 +412,8 @@ def main() -> None:
                 ours = servers.enter_context(serve_ours(load, folder))
                 peer = servers.enter_context(serve_transformers(load, folder)) if SERVE in chosen.only else None
                 rows += measure_rates(load, module, ours, peer, chosen.runs if is_small else 1)
+                rows += measure_latencies(load, module, ours, chosen.runs)
                 if is_small:
-                    rows += measure_latencies(load, module, ours, chosen.runs)
                     rows += measure_connections(load, ours, chosen.runs)
             if not is_small and GENAI in chosen.only:
                 written = next(row for row in rows if row.name == f"text, {load.name}, {AT_ONCE}")

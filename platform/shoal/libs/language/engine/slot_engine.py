@@ -302,7 +302,7 @@ class SlotEngine:
         switching = any(answer.fill is not None for answer in self._running)
         budget = {False: self._chunk, True: self._chunk}
         if switching and not self._deterministic:
-            budget = {False: self._chunk // 2, True: self._chunk // 4}  # and a second forward
+            budget = dict.fromkeys(budget, self._chunk // 4)  # since it is two forwards
         planned: list[tuple[AnswerState, TokenSegment]] = []
         for answer in self._running:
             self._slots.share(answer)
