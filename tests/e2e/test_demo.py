@@ -145,7 +145,7 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     run = shoal.runs.load("latest")
     assert run.status is shoal.runs.Status.NOT_REACHED
     registry = Registry()
-    assert registry.get("cartpole").run_id == run.id
+    assert registry.get("cartpole").manifest.run_id == run.id
     with pytest.raises(RegistryError, match="champion"):
         registry.get("cartpole@champion")
     assert f"resume={run.id}" in output
