@@ -217,7 +217,7 @@ def change(held: Held, num_replicas: int) -> None:
     wait_for(lambda: held.ingresses() - before, STATE_TIMEOUT_S, "new ingress")
 
 
-@pytest.mark.parametrize("num_changes", [1, pytest.param(41, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_changes", [1, pytest.param(21, marks=pytest.mark.soak)])
 def test_requests_and_streams_live_through_changes_of_replicas(held: Held, num_changes: int) -> None:
     """Also requests in hand of a replica that is removed: the newest one. The stream is at the oldest."""
     with ThreadPoolExecutor(8) as pool, grpc.insecure_channel(held.process.grpc) as channel:
