@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from tests.libs.language.tiny_served import Client, Models, make_tiny_app
 
+from shoal.cluster.ingress import backup_listener
+from shoal.libs.language.api.app import BODIES
 from shoal.libs.language.api.tools import ToolCall, ToolUse, read_tool_use
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
@@ -71,6 +73,13 @@ def test_a_stream_has_the_text_and_the_spans_of_the_answer(path: str, client: Cl
     if path == "responses":
         assert [each["sequence_number"] for each in frames] == list(range(len(frames)))
     assert find(frames, "shoal")[-1] == find(answer, "shoal")[-1] == {"spans": [[3, 6]]}
+
+
+def test_every_path_wakes_an_endpoint_that_sleeps() -> None:
+    """The ingress has its own list: it imports no library."""
+    for path in (*BODIES, "models", "models/tiny"):
+        assert re.fullmatch(backup_listener.PATHS, f"v1/{path}"), path
+    assert not re.fullmatch(backup_listener.PATHS, "v1/nonsense")
 
 
 def test_new_weights_within_an_answer_are_in_its_spans(client: Client, models: Models) -> None:

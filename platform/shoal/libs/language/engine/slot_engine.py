@@ -144,7 +144,7 @@ class SlotEngine:
         self._weights.set(version, weights, adapter, scale)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter, whose running answers go on; those that are queued end. Unknown names are ignored."""
+        """Remove an adapter. Its running answers continue, its queued ones end. Unknown names are ignored."""
         self._weights.remove(name)
 
     def observe(self) -> Observation:
@@ -300,9 +300,9 @@ class SlotEngine:
         """What each answer computes in this step, of a chunk's tokens in all."""
         self._running.sort(key=lambda answer: answer.order)
         switching = any(answer.fill is not None for answer in self._running)
-        budget = {False: self._chunk, True: self._chunk}
-        if switching and not self._deterministic:
-            budget = dict.fromkeys(budget, self._chunk // 4)  # since it is two forwards
+        # While caches are filled again a step is two forwards.
+        most = self._chunk // 4 if switching and not self._deterministic else self._chunk
+        budget = {False: most, True: most}
         planned: list[tuple[AnswerState, TokenSegment]] = []
         for answer in self._running:
             self._slots.share(answer)

@@ -31,8 +31,8 @@ from shoal.extend.serve import LoadedModel, ModelOptions
 from shoal.libs.language.engine.models import open_model
 
 logger = logging.getLogger(__name__)
-CACHE_SHARE = 0.5  # of the memory, for the cache of a model's texts whose length nobody has chosen
-SPARE = 2  # slots of an engine beside those of its answers
+CACHE_SHARE = 0.5  # of the memory, for the cache of a model without `text.length`
+SPARE = 2  # slots of an engine beside those of its answers: one for a swap of weights, one for padding
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _GENERATION = "generation_config.json"
 

@@ -84,9 +84,7 @@ class TextEngine:
         self._served, self._preparation, self._statistics = served, preparation, statistics
         self._loaded: LoadedModel | None = None  # that the engine computes with
         self._tokenizer: object = None
-        self._adapters: dict[
-            str, RegisteredAdapter
-        ] = {}  # that the engine has, beside its present base; last used last
+        self._adapters: dict[str, RegisteredAdapter] = {}  # in the engine, beside its base; the last used one last
         self.engine: SlotEngine | None = None
         self._opening: asyncio.Future[SlotEngine] | None = None
         self._streams: dict[int, RequestStream] = {}
