@@ -24,8 +24,17 @@ def listening_ports(pids: Collection[int]) -> Sockets:
 
 def pids_of(cluster: EmbeddedCluster, word: str) -> list[int]:
     """Of the cluster's processes those whose name or command line has `word`."""
+    return _select(cluster.pids(), word)
+
+
+def children_of(pid: int, word: str) -> list[int]:
+    """As `pids_of`, of what the process started and of what that started."""
+    return _select([child.pid for child in psutil.Process(pid).children(recursive=True)], word)
+
+
+def _select(pids: Collection[int], word: str) -> list[int]:
     found = []
-    for pid in cluster.pids():
+    for pid in pids:
         with suppress(psutil.Error):  # it has just ended
             process = psutil.Process(pid)
             if word in " ".join([process.name(), *process.cmdline()]):

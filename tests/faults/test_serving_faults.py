@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 
-import psutil
 import pytest
 from benchmarks.serving.drive import Drive, Outcome, Target, http_request
 
 from endpoint_process import BODY, Client, EndpointProcess
+from leftovers import children_of
 from serving.faulty_models import HANG, SIGNATURE, factory, weights
 from shoal.registry import Registry
 from waiting import wait_for
@@ -69,14 +69,7 @@ def lost(outcome: Outcome) -> int:
 
 def processes(endpoint: EndpointProcess, word: str) -> list[int]:
     """Of this endpoint's processes those whose command line has `word`."""
-    found = []
-    for process in psutil.Process(endpoint.pid).children(recursive=True):
-        try:
-            if word in " ".join(process.cmdline()):
-                found.append(process.pid)
-        except psutil.Error:
-            continue  # it has just ended
-    return sorted(found)
+    return sorted(children_of(endpoint.pid, word))
 
 
 def kill(endpoint: EndpointProcess, word: str) -> int:

@@ -6,9 +6,9 @@ import sys
 import urllib.request
 from typing import TYPE_CHECKING
 
+from leftovers import pids_of
 from shoal.cluster import jobs
 from shoal.cluster.job_main import find_dashboard_url
-from shoal.cluster.processes import find_cluster_processes
 from shoal.runs import load
 from shoal_program import STATE_S
 from waiting import wait_for
@@ -32,7 +32,4 @@ def test_a_console_that_is_a_job_shows_its_cluster_and_ends_with_it(cluster: Emb
     assert job.stop() is jobs.JobStatus.STOPPED
     record = load("seen")
     assert (record.status.value, record.endpoints()[0].state) == ("stopped", "closed")
-    assert cluster.cluster_id is not None
-    assert cluster.temp_dir is not None
-    left = [each.cmdline() for each in find_cluster_processes(cluster.cluster_id, cluster.temp_dir)]
-    assert not [words for words in left if "shoal.recipes" in words]
+    assert pids_of(cluster, "shoal.recipes") == []

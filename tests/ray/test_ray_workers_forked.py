@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 
+from leftovers import children_of
 from shoal.cluster.embedded_cluster import FORK_VARIABLE, EmbeddedCluster, _can_fork
 from waiting import wait_for
 
@@ -46,8 +47,7 @@ def server_of(cluster: EmbeddedCluster) -> psutil.Process:
     assert cluster.temp_dir is not None
     socket = cluster.temp_dir / "fork.sock"
     wait_for(socket.exists, what="fork server")
-    children = psutil.Process(cluster.head_pid).children()
-    return next(process for process in children if "shoal.cluster.forking.fork_server" in process.cmdline())
+    return psutil.Process(children_of(cluster.head_pid, "shoal.cluster.forking.fork_server")[0])
 
 
 def test_an_actor_is_forked_and_has_its_processors(fork_server: psutil.Process) -> None:

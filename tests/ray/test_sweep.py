@@ -13,7 +13,7 @@ import pytest
 
 import shoal.runs
 from fake_cluster import FakeRequest, replace_cluster
-from leftovers import pids_of, still_alive
+from leftovers import children_of, pids_of, still_alive
 from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import Growth, NodeType
 from shoal.errors import NoCapacity, PlanError, RunError
@@ -176,7 +176,7 @@ def test_no_actor_outlives_its_trial_whose_process_is_killed_and_the_trial_goes_
         wait_for(lambda: find_trial() is not None, what="a trial that has learnt something")
         trial = find_trial()
         assert trial is not None
-        actors = [each.pid for each in trial.children() if "shoal.actor" in each.cmdline()]
+        actors = children_of(trial.pid, "shoal.actor")
         assert len(actors) == 1
         trial.kill()
         wait_for(lambda: still_alive(actors) == [], what="the actor to end")

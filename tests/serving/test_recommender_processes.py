@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from chromium import Chromium
+from leftovers import children_of
 from serving.film_site import SITE, Session, count_rows, find_url, run_manage
 from shoal.errors import ConfigError
 from waiting import wait_for
@@ -156,18 +157,14 @@ def test_a_killed_retraining_is_started_again_and_the_site_stays(own_home: Path)
     site = run_manage(own_home, "start", "--port", "0", "--every", "0.1")
     session = Session(find_url(site))
 
-    def find_retraining() -> list[psutil.Process]:
-        children = psutil.Process(site.pid).children()
-        return [child for child in children if "retrain" in child.cmdline()]
-
-    (killed,) = find_retraining()
-    killed.kill()
+    (killed,) = children_of(site.pid, " retrain")
+    os.kill(killed, signal.SIGKILL)
     assert site.stderr is not None
     assert "the retraining ended, killed by SIGKILL; the site goes on" in site.stderr.readline()
     version = json.loads(session.get("status"))["version"]
     session.rate(1, 4)
     wait_for(lambda: json.loads(session.get("status"))["version"] > version, what="a version by the next retraining")
-    assert [child.pid for child in find_retraining()] != [killed.pid]
+    assert children_of(site.pid, " retrain") != [killed]
     site.send_signal(signal.SIGINT)
     site.communicate(timeout=600)
     assert site.returncode == 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 import shoal.runs
+from leftovers import children_of
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
 from shoal.libs.population.flow.rounds import choose_spec
@@ -30,11 +31,6 @@ def spec_of(**fields: Any) -> RLPopulationSpec:
     small = {"members": 3, "rounds": 3, "steps_per_round": 1500, "model_name": "sign"}
     space = {"algorithm.learning_rate": "log(1e-5,5e-2)", "algorithm.entropy_cost": "log(1e-4,1e-1)"}
     return RLPopulationSpec.parse({**LEARN, "space": space, **small, **fields})
-
-
-def find_actors() -> list[int]:
-    children = psutil.Process().children(recursive=True)
-    return [each.pid for each in children if "shoal.actor" in each.cmdline()]
 
 
 def test_a_fixed_value_of_what_the_space_has_too_is_refused() -> None:
@@ -76,7 +72,7 @@ def test_a_population_learns_although_one_learner_is_lost(monkeypatch: pytest.Mo
     monkeypatch.setattr(LoopMember, "begin_round", spoil)
     record = shoal.runs.load(run_rl_population(spec_of()))
     assert (record.kind, record.status) == (RunKind.POPULATION, Status.FINISHED)
-    assert find_actors() == []
+    assert children_of(os.getpid(), "shoal.actor") == []
     lineage = Lineage.from_events(record.list_events("round"))
     assert lineage.num_rounds == 3
     second = lineage.rounds[1]

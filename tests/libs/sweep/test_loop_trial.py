@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import shoal.runs
-from leftovers import still_alive
+from leftovers import children_of, still_alive
 from shoal.errors import ConfigError
 from shoal.libs.sweep import loop_trial
 from shoal.libs.sweep.command import make_overrides
@@ -30,11 +30,6 @@ def spec_of(*words: str, actors: int | None = None, **fields: Any) -> SweepSpec:
     """As `shoal sweep` makes it from its words."""
     overrides = [*make_overrides(JOB, words, actors), *(f"{name}={value}" for name, value in fields.items())]
     return sweep_from_overrides(overrides)
-
-
-def find_actors() -> list[int]:
-    children = psutil.Process().children(recursive=True)
-    return [each.pid for each in children if "shoal.actor" in each.cmdline()]
 
 
 @pytest.fixture
@@ -102,7 +97,7 @@ def test_a_trial_learns_reports_and_leaves_a_policy(loop: LoopTrialSpec) -> None
     assert (reports[-1].step >= 4000, reports[-1].progress) == (True, 1.0)
     assert reports[-1].metrics["mean_return"] > 5.0  # 4 by chance
     trial.stop()
-    assert find_actors() == []
+    assert children_of(os.getpid(), "shoal.actor") == []
     record = shoal.runs.load("t")
     assert (record.kind, record.status) == (RunKind.LOOP, Status.FINISHED)
     assert record.latest()["return/mean_100"] > 4.0
@@ -118,7 +113,7 @@ def test_a_stopped_trial_ends_its_actors_and_goes_on_from_its_checkpoint(loop: L
     loop = loop.override(["stop.steps=16000", "reports=16"])  # far from its end when it is stopped
     trial = LoopTrial("t", loop)
     first = trial.next_report()
-    pids = find_actors()
+    pids = children_of(os.getpid(), "shoal.actor")
     assert len(pids) == 2
     trial.stop()
     assert still_alive(pids) == []
@@ -127,7 +122,7 @@ def test_a_stopped_trial_ends_its_actors_and_goes_on_from_its_checkpoint(loop: L
     assert all(each.step > first.step for each in reports)
     record = shoal.runs.load("t")
     assert (record.status, record.incarnation) == (Status.FINISHED, 2)
-    assert find_actors() == []
+    assert children_of(os.getpid(), "shoal.actor") == []
 
 
 def test_an_actor_that_fails_is_the_trials_failure(loop: LoopTrialSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,4 +130,4 @@ def test_an_actor_that_fails_is_the_trials_failure(loop: LoopTrialSpec, monkeypa
     last = read_all(LoopTrial("t", loop))[-1]
     assert "a trial needs all of its actors: actor-" in last.failure
     assert shoal.runs.load("t").status is Status.FAILED
-    assert find_actors() == []
+    assert children_of(os.getpid(), "shoal.actor") == []
