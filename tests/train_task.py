@@ -137,8 +137,8 @@ class Held(Toy):
     HELD_AT: ClassVar = 30
     NUM_FREE: ClassVar = 1
 
-    def __init__(self, folder: str) -> None:
-        super().__init__()
+    def __init__(self, folder: str, hidden: int = 16) -> None:
+        super().__init__(hidden=hidden)
         self.folder = Path(folder)
         self._num_steps = 0
 

@@ -35,7 +35,7 @@ RUN = "sweep-killed"
 WORDS = [
     *("train.task=tests/train_task.py:Held", "train.stop.steps=80", "train.threads=1"),
     *("train.evaluate.every_steps=10", "train.checkpoint.every_steps=10", "train.name=swept", "trials=2"),
-    *("concurrent=2", 'space={"optimizer.learning_rate": "log(1e-3,1e-1)"}'),
+    *("concurrent=2", 'space={"optimizer.learning_rate": "log(1e-3,1e-1)", "hidden": "int(4,999)"}'),
 ]
 
 
@@ -154,6 +154,7 @@ def test_a_sweep_whose_driver_is_killed_goes_on(cluster: EmbeddedCluster, tmp_pa
         **{"sweep": RUN, "trial": best.number, "run": best.run_id},
         "parameters": best.parameters,
     }
+    assert manifest.model.kwargs["args"]["hidden"] == best.parameters["hidden"]
 
 
 LOOP_WORDS = [

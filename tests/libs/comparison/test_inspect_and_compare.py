@@ -169,6 +169,13 @@ def test_settings_that_differ_come_first_with_their_defaults_data_and_code(
     assert settings_of("run-1", "rl") == {}  # of another kind, that has none of them
 
 
+def test_a_long_setting_is_cut_in_the_table_alone() -> None:
+    for number in (1, 2):
+        train(f"run-{number}", [0.5], args={"knots": [number] * 2000})
+    assert len(typed(compare, "run-1", "run-2").splitlines()) < 40
+    assert json.loads(settings_of("run-1", "run-2")["args.knots"][0]) == [1] * 2000
+
+
 def test_metrics_are_compared_by_step_epoch_and_running_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with runs.create("train", "workers: 1\n", "run-1") as run:
         run.log(10, {"validation/loss": 0.000123, "train/epoch": 1.0})
@@ -209,6 +216,10 @@ def test_versions_stand_for_the_runs_that_made_them() -> None:
         snapshot = WeightSnapshot.of(number, {"weight": np.ones(1, np.float32)})
         factory, run_id = ModelFactory(factory="torch.nn:Linear"), f"run-{number}" if number == 1 else None
         Registry().register("mine", snapshot, model=factory, signature=signature, run_id=run_id)
+    lineage = {"sweep": "run-1", "trial": 3, "run": "run-2", "parameters": {}}
+    Registry().register("swept", snapshot, model=factory, signature=signature, run_id="run-1", lineage=lineage)
+    found = json.loads(typed(compare, "mine@1", "swept@1", "--json"))["runs"]
+    assert [run["id"] for run in found] == ["run-1", "run-2"]
     found = json.loads(typed(compare, "mine@1", "run-2", "--json"))["runs"]
     assert [run["id"] for run in found] == ["run-1", "run-2"]
     with pytest.raises(ConfigError, match="run = 'mine@2': was registered by no run"):

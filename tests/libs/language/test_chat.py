@@ -207,7 +207,7 @@ def test_a_run_names_the_commands_for_its_language_model(decoder: Decoder) -> No
         pass
     commands = list_views(shoal.runs.load("one"), ["wordless@1", "removed@1", "tiny@1"])
     shown = [f"shoal models show {each}" for each in ("wordless@1", "removed@1", "tiny@1")]
-    assert commands[1:] == [*shown, "shoal chat tiny@1", "shoal serve deploy tiny@1"]
+    assert commands[1:] == [*shown, "shoal serve deploy wordless@1", "shoal serve deploy tiny@1", "shoal chat tiny@1"]
 
 
 def test_a_text_in_a_pipe_is_answered_once(

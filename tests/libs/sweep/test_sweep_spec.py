@@ -84,7 +84,7 @@ PBT = {"search": "pbt"}
         ((RATE, STOP), PBT | {"trials": 1}, "no trial to copy"),
         ((RATE, STOP), PBT | {"concurrent": 1}, "take turns"),
         (("batch_size=choice(8,16)", "optimizer.name=choice(adam,sgd)", STOP), PBT, "cannot change while"),
-        ((RATE, STOP), PBT, "evaluate.every_steps=2"),
+        ((RATE, "dropout=uniform(0,0.5)", STOP), PBT, "evaluate.every_steps=2"),
         ((RATE, "stop.wall_s=9"), ASHA, "give stop.steps=1000"),
         ((RATE, STOP, "evaluate.every_steps=20"), ASHA, "too late for --scheduler asha"),
     ],

@@ -82,6 +82,9 @@ def test_runs_lists_the_newest_first() -> None:
     assert lines[1].endswith("480 return/mean_100")
     assert "shoal runs third" in lines[3]
     assert [each["id"] for each in json.loads(typed(runs_command, "--json"))] == ["third", "second", "first"]
+    with runs.create("train", "", "trained") as run:
+        run.log(1, {"validation/accuracy": 0.5})
+    assert "  0.5 accuracy " in typed(runs_command).splitlines()[1]
 
 
 def test_one_run_is_shown_with_what_to_type_next() -> None:

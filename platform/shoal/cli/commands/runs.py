@@ -56,6 +56,7 @@ from shoal.runs.record.removal import (
     vacuum,
 )
 from shoal.runs.run_kind import infer_fields
+from shoal.runs.run_reader import VALIDATION
 
 NUM_EVENTS = 8
 FOLLOW_S = 0.5
@@ -268,7 +269,7 @@ def set_settings(run: str, settings: tuple[str, ...]) -> None:
 
 def _make_cells(run: Run) -> list[str | Text]:
     best = run.best()
-    judged = f"{format_number(best[1])} {best[0]}" if best else "-"  # the number is not folded even if the name is
+    judged = f"{format_number(best[1])} {best[0].removeprefix(VALIDATION)}" if best else "-"
     age, duration = format_age(time.time() - run.created_at), format_duration(run.duration_s)
     host = "" if run.copied_from is None else f" on {run.copied_from}"
     status = Text(f"{run.status.value}{host}", style=_COLOURS.get(run.status, "default"))
@@ -313,6 +314,7 @@ def list_views(run: Run, models: Sequence[str]) -> list[str]:
         commands.append(f"tensorboard --logdir {shlex.quote(str(board))}")
     commands += [f"shoal models show {each}" for each in models]
     for version in map(Registry().get, filter(Registry().has, models)):  # others have been removed
+        commands.append(f"shoal serve deploy {version.ref}")
         for suggest in load_sound_extensions("shoal.next_commands").values():
             commands += suggest(version)
     if run.kind is RunKind.LOOP and len(models) == 1:

@@ -102,9 +102,9 @@ def _fill(sizes: Sequence[int], value: Any) -> Any:
 def _write_code(value: Any) -> str:
     """A value in Python, in which a list of equal elements is written as one of them: [[0] * 28] * 28."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name!r}: {_write_code(each)}' for name, each in value.items())}}}"
+        return f"{{{', '.join(f'{json.dumps(name)}: {_write_code(each)}' for name, each in value.items())}}}"
     if not isinstance(value, list):
-        return repr(value)
+        return json.dumps(value) if isinstance(value, str) else repr(value)  # no quote that a shell would need
     if len(value) > OPEN_SIZE and all(each == value[0] for each in value):
         return f"[{_write_code(value[0])}] * {len(value)}"
     return f"[{', '.join(map(_write_code, value))}]"

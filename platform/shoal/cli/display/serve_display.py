@@ -129,9 +129,9 @@ def _format_address(status: EndpointStatus, url: str) -> str:
 def format_shares(model: ModelStatus) -> str:
     """Which versions answer, in one line: `90% by 3 (stable), 10% by 4 (candidate)`."""
     parts = [
-        f"{_format_share(version.share)} by {version.version} ({version.track})"
-        for version in sorted(model.versions, key=_sort_key)
-        if version.track
+        f"{'shadowed' if each.track == 'shadow' else _format_share(each.share)} by {each.version} ({each.track})"
+        for each in sorted(model.versions, key=_sort_key)
+        if each.track
     ]
     parts += _format_following(model) if model.phase == LIVE else []
     return ", ".join(parts) or _format_model_state(model)

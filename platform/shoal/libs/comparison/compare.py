@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shoal.extend.train import TargetReached
     from shoal.libs.comparison.columns import Column
 
-PAGE_CHARS, MAX_ERROR_CHARS = 160, 60
+PAGE_CHARS, MAX_ERROR_CHARS, MAX_SETTING_CHARS = 160, 60, 100
 
 
 UNKNOWN = "-"
@@ -117,7 +117,8 @@ def _load(ref: str) -> Run:
     """The run with this id, or the one that made this version of the registry. Raises RunError and RegistryError."""
     if "@" not in ref:
         return load(ref)
-    run_id = Registry().get(ref).manifest.run_id
+    manifest = Registry().get(ref).manifest
+    run_id = manifest.lineage.get("run", manifest.run_id)  # of a sweep: the trial's own
     if run_id is None:
         raise ConfigError("run", ref, "was registered by no run", "name runs, or versions that runs have made")
     return load(run_id)
@@ -261,10 +262,12 @@ def _build_settings(columns: Sequence[Column], settings: Mapping[str, Sequence[s
     rows = [
         ["job", *(column.run.title for column in columns)],
         ["status", *(_describe_status(column.run) for column in columns)],
-        *([name, *values] for name, values in settings.items()),
     ]
+    rows = [row for row in rows if len({*row[1:]}) > 1]
+    for name, values in settings.items():
+        rows.append([name, *(truncate_middle(value, MAX_SETTING_CHARS) for value in values)])
     heading = "settings that differ" if settings else "no setting differs"
-    return _make_run_table(heading, columns, (row for row in rows if len({*row[1:]}) > 1))
+    return _make_run_table(heading, columns, rows)
 
 
 def _describe_status(run: Run) -> str:

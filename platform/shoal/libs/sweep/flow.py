@@ -101,7 +101,7 @@ def _register(spec: SweepSpec, checked: CheckedSweep, recorder: RunRecorder, bes
         register_trial(spec.make_loop_spec(best.parameters), best.run_id, recorder, lineage)
         return
     train, run = spec.make_trial_spec(best.parameters), checked.run
-    if any(path.startswith("args.") for path in best.parameters):
+    if train.args != spec.train.args:
         run = validate_run(train)
     result = load_result(best.run_id)
     fetch_weights(result, best.run_id)

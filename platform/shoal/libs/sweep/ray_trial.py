@@ -72,7 +72,7 @@ class TuneTrial(Trainable):
             return
         spec = prepare_trial_spec(setting, parameters)
         checked = setting.checked.run
-        if checked is None or any(path.startswith("args.") for path in parameters):
+        if checked is None or spec.args != setting.spec.train.args:
             checked = validate_run(spec)
 
         def make_ray_backend(

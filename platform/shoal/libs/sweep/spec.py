@@ -274,7 +274,7 @@ def _require_search(spec: SweepSpec, space: SearchSpace) -> None:
     if spec.trials < 2:
         raise ConfigError("trials", spec.trials, "leaves no trial to copy", "use 2 at least with --search pbt")
     for path in space:
-        if not path.startswith(_CHANGEABLE) or path in _FIXED:
+        if not spec.train.qualify(f"{path}=").startswith(_CHANGEABLE) or path in _FIXED:
             problem = "cannot change while a trial goes on, as population-based training does"
             raise ConfigError(path, str(space[path]), problem, "fix its value, or use another --search")
 

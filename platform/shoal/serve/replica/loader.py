@@ -96,9 +96,10 @@ class VersionLoader:
             if self._code == "installed":
                 require_installed(package.factory.model_dump())
             if signature is not None and package.signature != signature:
-                raise WeightsError(OTHER_TENSORS)
-            built, loaded = self._load(package, options, last)
-            return StagedVersion(built, loaded, time.monotonic() - since_s)
+                before, after = ([*each.inputs, *each.outputs] for each in (signature, package.signature))
+                odd = dict.fromkeys(each.name for each in before + after if each not in before or each not in after)
+                raise WeightsError(f"{OTHER_TENSORS} (not alike: {', '.join(odd) or 'their order'})")
+            return StagedVersion(*self._load(package, options, last), time.monotonic() - since_s)
 
         async with self._locks.setdefault(source.name, asyncio.Lock()):
             return await self._run(f"version {version} of {source.name!r}", load)
@@ -109,8 +110,7 @@ class VersionLoader:
 
     @property
     def busy_s(self) -> float:
-        since_s = min(self._since_s.copy().values(), default=None)
-        return 0.0 if since_s is None else time.monotonic() - since_s
+        return max((time.monotonic() - since_s for since_s in self._since_s.copy().values()), default=0.0)
 
     def close(self) -> None:
         """Start no more loads, without waiting for the current one. Idempotent."""
