@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from serving.replica_set import SIGNATURE, ReplicaSet, ask, held_loads, infer, register, tally, until
-from shoal.cli.display.serve_display import format_shares
+from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature, TensorSignature
@@ -146,14 +146,21 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
 
     await until(lambda: shadowed()["compared"] >= 95)
     assert shadowed()["track"] == "shadow"
-    status = EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint()))
-    assert format_shares(status.models[0]).startswith("100% by 1 (stable), shadowed by 2 (shadow)")
+
+    def status() -> EndpointStatus:
+        return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint()))
+
+    assert format_shares(status().models[0]).startswith("100% by 1 (stable), shadowed by 2 (shadow)")
+    assert "differ 100.00%" in "".join(format_plain_lines(status(), ""))
     assert shadowed()["disagreed"] == shadowed()["compared"] <= 105
     assert endpoint.phase() == "canary"  # recorded only
     await endpoint.administer(action="canary", model="linear", version=2, percent=10)
     for replica in endpoint.replicas.values():  # it has a share now
         await until(lambda replica=replica: replica.manager.get_model("linear").router.percent == 10.0)
         assert (await infer(replica, shoal_track="candidate")).version == 2
+    await endpoint.administer(action="promote", model="linear", version=2)
+    await until(lambda: shadowed()["track"] == "stable")
+    assert "differ 100.00%" not in "".join(format_plain_lines(status(), ""))
 
 
 @rollout(1, 2)

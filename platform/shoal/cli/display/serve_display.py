@@ -283,7 +283,7 @@ def _format_error_rate(version: VersionStatus) -> str:
 
 
 def _format_disagreement(version: VersionStatus) -> str:
-    return f"{version.disagreed / version.compared:.2%}" if version.compared else "-"
+    return f"{version.disagreed / version.compared:.2%}" if version.compared and version.track != "stable" else "-"
 
 
 def _format_batch(model: ModelStatus) -> str:
