@@ -121,7 +121,7 @@ def split_ref(ref: str) -> tuple[str, str]:
     """
     name, separator, word = ref.partition("@")
     if ":" in name:
-        remedy = "an endpoint with text.adapters serves it: `shoal chat NAME:ADAPTER --endpoint ENDPOINT`"
+        remedy = "here it is `shoal chat ADAPTER`, beside its base `shoal chat NAME:ADAPTER --endpoint ENDPOINT`"
         raise ConfigError("model", ref, "is an adapter beside its base", remedy)
     require_name("model", name)
     if separator and not ALIAS.fullmatch(word):

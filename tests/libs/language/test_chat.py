@@ -205,9 +205,16 @@ def test_a_conversation_has_commands_and_survives_errors(tmp_path: Path, capsys:
 def test_a_run_names_the_commands_for_its_language_model(decoder: Decoder) -> None:
     with shoal.runs.create("finetune", "", "one"):
         pass
-    commands = list_views(shoal.runs.load("one"), ["wordless@1", "removed@1", "tiny@1"])
-    shown = [f"shoal models show {each}" for each in ("wordless@1", "removed@1", "tiny@1")]
-    assert commands[1:] == [*shown, "shoal serve deploy wordless@1", "shoal serve deploy tiny@1", "shoal chat tiny@1"]
+    tiny = Registry().get("tiny@1")
+    about, files = tiny.manifest, {"tokenizer_config.json": tiny.fetch_file("tokenizer_config.json").read_bytes()}
+    more: dict[str, Any] = {"files": files, "lineage": {"base": tiny.ref}}
+    Registry().register("poet", tiny.snapshot(), model=about.model, signature=about.signature, **more)
+    refs = ["wordless@1", "removed@1", "tiny@1", "poet@1"]
+    commands = list_views(shoal.runs.load("one"), refs)
+    shown = [f"shoal models show {each}" for each in refs]
+    beside = "shoal serve deploy tiny@1 endpoint.model.text.adapters='[poet]'"
+    own = [f"shoal {verb} {each}" for each in ("tiny@1", "poet@1") for verb in ("serve deploy", "chat")]
+    assert commands[1:] == [*shown, "shoal serve deploy wordless@1", *own, beside]
 
 
 def test_a_text_in_a_pipe_is_answered_once(
@@ -284,7 +291,7 @@ def test_an_adapter_is_asked_of_an_endpoint(models: Models, url: str, monkeypatc
             assert models.tiny.calls[-1].version == (3 if version else None)
     with pytest.raises(ConfigError, match="is not a model reference"):
         CliRunner().invoke(cli, ["predict", "tiny@3:poet", "--text", "hi", "--endpoint", url], catch_exceptions=False)
-    with pytest.raises(ConfigError, match=r"adapter.*beside its base"):
+    with pytest.raises(ConfigError, match=r"adapter.*beside its base.*`shoal chat ADAPTER`"):
         CliRunner().invoke(cli, ["chat", "tiny:poet"], input="hi", catch_exceptions=False)
 
 

@@ -141,7 +141,7 @@ async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, byt
         assert (wrong.value.status, wrong.value.field) == (400, "top_p")
         with pytest.raises(InferenceError, match="version") as wrong:
             await write(replica, TextCall(ANYONE, version=7))
-        assert wrong.value.status == 404
+        assert (wrong.value.status, wrong.value.field) == (404, "model")
         with pytest.raises(InferenceError) as wrong:
             find_texts(replica).get("tiny", Caller("key", models=frozenset({"other"})))
         assert wrong.value.status == 403

@@ -122,6 +122,17 @@ def test_fields_arrive_at_the_engine_and_the_model(client: Client, models: Model
     assert (sampling.top_k, sampling.min_p, sampling.logit_bias, sampling.temperature) == (5, 0.1, {65: 2}, 0.3)
 
 
+def test_the_template_gets_its_own_fields(client: Client, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = models.tiny.tokenizer.chat_template
+    monkeypatch.setattr(models.tiny.tokenizer, "chat_template", template + "{% if not enable_thinking %}no{% endif %}")
+    num_tokens = []
+    for value in (True, False):
+        fields = {"chat_template_kwargs": {"enable_thinking": value}}
+        answer = client.post("/v1/chat/completions", CHAT | fields)[2]
+        num_tokens.append(answer["usage"]["prompt_tokens"])
+    assert num_tokens[1] == num_tokens[0] + 2
+
+
 def test_prompts_of_a_completion_are_answered_together(client: Client, models: Models) -> None:
     asked = {"model": "bare", "prompt": ["a", [1, 2, 3]], "n": 2, "max_tokens": 4, "logprobs": 2}
     answer = client.post("/v1/completions", asked, idempotency_key="k")[2]
@@ -214,7 +225,10 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"regex": "(" * 99}, 400, r"^regex = '\({40}': unclosed group$"),
     ("chat/completions", {"grammar": "start: " + "a " * 20_000 + "\na: /a*/"}, 400, "Too many items"),
     ("chat/completions", {"model": "bare"}, 400, "model 'bare' has no chat template"),
-    ("chat/completions", {"model": "plain", "tools": TOOLS}, 400, "tools: the chat template of model 'plain' has none"),
+    ("chat/completions", {"model": "plain", "tools": TOOLS}, 400, "template of model 'plain' has none: register"),
+    ("chat/completions", {"stream_options": {"include_usage": True}}, 400, "stream_options: needs stream = true"),
+    ("chat/completions", {"stream": True, "stream_options": {"include_usag": True}}, 400, "field `include_usag`"),
+    ("chat/completions", {"chat_template_kwargs": {"tokenize": True}}, 400, "messages: .*'tokenize'"),
     ("chat/completions", {"model": "other"}, 404, "there is no model 'other'"),
     ("chat/completions", {"model": "tiny@7"}, 404, "no version 7"),
     ("chat/completions", {"model": "tiny@champion"}, 400, "'champion' is no number .*tiny@2"),

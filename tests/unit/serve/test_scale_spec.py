@@ -8,6 +8,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.serve.scaling.policy import Budget
 from shoal.serve.spec.endpoint import EndpointSpec
+from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.scale import ScaleSpec
 
 OFFICE = "mon-fri 08:00-18:00 Europe/Zurich"
@@ -105,5 +106,7 @@ def test_a_fixed_number_and_scale_exclude_each_other_and_words_choose_scale() ->
     assert EndpointSpec.from_record(scaled.to_record()) == scaled
     with pytest.raises(ConfigError, match=r"the most replicas under load are scale.max"):
         EndpointSpec(name="m").override(["max_replicas=3"])
+    with pytest.raises(ConfigError, match=r"end the endpoint, then `shoal serve deploy MODEL --replicas N`"):
+        ModelOptions().override(["num_replicas=3"])
     fixed = EndpointSpec(name="m", num_replicas=2)
     assert (fixed.least_replicas, fixed.most_replicas) == (2, 2)

@@ -163,7 +163,7 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         rows = predict_files(work, files, output, spec.workers, types, num_gpus, block_rows)
         seconds = time.monotonic() - begun_s
         recorder.record_event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
-        print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.0f} rows/s): {spec.output}", flush=True)
+        print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.1f} rows/s): {spec.output}", flush=True)
     return recorder.id
 
 

@@ -93,7 +93,9 @@ def suggest_commands(version: ModelVersion) -> list[str]:
     shapes = [each.shape for each in version.manifest.signature.outputs]
     if [len(each) for each in shapes] != [3] or "tokenizer_config.json" not in version.manifest.files:
         return []
-    return [f"shoal chat {version.ref}"]
+    base = version.manifest.lineage.get("base")
+    beside = f"shoal serve deploy {base} endpoint.model.text.adapters='[{version.name}]'"
+    return [f"shoal chat {version.ref}", *[beside] * bool(base)]
 
 
 class Conversation:

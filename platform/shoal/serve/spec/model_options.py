@@ -117,6 +117,10 @@ class ModelOptions(Spec):
     guard: GuardOptions = GuardOptions()
     text: TextOptions = TextOptions()
 
+    @classmethod
+    def explain_absence(cls, name: str) -> str:
+        return "end the endpoint, then `shoal serve deploy MODEL --replicas N`" if name == "num_replicas" else ""
+
     @field_validator("batch_dim")
     @classmethod
     def _remove_defaults(cls, batch_dim: dict[str, int | None]) -> dict[str, int | None]:
@@ -143,13 +147,9 @@ class ModelOptions(Spec):
         return pad_value if math.isfinite(pad_value) else str(pad_value)
 
     @model_validator(mode="after")
-    def _queue_holds_a_batch(self) -> ModelOptions:
+    def _batches_are_possible(self) -> ModelOptions:
         if self.max_queue_size < self.max_batch_size:
             raise ValueError(f"max_queue_size = {self.max_queue_size} is below max_batch_size = {self.max_batch_size}")
-        return self
-
-    @model_validator(mode="after")
-    def _batches_are_possible(self) -> ModelOptions:
         if self.batch_dim and not self.max_batch_size:
             undo = ", ".join(f"{name}: 0" for name in self.batch_dim)
             remedy = f"leave out batch_dim (batch_dim={{{undo}}} undoes it), or set a batch size"

@@ -101,7 +101,7 @@ class LanguageApp:
         key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         origin = headers.get(FORWARDED_FROM_HEADER, b"")
         self._access.require_known_key(key, origin)
-        is_get = path.startswith(("models", "responses/"))
+        is_get = path == "models" or path.startswith(("models/", "responses/"))
         if not is_get and path not in BODIES:
             known = ", ".join(f"{PREFIX}{each}" for each in (*BODIES, "models"))
             remedy = f"base_url of an OpenAI client must end in /v1, of Anthropic's must not; there are {known}"
@@ -198,8 +198,6 @@ class LanguageApp:
         kind, _, name = path.partition("/")
         if kind == "responses":
             raise InferenceError(404, "responses are not stored: send the earlier messages as input")
-        if kind != "models":
-            raise InferenceError(404, f"no such path: {path[:200]!r}")
         if name:
             return _describe_model(self._models.get(name, caller))
         data = [_describe_model(each) for each in self._models.list(caller)]

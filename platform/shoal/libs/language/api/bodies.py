@@ -38,8 +38,9 @@ REASONS = {
 }
 
 
-class StreamOptions(Struct, frozen=True):
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
+    include_obfuscation: bool = False  # changes nothing
 
 
 class Fields(Struct, kw_only=True):
@@ -70,6 +71,7 @@ class Fields(Struct, kw_only=True):
     begin_s: float | None = None
     deadline_s: float | None = None
     given: list[tuple[Version, list[Token]]] = []
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]

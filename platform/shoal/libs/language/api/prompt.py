@@ -47,6 +47,8 @@ def make_job(model: TextModel, body: Fields, prompts: Sequence[tuple[int, ...]],
     """`more`: fields of the Job; the others of TextRequest. Raises InferenceError (400)."""
     if (num_answers := len(prompts) * body.n) > MAX_ANSWERS:
         raise InferenceError(400, f"n = {body.n}: {num_answers} answers, expected {MAX_ANSWERS} at most", field="n")
+    if body.stream_options.include_usage and not body.stream:
+        raise InferenceError(400, "stream_options: needs stream = true", field="stream_options")
     names = {"num_answers": "n", "prompt": "prompt", "end_s": "deadline_s", **more.pop("names", {})}
     grammars: list[tuple[str, Grammar | None]] = [
         *more.pop("grammars", ()),
@@ -88,7 +90,7 @@ def make_chat_job(
     """A job of a conversation; `name`: the API's field that has it. `more`: as `make_job` has it, and `continues` as
     `render_chat` has it. Raises InferenceError (400)."""
     read, continues = read_messages(messages, name), more.pop("continues", False)
-    prompt, template = render_chat(model, read, use, name, continues=continues)
+    prompt, template = render_chat(model, read, use, name, continues=continues, own=body.chat_template_kwargs)
     special = {each: model.tokenizer.convert_tokens_to_ids(each) for each in model.tokenizer.all_special_tokens}
     lark = use.make_grammar(template, special)
     more["grammars"] = [*more.pop("grammars", ()), ("tool_choice", lark and ("lark", lark))]
@@ -141,11 +143,11 @@ def encode_prompts(model: TextModel, given: str | list[Any], name: str) -> list[
 
 
 def render_chat(
-    model: TextModel, messages: Sequence[dict[str, Any]], use: ToolUse, name: str, *, continues: bool = False
+    model: TextModel, messages: Sequence[dict[str, Any]], use: ToolUse, name: str, *, continues: bool, own: Any
 ) -> tuple[tuple[int, ...], str]:
     """The tokens of a conversation, and the template that made them.
 
-    continues: the answer continues the last message
+    continues: the answer continues the last message; own: fields of the template's own
     Raises InferenceError (400).
     """
     tokenizer, tools = model.tokenizer, use.describe()
@@ -153,15 +155,16 @@ def render_chat(
         raise InferenceError(400, f"model {model.name!r} has no chat template: use /v1/completions", field="model")
     template: str = tokenizer.get_chat_template(None, tools)
     if tools and not _TOOLS.search(template):
-        raise InferenceError(400, f"tools: the chat template of model {model.name!r} has none", field="tools")
+        problem = f"tools: the chat template of model {model.name!r} has none: register it with one that has"
+        raise InferenceError(400, problem, field="tools")
     size = sum(len(each["content"]) for each in messages)
     if size > MAX_CHARS_PER_TOKEN * model.context:
         encode(model, " " * size, name)  # raises
     with needs_extra("language"):
         from jinja2 import TemplateError
-    how = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
+    how = {"tokenize": False, "continue_final_message" if continues else "add_generation_prompt": True}
     try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, **how)
+        text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, **how, **own)
     except (TemplateError, TypeError, ValueError) as error:
         problem = f"{name}: the chat template of model {model.name!r} refuses them: {summarize_error(error)}"
         raise InferenceError(400, problem, field=name) from error
