@@ -81,9 +81,9 @@ def test_each_rank_keeps_its_stages_only(two_ranks: list[dict[str, Any]]) -> Non
 
 
 def test_stages_are_split_between_blocks(two_ranks: list[dict[str, Any]]) -> None:
-    """Measured, so the middle may shift by a block or two on a busy machine; never to an end."""
+    """Their times are measured, so on a busy machine the middle may be anywhere between two of them."""
     (split_point,) = two_ranks[0]["1f1b"]
-    assert split_point.startswith("blocks.")
+    assert split_point in {"blocks.1", "blocks.2", "blocks.3", "norm"}
     assert all(len(found["zbv"]) == 3 for found in two_ranks)
 
 

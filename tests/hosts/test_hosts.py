@@ -31,6 +31,7 @@ from waiting import wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600)]
 DASHBOARD = "http://127.0.0.1:8265"
+CLUSTER = "--address", DASHBOARD, "--timeout-s", f"{STATE_S:g}"
 HANG_S = 12.0  # and so long an answer may take: nothing on the network says that a host is gone
 REQUEST_S = 3.0  # stands for one of 50 s: twice as long is well below HANG_S
 ASKING_S = 16
@@ -112,7 +113,7 @@ def endpoint(cluster: Cluster) -> Endpoint:
     words += ["endpoint.show_errors=true", f"endpoint.hang_s={HANG_S:g}", "endpoint.ingress=every_node"]
     words += ["endpoint.host=0.0.0.0", f"endpoint.tls.certificate={files.certificate}"]
     words += [f"endpoint.tls.key={files.key}", "endpoint.model.preprocess=waiting_hooks:wait_as_told"]
-    words += ["endpoint.model.postprocess=waiting_hooks:say_where", "--address", DASHBOARD]
+    words += ["endpoint.model.postprocess=waiting_hooks:say_where", *CLUSTER]
     said = cluster.shoal("serve", "deploy", name, *words)
     address = re.escape(cluster.head.address)
     found = re.search(rf"endpoint {name} is ready at https://{address}:(\d+), .* of each node with a replica", said)
@@ -205,7 +206,7 @@ def gang(cluster: Cluster, endpoint: Endpoint) -> Gang:
         model=ModelFactory(factory="shoal.models.perceptron:Perceptron", kwargs=sizes),
         signature=Signature(inputs=x, outputs=y),
     )
-    words = ["endpoint.num_workers=2", "endpoint.num_cpus=0.4", f"endpoint.hang_s={HANG_S:g}", "--address", DASHBOARD]
+    words = ["endpoint.num_workers=2", "endpoint.num_cpus=0.4", f"endpoint.hang_s={HANG_S:g}", *CLUSTER]
     said = cluster.shoal("serve", "deploy", "layers", *words)
     with torch.inference_mode():
         expected = model(torch.tensor(ROWS)).tolist()

@@ -26,6 +26,7 @@ from shoal_program import ROOT, STATE_S, Program
 
 LINE = ROOT / "tests/hosts/line.py"
 DASHBOARD = "http://127.0.0.1:8265"
+CLUSTER = "--address", DASHBOARD, "--timeout-s", f"{STATE_S:g}"
 RUN_S, CLUSTER_S = 1500.0, 3600.0
 STEPS = 300
 TRAINING = ["task=line.py:Line", "batch_size=48", f"stop.steps={STEPS}", "checkpoint.every_steps=20"]
@@ -237,7 +238,7 @@ def test_ranks_that_keep_their_weights_whole_go_on_from_their_checkpoint(tmp_pat
 
 def test_a_host_serves_what_another_has_trained(cluster: Cluster) -> None:
     """The replica fits on the host that came last."""
-    said = cluster.head.run("shoal", "serve", "deploy", "line", "endpoint.num_cpus=3.5", "--address", DASHBOARD)
+    said = cluster.head.run("shoal", "serve", "deploy", "line", "endpoint.num_cpus=3.5", *CLUSTER)
     url = re.search(r"is ready at ([^\s,]+)", said)
     assert url, said
     [replica] = json.loads(cluster.head.run("shoal", "serve", "status", "line", "--json"))["replicas"]

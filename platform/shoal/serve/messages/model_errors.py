@@ -30,7 +30,7 @@ def unloaded_model(name: str, error: str) -> InferenceError:
 def unknown_version(model: str, version: str, versions: Sequence[int]) -> InferenceError:
     """The 404 for a version that is not among the model's loaded `versions`. `version`: as the client names it."""
     there = ", ".join(map(str, versions)) or "none yet"
-    return InferenceError(404, f"model {model!r} has no version {version[:40]!r}; it serves {there}", field="model")
+    return InferenceError(404, f"model {model!r} has no version {version[:40]!r}; it serves {there}")
 
 
 def find_version(model: str, text: str, versions: Sequence[int]) -> int:

@@ -120,7 +120,8 @@ async def begin(job: Job, events: Events, resume: str, count: Callable[[], None]
     try:
         first = await anext(events)
     except InferenceError as error:
-        name = (job.names or {}).get(error.field, error.field)
+        field = "model" if error.status == 404 else error.field  # a version that is unknown
+        name = (job.names or {}).get(field, field)
         message = re.sub(f"^{re.escape(error.field)}\\b", name, error.message)
         raise InferenceError(error.status, message, error.retry_after_s, name) from error
     answers = [TextAnswer(index, job.use.make_reader(job.template)) for index in range(len(job.requests) * job.body.n)]
