@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +24,6 @@ STRETCHES = DataFrame(
     [(0, 0, 2, None, 0.1, "relu"), (0, 2, 4, 1, 0.2, "tanh"), (1, 0, 4, None, 0.3, "relu")], columns=COLUMNS
 )
 ANCESTRY = DataFrame([(1, 0, 2, None, 0.3, "relu"), (0, 2, 4, 1, 0.2, "tanh")], columns=COLUMNS)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
 
 
 def blue_lines(figure: Figure, panel: int = 0) -> list[list[list[float]]]:

@@ -18,13 +18,6 @@ from shoal import runs
 from shoal.libs.tracking.follower import Follower, read_state
 from shoal.libs.tracking.trackers import TrackioTracker
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
-
-
 # A process ends when MLflow's database has some of its tables, which MLflow can neither read nor complete. Then another
 # follows the run.
 FOLLOW = """
@@ -49,16 +42,16 @@ assert Follower(runs.load("one"), "mlflow", MlflowTracker).follow().is_complete
 """
 
 
-def test_a_run_is_in_mlflow_though_a_process_was_killed_while_it_made_the_database(home: Path) -> None:
+def test_a_run_is_in_mlflow_though_a_process_was_killed_while_it_made_the_database(shoal_home: Path) -> None:
     with runs.create("train", "task: lenet\nstop: {steps: 12}\n", "one") as recorder:
         for step in range(1, 13):
             recorder.log(step, {"train/loss": 1 / step, "learning rate": 0.1})
         recorder.record_model("lenet", 1, [])
     done = subprocess.run([sys.executable, "-c", FOLLOW], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    tracked = read_state(home / "runs" / "one", "mlflow").tracker_run
+    tracked = read_state(shoal_home / "runs" / "one", "mlflow").tracker_run
 
-    with closing(sqlite3.connect(home / "mlflow.db")) as database:
+    with closing(sqlite3.connect(shoal_home / "mlflow.db")) as database:
 
         def select(columns: str, table: str) -> set[tuple[Any, ...]]:
             return {*database.execute(f"SELECT {columns} FROM {table} WHERE run_uuid = ?", [tracked])}
@@ -72,15 +65,15 @@ def test_a_run_is_in_mlflow_though_a_process_was_killed_while_it_made_the_databa
     assert len(sent) == 24
 
 
-def test_a_run_is_in_the_offline_files_of_wandb(home: Path) -> None:
+def test_a_run_is_in_the_offline_files_of_wandb(shoal_home: Path) -> None:
     with runs.create("job", "task: lenet\nargs: {api_key: hidden-away}\n", "one") as recorder:
         for step in (3, 4, 2):  # it goes back
             recorder.log(step, {"loss": step / 8})
     words = [sys.executable, "-P", "-m", "shoal.libs.tracking", "one", "wandb"]
     done = subprocess.run(words, env={**os.environ, "WANDB_MODE": "offline"}, capture_output=True, text=True)
-    state = read_state(home / "runs" / "one", "wandb")
+    state = read_state(shoal_home / "runs" / "one", "wandb")
     assert (done.returncode, state.sent, state.is_complete) == (0, 3, True), done.stderr
-    [file] = (home / "runs" / "one" / "wandb").glob("offline-run-*/*.wandb")
+    [file] = (shoal_home / "runs" / "one" / "wandb").glob("offline-run-*/*.wandb")
     payload = file.read_bytes()
     losses = re.findall(rb"loss[^0-9a-z]{1,4}(0\.\d+)", payload)  # in the history, and in the summary after it
     assert list(dict.fromkeys(losses)) == [b"0.375", b"0.5", b"0.25"]
@@ -88,7 +81,7 @@ def test_a_run_is_in_the_offline_files_of_wandb(home: Path) -> None:
     assert b"hidden-away" not in payload
 
 
-def test_a_run_is_in_trackio(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_in_trackio(shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library needs an older Pillow than the other extras, and is not among the tests' own."""
     calls: list[tuple[str, Any]] = []
     fake = types.ModuleType("trackio")
