@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from shoal.data import Data
 from shoal.errors import ConfigError
-from shoal.libs.segmentation.augmentation import Distortion
 from shoal.libs.segmentation.comparison import encode_comparison
-from shoal.libs.segmentation.crops import EvaluationTiles, TrainingCrops
+from shoal.libs.segmentation.crops import Distortion, EvaluationTiles, TrainingCrops
 from shoal.libs.segmentation.losses import compute_loss
 from shoal.libs.segmentation.photographs import (
     PALETTE,

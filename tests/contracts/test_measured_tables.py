@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu import __main__ as benchmark
+from benchmarks.gpu import population
+from benchmarks.gpu.turns import Setting
 from benchmarks.result import read
 from benchmarks.table import BEGIN, END, HEADLINES, headlines, in_full
 
@@ -28,3 +35,20 @@ def test_no_line_needs_the_line_before_or_has_a_ratio_to_nothing() -> None:
     for page in ("README.md", "docs/measured.md"):
         assert "| the same" not in shown(page)
         assert f"(-{chr(0xD7)})" not in shown(page)
+
+
+def test_a_section_runs_in_tiny_sizes() -> None:
+    rows = list(population.measure(Setting(torch.device("cpu"), 1, 0.0)))
+    assert [row.peer_name for row in rows[:2]] == ["loop of modules", "torch.func script"]
+    assert all(row.ours > 0 for row in rows)
+
+
+def test_a_section_that_fails_leaves_its_error_and_loses_no_other(tmp_path: Path) -> None:
+    outcome = benchmark.run_section("absent", "cpu", 1, 60.0, tmp_path)
+    assert outcome.rows == []
+    assert "No module named 'benchmarks.gpu.absent'" in outcome.error
+
+
+def test_without_a_gpu_it_says_why_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert f"there is no CUDA device here (torch {torch.__version__}" in benchmark.find_problem("cuda")

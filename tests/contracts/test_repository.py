@@ -1,4 +1,4 @@
-"""What is under version control works wherever it is cloned."""
+"""What is under version control works wherever it is cloned, and what is made from other files is up to date."""
 
 from __future__ import annotations
 
@@ -54,3 +54,12 @@ def test_what_the_platform_imports_is_declared() -> None:
         if name not in ours and declared.isdisjoint(map(canonicalize_name, provided.get(name, [name])))
     }
     assert not unknown
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("program", ["make_reference.py", "make_notebooks.py"])
+def test_what_is_made_from_other_files_is_up_to_date(program: str) -> None:
+    checked = subprocess.run([sys.executable, DOCS / program, "--check"], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")

@@ -25,27 +25,25 @@ TAKE_ALL = BatchRequest(1, 100_000, 1_000, 0.05)
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A $SHOAL_HOME that does not exist, no token, and the signal handler of before."""
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+def _same_handler() -> Iterator[None]:
+    """The signal handler of before."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield tmp_path / "home"
+    yield
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_an_actor_never_invents_a_token(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_actor_never_invents_a_token(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS) == 1
     assert (
         "set SHOAL_TOKEN to the content of $SHOAL_HOME/token on the host where the job runs" in capsys.readouterr().err
     )
-    assert not home.exists()
+    assert not shoal_home.exists()
 
 
-def test_the_token_is_the_variable_or_else_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_the_variable_or_else_the_file(shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_existing_token() == ""
-    home.mkdir()
-    (home / "token").write_text("of the file\n")
+    shoal_home.mkdir()
+    (shoal_home / "token").write_text("of the file\n")
     assert read_existing_token() == "of the file"
     monkeypatch.setenv("SHOAL_TOKEN", "of the variable")
     assert read_existing_token() == "of the variable"

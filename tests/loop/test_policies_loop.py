@@ -157,8 +157,7 @@ def test_what_a_run_of_several_policies_cannot_have(words: list[str], field: str
     assert raised.value.field == field
 
 
-def test_a_resumed_run_has_the_policies_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+def test_a_resumed_run_has_the_policies_that_it_began_with() -> None:
     with shoal.runs.create("tag", SPEC.to_yaml(), kind=shoal.runs.RunKind.LOOP) as recorder:
         (recorder.folder / "prey" / "checkpoints" / "step-1").mkdir(parents=True)
     changed = ["max_wall_s=5", "policies.prey.target_return=1", "algorithm.learning_rate=0.1"]

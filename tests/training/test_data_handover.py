@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.batch_tree import map_tensors
-from shoal.data.device_prefetch import can_be_pinned
+from shoal.data.loader import can_be_pinned
 from shoal.data.workers.shm_transfer import pack, receive, send, unpack
 
 

@@ -1,16 +1,24 @@
-"""What a Trainer tells the record of its run: what cannot be written for now, and a run that is another's by now."""
+"""The record of a run: what cannot be written for now, a run that is another's by now, and a resumption refused."""
 
 from __future__ import annotations
 
+import shutil
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 import shoal.runs
-from shoal.errors import RecordUnwritable, RunError
+from programs import RanksFailed, run_ranks
+from shoal.errors import ConfigError, RecordUnwritable, RunError, ShoalError
 from shoal.parallel import World
-from shoal.runs import RunRecorder
+from shoal.runs import RunRecorder, Status
+from shoal.runs.record import recorder
 from shoal.runs.record import recorder as recording
+from shoal.train.__main__ import main
+from shoal.train.launch.local import fit_locally
+from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.event_log import RecordLog
 from train_task import Toy
@@ -87,3 +95,90 @@ def test_the_record_has_no_steps_that_were_given_up(saved: int) -> None:
     assert losses.index.tolist() == list(range(1, 10))
     assert run.latest()["train/step"] == 9
     assert dict(run.last_events())["training"]["step"] == saved
+
+
+TASK = Path(__file__).parents[1] / "train_task.py"
+WORDS = [f"task={TASK}:Toy", "batch_size=32", "threads=1", "log_every_steps=1", "stop.steps=4"]
+
+
+def trained() -> shoal.runs.Run:
+    return shoal.runs.load(fit_locally(spec_from_overrides(WORDS), registers=False).run_id)
+
+
+def test_words_that_are_refused_leave_the_record_as_it_was() -> None:
+    run = trained()
+    for words in (["seed=5"], ["optimizer.name=sgd"]):
+        with pytest.raises(ShoalError):
+            fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6", *words]), registers=False)
+        refused = shoal.runs.load(run.id)
+        assert (refused.spec, (run.folder / "spec.yaml").read_text()) == (run.spec, run.spec)
+        assert refused.status is Status.FAILED
+    fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6"]), registers=False)
+    assert shoal.runs.load(run.id).latest()["train/step"] == 6
+
+
+def test_values_keep_the_time_at_which_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained()
+    before, clock = run.metrics()["time"], time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 1000.0)
+    said: list[str] = []
+    fit_locally(spec_from_overrides([f"resume={run.id}", "stop.steps=6"]), registers=False, say=said.append)
+    after = shoal.runs.load(run.id).metrics()["time"]
+    assert after[:4].to_list() == pytest.approx(before[:4].to_list(), abs=500.0)
+    assert (after[4:] > 900.0).all()
+    assert not [line for line in said if line.startswith("step      4")]
+
+
+def test_words_with_which_it_trained_stay_whatever_comes_then() -> None:
+    run = trained()
+    fault = ["args.fault=raise", f"args.notes={run.folder}", "args.fault_step=1", "stop.steps=9"]
+    with pytest.raises(ValueError, match="a fault of the user's own"):
+        fit_locally(spec_from_overrides([f"resume={run.id}", *fault]), registers=False)
+    assert "steps: 9" in shoal.runs.load(run.id).spec
+
+
+def train_until_killed(world: World, words: list[str]) -> None:
+    """The program of a process whose record is written now and then, and whose steps are quicker."""
+    recorder.FLUSH_INTERVAL_S = 1000.0
+    fit_locally(spec_from_overrides(words), registers=False)
+
+
+def test_what_a_checkpoint_outlives_is_in_the_record_when_the_process_is_killed(tmp_path: Path) -> None:
+    """The process that resumes the run does not log those steps again."""
+    words = [*WORDS, "stop.steps=200", "checkpoint.every_steps=30", f"args.notes={tmp_path}"]
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        run_ranks(train_until_killed, 1, [*words, "args.fault=kill", "args.fault_step=66"])
+    run = shoal.runs.load("latest")
+    saved = max(int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*"))
+    assert saved in (30, 60)
+    losses = run.metrics()["train/loss"].dropna()
+    assert [step for step in losses.index if step <= saved] == list(range(1, saved + 1))
+
+
+def test_a_run_without_a_checkpoint_says_that_it_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained()
+    shutil.rmtree(run.folder / "checkpoints")
+    assert main([f"resume={run.id}", "stop.steps=6"]) == 0
+    assert "there is no checkpoint: it begins again, at step 0" in capsys.readouterr().out
+    assert main([f"resume={run.id}", "stop.steps=7"]) == 0
+    assert "no checkpoint" not in capsys.readouterr().out
+
+
+def test_a_run_that_has_ended_is_not_resumed_for_nothing() -> None:
+    run = trained()
+    with pytest.raises(ConfigError, match=rf"resume = '{run.id}': has ended already \(4 steps\). say when it ends now"):
+        fit_locally(spec_from_overrides([f"resume={run.id}", "seed=0"]))
+    ended = shoal.runs.load(run.id)
+    assert (ended.status, ended.incarnation) == (Status.FINISHED, run.incarnation)
+
+
+def test_what_is_wrong_is_said_before_a_cost_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(f"from {TASK.stem} import Toy\n\nclass Wrong(Toy):\n    def data(self):\n        return [1, 2]\n")
+    assert main([f"task={file}:Wrong", "stop.steps=2"]) == 1
+    assert "Wrong.data gave a list. return shoal.data.Data(train=...)" in capsys.readouterr().err
+
+
+def test_more_processes_than_there_are_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "workers=2", "parallel=ddp"]) == 1
+    assert "error: workers = '2': here is one process. start them with torchrun" in capsys.readouterr().err

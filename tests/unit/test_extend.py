@@ -110,7 +110,7 @@ def test_a_broken_package_does_not_end_a_run(text: str, monkeypatch: pytest.Monk
 
 
 def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run is recorded and its metrics are copied, files are registered, an endpoint answers: with those of others."""
 
@@ -118,7 +118,6 @@ def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
         return {"of another": "nothing_like_it:Thing", "math": "math:sqrt", **collect_extensions(group)}
 
     monkeypatch.setattr(find, "collect_extensions", collect)
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     with shoal.runs.create("job", "", "one") as run:
         run.log(1, {"x": 1.0})
     assert len(list((run.folder / "tensorboard").iterdir())) == 1
@@ -151,7 +150,6 @@ def test_without_libraries_a_run_ends_well_and_what_they_do_is_refused_by_name(
 ) -> None:
     for module in (find, shoal.runs.report):
         monkeypatch.setattr(module, "collect_extensions", lambda group: {})
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     with shoal.runs.create("job", "", "one") as run:
         run.log(1, {"x": 1.0})
     shoal.runs.write_report_at_end("one")

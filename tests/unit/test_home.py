@@ -17,10 +17,9 @@ from shoal.errors import ConfigError
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
-    return tmp_path
+def folder(shoal_home: Path) -> Path:
+    shoal_home.mkdir()
+    return shoal_home
 
 
 def test_a_token_is_made_once_for_its_owner_alone(folder: Path) -> None:

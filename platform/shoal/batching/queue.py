@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from shoal.batching.deadline_timer import DeadlineTimer
 from shoal.batching.fair_queue import QueuedRequest
 from shoal.batching.latency_model import LatencyModel
 from shoal.batching.scheduler import Batch, BatchScheduler, DeadlineExceeded, QueueFull, QueueState
@@ -26,6 +25,9 @@ logger = logging.getLogger(__name__)
 GroupT = TypeVar("GroupT", bound=Hashable)
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
+TICK_S = 0.005
+MIN_SWEEP_TICKS = 1024  # ticks
+ItemT = TypeVar("ItemT")
 
 
 class Prediction(NamedTuple, Generic[AnswerT]):
@@ -99,6 +101,8 @@ class PendingRequest(QueuedRequest, Generic[GroupT, RequestT, AnswerT]):
 
 
 PendingBatch = Batch[PendingRequest[GroupT, RequestT, AnswerT]]
+
+
 Forward = Callable[[PendingBatch[GroupT, RequestT, AnswerT]], Sequence[AnswerT]]
 
 
@@ -362,3 +366,57 @@ def _to_future_error(error: BaseException) -> Exception:
     """Wrap SystemExit and its like, which would end the awaiting task, and errors that no future takes."""
     is_answer = isinstance(error, Exception) and not isinstance(error, StopIteration)
     return error if is_answer else ModelError(500, f"the model raised {error!r}")  # type: ignore[return-value]
+
+
+class DeadlineTimer(Generic[ItemT]):
+    """Calls `expired(item)` for each item that is not discarded before its deadline: up to `TICK_S` late, never
+    early. One timer for all deadlines of a tick: one for each request would cost more than the rest of its path, and so
+    would cancelling each. Unused ticks are swept together. Called on the event loop only."""
+
+    def __init__(self, clock: Callable[[], float], expired: Callable[[ItemT], None]) -> None:
+        self._clock, self._on_expired = clock, expired
+        self._ticks: dict[int, set[ItemT]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of each tick
+        self._sweep_from = MIN_SWEEP_TICKS
+        self._closing = False
+
+    def add(self, item: ItemT, deadline_s: float) -> int:
+        """Add an item; returns the tick that `discard` takes."""
+        tick = int(deadline_s / TICK_S) + 1
+        items = self._ticks.get(tick)
+        if items is None:
+            if len(self._ticks) >= self._sweep_from:
+                self._sweep()
+            items = self._ticks[tick] = set()
+            after_s = tick * TICK_S - self._clock()
+            self._timers[tick] = asyncio.get_running_loop().call_later(after_s, self._fire, tick)
+        items.add(item)
+        return tick
+
+    def discard(self, item: ItemT, tick: int) -> None:
+        """Remove an item. It may already have expired."""
+        items = self._ticks.get(tick)
+        if items is not None:
+            items.discard(item)
+            if self._closing and not items:
+                self._forget(tick)
+
+    def close(self) -> None:
+        """Accept no more items. The present ones still expire unless they are discarded."""
+        self._closing = True
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the ticks that have no items left."""
+        for tick in [tick for tick, items in self._ticks.items() if not items]:
+            self._forget(tick)
+        self._sweep_from = max(MIN_SWEEP_TICKS, 2 * len(self._ticks))
+
+    def _forget(self, tick: int) -> None:
+        del self._ticks[tick]
+        self._timers.pop(tick).cancel()
+
+    def _fire(self, tick: int) -> None:
+        del self._timers[tick]
+        for item in self._ticks.pop(tick):
+            self._on_expired(item)

@@ -252,7 +252,9 @@ def _require_compatible_checkpoint(
     models = [each.model.word if each.model is not None else "" for each in (spec, before)]
     if models[0] != models[1]:
         raise refuse("model", models[0], f"with {models[1] or 'layers of ours'}")
-    cores = [_describe_core(each) for each in (spec, before)]
+    cores = [
+        core if (core := each.applied_core) == "none" else f"{core} of {each.core_size}" for each in (spec, before)
+    ]
     if cores[0] != cores[1] and (spec.core, spec.core_size) != (before.core, before.core_size):
         raise refuse("core", cores[0], f"with {cores[1]}")
     networks = [
@@ -268,10 +270,6 @@ def _require_compatible_checkpoint(
         learnt, _ = describe_environment(before, agents=experience.agents)
         if describe_policy_model(spec, experience) != describe_policy_model(spec, learnt):
             raise refuse("env", spec.env, f"{before.env}, which shows or takes something else")
-
-
-def _describe_core(spec: RLSpec) -> str:
-    return spec.applied_core if spec.applied_core == "none" else f"{spec.applied_core} of {spec.core_size}"
 
 
 def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[ModelFactory, Signature]:

@@ -304,9 +304,9 @@ class ActorLearnerWorkers:
     def make_weight_source(self) -> RayWeightSource:
         return RayWeightSource(self._store)
 
-    def wait_for_gateway(self, timeout_s: float = START_TIMEOUT_S) -> str:
+    def wait_for_gateway(self) -> str:
         """Wait for the learner's first weights, and for the gateway. Raises ClusterError when either does not start."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         self._wait_for_start("learner", self._learner.stats, deadline)
         return str(self._wait_for_start("gateway", self._gateway.address, deadline))
 

@@ -1,7 +1,8 @@
-"""The processes of a run of replicas, as the process that starts them sees them."""
+"""The processes of a run of replicas: on which hosts they begin, and how the one that starts them sees them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,7 +10,14 @@ import pytest
 
 from shoal.errors import RankLost, TrainError
 from shoal.libs.asynchronous.messages import WorkerCount
-from shoal.libs.asynchronous.process_group import CHIEF_WAIT_S, MAX_DEATHS, SHORTAGE_TIMEOUT_S, ProcessGroup
+from shoal.libs.asynchronous.process_group import (
+    CHIEF_WAIT_S,
+    MAX_DEATHS,
+    SHORTAGE_TIMEOUT_S,
+    Host,
+    ProcessGroup,
+    ReplicaPlacement,
+)
 from shoal.train.reporting.event_log import NullLog
 
 
@@ -135,3 +143,57 @@ def test_workers_join_when_they_have_a_place_and_below_the_minimum_the_run_says_
     assert run.events == [("workers_missing", {"workers": 1, "min_workers": 2})]
     with pytest.raises(TrainError, match="1 workers take part, and the run needs 2"):
         run.look(4.0 + SHORTAGE_TIMEOUT_S, 1, is_short=True)
+
+
+HERE, THERE, BEYOND = (Host(name, 2) for name in ("here", "there", "beyond"))
+
+
+def place(placement: ReplicaPlacement, names: list[str], *hosts: Host) -> list[str]:
+    return [placement.choose(name, hosts) for name in names]
+
+
+def workers(number: int) -> list[str]:
+    return [f"worker {index}" for index in range(number)]
+
+
+def test_workers_are_spread_and_the_chief_is_at_home() -> None:
+    assert place(ReplicaPlacement("here"), workers(2), THERE, HERE) == ["here", "there"]
+    assert place(ReplicaPlacement("here"), workers(3), THERE, HERE, BEYOND) == ["here", "there", "beyond"]
+    assert Counter(place(ReplicaPlacement("here"), workers(6), THERE, HERE, BEYOND)) == dict.fromkeys(
+        ("here", "there", "beyond"), 2
+    )
+
+
+def test_a_large_host_has_more_workers_and_what_has_no_place_goes_anywhere() -> None:
+    chosen = place(ReplicaPlacement("here"), workers(7), Host("here", 1), Host("large", 4))
+    assert chosen == ["here", "large", "large", "large", "large", "", ""]
+
+
+def test_the_first_server_is_at_home_and_others_are_spread() -> None:
+    names = [f"server {index}" for index in range(3)]
+    assert place(ReplicaPlacement("here"), names, THERE, HERE) == ["here", "there", "here"]
+
+
+def test_a_home_without_a_place_has_neither_chief_nor_server() -> None:
+    """As the head of many clusters, which has no CPUs."""
+    chosen = place(ReplicaPlacement("here"), ["server 0", *workers(3)], Host("here", 0), THERE, BEYOND)
+    assert chosen == ["there", "there", "beyond", "there"]
+
+
+@pytest.mark.parametrize("lost", ["worker 1", "worker 2"])
+def test_a_replacement_begins_where_there_is_room(lost: str) -> None:
+    placement = ReplicaPlacement("here")
+    place(placement, workers(3), HERE, THERE, BEYOND)
+    left = [each for each in (HERE, THERE, BEYOND) if each.id != {"worker 1": "there", "worker 2": "beyond"}[lost]]
+    other = "beyond" if lost == "worker 1" else "there"
+    assert placement.choose(lost, left) == "here"
+    assert placement.choose("worker 3", left) == other
+
+
+def test_workers_that_share_memory_are_on_one_host_with_places_for_all() -> None:
+    large = Host("large", 4)
+    assert place(ReplicaPlacement("here", 2), workers(2), HERE, large) == ["here"] * 2
+    placement = ReplicaPlacement("here", 4)
+    assert place(placement, ["server 0", *workers(4)], HERE, large) == ["large"] * 5
+    assert placement.choose("worker 1", [HERE, large, Host("larger", 8)]) == "large"
+    assert place(placement, workers(4), HERE, Host("larger", 8)) == ["larger"] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.cost import MEASURED, PREDICTED
 from shoal.errors import ConfigError, RunError
-from shoal.libs.comparison.columns import build_column
+from shoal.libs.comparison.columns import Column, build_column, plot_comparison
 from shoal.libs.comparison.compare import compare
 from shoal.libs.comparison.inspect import inspect
 from shoal.registry import Registry, Signature, TensorSignature
@@ -46,7 +47,6 @@ def spec():
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "small_task.py").write_text(TASK)
     return tmp_path
@@ -176,7 +176,7 @@ def test_a_long_setting_is_cut_in_the_table_alone() -> None:
     assert json.loads(settings_of("run-1", "run-2")["args.knots"][0]) == [1] * 2000
 
 
-def test_metrics_are_compared_by_step_epoch_and_running_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_compared_by_step_epoch_and_running_time(shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with runs.create("train", "workers: 1\n", "run-1") as run:
         run.log(10, {"validation/loss": 0.000123, "train/epoch": 1.0})
         run.log(20, {"validation/loss": 0.5, "train/epoch": 2.0, "train/learning_rate": 3e-4})
@@ -186,7 +186,7 @@ def test_metrics_are_compared_by_step_epoch_and_running_time(folder: Path, monke
         clock += 1000.0
         run.log(40, {"validation/loss": math.nan, "train/epoch": 4.0, "mine/odd": 1234567.0})
     monkeypatch.undo()
-    monkeypatch.setenv("SHOAL_HOME", str(folder))
+    monkeypatch.setenv("SHOAL_HOME", str(shoal_home))
     with runs.create("train", "workers: 1\n", "run-2") as run:
         run.log(10, {"validation/loss": 0.25, "train/epoch": 0.5})
     found = json.loads(typed(compare, "run-1", "run-2", "--by", "epoch", "--json"))
@@ -203,7 +203,7 @@ def test_metrics_are_compared_by_step_epoch_and_running_time(folder: Path, monke
     lines = typed(compare, "run-1", "run-2", "--csv").splitlines()
     assert lines[0] == "kind,name,run-1,run-2"
     assert "best,validation/loss,0.000123,0.25" in lines
-    page = folder / "page.html"
+    page = shoal_home / "page.html"
     typed(compare, "run-1", "run-2", "--plot", str(page))
     assert "metrics by step" in page.read_text()
     assert "data:image/png;base64," in page.read_text()
@@ -267,3 +267,37 @@ def test_compare_takes_runs_that_did_not_train() -> None:
     assert [run["id"] for run in found] == ["rl", "run-1"]
     assert (found[0]["samples_per_s"], found[0]["workers"], found[0]["plan"]) == (2000.0, None, "-")
     assert "memory_peak" not in found[0]
+
+
+def columns(*logged: dict[str, float]) -> list[Column]:
+    for number, values in enumerate(logged):
+        with runs.create("train", "", f"run-{number}") as run:
+            run.log(1, values)
+    return [build_column(runs.load(f"run-{number}"), None) for number in range(len(logged))]
+
+
+def test_no_word_of_the_picture_is_cut_or_lies_over_another() -> None:
+    compared = columns({"validation/loss": 1.0}, {"validation/loss": 2.0})
+    compared[0].values["memory_peak"] = compared[1].values["memory_peak"] = 1e6
+    figure = plot_comparison(compared, ["20261120-064501-3f2a a_job_of_a_long_name_" * 4, "$x^$"])
+    figure.draw_without_rendering()
+    headings = [axes._left_title.get_window_extent() for axes in figure.axes]
+    names = [text.get_window_extent() for text in figure.axes[0].get_legend().get_texts()]
+    for box in (*headings, *names):
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(headings, 2))
+
+
+def test_what_is_not_known_of_a_run_is_no_zero() -> None:
+    compared = columns({"validation/loss": 1.0}, {"validation/loss": 2.0})
+    compared[1].values["memory_peak"] = 1e6
+    compared[0].values.pop("memory_peak", None)
+    labels = [text.get_text() for text in plot_comparison(compared, ["a", "b"]).axes[-1].texts]
+    assert labels == ["-", "976.6 KiB"]
+
+
+def test_runs_without_a_curve_have_no_axes_of_nothing() -> None:
+    (axes, *_) = plot_comparison(columns({"odd": math.nan}, {"odd": math.nan}), ["a", "b"]).axes
+    assert [text.get_text() for text in axes.texts] == ["no run has logged what it could be judged by"]
+    assert not axes.get_xticks().size

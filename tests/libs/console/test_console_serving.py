@@ -30,8 +30,8 @@ from shoal.home import home
 from shoal.libs.console.access import Access
 from shoal.libs.console.server import build_app
 from shoal.libs.console.serving import cluster_api, readings
-from shoal.libs.console.serving.client_code import REQUEST_FILE, write_code
 from shoal.libs.console.serving.readings import SharedReading
+from shoal.libs.console.serving.try_api import REQUEST_FILE, write_code
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.runs import create
 from shoal.runs.event_messages import WAITING
@@ -154,7 +154,7 @@ def test_a_long_request_is_in_a_file_beside_the_code(
     host: Host, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shoal.libs.console.serving.client_code.MAX_INLINE_CHARS", 10)
+    monkeypatch.setattr("shoal.libs.console.serving.try_api.MAX_INLINE_CHARS", 10)
     console = open_console()
     found = console.get(f"{MODEL}/{model}/request").json()
     query = f"?action={found['action']}&version=7"

@@ -228,7 +228,6 @@ def test_files_are_bounded_idempotent_and_outlive_the_gateway(tmp_path: Path) ->
 
 
 def test_a_store_has_them_for_hosts_that_share_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
     site = replace(make_site(tmp_path / "gateway", max_mb=1e-6), name="run-1")
     recorder = record(site, shown_segment(), shown_segment(4))  # the second takes the first one's place
@@ -270,8 +269,7 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(demonstrations, list(words))
 
 
-def test_the_command_lists_films_copies_and_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+def test_the_command_lists_films_copies_and_drops(tmp_path: Path) -> None:
     with shoal.runs.create("job", "env: CartPole-v1") as run:
         pass
     assert "nobody has shown anything" in call(run.id).output

@@ -220,9 +220,8 @@ def test_a_run_learns_from_the_episodes_of_another_before_any_game(tmp_path: Pat
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def recorded() -> str:
     """A run with an episode that returns 8 and one that returns -8."""
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     with shoal.runs.create("job", "env: CartPole-v1") as run:
         pass
     assert "has recorded no episodes: gateway.record=1%" in call(run.id).output

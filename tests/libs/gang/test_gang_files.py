@@ -12,9 +12,9 @@ from gang_models import OPTIONS, ThreadLauncher, predictor_of, register_parts, s
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import WeightsError
+from shoal.libs.gang.member import load_shard
 from shoal.libs.gang.messages import LoadVersion
 from shoal.libs.gang.plan import find_plan
-from shoal.libs.gang.shard import load_shard
 from shoal.registry import ModelVersion
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.spec.model_source import RegisteredModel

@@ -40,7 +40,6 @@ HARDWARE = ["hosts=2", "devices=2", "network=10Gbit", "device_bandwidth=100GB", 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     monkeypatch.setattr(fake_tensors, "MAX_REAL_BYTES", 1000)
     path = tmp_path / "text_task.py"
     path.write_text(TASK)

@@ -76,8 +76,7 @@ SLOW_HOSTS = Machine(hosts=4, devices=1, cores=None, network_s=1 / NETWORK, late
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+def file(tmp_path: Path) -> Path:
     path = tmp_path / "layers_task.py"
     path.write_text(TASK)
     return path

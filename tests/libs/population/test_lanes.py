@@ -19,8 +19,7 @@ from torch.nn import functional
 from shoal.errors import ConfigError
 from shoal.libs.population import Population
 from shoal.libs.population.engines.engine import EngineMisfit
-from shoal.libs.population.engines.lanes.compile_kernels import load_kernels
-from shoal.libs.population.engines.lanes.lane_network import LaneNetwork
+from shoal.libs.population.engines.lanes.lane_network import LaneNetwork, load_kernels
 from shoal.libs.population.engines.lanes.layer_graph import read_layer_graph
 from shoal.models.lenet import LeNet
 

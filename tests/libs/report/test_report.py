@@ -15,10 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.colors import to_hex
 
 from shoal import runs
 from shoal.errors import RunError
+from shoal.extend.runs import MUTED, is_logarithmic, to_svg
 from shoal.libs.report import page as report_page
+from shoal.libs.report import plots
 from shoal.libs.report.page import report
 from shoal.libs.report.plots import Curve
 from shoal.runs import Run, RunRecorder, Status
@@ -28,11 +31,9 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+def _quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     # Drawn in the same way, with a sixteenth of the dots: they take longer than all else in this file.
     monkeypatch.setattr(report_page, "to_png", partial(report_page.to_png, dots_per_inch=40))
-    return tmp_path
 
 
 class Page(HTMLParser):
@@ -86,14 +87,14 @@ def learn(run: RunRecorder, num_logs: int = 30) -> None:
         run.record_weights(k, k, "ab", began_at + k)
 
 
-def test_a_full_run_is_told_in_full(home: Path) -> None:
+def test_a_full_run_is_told_in_full(shoal_home: Path) -> None:
     with runs.create("cartpole", "learner:\n  lr: 0.0123\n", "one", command="shoal run cartpole lr=<1>") as run:
         learn(run)
         run.record_endpoint("gateway", "gateway", "tcp://127.0.0.1:5600", "ready")
         run.record_model("cartpole", 3, ("champion", "candidate"))
         run.record_event("actor.joined", actor="actor-7", incarnation=2)
     page = write(runs.load("one"))
-    assert (home / "runs/one/learning_curve.png").read_bytes().startswith(PNG_MAGIC)
+    assert (shoal_home / "runs/one/learning_curve.png").read_bytes().startswith(PNG_MAGIC)
     for told in (
         *("cartpole", "finished", "300", "best mean return", "30,000 environment steps"),
         *("✓ received = consumed + queued + dropped", "Drops by reason stale 29 duplicate 1"),
@@ -128,12 +129,12 @@ def test_accounting_that_does_not_add_up_is_said_so() -> None:
     assert "✗ received and consumed + queued + dropped differ by -14" in page.text
 
 
-def test_a_run_without_anything_still_has_a_page(home: Path) -> None:
+def test_a_run_without_anything_still_has_a_page(shoal_home: Path) -> None:
     runs.create("nothing", "", "one").close()
     page = write(runs.load("one"))
     assert "The run logged no metrics." in page.text
     assert "stopped" in page.text
-    assert not (home / "runs/one/learning_curve.png").exists()
+    assert not (shoal_home / "runs/one/learning_curve.png").exists()
     for left_out in ("Drops", "Where the segments went", "Endpoints", "Registered models", "Events", "Weight versions"):
         assert left_out not in page.text
 
@@ -202,7 +203,7 @@ def test_names_are_drawn_as_they_are(names: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("drawn_report")
 def test_a_report_that_cannot_be_written_ends_nothing(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shoal_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with runs.create("x", "", "one") as run:
         run.log(1, {"return": 1.0})
@@ -210,7 +211,7 @@ def test_a_report_that_cannot_be_written_ends_nothing(
     runs.write_report_at_end("one")
     assert "report of run one could not be written: ZeroDivisionError" in caplog.text
     monkeypatch.undo()
-    monkeypatch.setenv("SHOAL_HOME", str(home))
+    monkeypatch.setenv("SHOAL_HOME", str(shoal_home))
     shutil.rmtree(run.folder)
     run.folder.touch()
     runs.write_report_at_end("one")
@@ -303,18 +304,18 @@ def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
     assert (short.x.tolist(), short.y.tolist()) == ([1.0, 3.0], [10.0, 30.0])
 
 
-def test_the_verb_writes_the_page_of_the_newest_run(home: Path) -> None:
+def test_the_verb_writes_the_page_of_the_newest_run(shoal_home: Path) -> None:
     with runs.create("cartpole", "", "one") as run:
         learn(run, 5)
     shown = CliRunner().invoke(report, ["--open-path"], catch_exceptions=False).stdout
-    assert shown == f"{home / 'runs' / 'one' / 'report.html'}\n"
+    assert shown == f"{shoal_home / 'runs' / 'one' / 'report.html'}\n"
     assert Path(shown.strip()).exists()
     shown = CliRunner().invoke(report, ["one"], catch_exceptions=False).stdout
     assert "report.html" in shown
     assert "Its learning curve: " in shown
 
 
-def test_the_first_the_middle_and_the_last_film_are_on_the_page(home: Path) -> None:
+def test_the_first_the_middle_and_the_last_film_are_on_the_page(shoal_home: Path) -> None:
     with runs.recording("", "job", begun="started", kind=runs.RunKind.LOOP, run_id="filmed") as recorder:
         films = recorder.folder / "films"
     films.mkdir()
@@ -324,3 +325,44 @@ def test_the_first_the_middle_and_the_last_film_are_on_the_page(home: Path) -> N
     text = report_page.write_page(runs.load("filmed")).read_text()
     found = re.findall(r'src="data:image/webp;base64,([^"]+)"', text)
     assert [base64.b64decode(each) for each in found] == [b"film 0", b"film 2", b"film 4"]
+
+
+@pytest.mark.parametrize("last", [1, 2, 6, 10, 12])
+def test_steps_and_versions_have_whole_ticks(last: int) -> None:
+    curve = Curve.from_points(range(last + 1), range(last + 1))
+    figures = [
+        plots.draw_curves("", [plots.Panel("loss", "step", [("train", curve)], more_is_better)])
+        for more_is_better in (None, True)
+    ]
+    figures += [plots.draw_small_plot(curve, 0.0, float(last))]
+    wide = plots.draw_wide_plot(Curve.from_points(np.linspace(0, 1, last + 1), range(last + 1)))
+    for axis in (*(figure.axes[0].xaxis for figure in figures), wide.axes[0].yaxis):
+        ticks = axis.get_ticklocs()
+        assert len(ticks) > 1
+        assert not np.any(ticks % 1)
+    if last == 2:
+        assert np.any(wide.axes[0].get_xticks() % 1)  # seconds
+
+
+def test_pictures_have_one_style() -> None:
+    """Also where ticks are made as they are drawn, after the figure was."""
+    curve = Curve.from_points([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])
+    for figure in (
+        plots.draw_curves("", [plots.Panel("$loss$", "$step$", [("train", curve)], True)]),
+        plots.draw_small_plot(curve, 0.0, 2.0),
+        plots.draw_wide_plot(curve),
+    ):
+        to_svg(figure)
+        for axes in figure.axes:
+            assert [side for side, spine in axes.spines.items() if spine.get_visible()] == ["bottom"]
+            assert {to_hex(label.get_color()) for label in axes.get_xticklabels()} == {MUTED}
+    assert "$step$" in to_svg(plots.draw_curves("", [plots.Panel("$loss$", "$step$", [("train", curve)], True)]))
+
+
+def test_numbers_over_decades_are_drawn_over_their_logarithm() -> None:
+    assert is_logarithmic([1e-4, 1e-2])
+    assert not is_logarithmic([0.0, 1e-2])
+    assert not is_logarithmic([0.1, 0.9, math.nan])
+    assert not is_logarithmic([])
+    assert not is_logarithmic([1e-4, 1e-2], "noise", {"rate"})  # uniform draws can be small
+    assert is_logarithmic([0.1, 0.2], "rate", {"rate"})

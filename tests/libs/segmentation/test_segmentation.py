@@ -12,16 +12,14 @@ import torch
 from PIL import Image
 
 from shoal.data import Loader
-from shoal.libs.segmentation.augmentation import Distortion, relight, warp
 from shoal.libs.segmentation.comparison import encode_comparison
-from shoal.libs.segmentation.crops import EvaluationTiles, TrainingCrops
+from shoal.libs.segmentation.crops import Distortion, EvaluationTiles, TrainingCrops, relight, warp
 from shoal.libs.segmentation.losses import compute_loss, cross_entropy, soft_dice, soft_skeleton_recall
 from shoal.libs.segmentation.photographs import IGNORED, PALETTE, Photograph
 from shoal.libs.segmentation.scores import SegmentationScore, score_pictures
 from shoal.libs.segmentation.simulation import CLASSES, STYLES, simulate
 from shoal.libs.segmentation.thinning import measure_length, thin, thin_classes
-from shoal.libs.segmentation.tiles import predict_probabilities, remove_background
-from shoal.libs.segmentation.unet import PictureSegmenter, UNet
+from shoal.libs.segmentation.unet import PictureSegmenter, UNet, predict_probabilities, remove_background
 
 SIZE = (96, 72)
 

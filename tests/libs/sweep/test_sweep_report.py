@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +13,6 @@ from shoal.extend.runs import to_svg
 from shoal.libs.sweep.report import build_sections, compute_importance, draw_importance, draw_parallel_coordinates
 from shoal.libs.sweep.trials import TrialLog, TrialState
 from shoal.runs import RunKind
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
 
 
 def make_trials(num_trials: int = 60) -> DataFrame:

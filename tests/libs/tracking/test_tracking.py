@@ -68,10 +68,8 @@ class FakeTracker(Tracker):
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MAX_RETRY_S", POLL_S)
-    return tmp_path
 
 
 @pytest.fixture

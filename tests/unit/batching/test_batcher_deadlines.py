@@ -10,7 +10,7 @@ import pytest
 
 from gated_forward import GatedForward, Queue, Request, answer, opened, requests_of, until, with_queue
 from shoal.batching.batcher import Batch, Batcher, DeadlineExceeded
-from shoal.batching.deadline_timer import MIN_SWEEP_TICKS, TICK_S, DeadlineTimer
+from shoal.batching.queue import MIN_SWEEP_TICKS, TICK_S, DeadlineTimer
 from shoal.errors import InferenceError
 
 SOON_S = 0.02

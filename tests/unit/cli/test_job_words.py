@@ -99,10 +99,7 @@ def test_a_kind_of_run_is_checked_before_a_cluster_starts_in_any_encoding(tmp_pa
     assert secrets
 
 
-def test_what_a_program_says_last_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+def test_what_a_program_says_last_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("shoal.cli.display.run_view.REFRESH_S", 0.0)
     session = Session(RunArguments("x", (), 0), Path("x.py"), make_literal_console(), plain=True)
     whole = "counting ... 1 2\nthe answer is 42"

@@ -1,20 +1,23 @@
-"""What a client makes of a program's numbers before it sends them: the nearest that there are, or a refusal."""
+"""A client's numbers and terms, as it sends them: the nearest that there are, or a refusal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
+from shoal.client import requests
 from shoal.client.payload import ArrayLike, as_arrays
 from shoal.client.requests import Episode, build_episode_request
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.open_inference.datatypes import bf16_values
 from shoal.open_inference.messages import TensorMetadata
+from shoal.serve.protocol.infer_call import parse_sticky
 
 
 def converted(datatype: str, values: ArrayLike) -> np.ndarray:
@@ -109,3 +112,27 @@ def test_a_frame_has_the_columns_of_the_model_in_its_order(convert: Callable[[pd
     assert as_arrays("m", whole, convert(pd.DataFrame({"a": [1], "b": [2**62 + 1]})))["x"].tolist() == [[2**62 + 1, 1]]
     text = [TensorMetadata("x", "BYTES", [-1, 1])]
     assert as_arrays("m", text, convert(pd.DataFrame({"a": ["p"]})))["x"].tolist() == [[b"p"]]
+
+
+@pytest.mark.parametrize("key", ["customer 17", "müller", "50%", "100 %25", "%zz", "ключ", "a+b", "日本" * 128])
+def test_a_sticky_key_is_the_same_from_every_client(key: str) -> None:
+    ours = requests.build_infer_request("m", None, {}, b"", sticky=key, track="").headers["shoal-sticky"]
+    assert ours.isascii()
+    assert parse_sticky(ours) == key
+    assert parse_sticky(quote(key, safe="")) == key  # as metadata of gRPC must be
+    if "%2" not in key:
+        assert parse_sticky(key.encode().decode("latin-1")) == key  # as curl sends it and a header is read
+
+
+@pytest.mark.parametrize("text", ["m\xfcller", "m%FCller", "%ED%A0%80"])
+def test_a_key_that_is_no_utf8_is_a_key(text: str) -> None:
+    found = parse_sticky(text)
+    assert found.isascii()
+    assert found != parse_sticky(text.replace("FC", "FD").replace("\xfc", "\xfd").replace("80", "81"))
+
+
+def test_a_key_is_measured_as_it_is_meant() -> None:
+    assert parse_sticky(quote("ü" * 256)) == "ü" * 256
+    with pytest.raises(InferenceError, match="has 257 characters") as refused:
+        parse_sticky(quote("ü" * 257))
+    assert refused.value.status == 400

@@ -35,12 +35,6 @@ from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.runs.record.database import connect
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
-
-
 def show(*words: str) -> str:
     """What `shoal status` says."""
     return CliRunner().invoke(verbs.status, words, catch_exceptions=False).output
@@ -75,11 +69,11 @@ SELECT number + i, id || i, job, 'finished', spec, command, git_revision, git_di
 """
 
 
-def test_an_endpoint_is_found_however_many_runs_are_newer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_is_found_however_many_runs_are_newer(shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attach_to(None, monkeypatch)
     with runs.create("serve", "", "one") as run:
         run.record_endpoint("shop", "inference", "http://127.0.0.1:8000", "ready")
-        with closing(connect(home)) as connection:
+        with closing(connect(shoal_home)) as connection:
             connection.execute(MANY_NEWER)
         assert find_endpoint("shop").run_id == "one"
         assert "shop  http://127.0.0.1:8000" in show()
@@ -148,7 +142,7 @@ def test_one_waits_for_the_other_but_not_for_ever(verb: click.Command, monkeypat
 
 
 def test_between_looking_for_a_cluster_and_the_record_of_it_no_other_begins(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
 
@@ -160,7 +154,7 @@ def test_between_looking_for_a_cluster_and_the_record_of_it_no_other_begins(
 
     def start(**options: object) -> SimpleNamespace:
         require_locked("start")
-        assert options["save_as"] == home / "cluster.json"
+        assert options["save_as"] == shoal_home / "cluster.json"
         return ClusterHandle("127.0.0.1:1", "http://127.0.0.1:8265", "", {})
 
     monkeypatch.setattr(verbs, "find_running_cluster", lambda: require_locked("find"))
@@ -172,26 +166,27 @@ def test_between_looking_for_a_cluster_and_the_record_of_it_no_other_begins(
 
 
 @pytest.fixture
-def of_host_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterHandle:
+def of_host_one(shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterHandle:
     """A dead cluster, of which a host named "one" left word in the home."""
-    token = {"RAY_AUTH_TOKEN_PATH": str(home / "token")}
-    written = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "", token, home / "one", "id", os.getpid(), 0.0)
+    token = {"RAY_AUTH_TOKEN_PATH": str(shoal_home / "token")}
+    written = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "", token, shoal_home / "one", "id", os.getpid(), 0.0)
     with monkeypatch.context() as on_one:
         on_one.setattr(socket, "gethostname", lambda: "one")
-        written.save(home / "cluster.json")
+        shoal_home.mkdir()
+        written.save(shoal_home / "cluster.json")
     return written
 
 
 @pytest.mark.parametrize("verb", [verbs.up, verbs.down])
 def test_a_cluster_of_another_host_is_left_alone(
-    verb: click.Command, of_host_one: ClusterHandle, home: Path, monkeypatch: pytest.MonkeyPatch
+    verb: click.Command, of_host_one: ClusterHandle, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verbs, "start_cluster", None)
     monkeypatch.setattr(verbs, "end_cluster", None)
     monkeypatch.setattr(ClusterHandle, "is_head_alive", lambda _: True)  # a process here that has its number
     error = CliRunner().invoke(verb, []).exception
     assert isinstance(error, ClusterError)
-    path = home / "cluster.json"
+    path = shoal_home / "cluster.json"
     assert str(error) == f"a cluster is up on one: end it there, or remove {path} if one is gone"
     assert path.exists()
     assert attach.find_cluster() is None
@@ -201,14 +196,14 @@ def test_a_cluster_of_another_host_is_left_alone(
 
 
 def test_a_dead_cluster_of_this_host_is_cleared_away(
-    of_host_one: ClusterHandle, home: Path, monkeypatch: pytest.MonkeyPatch
+    of_host_one: ClusterHandle, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[object] = []
     monkeypatch.setattr(verbs, "end_cluster", lambda *which: ended.append(which))
     monkeypatch.setattr(socket, "gethostname", lambda: "one")
     assert "had died" in CliRunner().invoke(verbs.down, [], catch_exceptions=False).output
-    assert ended == [("id", home / "one")]
-    assert not (home / "cluster.json").exists()
+    assert ended == [("id", shoal_home / "one")]
+    assert not (shoal_home / "cluster.json").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -229,13 +224,14 @@ def test_a_signal_ends_what_up_has_begun(number: signal.Signals, monkeypatch: py
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
-def test_a_damaged_word_of_the_cluster_is_named_with_what_to_do(home: Path, text: str) -> None:
-    (home / "cluster.json").write_text(text)
+def test_a_damaged_word_of_the_cluster_is_named_with_what_to_do(shoal_home: Path, text: str) -> None:
+    shoal_home.mkdir()
+    (shoal_home / "cluster.json").write_text(text)
     with pytest.raises(ClusterError, match=r"cluster.json is no file of `shoal up` .*: delete it"):
         attach.find_cluster()
 
 
-def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_which_no_word_can_be_left_is_ended(shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[psutil.Process] = []
 
     def launch(options: object, environment: Mapping[str, str], detached: bool) -> subprocess.Popen[bytes]:
@@ -248,11 +244,11 @@ def test_a_cluster_of_which_no_word_can_be_left_is_ended(home: Path, monkeypatch
     report = {"address": "127.0.0.1:1", "dashboard_url": "http://127.0.0.1:2"}
     monkeypatch.setattr(embedded_cluster, "_launch", launch)
     monkeypatch.setattr(embedded_cluster, "_wait_until_ready", lambda *_: report)
-    (home / "cluster.json").mkdir()  # a file cannot take its place
+    (shoal_home / "cluster.json").mkdir(parents=True)  # a file cannot take its place
     with pytest.raises(ClusterError, match=r"cluster.json cannot be written .*: make room, or set \$SHOAL_HOME"):
-        embedded_cluster.start_cluster(detached=True, save_as=home / "cluster.json")
+        embedded_cluster.start_cluster(detached=True, save_as=shoal_home / "cluster.json")
     assert not heads[0].is_running()
-    assert sorted(path.name for path in home.iterdir()) == ["cluster.json", "ray-token"]
+    assert sorted(path.name for path in shoal_home.iterdir()) == ["cluster.json", "ray-token"]
 
 
 def test_a_program_under_nohup_outlives_its_terminal() -> None:

@@ -20,12 +20,6 @@ from shoal.flows.serving_spec import ServingSpec
 KEYS = "endpoint.keys=[{name: lab, key: hush}]"
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
-
-
 def a_run(*words: str, status: str = "stopped") -> str:
     """A run that has learnt something."""
     spec = ActorLearnerSpec().override(words)
@@ -108,7 +102,7 @@ def test_a_model_that_is_not_there_is_missed_before_a_cluster_is() -> None:
 
 @pytest.mark.parametrize("algorithm", ["dqn", "sac"])
 def test_a_replay_larger_than_the_free_disk_is_refused_before_anything_starts(
-    algorithm: str, home: Path, monkeypatch: pytest.MonkeyPatch
+    algorithm: str, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100 * 2**20))
     env = "CartPole-v1" if algorithm == "dqn" else "Pendulum-v1"

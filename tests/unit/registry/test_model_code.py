@@ -32,7 +32,6 @@ PARTS = {
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """Writes files of a project, whose folder is on the path."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
 
     def write(files: Mapping[str, str]) -> None:

@@ -53,7 +53,6 @@ def registry(tmp_path: Path) -> Registry:
 def any_registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     if request.param == "folder":
         return Registry(tmp_path / "registry")
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
     return Registry(open_bucket(request.getfixturevalue("bucket_environment"), monkeypatch).url)
 
 

@@ -43,8 +43,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["folder", "bucket"])
-def registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+def registry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Registry:
     if request.param == "folder":
         return Registry()
     return Registry(f"{open_bucket(request.getfixturevalue('bucket_environment'), monkeypatch).url}/registry")

@@ -1,8 +1,12 @@
-"""What processes print is copied into the folder of their run, and shown from there."""
+"""What processes print, in the folder of their run; a driver's output as lines of JSON."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,10 @@ from click.testing import CliRunner
 
 import shoal.runs
 from shoal.cli.commands.runs import logs
-from shoal.errors import RunError
+from shoal.errors import ConfigError, RunError
 from shoal.runs import output_files
 from shoal.runs.output_files import OutputCopier, OutputReader
+from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
 
@@ -85,3 +90,52 @@ def test_logs_follows_to_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_without_output_says_where_it_went(run_id: str) -> None:
     with pytest.raises(RunError, match="prints where it was started"):
         CliRunner().invoke(logs, [], catch_exceptions=False)
+
+
+PROGRAM = """
+import logging, subprocess, sys
+from shoal.runs.json_lines import log_json, write_json_lines
+write_json_lines()
+logging.getLogger().addHandler(logging.StreamHandler())  # as Ray adds one
+log_json()
+print("one\\ntwo")
+print("10%\\r", end="")
+print("100%")
+subprocess.run([sys.executable, "-c", ""], stdout=sys.stdout, stderr=sys.stderr, check=True)
+print("begun", end=" ")
+print("and ended: é")
+print()
+logging.getLogger("shoal.x").warning("of %d", 3)
+print("error: it fails", file=sys.stderr)
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("y").exception("caught")
+sys.stdout.write("no end")
+sys.stdout.close()
+raise ValueError("untyped")
+"""
+
+
+def test_each_line_is_an_object() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    said = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [(each["logger"], each["level"], each["message"]) for each in said] == [
+        ("stdout", "INFO", message) for message in ("one", "two", "100%", "begun and ended: é", "no end")
+    ]
+    assert all(datetime.fromisoformat(each["time"]).tzinfo is not None for each in said)
+    errors = [json.loads(line) for line in ended.stderr.splitlines()]
+    found = [(each["logger"], each["level"], each["message"]) for each in errors]
+    assert found[:3] == [
+        ("shoal.x", "WARNING", "of 3"),
+        ("stderr", "ERROR", "error: it fails"),
+        ("y", "ERROR", "caught"),
+    ]
+    assert "ZeroDivisionError" in errors[2]["exception"]
+    assert found[-1] == ("stderr", "ERROR", "ValueError: untyped")
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"logs = 'xml'"):
+        TrainSpec(task="t", logs="xml")  # type: ignore[arg-type]

@@ -29,21 +29,15 @@ from waiting import wait_for
 DEADLINE_S = 15.0
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture
-def run(home: Path) -> Iterator[RunRecorder]:
+def run(shoal_home: Path) -> Iterator[RunRecorder]:
     made = runs.create("cartpole", "", "one")
     yield made
     made.close()
 
 
 def test_a_mirror_that_fails_is_left_out_and_the_run_is_recorded(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shoal_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where TensorBoard is not installed: the thread that beats for the run outlives it."""
 
@@ -60,9 +54,9 @@ def test_a_mirror_that_fails_is_left_out_and_the_run_is_recorded(
     assert (seen.status, seen.latest()) == (Status.FINISHED, {"x": 2.0})
 
 
-def test_a_record_that_an_earlier_shoal_opened_gets_the_columns_that_it_lacks(home: Path) -> None:
+def test_a_record_that_an_earlier_shoal_opened_gets_the_columns_that_it_lacks(shoal_home: Path) -> None:
     assert runs.list_runs() == []
-    with closing(sqlite3.connect(home / "runs.sqlite")) as database:
+    with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as database:
         for name in ("writer", "copied_from", "revision", "head_at"):
             database.execute(f"ALTER TABLE runs DROP COLUMN {name}")
     assert runs.list_runs() == []
@@ -73,10 +67,10 @@ def test_a_record_that_an_earlier_shoal_opened_gets_the_columns_that_it_lacks(ho
 
 
 def test_what_cannot_be_written_is_kept_and_written_later(
-    run: RunRecorder, home: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunRecorder, shoal_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run._connection.execute("PRAGMA busy_timeout = 20")
-    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as other:
+    with closing(sqlite3.connect(shoal_home / "runs.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         run.log(1, {"x": 1.0})
         run.record_weights(1, 1, "aa", time.time())
@@ -112,15 +106,16 @@ def test_an_interruption_at_the_lock_leaves_no_transaction_open(tmp_path: Path) 
         assert not connection.in_transaction
 
 
-def test_a_run_has_a_row_and_a_folder_or_neither(home: Path) -> None:
-    (home / "runs").touch()
+def test_a_run_has_a_row_and_a_folder_or_neither(shoal_home: Path) -> None:
+    shoal_home.mkdir()
+    (shoal_home / "runs").touch()
     with pytest.raises(RunError, match=r"the folder of the run, .*/runs/one, cannot be written: Not a directory"):
         runs.create("cartpole", "", "one")
     assert runs.list_runs() == []
-    (home / "runs").unlink()
+    (shoal_home / "runs").unlink()
     runs.create("cartpole", "a: 1", "one").finish("stopped")
-    shutil.rmtree(home / "runs" / "one")
-    (home / "runs" / "one").touch()
+    shutil.rmtree(shoal_home / "runs" / "one")
+    (shoal_home / "runs" / "one").touch()
     with pytest.raises(RunError, match=r"/runs/one, cannot be written: File exists"):
         runs.reopen("one", "a: 2")
     seen = runs.load("one")
@@ -128,19 +123,19 @@ def test_a_run_has_a_row_and_a_folder_or_neither(home: Path) -> None:
 
 
 def test_the_error_of_a_run_is_not_hidden_by_a_record_that_cannot_be_written(
-    run: RunRecorder, home: Path, caplog: pytest.LogCaptureFixture
+    run: RunRecorder, shoal_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run._connection.execute("PRAGMA busy_timeout = 20")
-    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as other:
+    with closing(sqlite3.connect(shoal_home / "runs.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(ZeroDivisionError), run:
             _ = 1 / 0
         assert "its end is not in the record: the run record cannot be written: database is locked" in caplog.text
 
 
-def test_a_reader_that_takes_its_time_does_not_hold_up_the_run(run: RunRecorder, home: Path) -> None:
+def test_a_reader_that_takes_its_time_does_not_hold_up_the_run(run: RunRecorder, shoal_home: Path) -> None:
     run._connection.execute("PRAGMA busy_timeout = 20")
-    with closing(sqlite3.connect(home / "runs.sqlite", isolation_level=None)) as reader:
+    with closing(sqlite3.connect(shoal_home / "runs.sqlite", isolation_level=None)) as reader:
         reader.execute("BEGIN")
         before = reader.execute("SELECT count(*) FROM events").fetchone()
         run.record_event("meanwhile")
@@ -179,23 +174,24 @@ def test_threads_can_share_a_recorder(run: RunRecorder, eager_switching: None) -
     assert len(seen.events()) == num_logs
 
 
-def test_a_record_of_a_newer_shoal_is_left_alone(run: RunRecorder, home: Path) -> None:
+def test_a_record_of_a_newer_shoal_is_left_alone(run: RunRecorder, shoal_home: Path) -> None:
     run.close()
-    with closing(sqlite3.connect(home / "runs.sqlite")) as connection:
+    with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(RunError, match="newer Shoal"):
         runs.list_runs()
 
 
-def test_a_file_that_is_not_a_record_is_a_run_error(home: Path) -> None:
-    (home / "runs.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 100)
+def test_a_file_that_is_not_a_record_is_a_run_error(shoal_home: Path) -> None:
+    shoal_home.mkdir()
+    (shoal_home / "runs.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 100)
     with pytest.raises(RunError, match=r"runs\.sqlite cannot be opened"):
         runs.list_runs()
 
 
-def test_a_record_that_is_damaged_is_a_run_error(run: RunRecorder, home: Path) -> None:
+def test_a_record_that_is_damaged_is_a_run_error(run: RunRecorder, shoal_home: Path) -> None:
     run.close()
-    record, path = runs.load(run.id), home / "runs.sqlite"
+    record, path = runs.load(run.id), shoal_home / "runs.sqlite"
     path.write_bytes(path.read_bytes()[:4096].ljust(path.stat().st_size, b"A"))
     questions = [runs.list_runs, runs.list_running, record.latest]
     for ask in [*questions, lambda: runs.load("latest"), lambda: runs.reopen("latest")]:
@@ -256,12 +252,12 @@ def test_what_can_never_be_stored_is_refused_at_once(run: RunRecorder, say: Call
     assert runs.load("one").metrics().index.tolist() == [-(2**63) + 1]
 
 
-def test_readers_see_a_flush_whole_or_not_at_all(run: RunRecorder, home: Path) -> None:
+def test_readers_see_a_flush_whole_or_not_at_all(run: RunRecorder, shoal_home: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     def inspect(statement: str = "") -> None:
         """As another process reads between two statements of the recorder."""
-        with closing(sqlite3.connect(home / "runs.sqlite")) as reader:
+        with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as reader:
             [(num_values,)] = reader.execute("SELECT count(*) FROM metrics")
             [(newest,)] = reader.execute("SELECT min(step) FROM summaries")
         seen.append((num_values, newest))
@@ -333,12 +329,12 @@ def test_processes_that_make_the_record_at_once_all_have_it(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def start_writer(home: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start_writer(shoal_home: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Starts processes that write to a run of their own until the file `stop` appears."""
     writers: list[subprocess.Popen[str]] = []
 
     def start(run_id: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", WRITER, run_id, str(home / "stop")]
+        command = [sys.executable, "-c", WRITER, run_id, str(shoal_home / "stop")]
         writers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return writers[-1]
 

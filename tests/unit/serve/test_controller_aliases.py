@@ -1,4 +1,4 @@
-"""What an alias is followed to, when what failed once is tried again, and that a change that fails changes nothing."""
+"""What an alias is followed to, also in a bucket that fails, and when what failed once is tried again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from shoal.errors import ConfigError, InferenceError
+from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
+from shoal.errors import ConfigError, InferenceError, RegistryError, StoreError
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.controller.change_request import parse_change
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.state import Deployment
+from shoal.serve.spec import model_source
+from shoal.serve.spec.model_source import RegistryCatalogue
+from shoal.store import Store
+from shoal.weights import WeightSnapshot
 from unit.serve.controller_setting import OPTIONS, STAGE_TIMEOUT_S, Cluster
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -305,3 +313,39 @@ def test_who_follows_the_newest_takes_each_and_stays_where_it_was_sent_until_the
     cluster.catalogue.newest = 4
     cluster.settle()
     assert (cluster.rollout.stable, cluster.catalogue.stack) == (4, [1])
+
+
+def test_a_moved_alias_is_seen_and_a_bucket_that_fails_is_told(
+    bucket_environment: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_source, "FOLLOW_S", 0.0)
+    registry = Registry(f"{open_bucket(bucket_environment, monkeypatch).url}/followed")
+    for number in (1, 2):
+        registry.register(
+            "linear",
+            WeightSnapshot.of(1, {"w": np.array([float(number)])}),
+            model=ModelFactory(factory="a:b"),
+            signature=Signature(inputs=[], outputs=[]),
+            aliases=["champion"] if number == 1 else [],
+        )
+    catalogue = RegistryCatalogue(registry.location)
+    assert catalogue.follow("linear", "champion") == 1
+    registry.promote("linear@2")
+    wait_for(lambda: catalogue.follow("linear", "champion") == 2)
+
+    def refuse(store: Store, key: str) -> bytes:
+        raise StoreError("the bucket does not answer")
+
+    def is_told() -> bool:
+        try:
+            catalogue.follow("linear", "champion")
+        except RegistryError as error:
+            return "does not answer" in str(error)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(registry.store), "read", refuse)
+        wait_for(is_told)
+    wait_for(lambda: not is_told())
+    assert catalogue.follow("linear", "champion") == 2

@@ -14,6 +14,7 @@ import pytest
 from serving.asgi import Client, client
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.serve.http.codec import HttpCodec
+from shoal.serve.messages.inference import size_bytes
 from shoal.serve.protocol import infer_call
 from shoal.serve.protocol.infer_call import LARGE_BYTES, LARGE_ELEMENTS
 
@@ -117,3 +118,10 @@ def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.
     assert asyncio.run(ask()) == [200, 200, 429, 429]
     gate.set()
     assert client(host()).post("/v2/models/numbers/infer", body).status == 200
+
+
+def test_the_size_of_inputs_is_what_they_keep_in_memory() -> None:
+    assert size_bytes({"x": np.zeros((2, 3), np.float32), "y": np.zeros((2, 0), np.int64)}) == 24
+    assert size_bytes({"x": np.frombuffer(bytes(100), np.uint8)[:10]}) == 10
+    words = np.array([[b"a" * 1000], [b""]], object)
+    assert 1000 <= size_bytes({"words": words}) - size_bytes({"words": np.array([[b""], [b""]], object)}) < 1100

@@ -167,14 +167,12 @@ def _is_in_use(certificate: Certificate, folder: Path) -> bool:
     for admin in _list_sockets(folder):
         for name, content in wanted.items():
             shown = _command(admin, f"show ssl {name}\n")
-            if shown and not all(each in shown for each in _list_fingerprints(content)):
+            prints = [
+                each.fingerprint(hashes.SHA1()).hex().upper() for each in x509.load_pem_x509_certificates(content)
+            ]
+            if shown and not all(each in shown for each in prints):  # in the form in which HAProxy shows them
                 return False
     return True
-
-
-def _list_fingerprints(pem: bytes) -> list[str]:
-    """Of each certificate, as HAProxy shows them."""
-    return [each.fingerprint(hashes.SHA1()).hex().upper() for each in x509.load_pem_x509_certificates(pem)]
 
 
 def _list_sockets(folder: Path) -> list[Path]:

@@ -132,10 +132,9 @@ class MapOrder(NamedTuple):
         """The samples of the global batch. Read-only."""
         if self.order is not None and self.order.gives_batches:
             return self.order.get_batches(self.seed, epoch)[position // self.batch_size]
-        return self._get_order(epoch)[position : position + self.num_global(position)]
-
-    def _get_order(self, epoch: int) -> Indices:
-        """[num_samples]. Read-only."""
         if self.order is not None:
-            return self.order.get_batches(self.seed, epoch)[0]
-        return compute_permutation(self.num_samples, self.seed if self.shuffle else None, epoch if self.shuffle else 0)
+            samples = self.order.get_batches(self.seed, epoch)[0]
+        else:
+            seed, shuffled = (self.seed, epoch) if self.shuffle else (None, 0)
+            samples = compute_permutation(self.num_samples, seed, shuffled)
+        return samples[position : position + self.num_global(position)]

@@ -8,7 +8,6 @@ another host than the memory, a worker sends its gradient with its push, and the
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -56,7 +55,8 @@ class ElasticSync(ControlledSync):
         self._incarnation, self._clock, self._version = joined.incarnation, joined.clock, joined.version
         self._open_memory(joined.memory)
         if joined.has_state:
-            self._state.load(self._read_state())
+            memory = self._memory
+            self._state.load(decode_state(self._controller.call(GetState())) if memory is None else memory.read_state())
         else:
             self._version = self._controller.call(SetSteps(step))
         return self._version
@@ -132,9 +132,6 @@ class ElasticSync(ControlledSync):
             return encode_state(self._state.get())
         self._memory.write_state(self._state.get())
         return None
-
-    def _read_state(self) -> dict[str, Any]:
-        return decode_state(self._controller.call(GetState())) if self._memory is None else self._memory.read_state()
 
     def collect_state(self) -> None:
         """The chief has all of it."""

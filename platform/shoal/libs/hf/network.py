@@ -24,7 +24,7 @@ from shoal.libs.hf.source import hash_files, make_cached_folder, make_config
 from shoal.weights.tensor_files import TensorFiles
 
 _ADAPTER = "lora_"
-# Decoders that keep packed samples apart by their position_ids: tests/libs/hf/test_packing.py. Others take
+# Decoders that keep packed samples apart by their position_ids: tests/libs/hf/test_causal_lm.py. Others take
 # position_ids too, and let a sample see the one before.
 PACKABLE = (
     *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral"),

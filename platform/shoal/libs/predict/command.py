@@ -1,14 +1,17 @@
 """`shoal predict`: send requests to a model of an endpoint from the shell.
 
 Parse, call, print; `input_readers` reads. The answer goes to standard output, its model and version to standard error.
+For models that write, all texts are asked for at once.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +21,21 @@ import click
 import numpy as np
 from rich.table import Column
 
-from shoal.client import Answer, Client
+from shoal.client import Answer, Client, StreamedText
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
-from shoal.extend.serve import ArrayLike, has_batch_first, is_integer
+from shoal.extend.serve import ArrayLike, has_batch_first, is_integer, summarize_error
 from shoal.libs.predict import input_readers as read
-from shoal.libs.predict.texts import predict_texts
 from shoal.open_inference.messages import ModelMetadata, TensorMetadata
 
 _Reader = Callable[[Sequence[TensorMetadata]], dict[str, ArrayLike]]
 MAX_ROWS_SHOWN = 50
 FEW_VALUES = 12
 _WHITE = "a white pixel was sent as 1; --white 255 if the model takes pixels of 0 to 255"
+MAX_AT_ONCE = 32  # the endpoint computes them together
 
 
 @click.command()
@@ -229,3 +232,65 @@ def _format_value(value: Any, columns: Sequence[str] = ()) -> str:
     if flat.dtype.kind == "f" and value.ndim == 1 and flat.size > 2 and np.isfinite(flat).all():
         shown += f"  (largest: {int(flat.argmax())})"
     return shown
+
+
+def read_texts(given: Sequence[str]) -> list[str | list[Any]]:
+    """Texts, or @FILE with one on each line: as it is, or as JSON with `prompt` or `messages`. Raises DataError."""
+    texts: list[str | list[Any]] = []
+    for text in given:
+        if not text.startswith("@"):
+            texts.append(text)
+            continue
+        try:
+            lines = (sys.stdin.read() if text == "@-" else Path(text[1:]).read_text(encoding="utf-8")).split("\n")
+            rows = [json.loads(line) if line.startswith("{") else line for line in lines if line.strip()]
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError("text", text, f"cannot be read: {summarize_error(error)}") from None
+        for row in rows:
+            value = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+            if not isinstance(value, str | list):
+                raise DataError("text", text, "has a line without prompt and messages", '{"prompt": "..."}')
+            texts.append(value)
+    return texts
+
+
+def read_fields(given: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE, where VALUE is JSON or a text."""
+    fields: dict[str, Any] = {}
+    for name, _, value in (each.partition("=") for each in given):
+        fields[name] = value
+        with suppress(ValueError):
+            fields[name] = json.loads(value)
+    return fields
+
+
+def predict_texts(
+    client: Client, model: str, given: Sequence[str], fields: Sequence[str], output: str, options: dict[str, Any]
+) -> tuple[set[int], float]:
+    """Show an answer to each text; without a chat template, texts are continued. Returns the versions that wrote them,
+    and how many seconds it took. Raises DataError, InferenceError that names the text."""
+    texts, has_chat = read_texts(given), client.has_chat(model)
+    more, begun_s = {**options, **read_fields(fields)}, time.monotonic()
+    version = more.pop("version")
+    named = model if version is None else f"{model}@{version}"
+
+    def write(number: int, text: Any) -> StreamedText:
+        ask = client.chat if has_chat or not isinstance(text, str) else client.generate
+        try:
+            return ask(named, text, **more).read()
+        except InferenceError as error:
+            raise InferenceError(error.status, f"text {number}: {error.message}", field=error.field) from None
+
+    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+        answers = list(pool.map(write, range(len(texts)), texts))
+    took_s = time.monotonic() - begun_s
+    if output == "json":
+        names = ("text", "finish", "spans", "num_prompt_tokens", "num_new_tokens")
+        print_json([{name: getattr(each, name) for name in names} for each in answers])
+    else:
+        cells = ((str(row), each.text, each.finish, str(each.num_new_tokens)) for row, each in enumerate(answers))
+        table = make_table(
+            Column("row", justify="right"), Column("text", overflow="fold"), "finish", "tokens", rows=cells
+        )
+        make_literal_console(soft_wrap=not sys.stdout.isatty()).print(table)
+    return {number for each in answers for number, _ in each.spans}, took_s

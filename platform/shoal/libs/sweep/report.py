@@ -37,7 +37,7 @@ from shoal.extend.runs import (
     to_svg,
 )
 from shoal.extend.runs import truncate_middle as shorten
-from shoal.libs.sweep.trials import SWEEPING, Sweep, SweepTrial, list_best_commands, load_sweep
+from shoal.libs.sweep.trials import SWEEPING, Sweep, list_best_commands, load_sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,18 +68,16 @@ def build_sections(run: Run) -> list[Section]:
         parameters, scores, sweep.metric, higher_is_better=sweep.is_higher, logarithmic=find_logarithmic(run.spec)
     )
     trials = f"{len(numbers):,} of {sweep.num_trials:,} trials; the bluer, the better"
-    best = sweep.find_best()
+    section = []
+    if (best := sweep.find_best()) is not None:
+        note = f"trial {best.number}, {sweep.metric} {format_number(best.get_score(sweep.metric))}; to use it:"
+        section = [Section("Best trial", note, commands=list_best_commands(run, best))]
     return [
-        *([] if best is None else [_build_best(run, best, sweep.metric)]),
+        *section,
         Section("Trials", trials, [to_svg(drawn)]),
         _build_importance(parameters, scores),
         _build_trial_table(sweep, all_paths),
     ]
-
-
-def _build_best(run: Run, best: SweepTrial, metric: str) -> Section:
-    note = f"trial {best.number}, {metric} {format_number(best.get_score(metric))}; to use it:"
-    return Section("Best trial", note, commands=list_best_commands(run, best))
 
 
 def _build_importance(parameters: DataFrame, scores: Series[float]) -> Section:

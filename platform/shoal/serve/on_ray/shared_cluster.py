@@ -67,7 +67,7 @@ def remove_abandoned_endpoints() -> None:
         stop_controller(actor)
 
 
-def shut_down_serve(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+def shut_down_serve() -> None:
     """End Serve on this cluster, and return once it has gone.
 
     `serve.shutdown` waits within a call that Serve's controller never answers: it is killed meanwhile. Ray retries
@@ -79,13 +79,13 @@ def shut_down_serve(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         client = _get_global_client()
         assert client is not None
         client.shutdown_cached_handles()
-        ray.get(client._controller.graceful_shutdown.remote(wait=False), timeout=timeout_s)
+        ray.get(client._controller.graceful_shutdown.remote(wait=False), timeout=SHUTDOWN_TIMEOUT_S)
     except (RayActorError, RayServeException):  # it has just ended
         pass
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
     while is_serve_running():
         if time.monotonic() > deadline_s:
-            logger.warning("Ray Serve has not ended within %g s", timeout_s)
+            logger.warning("Ray Serve has not ended within %g s", SHUTDOWN_TIMEOUT_S)
             break
         time.sleep(POLL_S)
     _disconnect()

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import SpecMismatch, TrainError
 from shoal.extend.sync import Connection, Replica, RpcClient, Traffic
-from shoal.libs.asynchronous.clock import Push, Settings
+from shoal.libs.asynchronous.clock import Push
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.controlled import ControlledSync
 from shoal.libs.asynchronous.messages import (
@@ -200,7 +200,7 @@ class ParameterServerSync(ControlledSync):
             self._clock,
             self._version,
             absent=[index for index, gradient in enumerate(gradients) if gradient is None],
-            settings=self._get_settings(),
+            settings=[{name: each[name] for name in SETTINGS if name in each} for each in self._optimizer.param_groups],
             num_bytes=sum(link.num_bytes for link in self._links),
             num_steps=num_steps,
             weight=weight,
@@ -229,10 +229,6 @@ class ParameterServerSync(ControlledSync):
             self._end_as_lost()
         self._needed, self._clock, self._steps = answer.version, answer.clock, answer.steps
         self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
-
-    def _get_settings(self) -> Settings:
-        """Of each group of the optimiser, for the servers' step."""
-        return [{name: group[name] for name in SETTINGS if name in group} for group in self._optimizer.param_groups]
 
     def _load_servers(self, step: int) -> None:
         version = torch.tensor(self._controller.call(GetVersion(step)))
