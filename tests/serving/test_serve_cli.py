@@ -48,6 +48,7 @@ STATUS = EndpointStatus(
     time=NOW_S,
     started_at=NOW_S - 754,
     generation=7,
+    window_s=10.0,
     grpc="127.0.0.1:9000",
     replicas=[ReplicaStatus("r-1", 11, 7), ReplicaStatus("r-2", 12, 6, True, "version 4 does not fit")],
     models=[FASHION, LOADING],
@@ -206,6 +207,7 @@ def test_the_picture_has_everything_and_fits(width: int) -> None:
         *("shop", "ready", "12 min 34 s", "3 stable", "4 candidate", "90%", "1,204", "5.1 ms", "0.15%", "0.44%"),
         *("queue 12/2048", "refused 7", "20.5 ms", "36 ms", "fashion@champion", "syntax", "warming up"),
         *("2 of 2 ready", "r-2", "version 4 does not fit", "canary", "fashion@4", "asked 9 s ago"),
+        "rates and times: the last 10 s",
     ):
         assert word in text, word
     assert "…" not in text

@@ -50,7 +50,9 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
     up = f"  up {format_duration(status.time - status.started_at)}" if status.started_at else ""
     where = (f"  {_format_address(status, url)}{up}", "dim")
     title = Text.assemble((status.endpoint, "bold"), "  ", state, where)
-    return Panel(Group(*parts), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+    window = Text(f"rates and times: the last {status.window_s:g} s", "dim") if status.window_s else None
+    body = Group(*parts)
+    return Panel(body, title=title, title_align="left", subtitle=window, border_style="cyan", padding=(0, 1))
 
 
 def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
