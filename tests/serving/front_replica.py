@@ -1,9 +1,9 @@
 """A replica's server that follows HAProxy, as a process: `python -m serving.front_replica PORT FOLDER HEAD_S`.
 
 `/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more, and `/stream`
-with the same in chunks, guarded; `/drip` with a
-part every half a second; any other path with the path, and whether HAProxy has passed the request on. SIGTERM stops the
-server. HEAD_S: how long a head may take. Says `alone` once HAProxy accepts no more.
+with the same in chunks, guarded; `/drip` with a part every half a second; any other path with the path, and whether
+HAProxy has passed the request on. SIGTERM stops the server. HEAD_S: how long a head may take. Says `alone` once HAProxy
+accepts no more, and `written` after the part of `/stream`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/stream":
         await send({"type": "http.response.start", "status": 200, "headers": [], "guard": guard_stream(LAST)})
         await send({"type": "http.response.body", "body": body[:5], "more_body": True})
+        say("written")
         await asyncio.sleep(60.0)
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body)),
@@ -54,6 +55,11 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
 async def main(port: int, folder: Path) -> None:
     fast_path.install_application(answer)
     server = uvicorn.Server(uvicorn.Config(answer, port=port, lifespan="off", log_level="critical"))
@@ -64,8 +70,7 @@ async def main(port: int, folder: Path) -> None:
     following = asyncio.create_task(follower.run())
     while follower._mark is None and not following.done():
         await asyncio.sleep(0.01)
-    sys.stdout.write("alone\n")
-    sys.stdout.flush()
+    say("alone")
     await asyncio.gather(serving, following)
 
 

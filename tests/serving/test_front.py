@@ -29,8 +29,11 @@ class Direct:
         self.proxy = HaproxyProcess(port, 0)
         words = [sys.executable, "-m", "serving.front_replica", str(port), str(self.proxy.folder), str(head_s)]
         self.replica = subprocess.Popen(words, cwd=TESTS, start_new_session=True, stdout=subprocess.PIPE)
+        self.wait_for_word("alone")
+
+    def wait_for_word(self, word: str) -> None:
         assert self.replica.stdout is not None
-        assert self.replica.stdout.readline() == b"alone\n"
+        assert self.replica.stdout.readline() == f"{word}\n".encode()
 
     def is_direct(self) -> bool | None:
         """None: HAProxy itself answers."""
@@ -124,6 +127,7 @@ def test_no_request_is_cut_when_the_replica_is_killed(direct: Direct) -> None:
     part, stream = direct.send("", path="/part"), direct.send("", path="/stream")
     assert part.recv(1000)
     assert stream.recv(1000).endswith(b'5\r\n{"pat\r\n')
+    direct.wait_for_word("written")  # else the guard takes it for a part that may be incomplete
     wait_for(lambda: direct.count_children() == 1, what="guard that Ray does not kill with the children, nor a zombie")
     direct.end(signal.SIGKILL)
     assert read_all(stream) == LAST

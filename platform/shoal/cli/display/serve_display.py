@@ -51,8 +51,7 @@ def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
     where = (f"  {_format_address(status, url)}{up}", "dim")
     title = Text.assemble((status.endpoint, "bold"), "  ", state, where)
     window = Text(f"rates and times: the last {status.window_s:g} s", "dim") if status.window_s else None
-    body = Group(*parts)
-    return Panel(body, title=title, title_align="left", subtitle=window, border_style="cyan", padding=(0, 1))
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=window, border_style="cyan", padding=(0, 1))
 
 
 def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:

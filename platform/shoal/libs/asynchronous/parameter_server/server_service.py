@@ -237,8 +237,9 @@ class ServerService:
             self._log.begin_segment()
         self._written_s, self._written_version = time.monotonic(), self._server.version
         arguments = file, safetensors.torch.save(self._server.dump()), self._written_version
-        self._writer = threading.Thread(target=self._save, args=arguments, name=f"state of server {self._index}")
-        self._writer.start()
+        writer = threading.Thread(target=self._save, args=arguments, name=f"state of server {self._index}")
+        writer.start()
+        self._writer = writer  # started: another thread may join it at once
 
     def _save(self, file: Path, state: bytes, version: int) -> None:
         replace_synced(file, state)
