@@ -8,6 +8,7 @@ Nothing of this is visible outside, and all of it ends with the process that mad
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -27,7 +28,7 @@ NETWORK = "198.18.7"  # of RFC 2544, for tests of networks
 # Bash reaps whom their parents have left, and ends, and with it the host, when nobody holds its standard input.
 # No name server is reached from there: a query would only take its time.
 _INIT = (
-    "set -e; hostname {name}; mkdir -p /tmp/ray; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm;"
+    "set -e; hostname {name}; mount -t tmpfs ray /tmp/ray; mount -t tmpfs shm /dev/shm;"
     " mount --bind /dev/null /etc/resolv.conf; {disk} mkdir -p {home}/project; echo up; read -r"
 )
 # What is mounted can only be read, but for the kernel's own and its own. A disk hides the folder of all hosts.
@@ -172,13 +173,23 @@ def network(folder: Path, *, has_disks: bool = False) -> Iterator[Network]:
     of their own there."""
     if not has_disks:
         (folder / "shared").mkdir()
-    made = Network(None if has_disks else folder / "shared", folder)
-    try:
+    with _hold_mount_point(), closing(Network(None if has_disks else folder / "shared", folder)) as made:
         yield made
+
+
+@contextmanager
+def _hold_mount_point() -> Iterator[None]:
+    """Remove `RAYS` after its last network: that would unmount what the hosts of others have there, Ray's files."""
+    RAYS.mkdir(exist_ok=True)
+    mount_point = os.open(RAYS, os.O_RDONLY)
+    try:
+        fcntl.flock(mount_point, fcntl.LOCK_SH)
+        yield
     finally:
-        made.close()
-        with suppress(OSError):  # somebody else's Ray is there
+        with suppress(OSError):  # another network, or somebody else's Ray is there
+            fcntl.flock(mount_point, fcntl.LOCK_EX | fcntl.LOCK_NB)
             RAYS.rmdir()
+        os.close(mount_point)
 
 
 def start_ray(host: Host, head: Host, num_cpus: int = 2) -> None:

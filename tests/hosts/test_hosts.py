@@ -215,6 +215,15 @@ def gang(cluster: Cluster, endpoint: Endpoint) -> Gang:
     return Gang(found[1], expected)
 
 
+def test_a_network_that_ends_keeps_the_mounts_of_another(tmp_path: Path) -> None:
+    with network(tmp_path, has_disks=True) as first:
+        host = first.add("head")
+        host.run("touch", "/tmp/ray/mine")
+        with network(tmp_path, has_disks=True) as second:
+            second.add("head")
+        host.run("test", "-e", "/tmp/ray/mine")
+
+
 def _count_workers(host: Host) -> int:
     """The workers of a gang, and its spare ones."""
     return host.run("ps", "-eo", "args").count("ray::GangWorker")
