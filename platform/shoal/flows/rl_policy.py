@@ -253,7 +253,7 @@ def _require_compatible_checkpoint(
     if models[0] != models[1]:
         raise refuse("model", models[0], f"with {models[1] or 'layers of ours'}")
     cores = [
-        core if (core := each.applied_core) == "none" else f"{core} of {each.core_size}" for each in (spec, before)
+        each.applied_core + (f" of {each.core_size}" if each.applied_core != "none" else "") for each in (spec, before)
     ]
     if cores[0] != cores[1] and (spec.core, spec.core_size) != (before.core, before.core_size):
         raise refuse("core", cores[0], f"with {cores[1]}")

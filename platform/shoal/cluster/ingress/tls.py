@@ -167,10 +167,9 @@ def _is_in_use(certificate: Certificate, folder: Path) -> bool:
     for admin in _list_sockets(folder):
         for name, content in wanted.items():
             shown = _command(admin, f"show ssl {name}\n")
-            prints = [
-                each.fingerprint(hashes.SHA1()).hex().upper() for each in x509.load_pem_x509_certificates(content)
-            ]
-            if shown and not all(each in shown for each in prints):  # in the form in which HAProxy shows them
+            certificates = x509.load_pem_x509_certificates(content)
+            fingerprints = [each.fingerprint(hashes.SHA1()).hex().upper() for each in certificates]  # HAProxy's form
+            if shown and not all(each in shown for each in fingerprints):
                 return False
     return True
 

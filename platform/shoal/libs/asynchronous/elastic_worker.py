@@ -55,8 +55,10 @@ class ElasticSync(ControlledSync):
         self._incarnation, self._clock, self._version = joined.incarnation, joined.clock, joined.version
         self._open_memory(joined.memory)
         if joined.has_state:
-            memory = self._memory
-            self._state.load(decode_state(self._controller.call(GetState())) if memory is None else memory.read_state())
+            if self._memory is None:
+                self._state.load(decode_state(self._controller.call(GetState())))
+            else:
+                self._state.load(self._memory.read_state())
         else:
             self._version = self._controller.call(SetSteps(step))
         return self._version

@@ -97,8 +97,8 @@ class VersionLoader:
                 require_installed(package.factory.model_dump())
             if signature is not None and package.signature != signature:
                 before, after = ([*each.inputs, *each.outputs] for each in (signature, package.signature))
-                odd = dict.fromkeys(each.name for each in before + after if each not in before or each not in after)
-                raise WeightsError(f"{OTHER_TENSORS} (not alike: {', '.join(odd) or 'their order'})")
+                unlike = dict.fromkeys(each.name for each in before + after if each not in before or each not in after)
+                raise WeightsError(f"{OTHER_TENSORS} (not alike: {', '.join(unlike) or 'their order'})")
             return StagedVersion(*self._load(package, options, last), time.monotonic() - since_s)
 
         async with self._locks.setdefault(source.name, asyncio.Lock()):
