@@ -6,8 +6,7 @@ Ours is the synchronizer of a real worker against a real server and controller, 
 is a Ray actor that holds one flat NumPy array: `push(gradient)` and `pull()` of 15 MB through the object store. The
 peer is given no model: its gradient is flat already, and what it pulls stays where Ray puts it. Both take turns. The
 first row has the bytes alone: each side pauses between push and pull, while ours applies. In the second row both apply
-(SGD, `weights -= rate * gradient`) and no side pauses. The third row is ours with `sync.durable` beside ours without:
-each gradient is on the disk before the push is answered.
+(SGD, `weights -= rate * gradient`) and no side pauses.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def main() -> None:
     chosen = options(__doc__, runs=7)
     num_turns = 10 if chosen.quick else 40
     torch.set_num_threads(1)
-    sides = ("ours", "durable", "ray")
+    sides = ("ours", "ray")
     found: dict[tuple[str, bool], list[float]] = {(side, wait): [] for side in sides for wait in (True, False)}
     optimizer = make_optimizer()
     parameters = optimizer.param_groups[0]["params"]
@@ -107,13 +106,11 @@ def main() -> None:
         closing.callback(ray.shutdown)
         actor = ray.remote(WeightActor).remote(len(flat))
         plain = connect(folder / "plain", ParameterServerConfig(), optimizer, closing)
-        durable = connect(folder / "durable", ParameterServerConfig(durable=True), optimizer, closing)
         for run in range(chosen.runs):
             for wait in (True, False):
                 pause_s = PAUSE_S if wait else 0.0
                 calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
                     "ours": (plain.apply_gradients, plain.before_step),
-                    "durable": (durable.apply_gradients, durable.before_step),
                     "ray": (
                         lambda: ray.get(actor.push.remote(flat, not wait)),  # noqa: B023 - called in this turn
                         lambda: ray.get(actor.pull.remote()),
@@ -135,7 +132,6 @@ def main() -> None:
             "a bare Ray actor",
             note="the actor: weights -= rate * gradient",
         ),
-        compare(f"{name}, durable", "ms", "lower", found["durable", True], found["ours", True], "without the log"),
     ]
     write("pull_push", rows, chosen.results)
 

@@ -152,7 +152,7 @@ def lose_host(cluster: Cluster, runs: Mapping[str, Run]) -> dict[str, int]:
 
 
 pytestmark = [pytest.mark.skipif(bool(why_none()), reason=why_none()), pytest.mark.timeout(3600), pytest.mark.soak]
-SERVERS = ["workers=2", "sync.kind=parameter_server", "sync.servers=2", "sync.durable=true"]
+SERVERS = ["workers=2", "sync.kind=parameter_server", "sync.servers=2"]
 LOOP = ["gateway.host=0.0.0.0", "gateway.curve=true", "endpoint.num_cpus=0.3", "learner.num_cpus=4"]
 LOOP += ["target_return=1000", "max_wall_s=3600", "learner.checkpoint_every_s=1"]  # the target is beyond reach
 

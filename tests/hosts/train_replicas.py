@@ -31,8 +31,8 @@ STEPS_BEFORE, STEPS_AFTER = 5, 10
 KINDS: dict[str, dict[str, Any]] = {
     "elastic": {"workers": [1, 2]},
     "diloco": {"workers": 2, "sync": {"kind": "diloco", "every": 4}},
-    # The second server is on the host that is lost, and its state and log where all find them.
-    "parameter_server": {"workers": 2, "sync": {"kind": "parameter_server", "servers": 2, "durable": True}},
+    # The second server is on the host that is lost, and its state where all find it.
+    "parameter_server": {"workers": 2, "sync": {"kind": "parameter_server", "servers": 2}},
 }
 
 

@@ -183,25 +183,6 @@ def test_a_run_goes_on_when_a_server_a_worker_and_the_chief_are_killed(
         assert 0 <= counted["lost"] < counted["updates"]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("host", ["", "127.0.0.1"])
-def test_a_durable_run_loses_no_update_when_servers_are_killed(tmp_path: Path, host: str) -> None:
-    """Staleness 0: its weights are those of a run in which no server died, to the bit. By TCP, all goes in messages."""
-    sync = {"kind": "parameter_server", "servers": 2, "durable": True, "transport": "frames" if host else "auto"}
-    spec = spec_of(sync=sync, stop={"steps": 60})
-    weights = []
-    for folder, kills in (("calm", {}), ("killed", {10: "server 1", 25: "server 0", 40: "server 1"})):
-        (tmp_path / folder).mkdir()
-        processes = Processes()
-        log = KillingLog(processes, kills)
-        outcome = fit_replicas(spec, "run", tmp_path / folder, log, lambda: False, processes.start, host=host)
-        [counted] = log.find("staleness")
-        assert (counted["updates"], counted["lost"], len(log.find("server_lost"))) == (60, 0, len(kills))
-        assert outcome.weights is not None
-        weights.append(safetensors.torch.load_file(outcome.weights))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 def test_a_server_that_is_lost_with_its_disk_ends_the_attempt_and_the_next_has_the_checkpoint(tmp_path: Path) -> None:
     class OnOtherHosts(Processes):
         """Each server's state is on the disk of its host."""

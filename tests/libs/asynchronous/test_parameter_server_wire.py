@@ -27,7 +27,6 @@ from shoal.libs.asynchronous.parameter_server.compression import (
 from shoal.libs.asynchronous.parameter_server.controller import BatchBalance, divide_batches
 from shoal.libs.asynchronous.parameter_server.partition import plan_partition
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
-from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog, remove_earlier
 from shoal.train.spec import TrainSpec
 
 
@@ -158,43 +157,6 @@ def test_no_worker_is_further_ahead_than_the_bound_whatever_the_delays(tmp_path:
     assert max(ahead) <= bound
 
 
-# -- the log
-
-
-def test_a_log_keeps_what_no_state_on_disk_has(tmp_path: Path) -> None:
-    file = tmp_path / "server-0-ab.safetensors"
-    log = UpdateLog(file)
-    first, second, third = (GradientKey(0, 1, clock) for clock in range(3))
-    log.append(first, b"one")
-    log.note_applied(first, 1)
-    log.begin_segment()
-    log.append(second, b"two")
-    log.note_applied(second, 2)
-    log.begin_segment()
-    log.append(third, b"three")
-    log.close()
-    with (tmp_path / "server-0-ab.2.log").open("ab") as torn:
-        torn.write(b"\0" * 20)  # of a server that was killed
-
-    again = UpdateLog(file)
-    assert [again.read(key) for key in (first, second, third)] == [b"one", b"two", b"three"]
-    again.note_applied(second, 2)
-    again.remove_until(1)  # a state with version 1 is on the disk
-    with pytest.raises(KeyError):
-        again.read(first)
-    assert again.read(second) == b"two"
-    again.append(third, b"three")  # pushed again after the death
-    assert again.read(third) == b"three"
-    again.close()
-    remove_earlier(file)
-    assert len(list(tmp_path.iterdir())) > 0
-    for other in ("server-1-cd.safetensors", "server-01-cd.0.log", "model.safetensors"):
-        (tmp_path / other).touch()
-    kept = {tmp_path / "server-1-cd.safetensors", tmp_path / "server-01-cd.0.log", tmp_path / "model.safetensors"}
-    remove_earlier(tmp_path / "server-0-ef.safetensors")
-    assert set(tmp_path.iterdir()) == kept
-
-
 # -- what is refused
 
 
@@ -203,8 +165,6 @@ def test_a_log_keeps_what_no_state_on_disk_has(tmp_path: Path) -> None:
     [
         ({"backups": 1, "staleness": 2}, "backups"),
         ({"kind": "diloco", "compensation": 0.1}, "compensation"),
-        ({"durable": True, "compensation": 0.1}, "durable"),
-        ({"kind": "all_reduce", "durable": True}, "durable"),
         ({"kind": "all_reduce", "compression": "fp16"}, "compression"),
         ({"kind": "all_reduce", "transport": "frames"}, "transport"),
         ({"kind": "local_sgd", "accumulate": 2}, "accumulate"),

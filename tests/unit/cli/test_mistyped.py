@@ -138,7 +138,6 @@ def test_the_help_of_a_job_has_a_line_for_each_field() -> None:
     assert split["sync.transport"][1:4] == ["auto", "|", "shared_memory"]
     (algorithm,) = [each for each in list_field_help(RLSpec()) if each.path == "algorithm.name"]
     assert {"impala", "ppo", "dqn"} <= set(algorithm.type.split(" | "))
-    assert split["sync.durable"][4:8] == ["no", "update", "is", "lost:"]  # a meaning of a base class
 
 
 def test_the_help_of_a_training_here_is_of_its_task(capsys: pytest.CaptureFixture[str]) -> None:

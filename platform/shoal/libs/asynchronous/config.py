@@ -20,7 +20,6 @@ class ServersConfig(SyncConfig):
                  synchronous training), s is SSP (1302.0079), None never waits
     transport:   of weights and gradients: `shared_memory`, `frames` in messages, or `auto`: frames where a worker
                  cannot open the memory of a server, which is on another host
-    durable:     no update is lost: a server writes each gradient to the disk before the worker goes on
     compression: of what a worker pushes: `fp16`, or `top_k`, the fraction of the elements with the largest magnitude;
                  what is not sent is added to the next gradient (1809.07599)
     top_k:       that fraction
@@ -29,7 +28,6 @@ class ServersConfig(SyncConfig):
     servers: int = Field(default=1, ge=1)
     staleness: int | None = Field(default=0, ge=0)
     transport: Literal["auto", "shared_memory", "frames"] = "auto"
-    durable: bool = False
     compression: Literal["none", "fp16", "top_k"] = "none"
     top_k: float = Field(default=0.01, gt=0, le=1)
 
@@ -117,8 +115,6 @@ class ParameterServerConfig(ServersConfig):
     def _fits_together(self) -> Self:
         if self.backups and self.staleness != 0:
             raise ValueError("backups: only with staleness=0, where a step waits for workers")
-        if self.durable and self.compensation:
-            raise ValueError("durable does not go with compensation: the weights that a worker pulled are not logged")
         if self.balance and (self.staleness != 0 or self.backups or self.accumulate < 2):
             raise ValueError(
                 "balance: it divides the micro-batches of a step: use staleness=0, no backups, accumulate > 1"

@@ -11,7 +11,6 @@ import msgspec
 
 from shoal.extend.sync import RankSignals, Request
 from shoal.libs.asynchronous.clock import Push, Update
-from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
 from shoal.libs.asynchronous.shared_memory import MemoryAddress
 
 # -- the controller's, by workers
@@ -132,11 +131,10 @@ class GetWorkers(Request[WorkerCount], frozen=True):
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
-    """The server's incarnation, the version that it has from now on, and the updates before it that its log has."""
+    """The server's incarnation, and the version that it has from now on."""
 
     incarnation: int
     version: int
-    updates: list[Update]
 
 
 class ResumeServer(Request[Resumed | None], frozen=True):
@@ -148,13 +146,6 @@ class ResumeServer(Request[Resumed | None], frozen=True):
     server: int
     version: int
     address: str
-
-
-class NoteWritten(Request[None], frozen=True):
-    """The state of a server with this version is on its disk."""
-
-    server: int
-    version: int
 
 
 # -- a server's, by workers
@@ -195,16 +186,11 @@ class PullVersions(Request[PulledVersions], frozen=True):
 class PushGradient(Request[None], frozen=True):
     """A gradient of the elements `begin` to `end` of the server's vector, compressed as the spec says."""
 
-    key: GradientKey
+    worker: int
+    incarnation: int
     payload: bytes
     begin: int
     end: int
-
-
-class AppendGradient(Request[None], frozen=True):
-    """A gradient is in the memory: log it, if the run is durable."""
-
-    key: GradientKey
 
 
 class FetchWeights(Request[bytes | None], frozen=True):

@@ -52,7 +52,6 @@ from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.controller import ControllerSetting, make_controller
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
-from shoal.libs.asynchronous.parameter_server.update_log import remove_earlier
 from shoal.libs.asynchronous.process_group import ForkedProcess, ProcessGroup, StartProcess, Target, end_with_parent
 from shoal.network_address import find_local_address
 from shoal.random_state import seed_everything
@@ -334,7 +333,9 @@ def _start_server(
     assert isinstance(spec.sync, ServersConfig)
     server = ParameterServer(index, spec.sync.make_server_optimizer(optimizer), spec.sync, spec.workers)
     make_folder(file.parent)  # absent on a host that shares no files with the driver's
-    remove_earlier(file)
+    for earlier in file.parent.glob(f"server-{index}-*"):  # what other attempts of the run have left on this host
+        if earlier.stem != file.stem:
+            earlier.unlink(missing_ok=True)
     address = addresses.choose_server_address(index)
     service = ServerService(
         address, server, addresses.controller, CALL_TIMEOUT_S, file, keys=addresses.keys, report=report

@@ -24,7 +24,6 @@ from shoal.libs.asynchronous.messages import (
     LocateServer,
     Marked,
     NextStep,
-    NoteWritten,
     Prepare,
     PushAgain,
     Resumed,
@@ -39,23 +38,21 @@ SMOOTHING = 0.5  # the newest measurement's share of a worker's average time
 
 
 class ServerController(Controller):
-    """One run's. With `durable`, the updates since the state of each server on its disk are retained here."""
+    """One run's."""
 
     def __init__(self, run: ControllerSetting, clock: Clock, spec: ServersConfig) -> None:
-        num_servers = len(run.servers)
         self._connect = partial(RpcClient, timeout_s=run.timeout_s, keys=run.keys)
         self._servers = {index: self._connect(server) for index, server in enumerate(run.servers) if server}
         self._locating: list[tuple[CallId, int]] = []  # who asks for a server that has not begun
         self._updates: deque[Update] = deque()  # the newest, which a server may not have
         self._confirmed = -1  # a version that every server has had
-        self._written = [-1] * num_servers if spec.durable else []  # the version of each server's state on disk
         self._num_bytes = 0  # of all gradients that became updates or were dropped, as they were sent
         self._num_repeated = 0  # updates that were sent to a server again, since its connection had broken
         self._num_batches = spec.micro_batches
         self._balance = BatchBalance(spec.micro_batches) if spec.is_balanced else None
         self._shares: dict[int, int] = {}  # micro-batches of a worker's next step, where they are balanced
-        self._server_incarnations = [0] * num_servers  # how often each server has started
-        self.num_lost = [0] * num_servers  # updates that were not in the snapshot of a server that came back
+        self._server_incarnations = [0] * len(run.servers)  # how often each server has started
+        self.num_lost = [0] * len(run.servers)  # updates that were not in the snapshot of a server that came back
         self.staleness: Counter[int] = Counter()  # of all updates: how often each τ was seen
         self._watching: dict[bytes, tuple[CallId, int]] = {}  # workers to be called when their round closes
         super().__init__(run, clock)
@@ -96,7 +93,8 @@ class ServerController(Controller):
             if self._balance is not None:
                 self._balance.note(push.worker, push.batch_s)
             self._confirmed = max(self._confirmed, push.version)  # it was pulled: every server had it
-            self._forget_updates()
+            while self._updates and self._updates[0].sequence <= self._confirmed:
+                self._updates.popleft()
         return self._take_push(caller, push)
 
     def _answer(self, worker: int, caller: CallId) -> None:
@@ -150,8 +148,8 @@ class ServerController(Controller):
 
     @answers(ResumeServer)
     def resume_server(self, caller: CallId, request: ResumeServer) -> Resumed | None:
-        """Without a log, the updates that the server does not have are lost for its part. Pushes that a worker has
-        brought to its earlier life are made again."""
+        """The updates that the server does not have are lost for its part. Pushes that a worker has brought to its
+        earlier life are made again."""
         server, version, address = request.server, request.version, request.address
         if self._has_weights and version < 0:
             return None
@@ -165,24 +163,11 @@ class ServerController(Controller):
                 self.service.reply(asking, address)
         self._locating = [each for each in self._locating if each[1] != server]
         if not self._has_weights:
-            return Resumed(self._server_incarnations[server], -1, [])
+            return Resumed(self._server_incarnations[server], -1)
         for worker in self.clock.take_back():
             self.service.reply(self._waiting.pop(worker), PushAgain())
-        missing = [each for each in self._updates if each.sequence > version]
-        if not self._written:
-            self.num_lost[server] += self.clock.sequence - version
-        return Resumed(self._server_incarnations[server], self.clock.sequence, missing if self._written else [])
-
-    @answers(NoteWritten)
-    def note_written(self, caller: CallId, request: NoteWritten) -> None:
-        if self._written:
-            self._written[request.server] = request.version
-            self._forget_updates()
-
-    def _forget_updates(self) -> None:
-        known = min(self._confirmed, *self._written) if self._written else self._confirmed
-        while self._updates and self._updates[0].sequence <= known:
-            self._updates.popleft()
+        self.num_lost[server] += self.clock.sequence - version
+        return Resumed(self._server_incarnations[server], self.clock.sequence)
 
     def _advance(self) -> None:
         """Also send the newest updates over a connection that has replaced another; a server applies each once."""

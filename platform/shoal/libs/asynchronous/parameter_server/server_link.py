@@ -14,10 +14,9 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.extend.sync import RpcClient
 from shoal.libs.asynchronous.config import ServersConfig
-from shoal.libs.asynchronous.messages import AppendGradient, FetchWeights, GetAddress, PushGradient
+from shoal.libs.asynchronous.messages import FetchWeights, GetAddress, PushGradient
 from shoal.libs.asynchronous.parameter_server.compression import GradientCompressor, count_payload_bytes
 from shoal.libs.asynchronous.parameter_server.partition import Partition
-from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
 from shoal.libs.asynchronous.shared_memory import SharedWeights
 
 
@@ -73,23 +72,24 @@ class ServerLink:
         size = self._partition.get_size(self._server)
         return (0, size) if chosen is None else self._partition.find_range(self._server, chosen)
 
-    def send(self, key: GradientKey) -> None:
-        """Begin to bring it to the server; `finish` ends it. Again after `open`, when the server has died meanwhile."""
+    def send(self, incarnation: int) -> None:
+        """Begin to bring it to the server; `finish` ends it. Again after `open`, when the server has died meanwhile.
+
+        incarnation: of the worker
+        """
         begin, end = self._range
         if self._payload is None and (self.memory is None or self._spec.compression != "none"):
             self._payload = self._compress()
         if self.memory is None:
             assert self._payload is not None
             self.num_pushed_bytes += len(self._payload)
-            self.client.send(PushGradient(key, self._payload, begin, end))
+            self.client.send(PushGradient(self._worker, incarnation, self._payload, begin, end))
             return
         gradient = self.memory.gradients[self._worker]
         if self._payload is None:
             self.num_pushed_bytes += self._partition.write(self._server, self._gradients, gradient, self._chosen)
         else:
             self.num_pushed_bytes += gradient[begin:end].copy_(self._vector[begin:end]).nbytes
-        if self._spec.durable:
-            self.client.send(AppendGradient(key))
 
     def _compress(self) -> bytes:
         begin, end = self._range
@@ -104,11 +104,9 @@ class ServerLink:
         return self._compressors[self._range].compress(self._vector[begin:end])
 
     def finish(self) -> None:
-        """The server has the gradient: on disk, if the run is durable."""
+        """The server has the gradient."""
         if self.memory is None:
             self.client.receive(PushGradient)
-        elif self._spec.durable:
-            self.client.receive(AppendGradient)
 
     # -- weights
 

@@ -3,7 +3,6 @@
 Called by the process of a server. The controller's messages come over one connection and so in their order; pulls and
 snapshots of a version that is still to come are answered when it has come. The state goes to a file every few seconds,
 in the background, so that a server that died begins again from there, while workers wait for it and the others go on.
-A durable one also applies again what its log has since then.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ import torch
 from shoal.atomic_file import replace_synced
 from shoal.errors import RankLost
 from shoal.extend.sync import LATER, CallId, CurveKeys, RpcClient, RpcService, answers, list_handlers
-from shoal.libs.asynchronous.clock import Update
 from shoal.libs.asynchronous.messages import (
-    AppendGradient,
     CommitUpdate,
     DumpState,
     FetchWeights,
     GetAddress,
     LoadServer,
-    NoteWritten,
     PulledVersions,
     PullVersions,
     PushGradient,
@@ -38,7 +34,6 @@ from shoal.libs.asynchronous.messages import (
 )
 from shoal.libs.asynchronous.parameter_server.compression import decompress
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
-from shoal.libs.asynchronous.parameter_server.update_log import GradientKey, UpdateLog
 
 
 class ServerService:
@@ -65,15 +60,14 @@ class ServerService:
         self._report = report
         self._server, self._index, self._file, self._every_s = server, server.index, file, every_s
         self._controller = RpcClient(controller, timeout_s, keys=keys)
-        self._log = UpdateLog(file) if file is not None and server.spec.durable else None
         self._incarnation = 0
         self._waiting: dict[CallId, tuple[int, Callable[[], object]]] = {}  # calls for a version still to come
         self._snapshot_at = -1
         self._snapshot = b""  # the state of the version `_snapshot_at`, as safetensors
         self._stored: dict[int, tuple[int, bytes]] = {}  # by worker: the weights of a version
         self._incarnations: dict[int, int] = {}  # by worker, of its newest push
-        self._written_s, self._written_version = time.monotonic(), -1
-        self._saved_version = self._noted_version = -1  # that is on the disk; that the controller knows to be there
+        self._written_s = time.monotonic()
+        self._written_version = -1
         self._writer: threading.Thread | None = None
         self.service = RpcService(address, list_handlers(self), keys)
 
@@ -91,34 +85,14 @@ class ServerService:
             problem = f"server {self._index} has died, and its state is lost: there is no {self._file}"
             raise RankLost(f"{problem}. The run goes on from its newest checkpoint")
         self._incarnation = resumed.incarnation
-        for each in resumed.updates:
-            self._replay(each)
         self._server.set_version(resumed.version)
         self.service.start()
-
-    def _replay(self, update: Update) -> None:
-        """Apply an update that came after the state on disk. Its gradients are in the log."""
-        assert self._log is not None
-        for push in update.pushes:
-            key = GradientKey(push.worker, push.incarnation, push.clock)
-            gradient = torch.frombuffer(bytearray(self._log.read(key)), dtype=torch.float32)
-            self._server.memory.gradients[push.worker].copy_(gradient)
-        self._apply(update)
-
-    def _apply(self, update: Update) -> None:
-        self._server.commit(update)
-        if self._log is not None:
-            for push in update.pushes:
-                key = GradientKey(push.worker, push.incarnation, push.clock)
-                self._log.note_applied(key, update.sequence)
 
     def close(self) -> None:
         """End, and leave the newest state on disk. Idempotent."""
         self.service.close()
         self._controller.close()
         self.wait_until_written()
-        if self._log is not None:
-            self._log.close()
         if self._file is not None and self._written_version < self._server.version:
             self._write(self._file)
             self.wait_until_written()
@@ -150,22 +124,12 @@ class ServerService:
     @answers(PushGradient)
     def push(self, caller: CallId, request: PushGradient) -> None:
         """One of an earlier life of the worker comes too late."""
-        worker, incarnation, _ = request.key
-        if incarnation >= self._incarnations.get(worker, 0):
-            self._incarnations[worker] = incarnation
+        worker = request.worker
+        if request.incarnation >= self._incarnations.get(worker, 0):
+            self._incarnations[worker] = request.incarnation
             if request.begin < request.end:
                 vector = self._server.memory.gradients[worker][request.begin : request.end]
                 decompress(self._server.spec.compression, request.payload, vector)
-            self._log_gradient(request.key)
-
-    @answers(AppendGradient)
-    def append(self, caller: CallId, request: AppendGradient) -> None:
-        self._log_gradient(request.key)
-
-    def _log_gradient(self, key: GradientKey) -> None:
-        if self._log is not None:
-            gradient = self._server.memory.gradients[key.worker].numpy()
-            self._log.append(key, gradient.data.cast("B"))
 
     @answers(StoreWeights)
     def store_weights(self, caller: CallId, request: StoreWeights) -> object:
@@ -203,14 +167,13 @@ class ServerService:
     @answers(CommitUpdate)
     def commit(self, caller: CallId, request: CommitUpdate) -> object:
         try:
-            self._apply(request.update)
+            self._server.commit(request.update)
         except Exception as error:
             self._report(error)
             raise
         self._answer_waiting()
         if self._file is not None and time.monotonic() - self._written_s > self._every_s:
             self._write(self._file)
-        self._forget_saved()
         return LATER  # the controller does not wait for an answer
 
     @answers(StoreState)
@@ -233,21 +196,9 @@ class ServerService:
         """Write the present state in the background, unless the last one is still being written."""
         if self._writer is not None and self._writer.is_alive():
             return
-        if self._log is not None:
-            self._log.begin_segment()
-        self._written_s, self._written_version = time.monotonic(), self._server.version
-        arguments = file, safetensors.torch.save(self._server.dump()), self._written_version
-        writer = threading.Thread(target=self._save, args=arguments, name=f"state of server {self._index}")
+        self._written_s = time.monotonic()
+        self._written_version = self._server.version
+        arguments = file, safetensors.torch.save(self._server.dump())
+        writer = threading.Thread(target=replace_synced, args=arguments, name=f"state of server {self._index}")
         writer.start()
         self._writer = writer  # started: another thread may join it at once
-
-    def _save(self, file: Path, state: bytes, version: int) -> None:
-        replace_synced(file, state)
-        self._saved_version = version
-
-    def _forget_saved(self) -> None:
-        """What is in the state on disk need not be in the log, nor in the controller's list of updates."""
-        if self._log is not None and self._saved_version > self._noted_version:
-            self._noted_version = self._saved_version
-            self._log.remove_until(self._noted_version)
-            self._controller.call(NoteWritten(self._index, self._noted_version))

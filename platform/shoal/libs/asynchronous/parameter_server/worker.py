@@ -41,7 +41,6 @@ from shoal.libs.asynchronous.messages import (
 from shoal.libs.asynchronous.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
 from shoal.libs.asynchronous.parameter_server.server import SETTINGS
 from shoal.libs.asynchronous.parameter_server.server_link import ServerLink
-from shoal.libs.asynchronous.parameter_server.update_log import GradientKey
 from shoal.libs.asynchronous.shared_memory import WRITING
 
 
@@ -210,9 +209,8 @@ class ParameterServerSync(ControlledSync):
         self.waited_s += time.perf_counter() - began_s
 
     def _bring_push(self) -> None:
-        key = GradientKey(self._push.worker, self._push.incarnation, self._push.clock)
         for link in self._links:
-            link.send(key)
+            link.send(self._push.incarnation)
         for link in self._links:
             link.finish()
         push = msgspec.structs.replace(self._push, server_incarnations=self._server_incarnations)
