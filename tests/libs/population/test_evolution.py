@@ -16,7 +16,6 @@ from shoal.errors import ConfigError, TrainError
 from shoal.libs.population.evolution import Decisions, Evolution, EvolutionSpec, build_evolution
 from shoal.libs.population.evolution import bandit as bandits
 from shoal.libs.population.evolution.bandit import Bandit, condition_on_mean, fit, standardize_ranks
-from shoal.libs.population.evolution.growing_pbt import GrowingPBT
 from shoal.libs.population.evolution.halving import Halving
 from shoal.search.space import SearchSpace
 
@@ -25,7 +24,7 @@ RATE = SearchSpace.parse({"optimizer.learning_rate": "log(1e-4,1)"})
 MIXED = SearchSpace.parse(
     {"rate": "log(1e-4,1)", "noise": "uniform(0,0.3)", "width": "int(1,9)", "act": ["relu", "tanh"]}
 )
-NAMES = ("growing_pbt", "pbt", "pb2", "halving", "random_search")
+NAMES = ("pbt", "pb2", "halving", "random_search")
 
 
 def build(name: str, space: SearchSpace = RATE, members: int = 8, rounds: int | None = 40, **fields: Any) -> Evolution:
@@ -60,8 +59,6 @@ class World:
         for loser, winner in decisions.copies:
             self.scores[loser] = self.scores[winner]
         self.scores[list(decisions.fresh)] = 0.0
-        if decisions.restart:
-            self.scores[list(decisions.restart.members)] *= decisions.restart.shrink
         self.values = apply(decisions, self.values)
         return decisions
 
@@ -123,7 +120,7 @@ def test_pbt_waits_for_its_rounds_and_leaves_the_last_round_alone() -> None:
     assert decided == [False, False, True, False, False, False]
 
 
-@pytest.mark.parametrize("name", ["pbt", "pb2", "growing_pbt"])
+@pytest.mark.parametrize("name", ["pbt", "pb2"])
 def test_a_member_without_a_number_is_retired_and_replaced_at_once(name: str) -> None:
     evolution = build(name, every=5)
     scores = [1.0, math.nan, 3.0, math.inf, 5.0, 6.0, 7.0, 8.0]
@@ -252,9 +249,6 @@ def test_the_bandit_proposes_what_gains() -> None:
     proposals = [bandit.propose(parent, 0.5, 5, [], np.random.default_rng(seed)) for seed in range(10)]
     assert sum(each["act"] == "tanh" for each in proposals) >= 9
     assert np.median([abs(math.log10(each["rate"] / 0.01)) for each in proposals]) < 0.5
-    boxed = [bandit.propose(parent, 0.5, 5, [], np.random.default_rng(seed), width=0.2) for seed in range(10)]
-    assert all(each["rate"] >= 0.3 / 10**0.4 - 1e-9 for each in boxed)  # a tenth of four decades on each side
-    assert np.median([each["rate"] for each in boxed]) < 0.2
 
 
 @pytest.mark.usefixtures("_quick_bandit")
@@ -264,84 +258,6 @@ def test_pb2_finds_the_rate_that_gains_most() -> None:
         world.step()
     best = world.values[int(np.argmax(world.scores))]["optimizer.learning_rate"]
     assert abs(math.log10(best / 0.01)) < 0.3
-
-
-# -- growing PBT ------------------------------------------------------------------------------------------------------
-
-
-def stagnate(evolution: Evolution, num_rounds: int) -> dict[int, Decisions]:
-    """Decisions by round, for scores that never change."""
-    values: Values = evolution.sample()
-    found = {}
-    for round_number in range(1, num_rounds + 1):
-        found[round_number] = evolution.next(round_number, range(8), values)
-        values = apply(found[round_number], values)
-    return found
-
-
-@pytest.mark.usefixtures("_quick_bandit")
-def test_growing_pbt_restarts_where_scores_stagnate_with_longer_steps() -> None:
-    evolution = build("growing_pbt", rounds=64, patience=3)
-    decisions = stagnate(evolution, 64)
-    restarts = {number: each.restart for number, each in decisions.items() if each.restart}
-    # Decisions 2, 3 and 4 of each iteration are without progress. After round 28 two steps of 8 rounds fit, after the
-    # next iteration none of 16.
-    assert {number: restart.rounds for number, restart in restarts.items()} == {4: 2, 12: 4, 28: 8}
-    decided = [number for number, each in decisions.items() if each.copies]
-    assert decided == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 36, 44, 52, 60]
-
-
-def test_a_restart_shrinks_some_members_and_begins_others_anew() -> None:
-    decisions = stagnate(build("growing_pbt", rounds=64), 4)[4]
-    assert decisions.restart is not None
-    assert len(decisions.fresh) == len(decisions.restart.members) == 4
-    assert sorted((*decisions.fresh, *decisions.restart.members)) == list(range(8))
-    assert (decisions.restart.shrink, decisions.restart.perturb, decisions.restart.best) == (0.2, 0.1, 7)
-    assert sorted(decisions.changes) == list(range(8))
-    assert {loser for loser, _ in decisions.copies} == set(decisions.restart.members) - {6, 7}
-    assert {winner for _, winner in decisions.copies} <= {6, 7}
-
-
-@pytest.mark.usefixtures("_quick_bandit")
-def test_growing_pbt_goes_on_while_scores_rise() -> None:
-    evolution = build("growing_pbt", rounds=None)
-    values: Values = evolution.sample()
-    for round_number in range(1, 15):
-        decisions = evolution.next(round_number, [round_number + 0.1 * member for member in range(8)], values)
-        assert decisions.restart is None
-        values = apply(decisions, values)
-
-
-@pytest.mark.usefixtures("_quick_bandit")
-def test_growing_pbt_restarts_where_progress_is_slow() -> None:
-    evolution = build("growing_pbt", rounds=None, patience=100, slow_steps=6)
-    values: Values = evolution.sample()
-    restarted = []
-    for round_number in range(1, 15):
-        score = min(round_number, 4) + 0.001 * round_number  # rises a little for ever
-        if evolution.next(round_number, [score] * 8, values).restart:
-            restarted.append(round_number)
-            break
-    assert restarted == [8]  # the last 5 of 8 raised the best score from 3.0 to 4.0, by less than the deviation of 1.1
-
-
-@pytest.mark.usefixtures("_quick_bandit")
-def test_starts_after_a_restart_follow_what_earlier_ones_reached() -> None:
-    evolution = build("growing_pbt", members=16, rounds=None, patience=2, fresh=0.0)
-    assert isinstance(evolution, GrowingPBT)
-    world = World(evolution, lambda values: 0.0)
-    worth = near(0.01)
-    distances = []
-    for _ in range(60):
-        world.scores = np.array([worth(values) for values in world.values])  # a restart loses all progress
-        world.round += 1
-        decisions = world.evolution.next(world.round, world.scores, world.values)
-        world.values = apply(decisions, world.values)
-        if decisions.restart:
-            rates = [values["optimizer.learning_rate"] for values in world.values]
-            distances.append(float(np.mean([abs(math.log10(rate / 0.01)) for rate in rates])))
-    assert len(distances) >= 3
-    assert distances[-1] < 0.6  # uniform draws of the space have 1.0
 
 
 # -- halving ----------------------------------------------------------------------------------------------------------
@@ -395,15 +311,15 @@ def test_halving_stops_a_member_without_a_number() -> None:
     ("name", "members", "rounds", "fields", "part"),
     [
         ("pbt", 1, 10, {}, "needs 2 at least"),
-        ("growing_pbt", 1, 10, {}, "needs 2 at least"),
+        ("pb2", 1, 10, {}, "needs 2 at least"),
         ("halving", 2, 10, {}, "needs 3 at least"),
         ("halving", 9, None, {}, "number of rounds"),
         ("halving", 9, 4, {"every": 4}, "at most 3"),
         ("random_search", 1, 0, {}, "at least 1"),
         ("pbt", 4, 10, {"quantile": 0.6}, "quantile"),
         ("pbt", 4, 10, {"factors": [1.1, 1.2]}, "one below 1"),
-        ("pbt", 4, 10, {"patience": 4}, "only with evolution.name=growing_pbt"),
-        ("cmaes", 4, 10, {}, "growing_pbt"),
+        ("pbt", 4, 10, {"reduction": 4}, "only with evolution.name=halving"),
+        ("cmaes", 4, 10, {}, "random_search"),
     ],
 )
 def test_what_cannot_work_is_refused_before_work(
@@ -425,8 +341,7 @@ WIDTHS = SearchSpace.parse({"args.width": [4, 8], "optimizer.learning_rate": "lo
 @pytest.mark.usefixtures("_quick_bandit")
 @pytest.mark.parametrize("name", NAMES)
 def test_architectures_take_no_rows_from_each_other_and_a_killed_run_decides_the_same(name: str) -> None:
-    fields = {"patience": 1} if name == "growing_pbt" else {}
-    world, twin = (World(build(name, WIDTHS, 12, **fields), near(0.01)) for _ in range(2))
+    world, twin = (World(build(name, WIDTHS, 12), near(0.01)) for _ in range(2))
     widths = [4, 8] * 6
     for number in range(9):
         decisions = world.step()
@@ -436,7 +351,7 @@ def test_architectures_take_no_rows_from_each_other_and_a_killed_run_decides_the
         if number == 5:  # the twin goes on from its state
             twin.step()
             state = to_json(twin.evolution.state_dict())
-            twin.evolution = build(name, WIDTHS, 12, **fields)
+            twin.evolution = build(name, WIDTHS, 12)
             twin.evolution.load_state_dict(state)
         else:
             twin.step()
@@ -458,5 +373,5 @@ def test_an_architecture_without_any_score_begins_again(name: str) -> None:
     for round_number in range(2, 12):  # and goes on as the others do
         decisions = evolution.next(round_number, [round_number + each for each in range(8)], values)
         values = apply(decisions, values)
-    if name in ("pbt", "pb2", "growing_pbt"):
+    if name in ("pbt", "pb2"):
         assert {loser for loser, _ in decisions.copies} & set(lost)

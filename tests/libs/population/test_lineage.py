@@ -80,12 +80,11 @@ def test_a_record_without_rounds_has_an_empty_lineage() -> None:
     assert (lineage.num_rounds, lineage.num_members, lineage.paths, lineage.list_stretches()) == (0, 0, [], [])
 
 
-@pytest.mark.parametrize("name", ["growing_pbt", "pbt", "halving"])
+@pytest.mark.parametrize("name", ["pbt", "halving"])
 def test_ancestry_is_what_the_weights_have_seen(name: str) -> None:
     """Each member's weights are the list of the (round, rate) it was trained with; copies copy the list."""
     space = SearchSpace.parse({"rate": "log(1e-4,1)"})
-    fields = {"patience": 1} if name == "growing_pbt" else {}
-    evolution = build_evolution(EvolutionSpec.parse({"name": name, **fields}), space, 6, num_rounds=40, seed=1)
+    evolution = build_evolution(EvolutionSpec.parse({"name": name}), space, 6, num_rounds=40, seed=1)
     values, rng = evolution.sample(), np.random.default_rng(0)
     weights: list[list[tuple[int, float]]] = [[] for _ in range(6)]
     events = []

@@ -292,7 +292,7 @@ def test_an_ensemble_is_of_five_unless_specified_or_of_all_where_there_are_fewer
 
 
 def test_overrides_change_add_and_remove_hyper_parameters() -> None:
-    words = ["space.optimizer.momentum=uniform(0.1, 0.9)", "space.augmentation.blur=null", "evolution=pbt"]
+    words = ["space.optimizer.momentum=uniform(0.1, 0.9)", "space.augmentation.blur=null", "evolution=halving"]
     spec = make_spec().override(words)
     assert spec.space == {"optimizer.learning_rate": "log(1e-2, 1)", "optimizer.momentum": "uniform(0.1, 0.9)"}
     assert PopulationSpec.from_yaml(spec.to_yaml()) == spec
@@ -310,8 +310,8 @@ def test_a_run_that_has_ended_goes_on_for_more_rounds_of_the_same_members() -> N
     ended = run_population(make_spec(rounds=1, ensemble=0), registers=False)
     with pytest.raises(ConfigError, match="has ended already, after 1 rounds"):
         check_population(make_spec(rounds=1, resume=ended.run_id))
-    with pytest.raises(SpecMismatch, match="evolution: the run has"):
-        check_population(make_spec(rounds=2, evolution="pbt", resume=ended.run_id))
+    with pytest.raises(SpecMismatch, match="evolution = .*random_search.*: the run has"):
+        check_population(make_spec(rounds=2, evolution="random_search", resume=ended.run_id))
     further = run_population(make_spec(rounds=2, ensemble=0, resume=ended.run_id), registers=False)
     assert further.run_id == ended.run_id
     assert list(read_rounds(ended.run_id)) == [1, 2]
@@ -347,16 +347,14 @@ def test_a_run_that_is_killed_again_and_again_has_the_lineage_of_one_that_is_not
             with pytest.raises(Killed):
                 run_population(spec, registers=False)
 
-    evolution = {"patience": 1}
-    expected = run_population(make_spec(rounds=10, evolution=evolution), registers=False)
+    expected = run_population(make_spec(rounds=6), registers=False)
     resumed = ""
     for moment, count in (("batch", 4), ("score", 3), ("save", 2)):  # the last two in rounds 3 and 4
-        run_until(moment, count, make_spec(rounds=10, evolution=evolution, resume=resumed))
+        run_until(moment, count, make_spec(rounds=6, resume=resumed))
         resumed = shoal.runs.load("latest").id
     assert len(shoal.runs.list_runs()) == 2
-    result = run_population(make_spec(rounds=10, evolution=evolution, resume=resumed), registers=False)
+    result = run_population(make_spec(rounds=6, resume=resumed), registers=False)
     assert (result.run_id, result.scores) == (resumed, expected.scores)
     rounds = read_rounds(expected.run_id)
     assert read_rounds(resumed) == rounds
-    assert any("restart" in each for each in rounds.values())
     assert any(each["copies"] for each in rounds.values())

@@ -9,7 +9,6 @@ A flow records one event `round` after each round, so that a killed run has a ro
 | `scores`                      | [K]: after it; None where they are no numbers                             |
 | `copies`                      | [[member, source], ...]: members that became copies of their source       |
 | `fresh`, `retired`, `stopped` | members that began with new weights; that had no number; that ended       |
-| `restart`                     | present where all members restarted with longer steps                     |
 
 The report draws it. Plain data: no arrays, no files. Legend: K members.
 """
@@ -72,11 +71,6 @@ class Lineage:
     def paths(self) -> list[str]:
         """The hyper-parameters."""
         return list(self.rounds[-1]["hyper_parameters"]) if self.rounds else []
-
-    @property
-    def restarts(self) -> list[int]:
-        """The rounds after which all members restarted."""
-        return [each["round"] for each in self.rounds if each.get("restart")]
 
     def list_copies(self) -> list[tuple[int, int, int]]:
         """(round, member, source) of every copy, in order."""

@@ -22,7 +22,6 @@ from shoal.extend.runs import (
     add_heading,
     is_logarithmic,
     make_figure,
-    mark_moment,
     to_numbers,
     use_integer_ticks,
 )
@@ -37,15 +36,12 @@ LINK_LENGTH = 0.5  # of a copy, in rounds
 SURVIVOR = "#9ca3af"
 
 
-def draw_genealogy(
-    stretches: DataFrame, survivors: DataFrame, ancestry: DataFrame, restarts: Sequence[int] = ()
-) -> Figure:
+def draw_genealogy(stretches: DataFrame, survivors: DataFrame, ancestry: DataFrame) -> Figure:
     """Members over rounds: a line for each stretch of training, a link for each copy, a dot for new weights.
 
     stretches: all of them, in light grey
     survivors: those whose training the last members have in their weights, in dark grey
     ancestry:  those of the best member, in blue
-    restarts:  rounds after which all members restarted
     """
     num_members = int(stretches["member"].max()) + 1
     height = min(1.2 + 0.17 * num_members, 8.0)
@@ -55,8 +51,6 @@ def draw_genealogy(
         _draw_descent(axes, stretches, RULE, 0.8)
         _draw_descent(axes, survivors, SURVIVOR, 1.3)
         _draw_descent(axes, ancestry, LINE, 2.4)
-        for number in restarts:
-            mark_moment(axes, number, "restart")
         axes.set_ylim(num_members - 0.3, -0.7)
         _label_rounds(axes)
         axes.set_ylabel("member")

@@ -44,7 +44,7 @@ def build_sections(run: Run) -> list[Section]:
     survivors = _to_frame(list({(each.member, each.begin, each.end): each for each in lines}.values()))
     copies, paths = len(lineage.list_copies()), lineage.paths[:MAX_PATHS]
     line = f"in blue the ancestors of member {member} after round {number}, the best"
-    genealogy = plots.draw_genealogy(stretches, survivors, ancestry, lineage.restarts)
+    genealogy = plots.draw_genealogy(stretches, survivors, ancestry)
     schedules = plots.draw_schedules(stretches, ancestry, paths, find_logarithmic(run.spec))
     return [
         Section("Members", f"{metric}; {line}; dashed the median", [_draw_members(lineage, traced, metric)]),

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.libs.population.evolution.evolution import Decisions, Evolution, RandomSearch, Standing
-from shoal.libs.population.evolution.growing_pbt import GrowingPBT
 from shoal.libs.population.evolution.halving import Halving
 from shoal.libs.population.evolution.pbt import PB2, PBT
 from shoal.libs.population.evolution.spec import EvolutionSpec
@@ -25,7 +23,6 @@ from shoal.search.space import Options, SearchSpace, Values
 
 ARCHITECTURE = "args."  # the beginning of the paths that decide it: arguments of the Task
 EVOLUTIONS: dict[str, type[Evolution]] = {
-    "growing_pbt": GrowingPBT,
     "pbt": PBT,
     "pb2": PB2,
     "halving": Halving,
@@ -78,14 +75,9 @@ class ArchitectureEvolution(Evolution):
 
     def _decide(self, standing: Standing) -> Decisions:
         decided = [self._decide_group(index, standing) for index in range(len(self.groups))]
-        restarts = [each.restart for each in decided if each.restart is not None]
-        restart = None
-        if restarts:  # of several after the same round, `best` and `rounds` are the first's
-            restart = replace(restarts[0], members=_collect(each.members for each in restarts))
         return Decisions(
             copies=tuple(pair for each in decided for pair in each.copies),
             fresh=_collect(each.fresh for each in decided),
-            restart=restart,
             changes={member: values for each in decided for member, values in each.changes.items()},
             retired=_collect(each.retired for each in decided),
             stopped=_collect(each.stopped for each in decided),
@@ -103,13 +95,9 @@ class ArchitectureEvolution(Evolution):
             return Decisions(fresh=failed, changes=changes, retired=failed)
         values = [standing.values[member] for member in group]
         decisions = evolution.next(standing.round_number, standing.scores[np.array(group)], values)
-        restart = decisions.restart
         return Decisions(
             copies=tuple((group[loser], group[winner]) for loser, winner in decisions.copies),
             fresh=tuple(group[each] for each in decisions.fresh),
-            restart=restart and replace(
-                restart, members=tuple(group[each] for each in restart.members), best=group[restart.best]
-            ),
             changes={group[each]: self._complete(group[each], changed) for each, changed in decisions.changes.items()},
             retired=tuple(group[each] for each in decisions.retired),
             stopped=tuple(group[each] for each in decisions.stopped),

@@ -110,13 +110,10 @@ class Bandit:
         time: float,
         taken: Sequence[Mapping[str, Any]],
         rng: np.random.Generator,
-        *,
-        width: float | None = None,
     ) -> Values:
         """Hyper-parameters for a member that continues from a parent with the score `before`.
 
         taken: those of other members in the coming round
-        width: of the box in the unit cube around the parent's, within which to stay; None: the full space
         """
         if self._process is None:
             scores, times, gains = np.array(self._others).T
@@ -126,7 +123,7 @@ class Bandit:
             process = condition_on_mean(
                 process, self._encode(np.array([self.space.to_unit(each) for each in taken]), before, time)
             )
-        candidates = _draw_candidates(self.space, self.space.to_unit(parent), rng, width)
+        candidates = _draw_candidates(self.space, self.space.to_unit(parent), rng)
         mean, deviation = process.predict(self._encode(candidates, before, time), return_std=True)
         best = int(np.argmax(mean + compute_exploration(len(self._units)) * deviation))
         return self.space.from_unit(candidates[best])
@@ -173,15 +170,13 @@ def _encode(space: SearchSpace, units: np.ndarray) -> np.ndarray:
     return np.concatenate(columns, axis=1)
 
 
-def _draw_candidates(
-    space: SearchSpace, parent: np.ndarray, rng: np.random.Generator, width: float | None
-) -> np.ndarray:
-    """[NUM_CANDIDATES, P]: with a width all in the box around the parent; without, half of them."""
+def _draw_candidates(space: SearchSpace, parent: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[NUM_CANDIDATES, P]: half of them near the parent."""
     uniform = rng.random((NUM_CANDIDATES, len(parent)))
-    half = (width or LOCAL_WIDTH) / 2
-    low, high = np.clip(parent - half, 0, 1), np.clip(parent + half, 0, 1)
+    low = np.clip(parent - LOCAL_WIDTH / 2, 0, 1)
+    high = np.clip(parent + LOCAL_WIDTH / 2, 0, 1)
     local = low + uniform * (high - low)
-    is_local = np.ones(NUM_CANDIDATES, bool) if width else np.arange(NUM_CANDIDATES) % 2 == 0
+    is_local = np.arange(NUM_CANDIDATES) % 2 == 0
     candidates = np.where(is_local[:, None], local, uniform)
     for column, distribution in enumerate(space.values()):  # options have no neighbours: one in four is drawn again
         if isinstance(distribution, Options) and not distribution.is_ordered:

@@ -19,27 +19,11 @@ from shoal.search.space import SearchSpace, Values
 
 
 @dataclass(frozen=True)
-class ShrinkAndPerturb:
-    """Weights w of `members` become shrink · w + perturb · w_new, where w_new is newly initialised (1910.08475).
-
-    best:   the member with the best score so far in this iteration: its weights must be saved before
-    rounds: between two decisions from now on
-    """
-
-    members: tuple[int, ...]
-    shrink: float
-    perturb: float
-    best: int
-    rounds: int
-
-
-@dataclass(frozen=True)
 class Decisions:
     """What follows from a round, to be done in the order of the fields. No winner is a loser.
 
     copies:  (loser, winner): the loser's weights, buffers and optimizer state become the winner's
     fresh:   members that begin again with new weights and an empty optimizer state
-    restart: what happens to the weights of others at a restart, whose optimizer states become empty, too
     changes: member -> all its new hyper-parameters
     retired: members whose score is no number; each is also a loser, fresh or stopped
     stopped: members that are not trained any more
@@ -47,7 +31,6 @@ class Decisions:
 
     copies: tuple[tuple[int, int], ...] = ()
     fresh: tuple[int, ...] = ()
-    restart: ShrinkAndPerturb | None = None
     changes: Mapping[int, Values] = field(default_factory=dict)
     retired: tuple[int, ...] = ()
     stopped: tuple[int, ...] = ()

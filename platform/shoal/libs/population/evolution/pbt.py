@@ -31,15 +31,12 @@ class PBT(Evolution):
         self.num_selected = max(1, int(self.spec.quantile * self.num_members))
 
     def _decide(self, standing: Standing) -> Decisions:
-        is_due = self._is_due(standing) and not standing.is_last
+        is_due = standing.round_number % self.spec.every == 0 and not standing.is_last
         winners = standing.ranked[: self.num_selected]
         worst = (*standing.ranked, *standing.failed)[-self.num_selected :] if is_due else ()
         losers = sorted({*worst, *standing.failed} - set(winners))
         copies = tuple((loser, int(standing.rng.choice(winners))) for loser in losers)
         return Decisions(copies=copies, changes=self._explore(standing, copies), retired=standing.failed)
-
-    def _is_due(self, standing: Standing) -> bool:
-        return standing.round_number % self.spec.every == 0
 
     def _explore(self, standing: Standing, copies: Sequence[tuple[int, int]]) -> dict[int, Values]:
         """New hyper-parameters of each loser."""
@@ -53,8 +50,6 @@ class PBT(Evolution):
 class PB2(PBT):
     """Raises ConfigError for fewer than 2 members."""
 
-    box_width: float | None = None  # see `Bandit.propose`
-
     def _set_up(self) -> None:
         super()._set_up()
         self.bandit = Bandit(self.space)
@@ -63,7 +58,7 @@ class PB2(PBT):
         self._time = 0  # decisions so far
 
     def _decide(self, standing: Standing) -> Decisions:
-        is_due = self._is_due(standing)
+        is_due = standing.round_number % self.spec.every == 0
         if is_due:
             for member in standing.ranked:
                 before = self._before[member]
@@ -86,9 +81,12 @@ class PB2(PBT):
         changes: dict[int, Values] = {}
         for loser, winner in copies:
             changes[loser] = self.bandit.propose(
-                standing.values[winner], float(standing.scores[winner]), self._time, [*taken, *changes.values()],
-                standing.rng, width=self.box_width,
-            )  # fmt: skip
+                standing.values[winner],
+                float(standing.scores[winner]),
+                self._time,
+                [*taken, *changes.values()],
+                standing.rng,
+            )
         return changes
 
     def begin_again(self, round_number: int) -> None:

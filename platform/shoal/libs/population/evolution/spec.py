@@ -9,13 +9,11 @@ from pydantic import Field, model_validator
 
 from shoal.config import Spec
 
-EvolutionName = Literal["growing_pbt", "pbt", "pb2", "halving", "random_search"]
+EvolutionName = Literal["pbt", "pb2", "halving", "random_search"]
 
-_PBT = ("every", "quantile")
 _FIELDS: dict[str, tuple[str, ...]] = {
-    "growing_pbt": (*_PBT, "factors", "resample", "growth", "patience", "slow_steps", "shrink", "perturb", "fresh"),
-    "pbt": (*_PBT, "factors", "resample"),
-    "pb2": (*_PBT, "factors", "resample"),
+    "pbt": ("every", "quantile", "factors", "resample"),
+    "pb2": ("every", "quantile", "factors", "resample"),
     "halving": ("every", "reduction", "refill"),
     "random_search": (),
 }
@@ -24,40 +22,26 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 class EvolutionSpec(Spec):
     """`evolution=pbt`, or `evolution.name=pbt evolution.quantile=0.2`.
 
-    name:     growing_pbt: PBT that restarts where it stagnates, with longer steps each time (2511.09190)
-              pbt: the worst members copy the best ones and perturb their hyper-parameters (1711.09846)
+    name:     pbt: the worst members copy the best ones and perturb their hyper-parameters (1711.09846)
               pb2: the same, with hyper-parameters that a Gaussian process proposes (2002.02518)
               halving: the best 1/`reduction` of each age goes on, others make room for new ones (1810.05934)
               random_search: each keeps the hyper-parameters that it drew
     every:    rounds between two decisions; halving: the age of a member in rounds when it is first compared
     quantile: of the members, those that are replaced, and those that are copied
-    factors:  with one of which a perturbed hyper-parameter is multiplied; pb2 and growing_pbt perturb only until the
-              Gaussian process has observations
+    factors:  with one of which a perturbed hyper-parameter is multiplied; pb2 perturbs only until its Gaussian
+              process has observations
     resample: the probability that a hyper-parameter is drawn anew instead
-    growth:   growing_pbt: by which `every` is multiplied at a restart
-    patience: growing_pbt: decisions in sequence without progress, after which it restarts
-    slow_steps: growing_pbt: it restarts if that many decisions have raised the best score by less than one standard
-              deviation of the best scores since the last restart
-    shrink, perturb: growing_pbt: weights at a restart are shrink · old + perturb · newly initialised (1910.08475)
-    fresh:    growing_pbt: the fraction of members that begin with new weights at a restart, and of those that draw
-              their hyper-parameters at random there
     reduction: halving: η of the paper
     refill:   halving: whether a new member takes the row of one that was stopped
     """
 
     recorded_always: ClassVar = ("name",)  # which `from_override` compares
 
-    name: EvolutionName = "growing_pbt"
+    name: EvolutionName = "pbt"
     every: int = Field(default=1, ge=1)
     quantile: float = Field(default=0.25, gt=0, le=0.5)
     factors: tuple[float, float] = (0.8, 1.2)
     resample: float = Field(default=0.25, ge=0, le=1)
-    growth: int = Field(default=2, ge=2)
-    patience: int = Field(default=3, ge=1)
-    slow_steps: int = Field(default=15, ge=2)
-    shrink: float = Field(default=0.2, ge=0, le=1)
-    perturb: float = Field(default=0.1, ge=0, le=1)
-    fresh: float = Field(default=0.5, ge=0, le=1)
     reduction: int = Field(default=3, ge=2)
     refill: bool = True
 

@@ -26,7 +26,7 @@ from shoal.extend.cluster import expected_run_id
 from shoal.extend.registry import Criterion, Registry
 from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status, format_number
 from shoal.extend.train import ConsoleLog, EventLog
-from shoal.libs.population.evolution import ARCHITECTURE, Decisions, ShrinkAndPerturb, build_evolution
+from shoal.libs.population.evolution import ARCHITECTURE, Decisions, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
 from shoal.random_state import preserve_rng
 from shoal.weights import WeightSnapshot
@@ -168,8 +168,8 @@ class PopulationRun(ABC, Generic[SpecT]):
         metrics, by name."""
 
     @abstractmethod
-    def begin_afresh(self, member: int, mixture: ShrinkAndPerturb | None) -> None:
-        """Give the member new weights, drawn from torch's generator, or its own mixed with such."""
+    def begin_afresh(self, member: int) -> None:
+        """Give the member new weights, drawn from torch's generator."""
 
     @abstractmethod
     def save_members(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class PopulationRun(ABC, Generic[SpecT]):
         self._log.log(step, values)
 
     def _remember_best(self, scores: Sequence[float]) -> None:
-        """Keep the best member of all rounds: a restart may leave every later one worse."""
+        """Keep the best member of all rounds: every later one may be worse."""
         is_higher_better, state = self.spec.is_higher_better, self.state
         member = rank_members(scores, is_higher_better)[0]
         score, before = scores[member], state.best.get("score")
@@ -257,19 +257,17 @@ class PopulationRun(ABC, Generic[SpecT]):
             }
 
     def _apply(self, decisions: Decisions) -> None:
-        """Copies, new weights, a restart, changes and stops, in this order."""
-        state, restart, population = self.state, decisions.restart, self.population
+        """Copies, new weights, changes and stops, in this order."""
+        state = self.state
+        population = self.population
         population.exploit(decisions.copies)
         before = [list(each) for each in state.ancestors]
         for loser, winner in decisions.copies:
             state.ancestors[loser] = [*before[winner], [state.round, winner]]
         for member in decisions.fresh:
             state.ancestors[member] = [*before[member], [state.round, FRESH]]
-        renewed: list[tuple[int, ShrinkAndPerturb | None]] = [(member, None) for member in decisions.fresh]
-        renewed += [(member, restart) for member in (restart.members if restart else ())]
-        for member, mixture in renewed:
             with preserve_rng((self.spec.seed + (state.round << 32) + member) % 2**63):  # another for each round
-                self.begin_afresh(member, mixture)
+                self.begin_afresh(member)
         for member, values in decisions.changes.items():
             state.values[member] = dict(values)
             changed = {path: value for path, value in values.items() if not path.startswith(ARCHITECTURE)}
@@ -327,12 +325,9 @@ class PopulationRun(ABC, Generic[SpecT]):
 
 def describe_decisions(decisions: Decisions) -> dict[str, Any]:
     """Describe them for the record."""
-    described: dict[str, Any] = {
+    return {
         "copies": [list(pair) for pair in decisions.copies],
         "fresh": list(decisions.fresh),
         "retired": list(decisions.retired),
         "stopped": list(decisions.stopped),
     }
-    if decisions.restart is not None:
-        described["restart"] = {"every": decisions.restart.rounds, "best": decisions.restart.best}
-    return described

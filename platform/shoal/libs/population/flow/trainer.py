@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shoal.extend.data import Data, Loader, make_loader
 from shoal.extend.train import BatchStream, EventLog, Task, build_model
-from shoal.libs.population.evolution import ShrinkAndPerturb
 from shoal.libs.population.flow.build import Values, build_network, build_population, make_member_tasks
 from shoal.libs.population.flow.rounds import PopulationRun
 from shoal.libs.population.lineage import rank_members
@@ -60,12 +59,8 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
             else make_members(self.state.values)
         )
         self._tasks = make_member_tasks(spec, self.state.values) if spec.has_architectures else [task] * spec.members
-        templates = {id(each): build_network(spec, each) for each in self._tasks}
-        self._trained = {
-            key: {name for name, each in network.named_parameters() if each.requires_grad}
-            for key, network in templates.items()
-        }
-        self._num_parameters = max(sum(each.numel() for each in one.parameters()) for one in templates.values())
+        networks = {id(each): build_network(spec, each) for each in self._tasks}.values()
+        self._num_parameters = max(sum(each.numel() for each in one.parameters()) for one in networks)
         self._loaders = [
             make_loader(data, "train", batch_size=spec.batch_size, is_even=True, seed=spec.seed + index, device=device)
             for index in range(spec.members if spec.order == "own" else 1)
@@ -126,16 +121,9 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
-    def begin_afresh(self, member: int, mixture: ShrinkAndPerturb | None) -> None:
-        """Load new weights; with a mixture shrink * old + perturb * new for parameters (1910.08475, section 4).
-        Buffers stay."""
-        task = self._tasks[member]
-        state = new = build_model(task, self.spec.task).to(self.device).state_dict()
-        if mixture is not None:
-            state = self.population.member_state_dict(member)
-            for name in self._trained[id(task)]:
-                state[name] = mixture.shrink * state[name] + mixture.perturb * new[name]
-        self.population.load_member(member, state)
+    def begin_afresh(self, member: int) -> None:
+        model = build_model(self._tasks[member], self.spec.task)
+        self.population.load_member(member, model.to(self.device).state_dict())
 
     # -- state ----------------------------------------------------------------------------------------------------
 

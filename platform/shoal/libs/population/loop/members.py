@@ -129,13 +129,3 @@ class LoopMembers:
 def is_finite(tensors: dict[str, Tensor]) -> bool:
     """Whether no number of them is NaN or infinite."""
     return all(bool(each.isfinite().all()) for each in tensors.values() if each.is_floating_point())
-
-
-@torch.no_grad()
-def shrink_and_perturb(old: LearnerState, new: LearnerState, shrink: float, perturb: float) -> LearnerState:
-    """shrink * old + perturb * new for weights (arXiv:1910.08475, section 4), with the new optimizer state."""
-    mixed = {
-        name: shrink * each + perturb * new["model"][name] if each.is_floating_point() else each
-        for name, each in old["model"].items()
-    }
-    return {**new, "model": mixed, "normalizer": old["normalizer"]}

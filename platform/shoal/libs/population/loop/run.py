@@ -18,7 +18,7 @@ from shoal.extend.cluster import job_main
 from shoal.extend.flows import describe_experience, describe_policy_model, inspect_environment
 from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import RecordLog
-from shoal.libs.population.evolution import ShrinkAndPerturb, build_evolution
+from shoal.libs.population.evolution import build_evolution
 from shoal.libs.population.flow.rounds import (
     PopulationRun,
     RoundLog,
@@ -27,7 +27,7 @@ from shoal.libs.population.flow.rounds import (
     recorded_population,
     require_continuation,
 )
-from shoal.libs.population.loop.members import LoopMember, LoopMembers, shrink_and_perturb
+from shoal.libs.population.loop.members import LoopMember, LoopMembers
 from shoal.libs.population.loop.spec import RLPopulationSpec, require_local
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
@@ -125,12 +125,9 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
 
     # -- decisions: all learners pause ------------------------------------------------------------------------------
 
-    def begin_afresh(self, member: int, mixture: ShrinkAndPerturb | None) -> None:
+    def begin_afresh(self, member: int) -> None:
         learner = self.members[member]
-        state = learner.make_new_state()
-        if mixture is not None:
-            state = shrink_and_perturb(learner.copy_state(), state, mixture.shrink, mixture.perturb)
-        learner.replace_state(state)
+        learner.replace_state(learner.make_new_state())
 
     # -- state ----------------------------------------------------------------------------------------------------
 
