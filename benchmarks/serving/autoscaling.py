@@ -31,8 +31,8 @@ from benchmarks.result import Row, compare, options, write
 from benchmarks.serving.drive import Drive
 from benchmarks.serving.exchange import OK
 from benchmarks.serving.servers import OURS, server_of
+from benchmarks.serving.trace_replay import ObservedLoad, ReplayedTrace, replay, replay_fixed, replay_policy
 from shoal.batching.latency_model import ForwardTime
-from shoal.libs.capacity.trace_replay import ObservedLoad, ReplayedTrace, replay, replay_fixed, replay_policy
 from shoal.serve.scaling.policy import ScalePolicy
 from shoal.serve.spec.scale import ScaleSpec
 

@@ -310,7 +310,7 @@ def test_a_run_that_has_ended_goes_on_for_more_rounds_of_the_same_members() -> N
     ended = run_population(make_spec(rounds=1, ensemble=0), registers=False)
     with pytest.raises(ConfigError, match="has ended already, after 1 rounds"):
         check_population(make_spec(rounds=1, resume=ended.run_id))
-    with pytest.raises(SpecMismatch, match="evolution = .*random_search.*: the run has"):
+    with pytest.raises(SpecMismatch, match=r"evolution = .*random_search.*: the run has"):
         check_population(make_spec(rounds=2, evolution="random_search", resume=ended.run_id))
     further = run_population(make_spec(rounds=2, ensemble=0, resume=ended.run_id), registers=False)
     assert further.run_id == ended.run_id

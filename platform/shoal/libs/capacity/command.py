@@ -1,5 +1,4 @@
-"""`shoal serve simulate`: the latency of a model under a load, computed from its forward times; with `--trace`, what
-`endpoint.scale` would have cost on recorded arrivals.
+"""`shoal serve simulate`: the latency of a model under a load, computed from its forward times.
 
 Parse, call, print. The forward times are measured by a live endpoint, or given.
 """
@@ -7,9 +6,8 @@ Parse, call, print. The forward times are measured by a live endpoint, or given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -18,18 +16,14 @@ from rich.table import Column, Table
 from shoal.batching.latency_model import ForwardTime
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
-from shoal.config import Spec
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError
 from shoal.extend.cli import SECONDS, FiniteRange, ca_option, make_table, print_json
-from shoal.extend.serve import DEFAULT_OBJECTIVE_S, MAX_REPLICAS, ScalePolicy, ScaleSpec
+from shoal.extend.serve import MAX_REPLICAS
 from shoal.libs.capacity.simulation import SimulatedLoad, simulate
-from shoal.libs.capacity.trace_replay import MAX_REQUESTS, read_trace, replay_fixed, replay_policy
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions
-DEFAULT_MAX_REPLICAS = 4
-DEFAULT_START_S = 6.0  # a replica of a small model on a processor (benchmarks/serving/autoscaling.py)
-MAX_PERIODS_S = 10_000_000.0  # four months
+MAX_REQUESTS = 20_000_000  # half a minute of simulation, and a gigabyte
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 
 
@@ -42,11 +36,6 @@ LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
     "--max-batch", type=click.IntRange(1, 1_000_000), help="Rows of a forward at most.  [default: the model's, or 64]"
 )
 @click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Replicas.  [default: the endpoint's, or 1]")
-@click.option("--trace", type=click.Path(path_type=Path), help="Replay these arrivals: CSV or Parquet.")
-@click.option("--scale", "scale_overrides", multiple=True, metavar="A=B", help="With --trace: max=4, floors={...}, ...")
-@click.option(
-    "--start-s", type=FiniteRange(min=0), help="With --trace: seconds until a new replica answers.  [default: 6]"
-)
 @click.option(
     "--requests", default=20_000, show_default=True, type=click.IntRange(100, MAX_REQUESTS), help="To simulate."
 )
@@ -60,9 +49,6 @@ def simulate_verb(
     deadline_s: float | None,
     max_batch: int | None,
     replicas: int | None,
-    trace: Path | None,
-    scale_overrides: tuple[str, ...],
-    start_s: float | None,
     requests: int,
     as_json: bool,
     endpoint: str | None,
@@ -72,23 +58,12 @@ def simulate_verb(
     The batcher's own scheduler runs on a simulated clock with Poisson arrivals of one row each; parsing and network
     are not included. Without --rate: from a quarter of the model's capacity to nearly all of it.
 
-    With --trace: what `endpoint.scale` would have cost, in replica-hours, and the share of requests within its
-    objective, beside fixed numbers of replicas. The file has a column `time` with a row for each request, or `time` and
-    `count` with a row for each minute.
-
     \b
     Examples:
       shoal serve simulate fashion --rate 500 --rate 2000
       shoal serve simulate fashion --rate 5000 --deadline 0.05 --replicas 2
       shoal serve simulate --latency 1:0.0205,32:0.036 --max-batch 32 --rate 200 --deadline 0.1
-      shoal serve simulate fashion --trace last_week.csv --scale max=4 --scale objective_s=0.2
     """
-    if trace is None and (scale_overrides or start_s is not None):
-        raise ConfigError(
-            "scale" if scale_overrides else "start-s", scale_overrides or start_s, "needs a trace", "give --trace"
-        )
-    if trace is not None and rates:
-        raise ConfigError("rate", rates[0], "a trace has its own rates", "leave --rate or --trace out")
     if (model is None) == (latency is None):
         raise ConfigError("model", model, "one of a model and --latency is needed", "name one of both")
     if latency is not None:
@@ -97,9 +72,6 @@ def simulate_verb(
         status, num_replicas = _fetch_model_status(str(model), endpoint)
         points, most = status.latency, max_batch or status.max_batch_rows
         count, deadline_s = replicas or num_replicas, deadline_s or status.deadline_s
-    if trace is not None:
-        _replay_trace(trace, points, most, replicas, deadline_s, scale_overrides, start_s, as_json)
-        return
     capacity_per_s = ForwardTime(points).capacity_per_s(most) * count
     loads = [
         (rate, simulate(points, rate / count, max_batch_rows=most, deadline_s=deadline_s, num_requests=requests))
@@ -172,53 +144,3 @@ def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadli
 
 def _format_milliseconds(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{seconds * 1000:.4g} ms"
-
-
-def _replay_trace(
-    path: Path,
-    measured: Sequence[tuple[int, float]],
-    max_batch: int,
-    replicas: int | None,
-    deadline_s: float | None,
-    scale_overrides: Iterable[str],
-    start_s: float | None,
-    as_json: bool,
-) -> None:
-    """Print the replay of a trace with `scale` and with fixed numbers of replicas: the given one, or 1 to its maximum.
-
-    Raises ConfigError for a `scale` or a trace that does not fit.
-    """
-    overrides = [f"scale.{each}" for each in scale_overrides]
-    spec = _Scaled(scale=ScaleSpec(max=replicas or DEFAULT_MAX_REPLICAS)).override(overrides).scale
-    objective_s = spec.objective_s or deadline_s or DEFAULT_OBJECTIVE_S
-    arrivals_s = read_trace(path)
-    span_s = float(arrivals_s[-1] - arrivals_s[0])
-    if span_s > MAX_PERIODS_S:
-        problem = f"spans {span_s / 86400:,.0f} days, and a simulation at most {MAX_PERIODS_S / 86400:,.0f}"
-        raise DataError("trace", str(path), problem, "give a part of it; times are in seconds")
-    seconds = ForwardTime(measured).tabulate(max_batch)
-    policy, start_s = ScalePolicy(spec, objective_s), DEFAULT_START_S if start_s is None else start_s
-    replays = {"scale": replay_policy(arrivals_s, policy, seconds, objective_s, start_s=start_s, initial=spec.min)}
-    for number in range(1, spec.max + 1) if replicas is None else (replicas,):
-        replays[str(number)] = replay_fixed(arrivals_s, number, seconds, objective_s)
-    if as_json:
-        print_json({"objective_s": objective_s, "requests": len(arrivals_s), "span_s": span_s,
-                    "replays": {name: _without_nan(asdict(each)) for name, each in replays.items()}})  # fmt: skip
-        return
-    headings = ("replicas", "replica-hours", f"within {objective_s:g} s", "p50", "p99", "rejected")
-    rows = (
-        (
-            f"{spec.min} to {spec.max}, by load" if name == "scale" else name,
-            f"{each.replica_s / 3600:,.2f}",
-            f"{each.within:.2%}",
-            *map(_format_milliseconds, (each.p50_s, each.p99_s)),
-            f"{each.rejected / each.requests:.1%}",
-        )
-        for name, each in replays.items()
-    )
-    Console(highlight=False).print(make_table(*(Column(each, justify="right") for each in headings), rows=rows))
-    click.echo(f"{len(arrivals_s):,} requests in {span_s / 3600:,.1f} hours; parsing and sending take more time")
-
-
-class _Scaled(Spec):
-    scale: ScaleSpec
