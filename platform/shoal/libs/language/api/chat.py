@@ -16,7 +16,6 @@ from shoal.libs.language.api.answers import Answers, TextAnswer
 from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, require
 from shoal.libs.language.api.prompt import Job, check_length, encode_prompts, make_chat_job, make_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
-from shoal.libs.language.engine.request import TokenEvent
 from shoal.libs.language.text_model import TextModel
 
 
@@ -55,8 +54,8 @@ def prepare_chat(model: TextModel, body: ChatBody) -> Job:
 async def write_chat(answers: Answers) -> dict[str, Any]:
     """A chat.completion."""
     logprobs: list[list[Any]] = [[] for _ in answers.all]
-    async for answer, event, _ in answers.read():
-        logprobs[answer.index] += _describe_event(answers.job, event)
+    async for answer, _ in answers.read():
+        logprobs[answer.index] += _describe_tokens(answers.job, answer)
     choices = []
     for answer, entries in zip(answers.all, logprobs, strict=True):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -72,7 +71,7 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
     """chat.completion.chunk, and [DONE]."""
     head = _make_head(answers, "chat.completion.chunk", "chatcmpl-")
     begun: set[int] = set()
-    async for answer, event, text in answers.read():
+    async for answer, text in answers.read():
         delta: dict[str, Any] = {"content": text} if text else {}
         if answer.index not in begun:
             begun.add(answer.index)
@@ -80,7 +79,7 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
         if answer.calls:
             calls = describe_calls(answer.calls)
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        entries = _describe_event(answers.job, event)
+        entries = _describe_tokens(answers.job, answer)
         if not (delta or entries or answer.finish):
             continue
         choice: dict[str, Any] = {"index": answer.index, "delta": delta, "finish_reason": None}
@@ -103,8 +102,8 @@ def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
 async def write_completion(answers: Answers) -> dict[str, Any]:
     """A text_completion."""
     logprobs = [_TextLogprobs(answers.job) for _ in answers.all]
-    async for answer, event, text in answers.read():
-        logprobs[answer.index].add(event, len(answer.text) - len(text))
+    async for answer, _ in answers.read():
+        logprobs[answer.index].add(answer)
     choices = [
         {"index": answer.index, "text": answer.text, "logprobs": logprobs[answer.index].take(), **_describe_end(answer)}
         for answer in answers.all
@@ -116,13 +115,10 @@ async def write_completion(answers: Answers) -> dict[str, Any]:
 async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     """text_completion, and [DONE]."""
     head = _make_head(answers, "text_completion", "cmpl-")
-    wanted = answers.job.body.logprobs is not None
-    async for answer, event, text in answers.read():
-        reported = None
-        if wanted:
-            logprobs = _TextLogprobs(answers.job)
-            logprobs.add(event, len(answer.text) - len(text))
-            reported = logprobs.take()
+    async for answer, text in answers.read():
+        logprobs = _TextLogprobs(answers.job)
+        logprobs.add(answer)
+        reported = logprobs.take()
         if text or answer.finish or reported:
             choice = {"index": answer.index, "text": text, "logprobs": reported, "finish_reason": None}
             choice |= _describe_end(answer) if answer.finish else {}
@@ -171,15 +167,16 @@ def _end_stream(answers: Answers, head: dict[str, Any]) -> list[bytes]:
     return [write_frame(usage)] * answers.job.body.stream_options.include_usage + [b"data: [DONE]\n\n"]
 
 
-def _describe_event(job: Job, event: TokenEvent) -> list[dict[str, Any]]:
-    """The log-probability of an event's token, in a list; empty where none is wanted."""
-    if not job.body.logprobs or event.token is None:
-        return []
-    top = [_describe_token(job, *each) for each in event.top_logprobs]
-    return [_describe_token(job, event.token, event.logprob) | {"top_logprobs": top}]
+def _describe_tokens(job: Job, answer: TextAnswer) -> list[dict[str, Any]]:
+    """The log-probabilities of the tokens that came last; empty where none are wanted."""
+    described = []
+    for event in answer.shown if job.body.logprobs else ():
+        top = [_describe_token(job, *each) for each in event.top_logprobs]
+        described.append(_describe_token(job, event.token, event.logprob) | {"top_logprobs": top})
+    return described
 
 
-def _describe_token(job: Job, token: int, logprob: float) -> dict[str, Any]:
+def _describe_token(job: Job, token: int | None, logprob: float) -> dict[str, Any]:
     text = job.model.tokenizer.decode([token])
     known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text, and no bytes here
     return {"token": text, "logprob": logprob, "bytes": known}
@@ -193,10 +190,10 @@ class _TextLogprobs:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         self._columns: dict[str, list[Any]] = {name: [] for name in names}
 
-    def add(self, event: TokenEvent, offset: int) -> None:
-        if event.token is not None and self._wanted:
+    def add(self, answer: TextAnswer) -> None:
+        for event in answer.shown if self._wanted else ():
             top = {self._decode([token]): logprob for token, logprob in event.top_logprobs}
-            row = (self._decode([event.token]), event.logprob, top, offset)
+            row = (self._decode([event.token]), event.logprob, top, event.offset)
             for column, value in zip(self._columns.values(), row, strict=True):
                 column.append(value)
 

@@ -108,6 +108,7 @@ class ToolCallReader:
     _is_call: bool = False
     _has_text: bool = False
     _mark: str = field(init=False)
+    is_cut: bool = False
 
     def __post_init__(self) -> None:
         self._mark = _find_mark(self.template)
@@ -133,13 +134,20 @@ class ToolCallReader:
         text, self._retained = self._retained[:mark_at], self._retained[mark_at:]
         return text
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest: text, or calls. What is no sound call of a known tool is text."""
+    def finish(self, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
+        """The rest: text, or calls. What is no sound call of a known tool is text, but the begin of one if the answer
+        `is_cut`: that is shown to nobody."""
         rest, self._retained = self._retained, ""
-        calls = self._parse(rest) if self._is_call else []
-        return ("" if calls else rest), calls[: None if self.use.parallel else 1]
+        calls, is_whole = self._parse(rest) if self._is_call else ([], False)
+        begin, marks = "".join(rest.split()), [self._mark] if self._mark else [_PYTHON, '{"name":']
+        begins = (begin.startswith(each) or (len(begin) > 1 and each.startswith(begin)) for each in marks)
+        self.is_cut = is_cut and not is_whole and (self.use.choice == "required" or any(begins))
+        if self.is_cut or (calls and is_whole):
+            return "", calls[: None if self.use.parallel else 1]
+        return rest, []
 
-    def _parse(self, text: str) -> list[ToolCall]:
+    def _parse(self, text: str) -> tuple[list[ToolCall], bool]:
+        """The calls up to the first that is not sound, and whether all are."""
         if self._mark == _HERMES:
             parts = [part.partition(_HERMES_END)[0] for part in text.split(_HERMES)[1:]]
         else:
@@ -152,12 +160,12 @@ class ToolCallReader:
                 try:
                     value, position = decoder.raw_decode(part, position)
                 except (ValueError, RecursionError):
-                    return []
+                    return calls, False
                 call = _read_call(value, self.use.names)
                 if call is None:
-                    return []
+                    return calls, False
                 calls.append(call)
-        return calls
+        return calls, True
 
 
 def _read_call(value: Any, names: Sequence[str]) -> ToolCall | None:
