@@ -347,7 +347,9 @@ def test_errors_have_the_form_of_the_api_that_was_called(client: Client) -> None
     assert (wrong["type"], "base_url" in wrong["message"]) == ("not_found_error", True)
     for path in ("responses/resp_1", "models/other", "models_", "nothing"):
         assert asyncio.run(client.call("GET", f"/v1/{path}"))[0] == 404
-    assert asyncio.run(client.call("GET", "/v1/completions"))[0] == 405
+    status, headers, _ = asyncio.run(client.call("GET", "/v1/completions"))
+    assert (status, headers["allow"]) == (405, "POST")
+    assert asyncio.run(client.call("POST", "/v1/models"))[1]["allow"] == "GET, HEAD"
 
 
 def test_a_body_that_does_not_end_is_cut_off(models: Models) -> None:

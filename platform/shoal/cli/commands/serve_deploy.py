@@ -62,6 +62,7 @@ MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
 @click.option(
     "--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Processes, each with every model.  [default: 1]"
 )
+@click.option("--allow-origin", multiple=True, metavar="ORIGIN", help="Web pages that may call it, repeated; * is all.")
 @click.option("--into", metavar="ENDPOINT", help="Add the models to a running endpoint.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for the endpoint.")
@@ -70,6 +71,7 @@ def deploy(
     name: str | None,
     port: int | None,
     replicas: int | None,
+    allow_origin: tuple[str, ...],
     into: str | None,
     address: str | None,
     timeout_s: float,
@@ -92,11 +94,13 @@ def deploy(
       shoal serve deploy fashion --port 8000 --address http://head.example:8265
     """
     if into is not None:
-        _deploy_into(into, arguments, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
+        options = {"name": name, "port": port, "replicas": replicas, "address": address}
+        _deploy_into(into, arguments, options | {"allow-origin": allow_origin or None}, timeout_s)
         return
     fields = _parse_fields(arguments) + ([] if name is None else [format_override("endpoint.name", name)])
-    options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
-    fields += [f"{field}={value}" for field, value in options.items() if value is not None]
+    given = {"endpoint.port": port, "endpoint.num_replicas": replicas}
+    fields += [f"{field}={value}" for field, value in given.items() if value is not None]
+    fields += [format_override("endpoint.allow_origins", [*allow_origin])] * bool(allow_origin)
     spec = spec_from_overrides(fields).override(fields)
     _warn(spec.endpoint.drain_warning)
     cluster, others, command = find_cluster(address), [], format_masked_command(["shoal", *sys.argv[1:]])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -167,8 +167,11 @@ class EndpointApp:
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
     that its protocol answers, or several, and an application.
 
+    HEAD is GET, whose body the server leaves out.
+
     root:     the path before all of the endpoint's
     required: of these; others that cannot be loaded, or raise when they are called, are left out
+    origins:  of web pages that may call it: `EndpointSpec.allow_origins`. Their preflights take no key
     """
 
     def __init__(
@@ -180,11 +183,12 @@ class EndpointApp:
         tracer: TracerProtocol | None = None,
         required: Iterable[str] = (),
         root: str = "",
+        origins: Collection[str] = (),
     ) -> None:
         others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
         for name in {*required} - others.keys():  # raises
             others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
-        self._root, self._rest = root.rstrip("/"), rest
+        self._root, self._rest, self._origins = root.rstrip("/"), rest, origins
         self._others: list[tuple[str | tuple[str, ...], Application]] = [*others.values()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,7 +198,36 @@ class EndpointApp:
             for prefix, other in self._others:
                 if path.startswith(prefix):
                     application, scope = other, scope if path == scope["path"] else {**scope, "path": path}
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}
+            if self._origins:
+                application = self._share(application)
         await application(scope, receive, send)
+
+    def _share(self, application: Application) -> Application:
+        """The application with the headers that let pages read its answers (https://fetch.spec.whatwg.org/#cors-protocol)."""
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            given = dict(scope["headers"])
+            origin, more = given.get(b"origin", b""), [(b"vary", b"origin")]
+            if "*" in self._origins or origin.decode("latin-1") in self._origins:
+                more += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"*")]
+                if scope["method"] == "OPTIONS" and b"access-control-request-method" in given:
+                    asked = given.get(b"access-control-request-headers", b"")
+                    more += [(b"access-control-allow-methods", b"GET, HEAD, POST"), (b"content-length", b"0")]
+                    more += [(b"access-control-allow-headers", asked), (b"access-control-max-age", b"600")]
+                    await send({"type": "http.response.start", "status": 200, "headers": more})
+                    await send({"type": "http.response.body", "body": b""})
+                    return
+
+            async def share(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], *more]}
+                await send(message)
+
+            await application(scope, receive, share)
+
+        return call
 
 
 async def decompress_in_thread(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:

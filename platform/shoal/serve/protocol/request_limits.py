@@ -10,6 +10,7 @@ from shoal.errors import InferenceError
 
 # zlib's window sizes; see the manual of deflateInit2.
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
+KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class RequestLimits:
     answer_grace_s: float = 60.0
 
     def check_head(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Check a request's head. Raises InferenceError (414, 431)."""
+        """Check a request's head. Raises InferenceError (400, 414, 431)."""
         if len(path) > self.max_path_chars:
             raise InferenceError(414, f"the path has {len(path)} characters, the limit is {self.max_path_chars}")
         if len(headers) > self.max_headers:
@@ -43,6 +44,13 @@ class RequestLimits:
             size_bytes += len(name) + len(value)
         if size_bytes > self.max_header_bytes:
             raise InferenceError(431, f"the headers have {size_bytes} bytes, the limit is {self.max_header_bytes}")
+        if len(dict(headers)) < len(headers):  # what is before this endpoint may have checked another key
+            names = [name for name, _ in headers]
+            for name in KEY_HEADERS:
+                if names.count(name) > 1:
+                    raise InferenceError(
+                        400, f"the header {name.decode()} is there {names.count(name)} times: send one"
+                    )
 
     def body_deadline_s(self, received_bytes: int) -> float:
         """How long after its head a body may still be incomplete, when so much of it has arrived."""

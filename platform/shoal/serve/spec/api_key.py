@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 from pydantic import Field, SecretStr, field_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.runs.formatting import parse_duration
 
 ADMINISTRATOR = "administrator"  # the name of a caller with the endpoint's token
 ANYONE = "anyone"  # the name of all callers of an endpoint without token and keys
@@ -35,6 +38,7 @@ class ApiKey(Spec):
     models:        the models that it may call; empty for all
     requests_per_s, burst: its rate over the full endpoint, and the burst above it; None: no limit
     input_tokens_per_min, output_tokens_per_min: of texts, over the full endpoint; a minute's worth may come at once
+    expires:       when it is known no more: a date or time, in UTC unless it says another; 30d from now; None: never
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
@@ -44,6 +48,7 @@ class ApiKey(Spec):
     burst: int = Field(default=10, ge=1, le=1_000_000_000)
     input_tokens_per_min: float | None = Field(default=None, gt=0)
     output_tokens_per_min: float | None = Field(default=None, gt=0)
+    expires: str | None = None
 
     @field_validator("key")
     @classmethod
@@ -52,6 +57,24 @@ class ApiKey(Spec):
         if text.lower().startswith(HASH) and HASHED.fullmatch(text) is None:
             raise ValueError(f"behind {HASH} are 64 hexadecimal digits: the SHA-256 of the key")
         return require_usable_secret(key)
+
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _as_time(cls, given: object) -> str | None:
+        """In ISO 8601, so that it stays where it was, whenever the spec is read again."""
+        if given is None:
+            return None
+        try:
+            seconds = parse_duration(str(given))
+            when = datetime.fromisoformat(str(given)) if seconds is None else datetime.now(UTC) + timedelta(0, seconds)
+        except (ValueError, OverflowError):
+            raise ValueError("is no time such as 2027-01-31, 2027-01-31T18:00+01:00 or 30d") from None
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).isoformat(timespec="seconds")
+
+    @property
+    def expires_at(self) -> float:
+        """In seconds since the epoch."""
+        return math.inf if self.expires is None else datetime.fromisoformat(self.expires).timestamp()
 
 
 def require_distinct_keys(token: str | None, keys: Sequence[ApiKey]) -> None:

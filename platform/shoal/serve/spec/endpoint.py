@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -63,6 +64,19 @@ def _require_countable_gpus(num_gpus: float) -> float:
     return num_gpus
 
 
+def _require_origin(origin: str) -> str:
+    if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+        raise ValueError(
+            "is no origin as browsers send it, such as https://app.example or http://localhost:5173; * is all"
+        )
+    return origin
+
+
+# Browsers write hosts in lower case, no path, and no port that is the scheme's own.
+_ORIGIN = re.compile(
+    r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?"
+)
+Origin = Annotated[str, AfterValidator(_require_origin)]
 GangSplit = Literal["pipeline", "tensor"]
 PREDICTORS = "shoal.predictors"  # the extensions that start the workers of a replica, by how they split models
 TRACERS = "shoal.tracers"  # the extensions that trace the requests of a replica, by the kind of destination
@@ -135,6 +149,7 @@ class EndpointSpec(Reach):
     show_errors:    callers receive the text of a model's own exception; else a reference to the endpoint's log
     token:          when set, all calls except the server's health need `Authorization: Bearer TOKEN`
     keys:           further callers, their models and rates
+    allow_origins:  web pages that may call it with a key, as browsers name their origin: https://app.example; `*`: all
     torch_threads:  threads of one forward; 1 is best for small models under load
     num_workers:    of each replica: above 1, its models are split between so many processes, which no single one
                     could hold
@@ -170,6 +185,7 @@ class EndpointSpec(Reach):
     show_errors: bool = False
     token: SecretStr | None = None
     keys: list[ApiKey] = Field(default_factory=list)
+    allow_origins: list[Origin] = Field(default_factory=list)
     torch_threads: int = Field(default=1, ge=1, le=1024)
     num_workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     parallel: GangSplit | None = None

@@ -59,7 +59,7 @@ BODIES |= {"messages/count_tokens": CountBody, "embeddings": EmbeddingBody}
 SMALL_BYTES = 16_384  # below it, a few milliseconds of the event loop
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
-HOP_HEADERS = ("host", "connection", "expect", "content-length", "content-encoding", "transfer-encoding")
+HOP_HEADERS = ("host", "origin", "connection", "expect", "content-length", "content-encoding", "transfer-encoding")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 

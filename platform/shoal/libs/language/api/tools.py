@@ -152,7 +152,7 @@ class ToolCallReader:
             parts = [part.partition(_HERMES_END)[0] for part in text.split(_HERMES)[1:]]
         else:
             parts = [text.strip().removeprefix(self._mark or _PYTHON)]
-        calls = []
+        calls: list[ToolCall] = []
         decoder = json.JSONDecoder()
         for part in parts:
             position = 0
