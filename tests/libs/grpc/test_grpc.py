@@ -45,10 +45,7 @@ async def test_without_a_key_only_the_server_s_health_is_told_and_nothing_of_a_c
             assert error.code() is code, name
         twice = (("authorization", "Bearer secret"), ("authorization", "Bearer no"))  # a proxy may have checked one
         error = await refused(ask("ServerMetadata", metadata=twice))
-        assert (error.code(), "authorization is there 2 times" in str(error.details())) == (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            True,
-        )
+        assert (error.code(), str(error.details())[:12]) == (grpc.StatusCode.INVALID_ARGUMENT, "several keys")
 
 
 # -- a call, whatever its size -----------------------------------------------------------------------------------------

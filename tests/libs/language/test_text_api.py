@@ -166,7 +166,7 @@ def test_a_stop_text_and_a_prefilled_message_of_anthropics_form(client: Client, 
         # what was cut
         ("<tool_call>", "ok <tool_call>\n{ ...", "ok ", 0),
         ("<tool_call>", "ok <tool_c...", "ok ", 0),
-        ("<tool_call>", "1 <...", "1 <", 0),
+        ("<tool_call>", "1 <...", "1 ", 0),
         ("<tool_call>", '<tool_call>{"name": "where"}</tool_call>\n<tool_call>{"na...', "", 1),
         ("<tool_call>", '<tool_call>{"name": "where"}...', "", 1),
         ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "wh...', "", 0),

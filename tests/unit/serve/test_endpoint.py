@@ -48,6 +48,11 @@ def test_an_origin_is_written_as_browsers_send_it(origin: str, is_sound: bool) -
         spec(allow_origins=[origin])
 
 
+def test_pages_cannot_wake_an_endpoint() -> None:
+    with pytest.raises(ConfigError, match=r"which the preflight of a browser has not: give scale.min = 1"):
+        spec(allow_origins=["*"], scale={"min": 0, "max": 2})
+
+
 TLS = {"certificate": "/c.pem", "key": "/k.pem"}
 
 

@@ -93,14 +93,14 @@ def deploy(
       shoal serve deploy shop.yaml
       shoal serve deploy fashion --port 8000 --address http://head.example:8265
     """
+    origins = json.dumps(allow_origin) if allow_origin else None
     if into is not None:
-        options = {"name": name, "port": port, "replicas": replicas, "address": address}
-        _deploy_into(into, arguments, options | {"allow-origin": allow_origin or None}, timeout_s)
+        own = {"name": name, "port": port, "replicas": replicas, "allow-origin": origins, "address": address}
+        _deploy_into(into, arguments, own, timeout_s)
         return
     fields = _parse_fields(arguments) + ([] if name is None else [format_override("endpoint.name", name)])
-    given = {"endpoint.port": port, "endpoint.num_replicas": replicas}
-    fields += [f"{field}={value}" for field, value in given.items() if value is not None]
-    fields += [format_override("endpoint.allow_origins", [*allow_origin])] * bool(allow_origin)
+    options = {"endpoint.port": port, "endpoint.num_replicas": replicas, "endpoint.allow_origins": origins}
+    fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
     _warn(spec.endpoint.drain_warning)
     cluster, others, command = find_cluster(address), [], format_masked_command(["shoal", *sys.argv[1:]])

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from pydantic import SecretStr
 
@@ -86,7 +86,7 @@ class _KeyHolder:
     requests_per_s: float | None
     burst: int
     bucket: TokenBucket
-    expires_at: float
+    expires: datetime | None
 
 
 class AccessControl:
@@ -130,7 +130,7 @@ class AccessControl:
     def _add(self, caller: Caller, key: ApiKey) -> None:
         hashed = digest(key.key.get_secret_value())
         bucket = TokenBucket(self._clock())
-        holder = _KeyHolder(caller, hashed, key.requests_per_s, key.burst, bucket, key.expires_at)
+        holder = _KeyHolder(caller, hashed, key.requests_per_s, key.burst, bucket, key.expires)
         self._holders[self._hash_slot(hashed)] = holder
 
     def admit(
@@ -218,10 +218,10 @@ class AccessControl:
         if holder is None:
             self._counts["", "unknown"] += 1
             raise self._record_failure("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
-        if time.time() >= holder.expires_at:
-            name, when = holder.caller.name, datetime.fromtimestamp(holder.expires_at, UTC)
+        if holder.expires is not None and time.time() >= holder.expires.timestamp():
+            name = holder.caller.name
             self._counts[name, "expired"] += 1
-            problem = f"the key {name!r} has expired at {when:%Y-%m-%dT%H:%M:%SZ}: another is required"
+            problem = f"the key {name!r} has expired at {holder.expires.isoformat()}: another is required"
             raise self._record_failure(name, 401, problem, model, origin)
         if len(self._header_cache) < MAX_CACHED_HEADERS:
             self._header_cache[shown] = holder

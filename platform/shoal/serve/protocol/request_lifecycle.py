@@ -38,6 +38,11 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 # answer; the server is closing, so that an endless stream can end.
 INCOMPLETE_MESSAGE = "shoal.incomplete"
 CLOSING_MESSAGE = "shoal.closing"
+PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, HEAD, POST"),
+    (b"access-control-max-age", b"600"),
+    (b"content-length", b"0"),
+]
 
 
 class RequestLifecycle:
@@ -201,33 +206,28 @@ class EndpointApp:
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
             if self._origins:
-                application = self._share(application)
+                await self._share(application, scope, receive, send)
+                return
         await application(scope, receive, send)
 
-    def _share(self, application: Application) -> Application:
-        """The application with the headers that let pages read its answers (https://fetch.spec.whatwg.org/#cors-protocol)."""
+    async def _share(self, application: Application, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call with the headers that let pages read the answer (https://fetch.spec.whatwg.org/#http-cors-protocol)."""
+        given, more = dict(scope["headers"]), [(b"vary", b"origin")]
+        origin = given.get(b"origin", b"")
 
-        async def call(scope: Scope, receive: Receive, send: Send) -> None:
-            given = dict(scope["headers"])
-            origin, more = given.get(b"origin", b""), [(b"vary", b"origin")]
-            if "*" in self._origins or origin.decode("latin-1") in self._origins:
-                more += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"*")]
-                if scope["method"] == "OPTIONS" and b"access-control-request-method" in given:
-                    asked = given.get(b"access-control-request-headers", b"")
-                    more += [(b"access-control-allow-methods", b"GET, HEAD, POST"), (b"content-length", b"0")]
-                    more += [(b"access-control-allow-headers", asked), (b"access-control-max-age", b"600")]
-                    await send({"type": "http.response.start", "status": 200, "headers": more})
-                    await send({"type": "http.response.body", "body": b""})
-                    return
+        async def share(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
 
-            async def share(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    message = {**message, "headers": [*message["headers"], *more]}
-                await send(message)
-
-            await application(scope, receive, share)
-
-        return call
+        if "*" in self._origins or origin.decode("latin-1") in self._origins:
+            more += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"*")]
+            if scope["method"] == "OPTIONS" and b"access-control-request-method" in given:
+                more.append((b"access-control-allow-headers", given.get(b"access-control-request-headers", b"")))
+                await share({"type": "http.response.start", "status": 200, "headers": PREFLIGHT})
+                await share({"type": "http.response.body"})
+                return
+        await application(scope, receive, share)
 
 
 async def decompress_in_thread(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:

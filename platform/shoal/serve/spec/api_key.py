@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Annotated
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
@@ -30,6 +30,17 @@ def require_usable_secret(secret: SecretStr) -> SecretStr:
     return secret
 
 
+def _read_time(given: object) -> object:
+    """A duration counts from now, once: the spec has the time."""
+    seconds = parse_duration(str(given))
+    return given if seconds is None else datetime.now(UTC).replace(microsecond=0) + timedelta(0, seconds)
+
+
+Expiry = Annotated[
+    datetime, BeforeValidator(_read_time), AfterValidator(lambda when: when.replace(tzinfo=when.tzinfo or UTC))
+]
+
+
 class ApiKey(Spec):
     """A key that callers send as `Authorization: Bearer KEY`.
 
@@ -48,7 +59,7 @@ class ApiKey(Spec):
     burst: int = Field(default=10, ge=1, le=1_000_000_000)
     input_tokens_per_min: float | None = Field(default=None, gt=0)
     output_tokens_per_min: float | None = Field(default=None, gt=0)
-    expires: str | None = None
+    expires: Expiry | None = None
 
     @field_validator("key")
     @classmethod
@@ -57,24 +68,6 @@ class ApiKey(Spec):
         if text.lower().startswith(HASH) and HASHED.fullmatch(text) is None:
             raise ValueError(f"behind {HASH} are 64 hexadecimal digits: the SHA-256 of the key")
         return require_usable_secret(key)
-
-    @field_validator("expires", mode="before")
-    @classmethod
-    def _as_time(cls, given: object) -> str | None:
-        """In ISO 8601, so that it stays where it was, whenever the spec is read again."""
-        if given is None:
-            return None
-        try:
-            seconds = parse_duration(str(given))
-            when = datetime.fromisoformat(str(given)) if seconds is None else datetime.now(UTC) + timedelta(0, seconds)
-        except (ValueError, OverflowError):
-            raise ValueError("is no time such as 2027-01-31, 2027-01-31T18:00+01:00 or 30d") from None
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).isoformat(timespec="seconds")
-
-    @property
-    def expires_at(self) -> float:
-        """In seconds since the epoch."""
-        return math.inf if self.expires is None else datetime.fromisoformat(self.expires).timestamp()
 
 
 def require_distinct_keys(token: str | None, keys: Sequence[ApiKey]) -> None:

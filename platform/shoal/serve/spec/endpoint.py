@@ -260,6 +260,13 @@ class EndpointSpec(Reach):
         return self
 
     @model_validator(mode="after")
+    def _answer_preflights(self) -> EndpointSpec:
+        if self.may_sleep and self.allow_origins:
+            problem = "allow_origins: an endpoint that sleeps wants a key, which the preflight of a browser has not"
+            raise ValueError(f"{problem}: give scale.min = 1, or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _workers_share_what_can_be_split(self) -> EndpointSpec:
         if self.num_workers == 1:
             if self.parallel is not None:

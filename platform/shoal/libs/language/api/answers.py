@@ -30,7 +30,7 @@ _FAILURES = {
 class TextAnswer:
     """One answer so far.
 
-    shown:    the last events that came, whose tokens belong to the text for certain
+    shown:    events whose tokens belong to the text for certain, until a stream takes them
     pending:  those that a stop text may yet cut
     stopped:  the stop text that was met
     """
@@ -39,7 +39,7 @@ class TextAnswer:
     reader: ToolCallReader | None
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     finish: str = ""
     spans: list[list[int | str]] = field(default_factory=list)
     unsent: list[tuple[int | str, list[int]]] = field(default_factory=list)  # versions, and the tokens that each wrote
@@ -51,15 +51,15 @@ class TextAnswer:
     def take(self, event: TokenEvent) -> str:
         """Add an event; returns the text to show. Raises InferenceError for an end that is a failure."""
         if event.token is not None:
-            self.tokens.append(event.token)
+            self.num_tokens += 1
             if not self.unsent or self.unsent[-1][0] != event.version:
                 self.unsent.append((event.version, []))
             self.unsent[-1][1].append(event.token)
             self.pending.append(event)
         self.num_chars += len(event.text)
         is_all = event.finish is not None and not event.stopped
-        self.shown = [each for each in self.pending if is_all or each.offset < self.num_chars]
-        self.pending = self.pending[len(self.shown) :]
+        while self.pending and (is_all or self.pending[0].offset < self.num_chars):
+            self.shown.append(self.pending.pop(0))
         text = event.text if self.reader is None else self.reader.push(event.text)
         if event.finish in _FAILURES:
             status, problem = _FAILURES[event.finish]
@@ -86,7 +86,7 @@ class TextAnswer:
             for token in tokens:
                 self.take(TokenEvent(0, 0, token, version=version, text=text.push(token)))
         self.spans = [[version, len(tokens)] for version, tokens in self.unsent]
-        self.unsent, self.pending = [], []
+        self.unsent, self.pending, self.shown = [], [], []
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Answers:
 
     @property
     def num_new_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.all)
+        return sum(answer.num_tokens for answer in self.all)
 
     def count_usage(self) -> dict[str, int]:
         """As the chat API has it."""

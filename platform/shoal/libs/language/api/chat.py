@@ -16,6 +16,7 @@ from shoal.libs.language.api.answers import Answers, TextAnswer
 from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, require
 from shoal.libs.language.api.prompt import Job, check_length, encode_prompts, make_chat_job, make_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
+from shoal.libs.language.engine.request import TokenEvent
 from shoal.libs.language.text_model import TextModel
 
 
@@ -53,11 +54,11 @@ def prepare_chat(model: TextModel, body: ChatBody) -> Job:
 
 async def write_chat(answers: Answers) -> dict[str, Any]:
     """A chat.completion."""
-    logprobs: list[list[Any]] = [[] for _ in answers.all]
-    async for answer, _ in answers.read():
-        logprobs[answer.index] += _describe_tokens(answers.job, answer)
+    async for _ in answers.read():
+        pass
     choices = []
-    for answer, entries in zip(answers.all, logprobs, strict=True):
+    for answer in answers.all:
+        entries = _describe_tokens(answers.job, answer)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": describe_calls(answer.calls)}
@@ -101,12 +102,11 @@ def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
 
 async def write_completion(answers: Answers) -> dict[str, Any]:
     """A text_completion."""
-    logprobs = [_TextLogprobs(answers.job) for _ in answers.all]
-    async for answer, _ in answers.read():
-        logprobs[answer.index].add(answer)
+    async for _ in answers.read():
+        pass
     choices = [
-        {"index": answer.index, "text": answer.text, "logprobs": logprobs[answer.index].take(), **_describe_end(answer)}
-        for answer in answers.all
+        {"index": each.index, "text": each.text, "logprobs": _list_columns(answers.job, each), **_describe_end(each)}
+        for each in answers.all
     ]
     head = _make_head(answers, "text_completion", "cmpl-")
     return {**head, "choices": choices, "usage": answers.count_usage()}
@@ -116,9 +116,7 @@ async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     """text_completion, and [DONE]."""
     head = _make_head(answers, "text_completion", "cmpl-")
     async for answer, text in answers.read():
-        logprobs = _TextLogprobs(answers.job)
-        logprobs.add(answer)
-        reported = logprobs.take()
+        reported = _list_columns(answers.job, answer)
         if text or answer.finish or reported:
             choice = {"index": answer.index, "text": text, "logprobs": reported, "finish_reason": None}
             choice |= _describe_end(answer) if answer.finish else {}
@@ -167,10 +165,15 @@ def _end_stream(answers: Answers, head: dict[str, Any]) -> list[bytes]:
     return [write_frame(usage)] * answers.job.body.stream_options.include_usage + [b"data: [DONE]\n\n"]
 
 
+def _take_shown(answer: TextAnswer, wanted: object) -> list[TokenEvent]:
+    events, answer.shown = answer.shown, []
+    return events if wanted else []
+
+
 def _describe_tokens(job: Job, answer: TextAnswer) -> list[dict[str, Any]]:
-    """The log-probabilities of the tokens that came last; empty where none are wanted."""
+    """The log-probabilities of the tokens since the last call; empty where none are wanted."""
     described = []
-    for event in answer.shown if job.body.logprobs else ():
+    for event in _take_shown(answer, job.body.logprobs):
         top = [_describe_token(job, *each) for each in event.top_logprobs]
         described.append(_describe_token(job, event.token, event.logprob) | {"top_logprobs": top})
     return described
@@ -182,23 +185,19 @@ def _describe_token(job: Job, token: int | None, logprob: float) -> dict[str, An
     return {"token": text, "logprob": logprob, "bytes": known}
 
 
-class _TextLogprobs:
-    """Log-probabilities as /v1/completions has them."""
-
-    def __init__(self, job: Job) -> None:
-        self._decode, self._wanted = job.model.tokenizer.decode, job.body.logprobs is not None
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        self._columns: dict[str, list[Any]] = {name: [] for name in names}
-
-    def add(self, answer: TextAnswer) -> None:
-        for event in answer.shown if self._wanted else ():
-            top = {self._decode([token]): logprob for token, logprob in event.top_logprobs}
-            row = (self._decode([event.token]), event.logprob, top, event.offset)
-            for column, value in zip(self._columns.values(), row, strict=True):
-                column.append(value)
-
-    def take(self) -> dict[str, list[Any]] | None:
-        return self._columns if self._columns["tokens"] else None
+def _list_columns(job: Job, answer: TextAnswer) -> dict[str, Any] | None:
+    """The same as /v1/completions has it; None for none."""
+    decode, names = job.model.tokenizer.decode, ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    rows = [
+        (
+            decode([event.token]),
+            event.logprob,
+            {decode([token]): value for token, value in event.top_logprobs},
+            event.offset,
+        )
+        for event in _take_shown(answer, job.body.logprobs is not None)
+    ]
+    return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else None
 
 
 CHAT = Api(ChatBody, prepare_chat, write_chat, stream_chat)

@@ -139,9 +139,8 @@ class ToolCallReader:
         `is_cut`: that is shown to nobody."""
         rest, self._retained = self._retained, ""
         calls, is_whole = self._parse(rest) if self._is_call else ([], False)
-        begin, marks = "".join(rest.split()), [self._mark] if self._mark else [_PYTHON, '{"name":']
-        begins = (begin.startswith(each) or (len(begin) > 1 and each.startswith(begin)) for each in marks)
-        self.is_cut = is_cut and not is_whole and (self.use.choice == "required" or any(begins))
+        begin = "".join(rest.split())[:8]
+        self.is_cut = is_cut and not is_whole and (not begin.startswith("{") or '{"name":'.startswith(begin))
         if self.is_cut or (calls and is_whole):
             return "", calls[: None if self.use.parallel else 1]
         return rest, []
