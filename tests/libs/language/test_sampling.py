@@ -125,7 +125,7 @@ def test_answers_satisfy_their_grammar(engine: SlotEngine, monkeypatch: pytest.M
 def test_a_model_that_prefers_white_space_comes_to_the_end_of_its_json(
     blank: str, begin: str, engine: SlotEngine
 ) -> None:
-    schema = {"type": "array", "items": {"enum": [1, True]}, "minItems": 2, "maxItems": 2}
+    schema = {"type": "array", "items": {"enum": [1, True]}, "minItems": 2, "maxItems": 2, "title": "%json {}"}
     sampling = Sampling(logit_bias={ord(each): 100.0 for each in {blank, "\n"}})
     kind: Any = "lark" if begin else "json_schema"
     request = TextRequest(PROMPT, sampling, max_tokens=80, grammar=(kind, begin + json.dumps(schema)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -22,6 +21,7 @@ from pydantic import (
 from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_answer_s
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
+from shoal.network_address import require_origin
 from shoal.plugins.library import collect_extensions
 from shoal.runs.formatting import Duration, Size
 from shoal.serve.spec.api_key import ApiKey, digest, require_distinct_keys, require_usable_secret
@@ -64,19 +64,8 @@ def _require_countable_gpus(num_gpus: float) -> float:
     return num_gpus
 
 
-def _require_origin(origin: str) -> str:
-    if origin != "*" and _ORIGIN.fullmatch(origin) is None:
-        raise ValueError(
-            "is no origin as browsers send it, such as https://app.example or http://localhost:5173; * is all"
-        )
-    return origin
-
-
-# Browsers write hosts in lower case, no path, and no port that is the scheme's own.
-_ORIGIN = re.compile(
-    r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?"
-)
-Origin = Annotated[str, AfterValidator(_require_origin)]
+# "*" allows the pages of every origin.
+OriginOrAll = Annotated[str, AfterValidator(lambda given: given if given == "*" else require_origin(given))]
 GangSplit = Literal["pipeline", "tensor"]
 PREDICTORS = "shoal.predictors"  # the extensions that start the workers of a replica, by how they split models
 TRACERS = "shoal.tracers"  # the extensions that trace the requests of a replica, by the kind of destination
@@ -185,7 +174,7 @@ class EndpointSpec(Reach):
     show_errors: bool = False
     token: SecretStr | None = None
     keys: list[ApiKey] = Field(default_factory=list)
-    allow_origins: list[Origin] = Field(default_factory=list)
+    allow_origins: list[OriginOrAll] = Field(default_factory=list)
     torch_threads: int = Field(default=1, ge=1, le=1024)
     num_workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     parallel: GangSplit | None = None

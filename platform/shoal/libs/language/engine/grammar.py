@@ -74,9 +74,9 @@ class GrammarCompiler:
         if kind == "regex":
             grammar = self._make.grammar_from_lark(f"start: /{self._to_lark(value, 'dw')}/")
         elif kind in ("json_schema", "lark"):
-            begin = f'%json {{"x-guidance": {json.dumps(JSON_OPTIONS)}'
             lark = text if kind == "lark" else f"start: %json {text}"
-            lark = re.sub(r"%json\s*\{\s*(\}?)", lambda schema: f"{begin}{schema[1] or ', '}", lark)
+            begin = f' {{"x-guidance": {json.dumps(JSON_OPTIONS)}'
+            lark = re.sub(r"(?m)^(.*?%json)\s*\{\s*(\}?)", lambda found: f"{found[1]}{begin}{found[2] or ', '}", lark)
             grammar = self._make.grammar_from_lark(lark)
         elif kind == "choice":
             if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES or not all(value):
