@@ -180,7 +180,7 @@ def test_tool_calls_are_read_from_a_stream(mark: str, text: str, shown: str, cal
     reader = ToolUse([TOOL]).make_reader(f"{mark} tools")
     assert reader is not None
     seen = "".join(reader.push(letter) for letter in text.removesuffix("..."))
-    rest, found = reader.finish(is_cut=text.endswith("..."))
+    rest, found = reader.finish(is_truncated=text.endswith("..."))
     assert (seen + rest, len(found)) == (shown, calls)
     assert set(found) <= {ToolCall("where", '{"n": 1}'), ToolCall("where", "{}")}
 

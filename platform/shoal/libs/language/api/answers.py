@@ -67,9 +67,9 @@ class TextAnswer:
         if event.finish:
             self.finish, self.stopped = event.finish, event.stopped
             if self.reader is not None:
-                rest, self.calls = self.reader.finish(is_cut=event.finish == "length" or bool(event.stopped))
+                rest, self.calls = self.reader.finish(is_truncated=event.finish == "length" or bool(event.stopped))
                 text += rest
-                if self.calls and not self.reader.is_cut:
+                if self.calls and not self.reader.is_truncated:
                     self.finish = "tool_calls"
             for version, num in event.spans:  # those of the engine, which may have continued others
                 if self.spans and self.spans[-1][0] == version:

@@ -108,7 +108,7 @@ class ToolCallReader:
     _is_call: bool = False
     _has_text: bool = False
     _mark: str = field(init=False)
-    is_cut: bool = False
+    is_truncated: bool = False
 
     def __post_init__(self) -> None:
         self._mark = _find_mark(self.template)
@@ -134,14 +134,16 @@ class ToolCallReader:
         text, self._retained = self._retained[:mark_at], self._retained[mark_at:]
         return text
 
-    def finish(self, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
+    def finish(self, is_truncated: bool = False) -> tuple[str, list[ToolCall]]:
         """The rest: text, or calls. What is no sound call of a known tool is text, but the begin of one if the answer
-        `is_cut`: that is shown to nobody."""
+        `is_truncated`: that is shown to nobody."""
         rest, self._retained = self._retained, ""
         calls, is_whole = self._parse(rest) if self._is_call else ([], False)
         begin = "".join(rest.split())[:8]
-        self.is_cut = is_cut and not is_whole and (not begin.startswith("{") or '{"name":'.startswith(begin))
-        if self.is_cut or (calls and is_whole):
+        self.is_truncated = (
+            is_truncated and not is_whole and (not begin.startswith("{") or '{"name":'.startswith(begin))
+        )
+        if self.is_truncated or (calls and is_whole):
             return "", calls[: None if self.use.parallel else 1]
         return rest, []
 
