@@ -9,6 +9,7 @@ import socket
 EXTERNAL_PROBE_HOST = "192.0.2.1"  # of RFC 5737, assigned to no host: routed like any address outside
 WILDCARDS = ("*", "0.0.0.0", "::")  # all addresses of this machine
 _ANY_PORT = 9
+_ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 _IS_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 
 
@@ -33,6 +34,14 @@ def split_address(text: str) -> tuple[str, int]:
     if found[3] and not 0 < port <= 65535:
         raise ValueError(f"has the port {port}, which is not within 1 and 65535")
     return host, port
+
+
+def require_origin(origin: str) -> str:
+    """Check the origin of a web page, as browsers send it. Raises ValueError."""
+    if origin != "null" and _ORIGIN.fullmatch(origin) is None:
+        remedy = "in lower case, without a path and the scheme's own port"
+        raise ValueError(f"{origin!r} is no origin such as https://game.example, {remedy}")
+    return origin
 
 
 def find_local_address(host: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -22,10 +22,14 @@ LIMITS = RequestLimits(max_body_bytes=1 << 20)
 
 @asynccontextmanager
 async def served(
-    host: FakeHost, http_port: int, access: AccessControl | None = None, limits: RequestLimits = LIMITS
+    host: FakeHost,
+    http_port: int,
+    access: AccessControl | None = None,
+    limits: RequestLimits = LIMITS,
+    origins: Sequence[str] = (),
 ) -> AsyncIterator[uvicorn.Server]:
     access = access or AccessControl(None, [])
-    app = EndpointApp(RestApp(host, access, limits=limits), host, access, limits)
+    app = EndpointApp(RestApp(host, access, limits=limits), host, access, limits, origins=origins)
     before = uvicorn.config.HTTP_PROTOCOLS["auto"]
     fast_path.install_application(app)
     with socket.create_server(("127.0.0.1", http_port)) as listener:

@@ -342,6 +342,10 @@ def test_models_are_added_with_options_of_all_and_of_one(
         (["deploy", "m", "--into", "shop", "--port", "5555"], "port = 5555: is of an endpoint that is deployed anew"),
         (["deploy", "m", "--into", "shop", "--name", "z"], "name = 'z': is of an endpoint that is deployed anew"),
         (["deploy", "m", "--into", "shop", "--replicas", "3"], "replicas = 3: is of an endpoint that is deployed anew"),
+        (
+            ["deploy", "m", "--into", "shop", "--allow-origin", "*"],
+            "allow-origin = '[\"*\"]': is of an endpoint that is",
+        ),
         (["deploy", "m", "--into", "shop", "--address", "local"], "address = 'local': is of an endpoint"),
         (["set", "fashion", "deadlin_s=1"], "deadlin_s = 1: no such field"),
         (["set", "fashion", "deadline_s"], "is not of the form a.b=c"),

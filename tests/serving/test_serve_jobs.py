@@ -187,6 +187,7 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     monkeypatch.setattr(sys, "argv", ["shoal", "serve", "deploy", "fashion", "endpoint.keys=[{key: hush}]"])
     keys = "endpoint.keys=[{name: a, key: hush-hush-hush-hush}]"
     words = ["fashion@champion", "tabular@1", "--replicas", "2", "endpoint.models.fashion.deadline_s=0.1", keys]
+    words += ["--allow-origin", "https://app.example", "--allow-origin", "http://localhost:5173"]
     result = shoal_program("deploy", *words)
     assert result.exit_code == 0, result.exception
     assert "endpoint fashion is ready at http://127.0.0.1:8000, gRPC at 127.0.0.1:9000\n" in result.output
@@ -200,6 +201,7 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     spec = spec_from_overrides(fields).override(fields)
     assert [key.key.get_secret_value() for key in spec.endpoint.keys] == ["hush-hush-hush-hush"]
     assert spec.models == ["fashion@champion", "tabular@1"]
+    assert spec.endpoint.allow_origins == ["https://app.example", "http://localhost:5173"]
     assert (spec.endpoint.num_replicas, spec.endpoint.options("fashion").deadline_s) == (2, 0.1)
     assert job.env["SHOAL_RUN_ID"] == job.submission_id
     assert "hush" not in job.env["SHOAL_COMMAND"]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from shoal.config import Spec
-from shoal.network_address import WILDCARDS, is_loopback, split_address
+from shoal.network_address import WILDCARDS, is_loopback, require_origin, split_address
 
 # What a game is told: a number that is not finite equals nothing, and would be sent again and again.
 Setting = bool | Annotated[int, Field(ge=-(2**63), lt=2**63)] | FiniteFloat | str
@@ -164,7 +164,7 @@ class GatewaySpec(Spec):
     websocket: int | None = Field(
         default=None, ge=0, le=65535, description="port for games that speak WebSocket; 0 takes a free one"
     )
-    origins: tuple[str, ...] = Field(
+    origins: tuple[Annotated[str, AfterValidator(require_origin)], ...] = Field(
         default=(), description="of pages that may connect, as https://game.example; default: pages of the same address"
     )
     tls: GatewayTls | None = Field(default=None, description="of the port for WebSocket: its address is then wss://")
@@ -174,14 +174,6 @@ class GatewaySpec(Spec):
         gt=0,
         description="that a game may be silent over WebSocket, as at a menu, before its session ends",
     )
-
-    @field_validator("origins")
-    @classmethod
-    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in origins:
-            if origin != "null" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
-                raise ValueError(f"{origin!r} is no origin such as https://game.example, without a path")
-        return origins
 
     @field_validator("advertise")
     @classmethod

@@ -43,6 +43,9 @@ async def test_without_a_key_only_the_server_s_health_is_told_and_nothing_of_a_c
         for name, code in wanted.items():
             error = await refused(anext(aiter(ask(name, Silence(), metadata=(("authorization", "Bearer no"),)))))
             assert error.code() is code, name
+        twice = (("authorization", "Bearer secret"), ("authorization", "Bearer no"))  # a proxy may have checked one
+        error = await refused(ask("ServerMetadata", metadata=twice))
+        assert (error.code(), str(error.details())[:12]) == (grpc.StatusCode.INVALID_ARGUMENT, "several keys")
 
 
 # -- a call, whatever its size -----------------------------------------------------------------------------------------

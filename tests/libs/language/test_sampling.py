@@ -109,12 +109,30 @@ def test_answers_satisfy_their_grammar(engine: SlotEngine, monkeypatch: pytest.M
         assert found.keys() == {"age", "is"}
         assert 0 <= found["age"] <= 99
         assert found["is"] in ("x", "y")
-    assert all(re.fullmatch("[ab]{3}-[0-9]{2}", text) for text in generate(engine, ("regex", "[ab]{3}-[0-9]{2}")))
+    for text in generate(engine, ("regex", r"\d{3}/[\w-]{2}"), 9):
+        assert re.fullmatch("[0-9]{3}/[0-9A-Za-z_-]{2}", text)
+    for text in generate(engine, ("json_schema", {"type": "string", "pattern": r"^\d{2}\w$"})):
+        assert re.fullmatch('"[0-9]{2}[0-9A-Za-z_]"', text)
     assert set(generate(engine, ("choice", ["yes", 'no "really"']), 6)) <= {"yes", 'no "really"'}
     assert all(text.strip("+1") == "" for text in generate(engine, ("lark", 'start: "1" ("+" "1"){1,3}')))
     engine.prepare(TextRequest(PROMPT, grammar=("regex", "x{2}[yz]")))
     monkeypatch.setattr(GrammarCompiler, "_compile", None)  # once is enough
     assert {text[:2] for _ in range(2) for text in generate(engine, ("regex", "x{2}[yz]"))} == {"xx"}
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\t"])
+@pytest.mark.parametrize("begin", ["", "start: %json "])
+def test_a_model_that_prefers_white_space_comes_to_the_end_of_its_json(
+    blank: str, begin: str, engine: SlotEngine
+) -> None:
+    schema = {"type": "array", "items": {"enum": [1, True]}, "minItems": 2, "maxItems": 2, "title": "%json {}"}
+    sampling = Sampling(logit_bias={ord(each): 100.0 for each in {blank, "\n"}})
+    kind: Any = "lark" if begin else "json_schema"
+    request = TextRequest(PROMPT, sampling, max_tokens=80, grammar=(kind, begin + json.dumps(schema)))
+    ((*_, end),) = engine.run([request])
+    assert end.finish == "stop"
+    (free,) = engine.run([TextRequest(PROMPT, sampling, max_tokens=9, grammar=("lark", "start: %json {}"))])
+    assert "".join(event.text for event in free).strip()
 
 
 @pytest.mark.parametrize(

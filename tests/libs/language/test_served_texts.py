@@ -161,8 +161,34 @@ async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
 
         replica.app._others = [(prefix, record) for prefix, _ in replica.app._others]
         for path in ("/second/v1/models", "/v1/models", "/second/chat/completions"):
-            await replica.app({"type": "http", "path": path}, record, record)  # type: ignore[arg-type]
+            await replica.app({"type": "http", "method": "GET", "path": path}, record, record)  # type: ignore[arg-type]
         assert paths == ["/v1/models", "/v1/models", "/chat/completions"]  # of a base_url without /v1
+
+
+async def test_a_page_of_another_origin_reads_streams_and_errors(files: Mapping[str, bytes]) -> None:
+    register_decoder(files, 1)
+    page, asked = "https://app.example", {"model": "tiny", "prompt": "Once", "stream": True, "max_tokens": 2}
+    async with ReplicaSet(model_from_ref("tiny@1"), allow_origins=[page]) as endpoint:
+        [replica] = await endpoint.start()
+        for method, path, body, status in [
+            ("OPTIONS", "/v1/completions", None, 200),
+            ("POST", "/v1/completions", asked, 200),
+            ("POST", "/v1/completions", asked | {"model": "no"}, 404),
+            ("HEAD", "/v1/models", None, 200),
+        ]:
+            messages: list[Any] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+            headers = [(b"origin", page.encode()), (b"access-control-request-method", b"POST")]
+            sent: list[Any] = []
+
+            async def receive(messages: list[Any] = messages) -> Any:
+                return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+            async def send(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            await replica.app({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+            assert sent[0]["status"] == status
+            assert sent[0]["headers"].count((b"access-control-allow-origin", page.encode())) == 1
 
 
 async def test_a_version_without_a_tokenizer_is_not_listed() -> None:

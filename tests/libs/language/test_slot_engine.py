@@ -354,7 +354,7 @@ def test_a_stop_text_is_found_wherever_it_lies(seed: int) -> None:
     seen = ""
     for byte in text.encode():
         seen += stream.push(byte)
-        if stream.stopped is not None:
+        if stream.stopped:
             break
         assert not any(stop in seen for stop in stops)
     seen += stream.finish()

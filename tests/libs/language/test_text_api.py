@@ -163,15 +163,70 @@ def test_a_stop_text_and_a_prefilled_message_of_anthropics_form(client: Client, 
         ("", '{"city": "Rome"}', '{"city": "Rome"}', 0),
         ("", "no {}", "no {}", 0),
         ("", "[" * 5000, "[" * 5000, 0),
+        # what was cut
+        ("<tool_call>", "ok <tool_call>\n{ ...", "ok ", 0),
+        ("<tool_call>", "ok <tool_c...", "ok ", 0),
+        ("<tool_call>", "1 <...", "1 ", 0),
+        ("<tool_call>", '<tool_call>{"name": "where"}</tool_call>\n<tool_call>{"na...', "", 1),
+        ("<tool_call>", '<tool_call>{"name": "where"}...', "", 1),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "wh...', "", 0),
+        ("", ' { "name": "where", "para...', "", 0),
+        ("", '{"na...', "", 0),
+        ("", "<|pyth...", "", 0),
+        ("", '{"city": "Ro...', '{"city": "Ro', 0),
     ],
 )
 def test_tool_calls_are_read_from_a_stream(mark: str, text: str, shown: str, calls: int) -> None:
     reader = ToolUse([TOOL]).make_reader(f"{mark} tools")
     assert reader is not None
-    seen = "".join(reader.push(letter) for letter in text)
-    rest, found = reader.finish()
+    seen = "".join(reader.push(letter) for letter in text.removesuffix("..."))
+    rest, found = reader.finish(is_truncated=text.endswith("..."))
     assert (seen + rest, len(found)) == (shown, calls)
     assert set(found) <= {ToolCall("where", '{"n": 1}'), ToolCall("where", "{}")}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "tools", "end"),
+    [
+        ("chat/completions", {"tools": TOOLS, "tool_choice": "required", "max_tokens": 9}, "length"),
+        ("responses", {"tools": [TOOL | {"type": "function"}], "tool_choice": "required", "max_output_tokens": 9},
+         "incomplete"),
+        ("messages", {"tools": [{"name": "where", "input_schema": ONE}], "tool_choice": {"type": "any"},
+                      "max_tokens": 9}, "max_tokens"),
+    ],
+)  # fmt: skip
+def test_a_call_that_was_cut_is_no_text(
+    path: str, tools: dict[str, Any], end: str, stream: bool, client: Client
+) -> None:
+    answer = client.post(f"/v1/{path}", PATHS[path] | tools | {"stream": stream})[2]
+    assert join_text(path, answer if stream else [{"type": "", "delta": "", **answer}]) == ""
+    ends = [each for name in ("finish_reason", "stop_reason", "status") for each in find(answer, name)]
+    assert (end in ends, "tool_calls" in ends, find(answer, "arguments")) == (True, False, [])
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_log_probabilities_end_with_the_text_that_a_stop_cut(path: str, client: Client) -> None:
+    asked = PATHS[path] | {"max_tokens": 40, "temperature": 0, "logit_bias": {"33": 9, "34": 9}, "logprobs": True}
+    asked |= {"frequency_penalty": 2.0} | ({} if path == "chat/completions" else {"logprobs": 0})
+
+    def read(answer: Any) -> tuple[str, list[str], int]:
+        frames = answer if isinstance(answer, list) else [answer]
+        is_chat = path == "chat/completions"
+        shown = find(frames, "logprobs")
+        tokens = [each["token"] for part in find(shown, "content") for each in part or []] if is_chat else [
+            each for part in find(shown, "tokens") for each in part
+        ]  # fmt: skip
+        return "".join(tokens), tokens, find(frames, "finish_reason").count("stop")
+
+    whole = client.post(f"/v1/{path}", asked)[2]
+    text = "".join(find(whole, "content" if path == "chat/completions" else "text")[:1])
+    for begin, size in ((3, 1), (3, 4), (7, 2)):
+        stop = text[begin : begin + size]
+        cut = text[: text.index(stop)]
+        for stream in (False, True):
+            answer = client.post(f"/v1/{path}", asked | {"stop": [stop, "xyz"], "stream": stream})[2]
+            assert read(answer)[::2] == (cut, 1)
 
 
 @pytest.mark.parametrize("mark", ["<tool_call>", "[TOOL_CALLS]", ""])
@@ -292,7 +347,9 @@ def test_errors_have_the_form_of_the_api_that_was_called(client: Client) -> None
     assert (wrong["type"], "base_url" in wrong["message"]) == ("not_found_error", True)
     for path in ("responses/resp_1", "models/other", "models_", "nothing"):
         assert asyncio.run(client.call("GET", f"/v1/{path}"))[0] == 404
-    assert asyncio.run(client.call("GET", "/v1/completions"))[0] == 405
+    status, headers, _ = asyncio.run(client.call("GET", "/v1/completions"))
+    assert (status, headers["allow"]) == (405, "POST")
+    assert asyncio.run(client.call("POST", "/v1/models"))[1]["allow"] == "GET, HEAD"
 
 
 def test_a_body_that_does_not_end_is_cut_off(models: Models) -> None:

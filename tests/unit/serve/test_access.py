@@ -1,6 +1,8 @@
 """Who may call an endpoint: keys, models, rates; and that nothing shows a key."""
 
 import pickle
+import time
+from datetime import UTC, date, datetime
 
 import pytest
 from hypothesis import given
@@ -94,6 +96,48 @@ def test_a_spec_may_hold_the_hash_of_a_key() -> None:
     access = AccessControl(None, [api_key("ada", written)])
     assert access.admit(bearer(KEY)).name == "ada"
     assert refusal(access, bearer(written)).status == 401
+
+
+@pytest.mark.parametrize("is_known", [False, True])  # to the cache of headers, before it expires
+def test_a_key_is_unknown_from_the_second_at_which_it_expires(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = ApiKey.parse({"name": "ada", "key": KEY, "expires": "2027-01-31"})
+    border_s = datetime(2027, 1, 31, tzinfo=UTC).timestamp()
+    access = AccessControl(TOKEN, [key, api_key("bob", OTHER)])
+    monkeypatch.setattr(time, "time", lambda: border_s - 0.001)
+    if is_known:
+        assert access.admit(bearer(KEY), "m").name == "ada"
+    monkeypatch.setattr(time, "time", lambda: border_s)
+    error = refusal(access, bearer(KEY), "m")
+    assert (error.status, str(error)) == (
+        401,
+        "the key 'ada' has expired at 2027-01-31T00:00:00+00:00: another is required",
+    )
+    with pytest.raises(InferenceError, match="has expired"):
+        access.require_known_key(bearer(KEY))
+    assert [access.admit(bearer(each)).name for each in (OTHER, TOKEN)] == ["bob", ADMINISTRATOR]
+    assert access.counts()["ada"] == {"expired": 2} | ({"admitted": 1} if is_known else {})
+    assert (access.get_auth_failures()[0].by, access.get_auth_failures()[0].status) == ("ada", 401)
+
+
+def test_the_end_of_a_key_is_a_date_a_time_or_a_duration_and_stays_where_it_was() -> None:
+    def parse(expires: object) -> ApiKey:
+        return ApiKey.parse({"name": "ada", "key": KEY, "expires": expires})
+
+    for expires, written in [
+        (None, "null"),
+        (date(2027, 1, 31), '"2027-01-31T00:00:00Z"'),  # as YAML reads it
+        (datetime(2027, 1, 31, 7, tzinfo=UTC), '"2027-01-31T07:00:00Z"'),
+        ("2027-01-31T18:00+01:00", '"2027-01-31T18:00:00+01:00"'),
+    ]:
+        assert f'"expires":{written}' in parse(expires).model_dump_json()
+    before_s = time.time()
+    first = parse("30d")
+    assert first.expires is not None
+    assert before_s - 1 <= first.expires.timestamp() - 30 * 86_400 <= time.time()
+    assert parse(first.model_dump(mode="json")["expires"]).expires == parse(first.expires).expires == first.expires
+    for wrong in ("soon", "", [30]):
+        with pytest.raises(ConfigError, match="expires = "):
+            parse(wrong)
 
 
 @pytest.mark.parametrize("written", ["sha256:zz", hash_key(KEY)[:-1], hash_key(KEY) + "0", "SHA256:"])

@@ -28,6 +28,31 @@ def test_an_ingress_on_every_node_needs_an_address_that_every_node_has(host: str
     assert caught.value.field == "ingress"
 
 
+@pytest.mark.parametrize(
+    ("origin", "is_sound"),
+    [
+        *((each, True) for each in ("*", "null", "https://app.example", "http://localhost:5173", "http://[::1]:8000")),
+        *((each, True) for each in ("tauri://localhost", "chrome-extension://abcdef")),
+        *(
+            (each, False)
+            for each in ("app.example", "https://app.example/", "https://App.example", "https://*.example")
+        ),
+        *((each, False) for each in ("https://app.example:443", "http://app.example:80", "", "https://a b")),
+    ],
+)
+def test_an_origin_is_written_as_browsers_send_it(origin: str, is_sound: bool) -> None:
+    if is_sound:
+        assert spec(allow_origins=[origin]).allow_origins == [origin]
+        return
+    with pytest.raises(ConfigError, match="is no origin such as https:"):
+        spec(allow_origins=[origin])
+
+
+def test_pages_cannot_wake_an_endpoint() -> None:
+    with pytest.raises(ConfigError, match=r"which the preflight of a browser has not: give scale.min = 1"):
+        spec(allow_origins=["*"], scale={"min": 0, "max": 2})
+
+
 TLS = {"certificate": "/c.pem", "key": "/k.pem"}
 
 

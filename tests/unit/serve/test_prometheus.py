@@ -169,6 +169,8 @@ def test_a_key_for_some_models_sees_nothing_of_the_others_nor_of_other_callers()
         ]
         assert {labels["model"] for labels in seen if "model" in labels} == models
         assert {labels["key"] for labels in seen if "key" in labels} == keys
+        is_all = caller.models is None
+        assert any(not {"key", "model"} & labels.keys() for labels in seen) == is_all  # what is of the whole endpoint
 
 
 def test_no_replica_no_series() -> None:

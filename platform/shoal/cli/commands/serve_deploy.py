@@ -62,6 +62,7 @@ MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
 @click.option(
     "--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Processes, each with every model.  [default: 1]"
 )
+@click.option("--allow-origin", multiple=True, metavar="ORIGIN", help="Web pages that may call it, repeated; * is all.")
 @click.option("--into", metavar="ENDPOINT", help="Add the models to a running endpoint.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for the endpoint.")
@@ -70,6 +71,7 @@ def deploy(
     name: str | None,
     port: int | None,
     replicas: int | None,
+    allow_origin: tuple[str, ...],
     into: str | None,
     address: str | None,
     timeout_s: float,
@@ -91,11 +93,13 @@ def deploy(
       shoal serve deploy shop.yaml
       shoal serve deploy fashion --port 8000 --address http://head.example:8265
     """
+    origins = json.dumps(allow_origin) if allow_origin else None
     if into is not None:
-        _deploy_into(into, arguments, {"name": name, "port": port, "replicas": replicas, "address": address}, timeout_s)
+        own = {"name": name, "port": port, "replicas": replicas, "allow-origin": origins, "address": address}
+        _deploy_into(into, arguments, own, timeout_s)
         return
     fields = _parse_fields(arguments) + ([] if name is None else [format_override("endpoint.name", name)])
-    options = {"endpoint.port": port, "endpoint.num_replicas": replicas}
+    options = {"endpoint.port": port, "endpoint.num_replicas": replicas, "endpoint.allow_origins": origins}
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
     _warn(spec.endpoint.drain_warning)

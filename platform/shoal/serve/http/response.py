@@ -56,7 +56,7 @@ def build_error_response(error: InferenceError, allowed: str = "") -> RestRespon
         case 401:
             headers.append((b"www-authenticate", b'Bearer realm="shoal"'))
         case 405:
-            headers.append((b"allow", allowed.encode()))
+            headers.append((b"allow", allowed.replace("GET", "GET, HEAD").encode()))
         case 408 | 413:
             headers.append((b"connection", b"close"))  # the rest of the body is not read
     return RestResponse(error.status, msgspec.json.encode(Error(str(error), error.field)), JSON_TYPE, headers)

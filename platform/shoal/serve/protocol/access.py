@@ -26,6 +26,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import SecretStr
 
 from shoal.errors import InferenceError
 from shoal.serve.messages.auth_failures import AuthFailure, AuthFailureCounter
@@ -83,6 +86,7 @@ class _KeyHolder:
     requests_per_s: float | None
     burst: int
     bucket: TokenBucket
+    expires: datetime | None
 
 
 class AccessControl:
@@ -117,20 +121,17 @@ class AccessControl:
         self._auth_failures = AuthFailureCounter()
         self._open_caller = Caller(ANYONE, administrator=True) if token is None and not keys else None
         require_distinct_keys(token, keys)
-        holders: list[tuple[Caller, str, float | None, int]] = [
-            (
-                Caller(key.name, models=frozenset(key.models) or None),
-                key.key.get_secret_value(),
-                key.requests_per_s,
-                key.burst,
-            )
-            for key in keys
-        ]
+        for key in keys:
+            self._add(Caller(key.name, models=frozenset(key.models) or None), key)
         if token is not None:
-            holders.append((Caller(ADMINISTRATOR, administrator=True), token, None, 1))
-        for caller, secret, rate, burst in holders:
-            hashed = digest(secret)
-            self._holders[self._hash_slot(hashed)] = _KeyHolder(caller, hashed, rate, burst, TokenBucket(clock()))
+            administrator = ApiKey.model_construct(key=SecretStr(token))
+            self._add(Caller(ADMINISTRATOR, administrator=True), administrator)
+
+    def _add(self, caller: Caller, key: ApiKey) -> None:
+        hashed = digest(key.key.get_secret_value())
+        bucket = TokenBucket(self._clock())
+        holder = _KeyHolder(caller, hashed, key.requests_per_s, key.burst, bucket, key.expires)
+        self._holders[self._hash_slot(hashed)] = holder
 
     def admit(
         self,
@@ -146,7 +147,7 @@ class AccessControl:
         authorization: the header's value; b"" without it
         origin:        the caller's address, for the record of refused calls
         is_counted:    to the key's rate; not where another replica has counted the call
-        Raises InferenceError: 401 without a known key, 403 without the right, 429 over its rate.
+        Raises InferenceError: 401 without a known key that has not expired, 403 without the right, 429 over its rate.
         """
         if self._open_caller is not None:
             self._counts[ANYONE, "admitted"] += 1
@@ -201,7 +202,7 @@ class AccessControl:
             self._authenticate(authorization, None, origin)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """By the key's name ("" for unknown keys): the calls admitted, forbidden, limited, unknown."""
+        """By the key's name ("" for unknown keys): the calls admitted, forbidden, limited, expired, unknown."""
         counts: dict[str, dict[str, int]] = {}
         for (name, result), count in self._counts.items():
             counts.setdefault(name, {})[result] = count
@@ -217,6 +218,11 @@ class AccessControl:
         if holder is None:
             self._counts["", "unknown"] += 1
             raise self._record_failure("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
+        if holder.expires is not None and time.time() >= holder.expires.timestamp():
+            name = holder.caller.name
+            self._counts[name, "expired"] += 1
+            problem = f"the key {name!r} has expired at {holder.expires.isoformat()}: another is required"
+            raise self._record_failure(name, 401, problem, model, origin)
         if len(self._header_cache) < MAX_CACHED_HEADERS:
             self._header_cache[shown] = holder
         return holder

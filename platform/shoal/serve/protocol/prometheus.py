@@ -113,11 +113,8 @@ def render(reports: Iterable[ReplicaReport], caller: Caller | None = None) -> by
     families: dict[str, list[str]] = {name: [] for name in metrics}
     for report in reports:
         for name, labels, value in series(report):
-            if caller is not None and caller.models is not None:
-                is_own_key, model = labels.get("key") in (None, caller.name), labels.get("model")
-                if not is_own_key or not (model is None or caller.can_see(model)):
-                    continue
-            families[name].extend(_lines(name, {**labels, "replica": report.replica}, value))
+            if caller is None or labels.get("key") == caller.name or caller.can_see(labels.get("model", "")):
+                families[name].extend(_lines(name, {**labels, "replica": report.replica}, value))
     lines: list[str] = []
     for name, metric in metrics.items():
         if families[name]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,6 +38,11 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 # answer; the server is closing, so that an endless stream can end.
 INCOMPLETE_MESSAGE = "shoal.incomplete"
 CLOSING_MESSAGE = "shoal.closing"
+PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, HEAD, POST"),
+    (b"access-control-max-age", b"600"),
+    (b"content-length", b"0"),
+]
 
 
 class RequestLifecycle:
@@ -167,8 +172,11 @@ class EndpointApp:
     An extension of the group `shoal.protocols` is a function of the other arguments. It returns the prefix of the paths
     that its protocol answers, or several, and an application.
 
+    HEAD is GET, whose body the server leaves out.
+
     root:     the path before all of the endpoint's
     required: of these; others that cannot be loaded, or raise when they are called, are left out
+    origins:  of web pages that may call it: `EndpointSpec.allow_origins`. Their preflights take no key
     """
 
     def __init__(
@@ -180,11 +188,12 @@ class EndpointApp:
         tracer: TracerProtocol | None = None,
         required: Iterable[str] = (),
         root: str = "",
+        origins: Collection[str] = (),
     ) -> None:
         others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
         for name in {*required} - others.keys():  # raises
             others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
-        self._root, self._rest = root.rstrip("/"), rest
+        self._root, self._rest, self._origins = root.rstrip("/"), rest, origins
         self._others: list[tuple[str | tuple[str, ...], Application]] = [*others.values()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,7 +203,31 @@ class EndpointApp:
             for prefix, other in self._others:
                 if path.startswith(prefix):
                     application, scope = other, scope if path == scope["path"] else {**scope, "path": path}
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}
+            if self._origins:
+                await self._share(application, scope, receive, send)
+                return
         await application(scope, receive, send)
+
+    async def _share(self, application: Application, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call with the headers that let pages read the answer (https://fetch.spec.whatwg.org/#http-cors-protocol)."""
+        given, more = dict(scope["headers"]), [(b"vary", b"origin")]
+        origin = given.get(b"origin", b"")
+
+        async def share(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        if "*" in self._origins or origin.decode("latin-1") in self._origins:
+            more += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"*")]
+            if scope["method"] == "OPTIONS" and b"access-control-request-method" in given:
+                more.append((b"access-control-allow-headers", given.get(b"access-control-request-headers", b"")))
+                await share({"type": "http.response.start", "status": 200, "headers": PREFLIGHT})
+                await share({"type": "http.response.body"})
+                return
+        await application(scope, receive, share)
 
 
 async def decompress_in_thread(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:

@@ -33,7 +33,7 @@ class RequestLimits:
     answer_grace_s: float = 60.0
 
     def check_head(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Check a request's head. Raises InferenceError (414, 431)."""
+        """Check a request's head. Raises InferenceError (400, 414, 431)."""
         if len(path) > self.max_path_chars:
             raise InferenceError(414, f"the path has {len(path)} characters, the limit is {self.max_path_chars}")
         if len(headers) > self.max_headers:
@@ -43,6 +43,10 @@ class RequestLimits:
             size_bytes += len(name) + len(value)
         if size_bytes > self.max_header_bytes:
             raise InferenceError(431, f"the headers have {size_bytes} bytes, the limit is {self.max_header_bytes}")
+        names = [name for name, _ in headers]
+        if max(names.count(b"authorization"), names.count(b"x-api-key")) > 1:
+            # What is before this endpoint may have checked another.
+            raise InferenceError(400, "several keys: send one header authorization, or x-api-key")
 
     def body_deadline_s(self, received_bytes: int) -> float:
         """How long after its head a body may still be incomplete, when so much of it has arrived."""

@@ -129,9 +129,8 @@ class EndpointReplica:
             root=spec.route_prefix,
         )
         required = [] if spec.grpc_port is None else ["grpc"]
-        self.app = EndpointApp(
-            self._rest, self.manager, self._access, limits, self._tracer, required, spec.route_prefix
-        )
+        more = self._tracer, required, spec.route_prefix, spec.allow_origins
+        self.app = EndpointApp(self._rest, self.manager, self._access, limits, *more)
         self._load_meter = LoadMeter(time.thread_time)
         rest_s = REPORT_REST_S if spec.memory else 0.0
         self._follower = PlanFollower(replica, controller, self.manager.apply, self.report, rest_s)

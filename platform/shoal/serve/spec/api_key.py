@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
+from shoal.runs.formatting import parse_duration
 
 ADMINISTRATOR = "administrator"  # the name of a caller with the endpoint's token
 ANYONE = "anyone"  # the name of all callers of an endpoint without token and keys
@@ -27,6 +30,17 @@ def require_usable_secret(secret: SecretStr) -> SecretStr:
     return secret
 
 
+def _read_time(given: object) -> object:
+    """A duration counts from now, once: the spec has the time."""
+    seconds = parse_duration(str(given))
+    return given if seconds is None else datetime.now(UTC).replace(microsecond=0) + timedelta(0, seconds)
+
+
+Expiry = Annotated[
+    datetime, BeforeValidator(_read_time), AfterValidator(lambda when: when.replace(tzinfo=when.tzinfo or UTC))
+]
+
+
 class ApiKey(Spec):
     """A key that callers send as `Authorization: Bearer KEY`.
 
@@ -35,6 +49,7 @@ class ApiKey(Spec):
     models:        the models that it may call; empty for all
     requests_per_s, burst: its rate over the full endpoint, and the burst above it; None: no limit
     input_tokens_per_min, output_tokens_per_min: of texts, over the full endpoint; a minute's worth may come at once
+    expires:       when it is known no more: a date or time, in UTC unless it says another; 30d from now; None: never
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
@@ -44,6 +59,7 @@ class ApiKey(Spec):
     burst: int = Field(default=10, ge=1, le=1_000_000_000)
     input_tokens_per_min: float | None = Field(default=None, gt=0)
     output_tokens_per_min: float | None = Field(default=None, gt=0)
+    expires: Expiry | None = None
 
     @field_validator("key")
     @classmethod

@@ -21,6 +21,7 @@ from pydantic import (
 from shoal.cluster.ingress.time_limits import DRAIN_S, HANG_S, HARD_STOP_S, get_answer_s
 from shoal.config import Spec, merge
 from shoal.errors import ConfigError
+from shoal.network_address import require_origin
 from shoal.plugins.library import collect_extensions
 from shoal.runs.formatting import Duration, Size
 from shoal.serve.spec.api_key import ApiKey, digest, require_distinct_keys, require_usable_secret
@@ -63,6 +64,8 @@ def _require_countable_gpus(num_gpus: float) -> float:
     return num_gpus
 
 
+# "*" allows the pages of every origin.
+OriginOrAll = Annotated[str, AfterValidator(lambda given: given if given == "*" else require_origin(given))]
 GangSplit = Literal["pipeline", "tensor"]
 PREDICTORS = "shoal.predictors"  # the extensions that start the workers of a replica, by how they split models
 TRACERS = "shoal.tracers"  # the extensions that trace the requests of a replica, by the kind of destination
@@ -135,6 +138,7 @@ class EndpointSpec(Reach):
     show_errors:    callers receive the text of a model's own exception; else a reference to the endpoint's log
     token:          when set, all calls except the server's health need `Authorization: Bearer TOKEN`
     keys:           further callers, their models and rates
+    allow_origins:  web pages that may call it with a key, as browsers name their origin: https://app.example; `*`: all
     torch_threads:  threads of one forward; 1 is best for small models under load
     num_workers:    of each replica: above 1, its models are split between so many processes, which no single one
                     could hold
@@ -170,6 +174,7 @@ class EndpointSpec(Reach):
     show_errors: bool = False
     token: SecretStr | None = None
     keys: list[ApiKey] = Field(default_factory=list)
+    allow_origins: list[OriginOrAll] = Field(default_factory=list)
     torch_threads: int = Field(default=1, ge=1, le=1024)
     num_workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
     parallel: GangSplit | None = None
@@ -241,6 +246,13 @@ class EndpointSpec(Reach):
         if self.scale is not None and self.scale.budget is not None and self.may_sleep and self.ingress == EVERY_NODE:
             problem = "scale.budget keeps an endpoint with scale.min = 0 asleep on the head alone"
             raise ValueError(f"{problem}: give scale.min = 1, or ingress: head")
+        return self
+
+    @model_validator(mode="after")
+    def _answer_preflights(self) -> EndpointSpec:
+        if self.may_sleep and self.allow_origins:
+            problem = "allow_origins: an endpoint that sleeps wants a key, which the preflight of a browser has not"
+            raise ValueError(f"{problem}: give scale.min = 1, or leave it out")
         return self
 
     @model_validator(mode="after")

@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             headers = [(name.lower().encode("latin-1"), text.encode("latin-1")) for name, text in self.headers.items()]
             path = unquote(self.path.partition("?")[0])
-            self._send(self.server.model.answer(self.command, path, headers, body))
+            self._send(self.server.model.answer(self.command.replace("HEAD", "GET"), path, headers, body))
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _handle
 

@@ -28,33 +28,49 @@ _FAILURES = {
 
 @dataclass
 class TextAnswer:
-    """One answer so far. `events` are retained where log-probabilities are wanted."""
+    """One answer so far.
+
+    shown:    events whose tokens belong to the text for certain, until a stream takes them
+    pending:  those that a stop text may yet cut
+    stopped:  the stop text that was met
+    """
 
     index: int
     reader: ToolCallReader | None
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     finish: str = ""
     spans: list[list[int | str]] = field(default_factory=list)
     unsent: list[tuple[int | str, list[int]]] = field(default_factory=list)  # versions, and the tokens that each wrote
+    shown: list[TokenEvent] = field(default_factory=list)
+    pending: list[TokenEvent] = field(default_factory=list)
+    num_chars: int = 0  # of the engine's text, calls included
+    stopped: str = ""
 
     def take(self, event: TokenEvent) -> str:
         """Add an event; returns the text to show. Raises InferenceError for an end that is a failure."""
         if event.token is not None:
-            self.tokens.append(event.token)
+            self.num_tokens += 1
             if not self.unsent or self.unsent[-1][0] != event.version:
                 self.unsent.append((event.version, []))
             self.unsent[-1][1].append(event.token)
+            self.pending.append(event)
+        self.num_chars += len(event.text)
+        is_all = event.finish is not None and not event.stopped
+        while self.pending and (is_all or self.pending[0].offset < self.num_chars):
+            self.shown.append(self.pending.pop(0))
         text = event.text if self.reader is None else self.reader.push(event.text)
         if event.finish in _FAILURES:
             status, problem = _FAILURES[event.finish]
             raise InferenceError(status, f"{problem}: {event.problem}" if event.problem else problem)
         if event.finish:
+            self.finish, self.stopped = event.finish, event.stopped
             if self.reader is not None:
-                rest, self.calls = self.reader.finish()
+                rest, self.calls = self.reader.finish(is_truncated=event.finish == "length" or bool(event.stopped))
                 text += rest
-            self.finish = "tool_calls" if self.calls else event.finish
+                if self.calls and not self.reader.is_truncated:
+                    self.finish = "tool_calls"
             for version, num in event.spans:  # those of the engine, which may have continued others
                 if self.spans and self.spans[-1][0] == version:
                     num += cast(int, self.spans.pop()[1])
@@ -70,7 +86,7 @@ class TextAnswer:
             for token in tokens:
                 self.take(TokenEvent(0, 0, token, version=version, text=text.push(token)))
         self.spans = [[version, len(tokens)] for version, tokens in self.unsent]
-        self.unsent = []
+        self.unsent, self.pending, self.shown = [], [], []
 
 
 @dataclass
@@ -88,17 +104,17 @@ class Answers:
     can_resume: bool
     count: Callable[[], None]
 
-    async def read(self) -> AsyncIterator[tuple[TextAnswer, TokenEvent, str]]:
-        """The answer, an event and the text to show, as they come. Raises InferenceError."""
+    async def read(self) -> AsyncIterator[tuple[TextAnswer, str]]:
+        """The answer and the text to show, as they come. Raises InferenceError."""
         yield self._take(*self.first)
         async for number, event in self.rest:
             yield self._take(number, event)
 
-    def _take(self, number: int, event: TokenEvent) -> tuple[TextAnswer, TokenEvent, str]:
+    def _take(self, number: int, event: TokenEvent) -> tuple[TextAnswer, str]:
         answer = self.all[number * self.job.body.n + event.index]
         if event.token is not None:
             self.count()
-        return answer, event, answer.take(event)
+        return answer, answer.take(event)
 
     def describe_progress(self, answer: TextAnswer) -> dict[str, Any]:
         """For an event of a stream: what a client sends as `given`, of the tokens since the last one."""
@@ -107,7 +123,7 @@ class Answers:
 
     @property
     def num_new_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.all)
+        return sum(answer.num_tokens for answer in self.all)
 
     def count_usage(self) -> dict[str, int]:
         """As the chat API has it."""

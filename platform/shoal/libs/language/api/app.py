@@ -59,7 +59,7 @@ BODIES |= {"messages/count_tokens": CountBody, "embeddings": EmbeddingBody}
 SMALL_BYTES = 16_384  # below it, a few milliseconds of the event loop
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
-HOP_HEADERS = ("host", "connection", "expect", "content-length", "content-encoding", "transfer-encoding")
+HOP_HEADERS = ("host", "origin", "connection", "expect", "content-length", "content-encoding", "transfer-encoding")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -139,7 +139,10 @@ class LanguageApp:
                 await reply.send_json({"input_tokens": job.num_prompt_tokens})
             else:
                 if fields.given:
-                    call = _resume(fields, call)
+                    if not (call.resume or fields.seed is not None or fields.temperature == 0):  # another answer's rest
+                        problem = "given: needs the idempotency-key of its answer, or the seed"
+                        raise InferenceError(400, problem, field="given")
+                    call = replace(call, last_version=fields.given[-1][0])
                 await self._generate(api, job, call, reply)
 
     async def _load(self, name: str, path: str, headers: Headers, body: bytes, reply: _Reply, arrived_s: float) -> bool:
@@ -305,13 +308,6 @@ def _apply_deadline(body: Fields, headers: Headers, arrived_s: float) -> None:
     if by_header_s is not None:
         left_s = max(by_header_s - now_s, 1e-3)
         body.deadline_s = left_s if body.deadline_s is None else min(left_s, body.deadline_s)
-
-
-def _resume(body: Fields, call: TextCall) -> TextCall:
-    """The call that continues an answer. Raises InferenceError (400) where the rest would be another one's."""
-    if not (call.resume or body.seed is not None or body.temperature == 0):
-        raise InferenceError(400, "given: needs the idempotency-key of its answer, or the seed", field="given")
-    return replace(call, last_version=body.given[-1][0])
 
 
 def _describe_model(model: TextModel) -> dict[str, Any]:

@@ -54,11 +54,11 @@ def prepare_chat(model: TextModel, body: ChatBody) -> Job:
 
 async def write_chat(answers: Answers) -> dict[str, Any]:
     """A chat.completion."""
-    logprobs: list[list[Any]] = [[] for _ in answers.all]
-    async for answer, event, _ in answers.read():
-        logprobs[answer.index] += _describe_event(answers.job, event)
+    async for _ in answers.read():
+        pass
     choices = []
-    for answer, entries in zip(answers.all, logprobs, strict=True):
+    for answer in answers.all:
+        entries = _describe_tokens(answers.job, answer)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": describe_calls(answer.calls)}
@@ -72,7 +72,7 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
     """chat.completion.chunk, and [DONE]."""
     head = _make_head(answers, "chat.completion.chunk", "chatcmpl-")
     begun: set[int] = set()
-    async for answer, event, text in answers.read():
+    async for answer, text in answers.read():
         delta: dict[str, Any] = {"content": text} if text else {}
         if answer.index not in begun:
             begun.add(answer.index)
@@ -80,7 +80,7 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
         if answer.calls:
             calls = describe_calls(answer.calls)
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        entries = _describe_event(answers.job, event)
+        entries = _describe_tokens(answers.job, answer)
         if not (delta or entries or answer.finish):
             continue
         choice: dict[str, Any] = {"index": answer.index, "delta": delta, "finish_reason": None}
@@ -102,12 +102,11 @@ def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
 
 async def write_completion(answers: Answers) -> dict[str, Any]:
     """A text_completion."""
-    logprobs = [_TextLogprobs(answers.job) for _ in answers.all]
-    async for answer, event, text in answers.read():
-        logprobs[answer.index].add(event, len(answer.text) - len(text))
+    async for _ in answers.read():
+        pass
     choices = [
-        {"index": answer.index, "text": answer.text, "logprobs": logprobs[answer.index].take(), **_describe_end(answer)}
-        for answer in answers.all
+        {"index": each.index, "text": each.text, "logprobs": _list_columns(answers.job, each), **_describe_end(each)}
+        for each in answers.all
     ]
     head = _make_head(answers, "text_completion", "cmpl-")
     return {**head, "choices": choices, "usage": answers.count_usage()}
@@ -116,13 +115,8 @@ async def write_completion(answers: Answers) -> dict[str, Any]:
 async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
     """text_completion, and [DONE]."""
     head = _make_head(answers, "text_completion", "cmpl-")
-    wanted = answers.job.body.logprobs is not None
-    async for answer, event, text in answers.read():
-        reported = None
-        if wanted:
-            logprobs = _TextLogprobs(answers.job)
-            logprobs.add(event, len(answer.text) - len(text))
-            reported = logprobs.take()
+    async for answer, text in answers.read():
+        reported = _list_columns(answers.job, answer)
         if text or answer.finish or reported:
             choice = {"index": answer.index, "text": text, "logprobs": reported, "finish_reason": None}
             choice |= _describe_end(answer) if answer.finish else {}
@@ -171,37 +165,39 @@ def _end_stream(answers: Answers, head: dict[str, Any]) -> list[bytes]:
     return [write_frame(usage)] * answers.job.body.stream_options.include_usage + [b"data: [DONE]\n\n"]
 
 
-def _describe_event(job: Job, event: TokenEvent) -> list[dict[str, Any]]:
-    """The log-probability of an event's token, in a list; empty where none is wanted."""
-    if not job.body.logprobs or event.token is None:
-        return []
-    top = [_describe_token(job, *each) for each in event.top_logprobs]
-    return [_describe_token(job, event.token, event.logprob) | {"top_logprobs": top}]
+def _take_shown(answer: TextAnswer, wanted: object) -> list[TokenEvent]:
+    events, answer.shown = answer.shown, []
+    return events if wanted else []
 
 
-def _describe_token(job: Job, token: int, logprob: float) -> dict[str, Any]:
+def _describe_tokens(job: Job, answer: TextAnswer) -> list[dict[str, Any]]:
+    """The log-probabilities of the tokens since the last call; empty where none are wanted."""
+    described = []
+    for event in _take_shown(answer, job.body.logprobs):
+        top = [_describe_token(job, *each) for each in event.top_logprobs]
+        described.append(_describe_token(job, event.token, event.logprob) | {"top_logprobs": top})
+    return described
+
+
+def _describe_token(job: Job, token: int | None, logprob: float) -> dict[str, Any]:
     text = job.model.tokenizer.decode([token])
     known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text, and no bytes here
     return {"token": text, "logprob": logprob, "bytes": known}
 
 
-class _TextLogprobs:
-    """Log-probabilities as /v1/completions has them."""
-
-    def __init__(self, job: Job) -> None:
-        self._decode, self._wanted = job.model.tokenizer.decode, job.body.logprobs is not None
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        self._columns: dict[str, list[Any]] = {name: [] for name in names}
-
-    def add(self, event: TokenEvent, offset: int) -> None:
-        if event.token is not None and self._wanted:
-            top = {self._decode([token]): logprob for token, logprob in event.top_logprobs}
-            row = (self._decode([event.token]), event.logprob, top, offset)
-            for column, value in zip(self._columns.values(), row, strict=True):
-                column.append(value)
-
-    def take(self) -> dict[str, list[Any]] | None:
-        return self._columns if self._columns["tokens"] else None
+def _list_columns(job: Job, answer: TextAnswer) -> dict[str, Any] | None:
+    """The same as /v1/completions has it; None for none."""
+    decode, names = job.model.tokenizer.decode, ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    rows = [
+        (
+            decode([event.token]),
+            event.logprob,
+            {decode([token]): value for token, value in event.top_logprobs},
+            event.offset,
+        )
+        for event in _take_shown(answer, job.body.logprobs is not None)
+    ]
+    return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else None
 
 
 CHAT = Api(ChatBody, prepare_chat, write_chat, stream_chat)

@@ -71,7 +71,7 @@ async def write_message(answers: Answers) -> dict[str, Any]:
     (answer,) = answers.all
     text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
     tools = [{**_begin_tool(call.name), "input": json.loads(call.arguments)} for call in answer.calls]
-    message = {**_make_head(answers), "content": [*text, *tools], **_describe_end(answers, answer)}
+    message = {**_make_head(answers), "content": [*text, *tools], **_describe_end(answer)}
     return message | {"usage": _count_usage(answers), "shoal": {"spans": answer.spans}}
 
 
@@ -80,7 +80,7 @@ async def stream_message(answers: Answers) -> AsyncGenerator[bytes, None]:
     head = {**_make_head(answers), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _write("message_start", message=head | {"usage": _count_usage(answers)})
     index, is_open = 0, False
-    async for answer, _, text in answers.read():
+    async for answer, text in answers.read():
         if text and not is_open:
             is_open = True
             yield _write("content_block_start", index=index, content_block={"type": "text", "text": ""})
@@ -98,7 +98,7 @@ async def stream_message(answers: Answers) -> AsyncGenerator[bytes, None]:
         yield _write("content_block_stop", index=index)
         index += 1
     spans = {"spans": answer.spans}
-    yield _write("message_delta", delta=_describe_end(answers, answer), usage=_count_usage(answers), shoal=spans)
+    yield _write("message_delta", delta=_describe_end(answer), usage=_count_usage(answers), shoal=spans)
     yield _write("message_stop")
 
 
@@ -118,15 +118,11 @@ def _count_usage(answers: Answers) -> dict[str, int]:
     return {"input_tokens": answers.job.num_prompt_tokens, "output_tokens": answers.num_new_tokens}
 
 
-def _describe_end(answers: Answers, answer: TextAnswer) -> dict[str, Any]:
-    """Why it ended. A stop text is cut off the answer, and found in its tokens."""
-    met = None
-    stops = answers.job.requests[0].stop
-    if answer.finish == "stop" and stops:
-        text = answers.job.model.tokenizer.decode(answer.tokens)
-        met = next((each for each in stops if each in text), None)
+def _describe_end(answer: TextAnswer) -> dict[str, Any]:
+    """Why it ended."""
+    met = answer.stopped if answer.finish == "stop" else None
     reason = "stop_sequence" if met else _STOPS.get(answer.finish, "end_turn")
-    return {"stop_reason": reason, "stop_sequence": met}
+    return {"stop_reason": reason, "stop_sequence": met or None}
 
 
 MESSAGES = Api(MessageBody, prepare_message, write_message, stream_message)

@@ -76,7 +76,7 @@ async def stream_response(answers: Answers) -> AsyncGenerator[bytes, None]:
     yield write("in_progress", response=_make_response(answers, head))
     output: list[dict[str, Any]] = []
     is_open = False
-    async for answer, _, text in answers.read():
+    async for answer, text in answers.read():
         if not is_open and (text or (answer.finish and not answer.calls)):
             is_open = True
             message = _make_message(item_id, "")

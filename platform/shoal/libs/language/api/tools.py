@@ -108,6 +108,7 @@ class ToolCallReader:
     _is_call: bool = False
     _has_text: bool = False
     _mark: str = field(init=False)
+    is_truncated: bool = False
 
     def __post_init__(self) -> None:
         self._mark = _find_mark(self.template)
@@ -133,18 +134,26 @@ class ToolCallReader:
         text, self._retained = self._retained[:mark_at], self._retained[mark_at:]
         return text
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest: text, or calls. What is no sound call of a known tool is text."""
+    def finish(self, is_truncated: bool = False) -> tuple[str, list[ToolCall]]:
+        """The rest: text, or calls. What is no sound call of a known tool is text, but the begin of one if the answer
+        `is_truncated`: that is shown to nobody."""
         rest, self._retained = self._retained, ""
-        calls = self._parse(rest) if self._is_call else []
-        return ("" if calls else rest), calls[: None if self.use.parallel else 1]
+        calls, is_whole = self._parse(rest) if self._is_call else ([], False)
+        begin = "".join(rest.split())[:8]
+        self.is_truncated = (
+            is_truncated and not is_whole and (not begin.startswith("{") or '{"name":'.startswith(begin))
+        )
+        if self.is_truncated or (calls and is_whole):
+            return "", calls[: None if self.use.parallel else 1]
+        return rest, []
 
-    def _parse(self, text: str) -> list[ToolCall]:
+    def _parse(self, text: str) -> tuple[list[ToolCall], bool]:
+        """The calls up to the first that is not sound, and whether all are."""
         if self._mark == _HERMES:
             parts = [part.partition(_HERMES_END)[0] for part in text.split(_HERMES)[1:]]
         else:
             parts = [text.strip().removeprefix(self._mark or _PYTHON)]
-        calls = []
+        calls: list[ToolCall] = []
         decoder = json.JSONDecoder()
         for part in parts:
             position = 0
@@ -152,12 +161,12 @@ class ToolCallReader:
                 try:
                     value, position = decoder.raw_decode(part, position)
                 except (ValueError, RecursionError):
-                    return []
+                    return calls, False
                 call = _read_call(value, self.use.names)
                 if call is None:
-                    return []
+                    return calls, False
                 calls.append(call)
-        return calls
+        return calls, True
 
 
 def _read_call(value: Any, names: Sequence[str]) -> ToolCall | None:

@@ -51,6 +51,11 @@ class AnswerState:
         """Tokens of the answer so far, with those that were given."""
         return len(self.known) - len(self.request.prompt)
 
+    @property
+    def stopped(self) -> str:
+        """The stop text that was met; "" for none."""
+        return "" if self.text is None else self.text.stopped
+
     def is_late(self, now_s: float) -> bool:
         """Whether a deadline has passed: of the last token, or of the first."""
         is_over = self.end_at_s is not None and now_s > self.end_at_s
@@ -82,7 +87,7 @@ class AnswerState:
             self.add(token)
         if given and self.matcher is not None and self.matcher.problem:
             raise ConfigError("given", f"{len(given)} tokens", f"do not follow the grammar: {self.matcher.problem}")
-        is_stopped = not self.stop_tokens.isdisjoint(given) or (self.text is not None and self.text.stopped is not None)
+        is_stopped = not self.stop_tokens.isdisjoint(given) or bool(self.stopped)
         if given and (is_stopped or (self.matcher is not None and self.matcher.is_complete)):
             raise ConfigError("given", f"{len(given)} tokens", "are a whole answer already")
 

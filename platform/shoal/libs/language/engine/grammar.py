@@ -2,6 +2,9 @@
 
 A grammar is compiled once, by the first request with it, within llguidance's limits of symbols, lexer states and work;
 one that breaks them, or that no text satisfies, is refused before a token is computed.
+
+Classes of a regular expression are those of ECMA 262, as in JSON schemas: `\\d` is 0-9, `\\w` is A-Z, a-z, 0-9 and _.
+Between the parts of a JSON is little white space, in which a poor model would else write all of its tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from shoal.libs.language.engine.request import MAX_CHOICES, GrammarKind
 
 MAX_GRAMMAR_CHARS = 64 * 1024
 MAX_COMPILED = 64
+JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,12}"}  # a space, or a line of pretty JSON
 
 
 class GrammarCompiler:
@@ -40,7 +44,7 @@ class GrammarCompiler:
         self._limits = llguidance.LLParserLimits(
             initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=20_000, verbose_errors=False
         )
-        self._make = llguidance.LLMatcher
+        self._make, self._to_lark = llguidance.LLMatcher, llguidance.regex_to_lark
         self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()  # the one used last at the end
         self._lock = threading.Lock()
 
@@ -65,14 +69,15 @@ class GrammarCompiler:
             raise ConfigError("grammar", shown, f"has {len(text)} characters", f"expected {MAX_GRAMMAR_CHARS} at most")
         if kind in ("regex", "lark") and not isinstance(value, str):
             raise ConfigError("grammar", shown, "expected a text")
-        if kind == "json_schema":
-            if not isinstance(value, (str, dict)):
-                raise ConfigError("grammar", shown, "expected an object")
-            grammar = self._make.grammar_from_json_schema(value)
-        elif kind == "regex":
-            grammar = self._make.grammar_from_regex(value)
-        elif kind == "lark":
-            grammar = self._make.grammar_from_lark(value)
+        if kind == "json_schema" and not isinstance(value, (str, dict)):
+            raise ConfigError("grammar", shown, "expected an object")
+        if kind == "regex":
+            grammar = self._make.grammar_from_lark(f"start: /{self._to_lark(value, 'dw')}/")
+        elif kind in ("json_schema", "lark"):
+            lark = text if kind == "lark" else f"start: %json {text}"
+            begin = f' {{"x-guidance": {json.dumps(JSON_OPTIONS)}'
+            lark = re.sub(r"(?m)^(.*?%json)\s*\{\s*(\}?)", lambda found: f"{found[1]}{begin}{found[2] or ', '}", lark)
+            grammar = self._make.grammar_from_lark(lark)
         elif kind == "choice":
             if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES or not all(value):
                 raise ConfigError("grammar", shown, f"expected 1 to {MAX_CHOICES} texts")

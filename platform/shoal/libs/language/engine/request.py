@@ -88,6 +88,8 @@ class TokenEvent(msgspec.Struct, frozen=True):
     version:      of the weights that computed this token
     text:         what is certain by now, and not yet reported: never half a character, nor the begin of a stop text
     spans:        at the end: (version, number of tokens) in order, over all tokens that this engine generated
+    offset:       where the token's text begins in the answer's
+    stopped:      at the end: the stop text that was met. Tokens whose text does not begin before it are no answer
     """
 
     request: int
@@ -100,6 +102,8 @@ class TokenEvent(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     problem: str = ""
     spans: tuple[tuple[int | str, int], ...] = ()
+    offset: int = 0
+    stopped: str = ""
 
 
 @dataclass(frozen=True)

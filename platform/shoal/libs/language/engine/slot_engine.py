@@ -393,14 +393,14 @@ class SlotEngine:
         assert answer.weights is not None
         if choice.token < 0:
             return self._end(answer, "error", "the model's logits are not finite")
+        offset = 0 if answer.text is None else answer.text.num_chars
         text = answer.add(choice.token)
         answer.note_version(answer.weights.version)
         self._totals["new_tokens"] += 1
-        event = TokenEvent(
-            answer.number, answer.index, choice.token, choice.logprob, choice.top_logprobs, answer.weights.version, text
-        )
+        known = choice.token, choice.logprob, choice.top_logprobs, answer.weights.version, text
+        event = TokenEvent(answer.number, answer.index, *known, offset=offset)
         problem = answer.matcher.problem if answer.matcher is not None else ""
-        is_stopped = choice.token in answer.stop_tokens or (answer.text is not None and answer.text.stopped is not None)
+        is_stopped = choice.token in answer.stop_tokens or answer.stopped
         if problem:
             return self._end(answer, "error", problem, event)
         if is_stopped or (answer.matcher is not None and answer.matcher.is_complete):
@@ -424,7 +424,7 @@ class SlotEngine:
         event = event or TokenEvent(answer.number, answer.index, version=version)
         rest = answer.text.finish() if answer.text is not None else ""
         more = {"text": event.text + rest, "finish": finish, "problem": problem, "spans": tuple(answer.spans)}
-        return msgspec.structs.replace(event, **more)
+        return msgspec.structs.replace(event, **more, stopped=answer.stopped)
 
 
 _TOTALS = ("prompt_tokens", "new_tokens", "refilled_tokens", "preempted")

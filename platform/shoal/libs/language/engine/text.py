@@ -22,7 +22,8 @@ def remember(decode: Decode) -> Decode:
 class TextStream:
     """Decodes the last few tokens only, and holds back what may become a character or a stop text.
 
-    `push` and `finish` return text that is certain; `stopped` is the stop text that was met.
+    `push` and `finish` return text that is certain; `stopped` is the stop text that was met, `num_chars` the length of
+    all that was decoded.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -31,7 +32,8 @@ class TextStream:
         self._read = len(self._tokens)  # tokens that are text already
         self._before = decode(self._tokens)
         self._retained = ""
-        self.stopped: str | None = None
+        self.num_chars = 0
+        self.stopped = ""
 
     def push(self, token: int) -> str:
         """Add a token."""
@@ -49,9 +51,10 @@ class TextStream:
         return text
 
     def _take(self, now: str) -> str:
-        if self.stopped is not None:
+        if self.stopped:
             return ""
         self._retained += now[len(self._before) :]
+        self.num_chars += len(now) - len(self._before)
         self._tokens = self._tokens[self._read :]
         self._read = len(self._tokens)
         self._before = self._decode(self._tokens)
