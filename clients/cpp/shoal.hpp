@@ -163,19 +163,19 @@ struct Tensor : std::vector<double> {
 /// How numbers of one dtype are written and read. This client has no float16.
 struct Dtype {
   size_t size;
-  bool (*put)(const Tensor& values, std::string& bytes);  // false: one of them is none of this dtype
+  size_t (*put)(const Tensor& values, std::string& bytes);  // returns how many it has put: up to one that is none of this dtype
   double (*get)(const char* bytes);
 
   template <class T> static Dtype of() {
     return {sizeof(T), [](const Tensor& values, std::string& bytes) {
-      for (double each : values) {
-        bool fits = each == std::floor(each) && each >= double(std::numeric_limits<T>::lowest()) &&
-                    each < std::ldexp(1.0, std::numeric_limits<T>::digits);
-        if (std::is_integral<T>::value && !fits) return false;
-        T value = T(each);
+      for (size_t i = 0; i < values.size(); i++) {
+        bool fits = values[i] == std::floor(values[i]) && values[i] >= double(std::numeric_limits<T>::lowest()) &&
+                    values[i] < std::ldexp(1.0, std::numeric_limits<T>::digits);
+        if (std::is_integral<T>::value && !fits) return i;
+        T value = T(values[i]);
         bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
       }
-      return true;
+      return values.size();
     }, [](const char* bytes) { T value; return std::memcpy(&value, bytes, sizeof value), double(value); }};
   }
   /// Null for a name that is none. A bool is a byte.
@@ -455,12 +455,11 @@ class Run {
   struct Form {
     size_t count = 1;
     const Dtype* dtype = nullptr;
-    std::string text;
+    std::string name;  // of the dtype
     bool is_scalar = true;
     bool read(const Json& tensor) {
-      count = 1, text = tensor["dtype"].text, dtype = Dtype::find(text), is_scalar = tensor["shape"].items.empty();
+      count = 1, name = tensor["dtype"].text, dtype = Dtype::find(name), is_scalar = tensor["shape"].items.empty();
       for (auto& each : tensor["shape"].items) count *= each.number >= 1 && each.number < 1e6 ? size_t(each.number) : 0;
-      text = std::to_string(count) + " of " + text;
       return dtype && count > 0 && count < max_received_bytes;
     }
   };
@@ -488,7 +487,10 @@ class Run {
     bool is_open = at != episodes_.end();
     if (is_over()) return report();
     if (is_open && at->second.waits) return raise(Error("busy", "the agent waits for an answer", number));
-    if (!std::isfinite(reward)) return raise(Error("invalid", "reward: not finite", number));
+    std::string problem = find_infinite("observation", number, observation), of_reward = find_infinite("reward", number, {reward});
+    if (problem.empty()) problem = of_reward;
+    if (problem.empty() && is_open) problem = find_infinite("taken", number, agent.taken);
+    if (!problem.empty()) return raise(Error("invalid", problem, number));
     if (!is_open && flags) return raise(Error("invalid", "the agent has no episode to end", number));
     Episode& each = is_open ? at->second : episodes_[agent.episode = next_episode_++];
     if (is_open) {
@@ -498,6 +500,17 @@ class Run {
     each.observation = observation, each.mask = mask, each.flags = flags, each.waits = true, each.is_sent = false;
     agent.taken.clear(), waiting_++;
     if (flags & 3) agent.episode = -1;
+  }
+  static std::string describe(const std::string& field, int agent, const std::string& problem) {
+    return field + " of agent " + std::to_string(agent) + ": " + problem;
+  }
+  /// The first number that is not finite in float32, in which the learner computes, or "".
+  static std::string find_infinite(const std::string& field, int agent, const Tensor& values) {
+    auto is_infinite = [](double each) { return !(std::abs(each) <= double(std::numeric_limits<float>::max())); };
+    auto at = std::find_if(values.begin(), values.end(), is_infinite);
+    if (at == values.end()) return "";
+    std::string index = field == "reward" ? "" : "[" + std::to_string(at - values.begin()) + "]";
+    return describe(field + index, agent, std::isnan(*at) ? "NaN" : "infinite in float32");
   }
   /// Go on with an episode that the gateway has not, under another number.
   void renew(int64_t number) {
@@ -649,13 +662,18 @@ class Run {
   /// The frames of an observation and its mask. Returns what is wrong with them, or "".
   std::string pack(const Episode& each, std::vector<std::string>& frames) {
     frames.assign(frames.size(), "");
-    if (each.observation.size() != observation_.count || !observation_.dtype->put(each.observation, frames[0]))
-      return "observation: " + std::to_string(each.observation.size()) + " numbers, expected " + observation_.text;
-    if (!num_choices_) return "";
-    if (each.mask.empty() && each.flags & Terminated) frames[1].assign(num_choices_, 1);
-    else if (each.mask.size() != num_choices_ || !Dtype::find("bool")->put(each.mask, frames[1]))
-      return "mask: " + std::to_string(each.mask.size()) + " numbers, not " + std::to_string(num_choices_) + " of bool";
-    return "";
+    std::string problem = put("observation", each.agent, each.observation, observation_, frames[0]);
+    if (!num_choices_ || !problem.empty()) return problem;
+    if (each.mask.empty() && each.flags & Terminated) return frames[1].assign(num_choices_, 1), "";
+    Form form{num_choices_, Dtype::find("bool"), "bool", false};
+    return put("mask", each.agent, each.mask, form, frames[1]);
+  }
+  static std::string put(const char* field, int agent, const Tensor& values, const Form& form, std::string& bytes) {
+    size_t size = values.size(), at = size == form.count ? form.dtype->put(values, bytes) : 0;
+    if (size != form.count)
+      return describe(field, agent, std::to_string(size) + " numbers, expected " + std::to_string(form.count));
+    if (at == size) return "";
+    return describe(field + ("[" + std::to_string(at)) + "]", agent, Json::format(values[at]) + " is no " + form.name);
   }
   std::string describe(int64_t number, const Episode& each) {
     std::string header = "{\"kind\":\"act\",\"episode\":" + std::to_string(number) +
@@ -700,8 +718,8 @@ class Run {
     welcome = header;
     if (header["inference"].text != "remote") return finish(Error("no_remote_inference", "this gateway cannot infer"));
     const Json& spec = header["spec"];
-    if (!observation_.read(spec["observation"])) return reject("a spec of observations: " + observation_.text);
-    if (!action_.read(spec["action"])) return reject("a spec of actions: " + action_.text);
+    if (!observation_.read(spec["observation"])) return reject("a spec of observations: " + observation_.name);
+    if (!action_.read(spec["action"])) return reject("a spec of actions: " + action_.name);
     num_choices_ = 0;
     for (auto& extra : spec["extras"].items)
       if (Form mask; extra["name"].text == "masks" && mask.read(extra["tensor"])) num_choices_ = mask.count;
