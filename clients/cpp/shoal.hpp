@@ -379,7 +379,8 @@ struct Options {
   double wait_s = 300;       // the longest that `act` and `wait` take
   double give_up_s = 0;      // without a gateway; 0: 60 s before the first session, 300 s after one
   std::string behaviour;     // who acts, as "human"; empty: the run's policy
-  std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}
+  std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}; an action of numbers
+                             // and choices is [{"low": -1, "high": 1}, 2]
   std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: at first, and on change
   std::unique_ptr<Transport> transport = nullptr;                 // empty: a SocketTransport
   std::string replay;  // in place of a run: a file of `shoal episodes RUN --export NAME`, whose actions one agent plays
@@ -392,6 +393,9 @@ class Run {
   Run(std::vector<std::string> addresses, std::string token, std::string actor_id, Options options = {})
       : addresses_(std::move(addresses)), token_(std::move(token)), actor_id_(std::move(actor_id)),
         options_(std::move(options)) {
+    if (Json offers; offers.parse(options_.offers) && offers["action"].kind == Json::Array)
+      for (auto& each : offers["action"].items) choices_.push_back(each.number);  // of a map, which are numbers, 0
+    if (std::find(choices_.begin(), choices_.end(), 0) == choices_.end()) choices_.clear();
     if (!options_.transport) options_.transport = std::make_unique<SocketTransport>();
     auto since_1970 = std::chrono::system_clock::now().time_since_epoch();
     incarnation_ = std::chrono::duration_cast<std::chrono::milliseconds>(since_1970).count();
@@ -416,7 +420,10 @@ class Run {
     put(agent, observation, reward, how, mask);
   }
   /// The action that a person took in place of the newest answer, before the next `ask` or `end` of this agent.
-  void take_over(int agent, const Tensor& taken) { agents_[agent].taken = taken; }
+  void take_over(int agent, Tensor taken) {
+    for (size_t i = 0; i < choices_.size() && i < taken.size(); i++) taken[i] += choices_[i] > 0 ? 0.5 : 0;
+    agents_[agent].taken = std::move(taken);
+  }
   /// Send what was asked, receive, reconnect; never waits. True when nothing is unanswered.
   bool poll() { return step(), report(), waiting_ == 0; }
   /// Wait until everything is answered, also ends, at most `wait_s`.
@@ -739,6 +746,11 @@ class Run {
     settings_version_ = version, settings = values;
     if (options_.on_settings) options_.on_settings(settings);
   }
+  /// A choice among numbers is the whole part of the policy's number.
+  void cut(std::vector<double>& values) const {
+    for (size_t i = 0; i < choices_.size() && i < values.size(); i++)
+      if (choices_[i] > 0) values[i] = std::min(choices_[i] - 1, std::floor(values[i]));
+  }
   /// Whether this step waits for its answer; else it came twice.
   bool awaits(int64_t number, const Json& step) const {
     auto at = episodes_.find(number);
@@ -755,6 +767,7 @@ class Run {
     if (action.kind == Json::Number) values = {action.number};
     for (auto& item : action.items) values.push_back(item.number);
     if (values.size() != action_.count) return reject("an action of " + std::to_string(values.size()) + " numbers");
+    cut(values);
     agents_[each.agent].action = {std::move(values), header["version"].integer(0)}, release(number, true);
   }
   void take_actions(const Json& header, const std::vector<std::string>& frames) {
@@ -769,7 +782,7 @@ class Run {
       action.values.resize(action_.count);
       for (size_t i = 0; i < action_.count; i++)
         action.values[i] = action_.dtype->get(&frames[1][row * size + i * action_.dtype->size]);
-      action.version = header["version"].integer(0), release(number, true);
+      cut(action.values), action.version = header["version"].integer(0), release(number, true);
     }
     for (auto& row : header["refused"].items)
       if (awaits(row["episode"].integer(), row["step"]))
@@ -816,6 +829,7 @@ class Run {
   int64_t incarnation_ = 0, next_episode_ = 0, settings_version_ = 0;
   std::unordered_map<int, Agent> agents_;
   std::map<int64_t, Episode> episodes_;  // the open ones, and those with an end that is unanswered, by number
+  std::vector<double> choices_;  // of each number of an action that has both numbers (0) and choices
   std::vector<Error> errors_;
   Error fatal_;
   Json recorded_;       // of a replay

@@ -39,7 +39,8 @@ public sealed class Options {
   public double WaitSeconds = 300;    // the longest that Act and Wait take
   public double GiveUpSeconds;        // without a gateway; 0: 60 before the first session, 300 after one
   public string Behaviour = "";       // who acts, as "human"; empty: the run's policy
-  public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}
+  public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}; an action of
+                                      // numbers and choices is [{"low": -1, "high": 1}, 2]
   public string Replay = "";  // in place of a run: a file of `shoal episodes RUN --export NAME`, for one agent
   public Action<Map> OnSettings;  // called by Poll and Act, with the welcome and on change
 }
@@ -80,6 +81,7 @@ public sealed class Run : IDisposable {
   /// The open ones, and those with an end that is unanswered, by number.
   readonly SortedDictionary<long, Episode> episodes = new SortedDictionary<long, Episode>();
   readonly Queue<ShoalException> errors = new Queue<ShoalException>();
+  readonly double[] choices = new double[0];  // of each number of an action that has both numbers (0) and choices
   ShoalException fatal;
   Connection connection;
   Phase phase = Phase.Away;
@@ -104,6 +106,8 @@ public sealed class Run : IDisposable {
 
   public Run(string[] addresses, string token, string actorId, Options options = null) {
     this.addresses = addresses; this.token = token; this.actorId = actorId; this.options = options ?? new Options();
+    var form = (Json.Parse(this.options.Offers) as Map ?? new Map()).List("action");
+    if (form.Any(each => each is Map)) choices = form.Select(Json.ToNumber).ToArray();
   }
 
   /// <summary>Wait for the welcome, at most WaitSeconds: where the first episode needs the settings.</summary>
@@ -130,7 +134,14 @@ public sealed class Run : IDisposable {
   }
 
   /// <summary>The action that a person took in place of the newest answer, before the next Ask or End.</summary>
-  public void TakeOver(int agent, Array taken) => Find(agent).Taken = taken;
+  public void TakeOver(int agent, Array taken) =>
+      Find(agent).Taken = choices.Length != taken.Length ? taken
+          : taken.Cast<object>().Select((each, i) => Convert.ToDouble(each) + (choices[i] > 0 ? 0.5 : 0)).ToArray();
+
+  /// A choice among numbers is the whole part of the policy's number.
+  double[] Cut(double[] values) =>
+      choices.Length != values.Length ? values
+          : values.Select((each, i) => choices[i] > 0 ? Math.Min(choices[i] - 1, Math.Floor(each)) : each).ToArray();
 
   /// <summary>Send what was asked, receive, reconnect; never waits. True when nothing is unanswered.</summary>
   public bool Poll() { Step(); Check(); return numWaiting == 0; }
@@ -447,7 +458,7 @@ public sealed class Run : IDisposable {
     var items = header.Get("action") is double ? new List<object> { header.Get("action") } : header.List("action");
     double[] values = items.Select(Json.ToNumber).ToArray();
     if (values.Length != actionForm.Count) { Reject("an action of " + values.Length + " numbers"); return; }
-    episode.Agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
+    episode.Agent.Action = new AgentAction { Values = Cut(values), Version = header.Integer("version") };
     Release(episode, true);
   }
 
@@ -462,7 +473,7 @@ public sealed class Run : IDisposable {
       Episode episode = FindWaiting(numbers[row], steps[row]);
       if (episode == null) continue;
       double[] values = actionForm.Unpack(frames[1].Array, frames[1].Offset + row * actionForm.Size);
-      episode.Agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
+      episode.Agent.Action = new AgentAction { Values = Cut(values), Version = header.Integer("version") };
       Release(episode, true);
     }
     foreach (var row in header.List("refused").OfType<Map>()) {

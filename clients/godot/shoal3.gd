@@ -29,7 +29,8 @@ enum { CLOSED, CONNECTING, OPEN }
 
 var wait := true # the game does not advance while it waits for its actions
 var behaviour := "" # who acts, if it is not the run's policy: "human"
-var offers := {} # what the game shows and takes, as {"observation": [4], "action": 3}: for a run with `env=ask`
+var offers := {} # what the game shows and takes, as {"observation": [4], "action": 3}: for a run with `env=ask`. An action
+# of numbers and choices is [{"low": -1, "high": 1}, 2]
 var certificate := "" # a file with the certificate of a gateway (wss://) that no public authority has signed
 var spec := {} # the run's, after `joined`
 var run_settings := {} # after `settings_changed`
@@ -111,7 +112,7 @@ func end(agent, observation, reward = 0.0, terminated := true, success = null) -
 
 # A person had the controls and played this in place of the newest action. Call it before the next `act` or `end`.
 func took(agent, played) -> void:
-	_episodes[agent].played = played
+	_episodes[agent].played = _fill_choices(played.duplicate() if played is Array else played)
 
 
 # Whether the agent's action has not come yet. With `wait` off, call `act` once this is false.
@@ -243,7 +244,33 @@ func _deliver() -> void:
 		var episode: Episode = answer[0]
 		episode.is_waiting = false
 		if answer[1] != null and _episodes.get(episode.agent) == episode:
-			emit_signal("action", episode.agent, answer[1])
+			emit_signal("action", episode.agent, _cut_choices(answer[1]))
+
+
+# How many choices each number of an action has, 0 of a number; [] of an action that does not have both.
+func _read_choices() -> Array:
+	var choices := []
+	var form = offers.get("action")
+	for part in form if form is Array else []:
+		choices.append(0 if part is Dictionary else part)
+	return choices if choices.has(0) else []
+
+
+# A choice among numbers is the whole part of the policy's number, and the middle stands for it.
+func _cut_choices(action):
+	var choices := _read_choices()
+	for i in choices.size():
+		if choices[i]:
+			action[i] = int(min(choices[i] - 1, action[i]))
+	return action
+
+
+func _fill_choices(played):
+	var choices := _read_choices()
+	for i in choices.size():
+		if choices[i] and played[i] is int:
+			played[i] += 0.5
+	return played
 
 
 func _take_outbox() -> Array:

@@ -18,7 +18,8 @@ export { ActorError } from './lib/session.js';
  *   actorId        unique in the run; the same after a restart
  *   inference      'local': the policy runs here; 'remote': at the gateway
  *   behaviour      who acts, where it is not the run's policy: 'human', for instance; then `act` gets what was `taken`
- *   offers         the game's spaces, as {observation: [4], action: 3}: the gateway compares them with the run's
+ *   offers         the game's spaces, as {observation: [4], action: 3}: the gateway compares them with the run's; an
+ *                  action of numbers and choices is [{low: -1, high: 1}, 2]
  *   onSettings     called with (values, version): at the welcome, and when they change
  *   onWeights      called with the version that acts from now on; with 'local' alone
  *   incarnation    grows with every start of the same actorId; by default the time in milliseconds
@@ -36,6 +37,8 @@ export class Run extends Session {
   constructor(addresses, token, { inference = 'local', giveUpAfterMs = 60000, log = console.error, onWeights, ...options } = {}) {
     super({ addresses, token, inference, giveUpAfterMs, log, ...options });
     this.player = inference === 'remote' ? new RemotePlayer(this) : new LocalPlayer(this, onWeights);
+    const form = options.offers?.action; // of numbers and choices: a choice is the whole part of the policy's number
+    if (Array.isArray(form) && form.some((each) => typeof each === 'object')) this.choices = form.map((each) => (typeof each === 'object' ? 0 : each));
   }
 
   /** The version of the weights that act now. */
@@ -53,12 +56,16 @@ export class Run extends Session {
    * before, where another than the answer was taken.
    */
   act(agent, observation, reward = 0, options = {}) {
-    return this.player.act(agent, observation, reward, options);
+    const { choices, player } = this;
+    if (!choices) return player.act(agent, observation, reward, options);
+    const taken = options.taken && choices.map((count, i) => options.taken[i] + (count ? 0.5 : 0));
+    const cut = (action) => action && choices.map((count, i) => (count ? Math.min(count - 1, Math.floor(action[i])) : action[i]));
+    return Promise.resolve(player.act(agent, observation, reward, { ...options, taken })).then(cut);
   }
 
   /** The episode has ended with this observation. options: `truncated`, where it was cut off; `success`, `taken` */
   async end(agent, observation, reward = 0, { truncated = false, ...options } = {}) {
-    await this.player.act(agent, observation, reward, { ...options, truncated, terminated: !truncated });
+    await this.act(agent, observation, reward, { ...options, truncated, terminated: !truncated });
   }
 }
 

@@ -33,13 +33,12 @@ def require_numbers(field: str, values: Any, agent: Hashable, size: int = 1) -> 
     """Raise InvalidSegment for the first of an agent's `values` that is no number, or not finite in float32; or for
     more or fewer than `size`."""
     of_agent = "" if agent is None else f" of agent {agent}"
-    is_numeric = isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
-    array = np.asarray(values, None if is_numeric else object)
+    array = np.asarray(values, None if isinstance(values, np.ndarray) else object)
     if array.size != size:
         raise InvalidSegment(DropReason.INVALID_SHAPE, field + of_agent, f"{array.size} numbers, expected {size}")
-    if is_numeric and np.abs(array).max(initial=0) <= LARGEST_FLOAT32:
+    if array.dtype.kind in "biuf" and np.abs(array).max(initial=0) <= LARGEST_FLOAT32:
         return
-    for index, each in enumerate(array.ravel().tolist()):
+    for index, each in enumerate(array.ravel()):
         is_number = isinstance(each, int | float | np.number | np.bool_)
         if not is_number or not abs(each) <= LARGEST_FLOAT32:
             position = f"{field}[{index}]" if array.ndim else field

@@ -44,7 +44,7 @@ static class NativeGame {
         if (words[0] != "join" && !plays) { Obey(run, words); continue; }
         run?.Dispose();
         run = new Run(words[1], plays ? Environment.GetEnvironmentVariable("SHOAL_TOKEN") : "a \"token\"", "game", new Options { Replay = words[1].EndsWith(".json") ? words[1] : "",
-          GiveUpSeconds = words.Length > 2 ? double.Parse(words[2], CultureInfo.InvariantCulture) : 0, Behaviour = plays ? "" : "human", Offers = plays ? "" : "{\"action\":{\"dtype\":\"int64\"}}",
+          GiveUpSeconds = words.Length > 2 ? double.Parse(words[2], CultureInfo.InvariantCulture) : 0, Behaviour = plays ? "" : "human", Offers = plays ? Environment.GetEnvironmentVariable("OFFERS") ?? "" : "{\"action\":{\"dtype\":\"int64\"}}",
           OnSettings = values => Console.WriteLine("gravity " + string.Join(" ", values.Values.Select(each => Convert.ToString(each, CultureInfo.InvariantCulture)))) });
       } catch (ShoalException error) {
         Console.WriteLine("error " + error.Code + " " + error.Agent + " " + error.Message);

@@ -48,6 +48,7 @@ int main(int argc, char** argv) {
         shoal::Options options;
         bool plays = verb == "play";
         line >> options.give_up_s;
+        if (plays && std::getenv("OFFERS")) options.offers = std::getenv("OFFERS");
         if (!plays) options.behaviour = "human", options.offers = "{\"action\":{\"dtype\":\"int64\"}}";
         options.on_settings = [](const shoal::Json& values) { std::cout << "gravity " << values["gravity"].number << std::endl; };
         if (address.find(".json") != std::string::npos) options.replay = address;

@@ -6,6 +6,7 @@ In each case agent 2 shows or gets the number, and agent 1 acts in the same mess
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gymnasium.spaces import Box
 from msgspec.structs import replace
 
 import shoal
@@ -21,7 +24,11 @@ from libs.websocket.test_godot_client import GODOT, game, write_project
 from libs.websocket.test_native_games import Player, Programs, programs, started
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving
 from shoal.errors import InvalidSegment
+from shoal.libs.demonstrations.files import DemonstrationFiles
 from shoal.rl.gateway.listener import format_websocket_address
+from shoal.rl.spec import RLSpec, experience_spec
+from shoal.store import open_store
+from shoal.weights import WeightSnapshot
 from shoal.wire import TensorSpec
 from waiting import wait_for
 
@@ -202,3 +209,118 @@ def test_what_is_no_number_is_an_error_of_its_agent_and_the_others_go_on(
         assert honest in parts.gateway._progress.returns
         (actor,) = parts.gateway.stats()["actors"]
         assert actor["invalid"].keys() <= {"invalid_range"}
+
+
+OFFERS = {"observation": [4], "action": [{"low": -1, "high": 1}, 2]}  # turn, and jump
+MIXED = experience_spec(
+    Box(-1, 1, (4,), np.float32),
+    Box(np.array([-1, 0], np.float32), np.array([1, 2], np.float32)),
+    RLSpec(hidden=()).override(["algorithm=ppo"]),
+)
+TURNING_IN_JAVASCRIPT = """
+const { connect } = await import(process.argv[1]);
+const options = { inference: 'remote', actorId: 'game', offers: JSON.parse(process.argv[4]) };
+const run = await connect(process.argv[2], process.argv[3], options), zeros = [0, 0, 0, 0];
+run.begin(1);
+await run.act(1, zeros);
+console.log(JSON.stringify(await run.act(1, zeros, 0, { taken: [0.5, 0] })));
+await run.end(1, zeros);
+await run.leave();
+"""
+TURNING_IN_GODOT = """
+extends Node
+var shoal = preload("res://shoal.gd").new()
+var count := 0
+
+func _ready() -> void:
+	add_child(shoal)
+	shoal.connect("action", self, "_on_action")
+	shoal.connect("left", self, "_on_left")
+	shoal.offers = parse_json(OS.get_environment("OFFERS"))
+	shoal.join(OS.get_environment("ADDRESS"), OS.get_environment("SHOAL_TOKEN"), "game")
+	shoal.act(1, [0, 0, 0, 0])
+
+func _on_left(_reason, _finished) -> void: get_tree().quit()
+
+func _on_action(agent, action) -> void:
+	count += 1
+	if count == 1:
+		shoal.took(1, [0.5, 0])
+		shoal.act(1, [0, 0, 0, 0])
+	else:
+		print("said ", to_json(action))
+		shoal.end(1, [0, 0, 0, 0])
+		shoal.leave()
+"""
+
+
+def turn_in_javascript(parts: Parts, folder: Path, programs: Programs) -> list[float]:
+    command = ["node", "--experimental-websocket", "--input-type=module", "-e", TURNING_IN_JAVASCRIPT, str(JAVASCRIPT)]
+    command += [find_address(parts), TOKEN, json.dumps(OFFERS)]
+    said: list[float] = json.loads(subprocess.run(command, capture_output=True, timeout=120, check=True).stdout)
+    return said
+
+
+def turn_in_godot(parts: Parts, folder: Path, programs: Programs) -> list[float]:
+    write_project(folder)
+    (folder / "game.gd").write_text(TURNING_IN_GODOT)
+    with game(folder, ADDRESS=find_address(parts), OFFERS=json.dumps(OFFERS)) as process:
+        lines = process.communicate(timeout=120)[0].splitlines()
+    said: list[float] = json.loads(next(line for line in lines if line.startswith("said ")).removeprefix("said "))
+    return said
+
+
+def turn_natively(language: str) -> Callable[..., list[float]]:
+    def turn(parts: Parts, folder: Path, programs: Programs) -> list[float]:
+        if language not in programs:
+            pytest.skip(f"needs a compiler of {language}")
+        ask = "ask 1 0 0,0,0,0"
+        with started(["env", f"OFFERS={json.dumps(OFFERS)}", *programs[language], "-"]) as process:
+            player = Player(process)
+            words = player.ask(
+                f"play {find_address(parts)}", ask, "wait", "take 1 0.5,0", ask, "wait", "show 1"
+            ).split()
+            player.ask("end 1 0 1 0,0,0,0", "wait", "leave", "show 1")
+        return [float(word) for word in words[1:3]]
+
+    return turn
+
+
+def turn_in_python(inference: str) -> Callable[..., list[float]]:
+    def turn(parts: Parts, folder: Path, programs: Programs) -> list[float]:
+        options: dict[str, Any] = {"actor_id": "game", "inference": inference, "offers": OFFERS}
+        with shoal.connect(parts.address, token=TOKEN, **options) as actor:
+            assert actor.act([0.0] * 4, taken=[0.5, 0]) == [0.5, 0]
+            action: list[float] = actor.act([0.0] * 4)
+            actor.end_episode([0.0] * 4)
+        return action
+
+    return turn
+
+
+TURNING = {
+    "javascript": turn_in_javascript,
+    "godot": turn_in_godot,
+    "c++": turn_natively("c++"),
+    "c#": turn_natively("c#"),
+    "python local": turn_in_python("local"),
+    "python remote": turn_in_python("remote"),
+}
+
+
+@pytest.mark.parametrize("client", TURNING)
+def test_an_action_of_a_number_and_a_choice(client: str, tmp_path: Path, programs: Programs) -> None:
+    """The run learns from a number for each; the game gets, and takes, a choice."""
+    if not NEEDS.get(client.split()[0], os.name):
+        pytest.skip(f"needs {client.split()[0]}")
+    arrays = {"policy.0.weight": np.zeros((2, 4), np.float32), "policy.0.bias": np.array([0, 2], np.float32)}
+    with serving(tmp_path, websocket=0, experience=MIXED) as parts:
+        parts.store.publish(WeightSnapshot.of(2, {**arrays, "log_std": np.full(2, -9, np.float32)}))
+        wait_for(lambda: parts.gateway.stats()["weights_version"] == 2)
+        turn, jump = TURNING[client](parts, tmp_path, programs)
+        assert turn == pytest.approx(0, abs=0.01)
+        assert jump == 1
+        assert parts.take().actions.tolist() == [pytest.approx([0, 1 + math.tanh(2)], abs=0.01)]
+        files = DemonstrationFiles([open_store(tmp_path / "demonstrations")])
+        (shown,) = files.read_sound(files.list_names()).values()
+        assert shown.segment.actions.tolist() == [[0.5, 0.5]]

@@ -27,7 +27,7 @@ from shoal.wire import Segment
 
 MAX_QUEUED = 64
 MAX_OPEN_BYTES = 64 * 2**20  # of the segments of episodes that have not ended; as many of those that wait
-MAX_GOING = 10_000  # episodes of an actor, and actors, whose segments are followed
+MAX_GOING = 100_000  # episodes without numbers whose segments are followed
 IDLE_FACTOR = 9  # the thread rests that many times as long as it computes: a gateway has one interpreter
 _log = logging.getLogger(__name__)
 Key = tuple[str, int]
@@ -56,14 +56,13 @@ class EpisodeCollector:
         self._open: dict[Hashable, _Open] = {}  # by actor and number; the oldest first
         self._open_bytes = 0
         self._put_bytes, self._done_bytes = 0, 0  # of whole episodes; the thread counts those that it is done with
-        # Of an actor that sends segments without numbers: its open episodes, by the hash of their last observation.
-        self._going: dict[Key, dict[int, list[int]]] = {}
+        # The open ones whose segments have no numbers, by actor and the hash of their last observation.
+        self._going: dict[tuple[Key, int], list[int]] = {}
         self._numbers: dict[Key, int] = {}  # the highest
         self._counts = {"recorded": 0, "left_out": 0, "failed": 0}
         for info in self._files.infos.values():
             key = info.actor_id, info.incarnation
             self._numbers[key] = max(info.seq, self._numbers.get(key, 0))
-            self._counts["left_out"] = max(info.left_out, self._counts["left_out"])
         self._problem = ""
         self._waiting: queue.Queue[tuple[Key, _Open] | None] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
@@ -88,10 +87,10 @@ class EpisodeCollector:
         self._open_bytes += num_bytes
         self._open[identity] = episode
         if ends:
-            self._close_episode(identity)
+            self._open_bytes -= self._open.pop(identity).num_bytes
             self._put(key, episode)
         while self._open_bytes > self._max_bytes:
-            self._close_episode(next(iter(self._open)))
+            self._open_bytes -= self._open.pop(next(iter(self._open))).num_bytes
 
     def get_counts(self) -> dict[str, int]:
         return {"episodes": len(self._files), **self._counts}
@@ -107,23 +106,17 @@ class EpisodeCollector:
     def _count(self, key: Key, segment: Segment) -> int:
         """The number of the segment's episode, of an actor that sends none: the one whose last observation is the first
         of this segment; of several, the earliest."""
-        first, last = (hash(segment.observations[at].tobytes()) for at in (0, -1))
-        going = self._going.setdefault(key, {})
-        if numbers := going.pop(first, []):
+        first, last = ((key, hash(segment.observations[at].tobytes())) for at in (0, -1))
+        if numbers := self._going.pop(first, []):
             number, *others = numbers
-            going |= {first: others} if others else {}
+            self._going |= {first: others} if others else {}
         else:
             number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if not (segment.terminated or segment.truncated):
-            going.setdefault(last, []).append(number)
-        if len(going) > MAX_GOING:
-            going.pop(next(iter(going)))
+            self._going.setdefault(last, []).append(number)
         if len(self._going) > MAX_GOING:
             self._going.pop(next(iter(self._going)))
         return number
-
-    def _close_episode(self, identity: Hashable) -> None:
-        self._open_bytes -= self._open.pop(identity).num_bytes
 
     def _put(self, key: Key, episode: _Open) -> None:
         """Let the thread write it, if it is whole: not one that was under way when this gateway began, and not one in
