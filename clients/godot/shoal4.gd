@@ -538,7 +538,7 @@ func _check_number(number, dtype: String) -> String:
 		return ""
 	var bits := 1 if dtype == "bool" else int(dtype.replace("u", "").replace("int", ""))
 	var low := 0.0 if dtype[0] in ["b", "u"] else -pow(2, bits - 1)
-	var fits := floor(value) == value and value >= low and value < low + pow(2, bits)
+	var fits: bool = floor(value) == value and value >= low and value < low + pow(2, bits)
 	return "" if fits else "%s is no %s" % [number, dtype]
 
 
