@@ -819,7 +819,7 @@ class Run {
       if (action_.is_scalar) values = {actions[step].number};
       for (auto& item : actions[step].items) values.push_back(item.number);
       if (values.size() != action_.count) return finish(Error("no_episode", "an action of another size", agent));
-      agents_[agent].action = {std::move(values), 0}, release(number, true);
+      cut(values), agents_[agent].action = {std::move(values), 0}, release(number, true);
     }
   }
 

@@ -511,7 +511,7 @@ public sealed class Run : IDisposable {
       if (!isSame && DivergedAt < 0) DivergedAt = step;
       if (episode.IsEnding || step >= actions.Count) { Finish(); return; }
       var items = actions[step] as List<object> ?? new List<object> { actions[step] };
-      agent.Action = new AgentAction { Values = items.Select(Json.ToNumber).ToArray() };
+      agent.Action = new AgentAction { Values = Cut(items.Select(Json.ToNumber).ToArray()) };
       Release(episode, true);
     }
   }
