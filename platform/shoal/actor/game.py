@@ -25,7 +25,7 @@ from shoal.actor.segment_builder import SegmentBuilder, require_numbers
 from shoal.errors import Closed, ConfigError, RunChanged, ShoalError
 from shoal.wire import Segment
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
-from shoal.wire.given_spaces import cut_choices, fill_choices, read_choices
+from shoal.wire.given_spaces import center_choices, floor_choices, read_choices
 from shoal.wire.segment import HUMAN
 from shoal.wire.spaces import flatten_observation
 
@@ -211,13 +211,13 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         action, log_probability = self._policy.act(np.asarray(observation), episode, allowed)
         step = (action, log_probability, self._policy.version, "")
         if taken is not None:
-            action = fill_choices(taken, self._choices)
+            action = center_choices(taken, self._choices)
             step = (action, 0.0, 0, self.client.behaviour or HUMAN)
         if playing is None:
             self._episodes[episode] = _Episode(builder, step, is_recorded=self._current_run == self._run)
         else:
             playing.step, playing.reward = step, 0.0
-        return cut_choices(action, self._choices)
+        return floor_choices(action, self._choices)
 
     def end_episode(
         self,

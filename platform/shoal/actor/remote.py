@@ -26,7 +26,7 @@ from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
 from shoal.wire import ExperienceSpec, encode
 from shoal.wire.action_masks import INFO_KEY, find_choices
-from shoal.wire.given_spaces import cut_choices, fill_choices
+from shoal.wire.given_spaces import center_choices, floor_choices
 from shoal.wire.messages import ActionMessage, ActMessage, Welcome
 
 _POLL_MS = 50  # how long another thread may wait for the socket
@@ -159,7 +159,7 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         """The first half of `act`: several episodes may ask before the first of them waits."""
         self._require_taken(taken)
         observation = self._flatten(observation, episode)
-        taken = fill_choices(taken, self._choices)
+        taken = center_choices(taken, self._choices)
         playing = self._episodes.get(episode)
         asked = self._begin(0.0) if playing is None else playing.advance()
         self._asked[episode] = _Question(asked, observation, mask, taken, self._send(asked, observation, mask))
@@ -180,7 +180,7 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         spec, action = self.client.spec.action, answer.action if taken is None else taken
         if taken is None and spec.shape:
             action = np.array(action, spec.numpy_dtype()).reshape(spec.shape)
-        return cut_choices(action, self._choices)
+        return floor_choices(action, self._choices)
 
     def end_episode(
         self,

@@ -3,7 +3,7 @@
     {observation: [4], action: 3}                                      four float32 numbers, three choices
     {observation: {shape: [84, 84, 1], dtype: uint8}, action: [3, 2]}  frames; two choices, of three and of two
     {observation: [8], action: {shape: [2], low: -1, high: 1}}         two numbers within bounds
-    {observation: [8], action: [{low: -1, high: 1}, 3]}                a number and one of three choices: `cut_choices`
+    {observation: [8], action: [{low: -1, high: 1}, 3]}                a number and one of 3 choices: `floor_choices`
     {name: catch, observation: [4], action: 3, masks: true}            the game says which choices are allowed
 
 Knows neither gymnasium nor YAML. Errors are ConfigErrors that name the field.
@@ -114,14 +114,14 @@ def read_choices(form: Any) -> list[Any]:
     return choices if 0 in choices else []
 
 
-def cut_choices(action: Any, choices: Sequence[int]) -> Any:
+def floor_choices(action: Any, choices: Sequence[int]) -> Any:
     """The policy's numbers as the game takes them: of a choice among n, which is from 0 to n, the whole part."""
     if not choices:
         return action
     return [min(int(each), num - 1) if num else each for each, num in zip(action, choices, strict=True)]
 
 
-def fill_choices(taken: Any, choices: Sequence[int]) -> Any:
+def center_choices(taken: Any, choices: Sequence[int]) -> Any:
     """The numbers of what a game has taken, of a choice the middle of those that mean it."""
     if taken is None or not choices:
         return taken

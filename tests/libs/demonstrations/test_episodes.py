@@ -99,7 +99,7 @@ def test_what_is_not_whole_is_not_recorded(tmp_path: Path) -> None:
     other_agent = [cut(0, 8), cut(50, 8), cut(8, 4, terminated=True, episode_return=12.0, episode_length=12)]
     shown = end(8, 8.0, 8, behaviour="human")
     counts = record(make_site(tmp_path), under_way, *whole, whole[0], whole[2], *other_agent, shown, end(8, 8.0, 8))
-    assert counts == {"episodes": 3, "recorded": 3, "left_out": 2, "failed": 0}
+    assert counts == {"episodes": 3, "recorded": 3, "skipped": 2, "failed": 0}
     assert sorted(each.info.num_steps for each in read_all(tmp_path).values()) == [8, 12, 20]
     moved = end(8, 12.0, 8, episode=5)  # under a new number, since its gateway was lost: 4 were earned before
     assert record(make_site(tmp_path / "moved"), moved, end(8, 8.0, 8, episode=6))["recorded"] == 1
@@ -118,7 +118,7 @@ def test_a_share_is_drawn_by_episode_and_the_folder_is_bounded(tmp_path: Path) -
     assert record(make_site(tmp_path / "newest"), *segments, newest=3) == {
         "episodes": 3,
         "recorded": 5,
-        "left_out": 0,
+        "skipped": 0,
         "failed": 0,
     }
     assert [name[-6:] for name in read_all(tmp_path / "newest")] == ["000003", "000004", "000005"]
@@ -132,7 +132,7 @@ def test_a_share_is_drawn_by_episode_and_the_folder_is_bounded(tmp_path: Path) -
     tiny = record(
         make_site(tmp_path / "tiny"), *[cut(8 * each, 8, terminated=each == 39) for each in range(40)], max_mb=0.002
     )
-    assert tiny["left_out"] == 1  # an episode that is too long is given up
+    assert tiny["skipped"] == 1  # an episode that is too long is given up
 
 
 def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch
         wait_for(lambda: recorder.get_counts()["failed"] == 1)
     recorder.add(ACTOR, end(8, 8.0, 8), 0, {})
     recorder.close()
-    assert recorder.get_counts() == {"episodes": 1, "recorded": 1, "left_out": 0, "failed": 1}
+    assert recorder.get_counts() == {"episodes": 1, "recorded": 1, "skipped": 0, "failed": 1}
 
 
 def test_episodes_wait_for_the_disk_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_episodes_wait_for_the_disk_in_bounded_memory(tmp_path: Path, monkeypatc
         recorder.add(ACTOR, end(8, 8.0, 8), 0, {})  # of 336 bytes
     may_write.set()
     recorder.close()
-    assert recorder.get_counts() == {"episodes": 3, "recorded": 3, "left_out": 7, "failed": 0}
+    assert recorder.get_counts() == {"episodes": 3, "recorded": 3, "skipped": 7, "failed": 0}
 
 
 def test_the_segments_of_an_episode_come_back_as_they_were() -> None:

@@ -59,7 +59,7 @@ class EpisodeCollector:
         # The open ones whose segments have no numbers, by actor and the hash of their last observation.
         self._going: dict[tuple[Key, int], list[int]] = {}
         self._numbers: dict[Key, int] = {}  # the highest
-        self._counts = {"recorded": 0, "left_out": 0, "failed": 0}
+        self._counts = {"recorded": 0, "skipped": 0, "failed": 0}
         for info in self._files.infos.values():
             key = info.actor_id, info.incarnation
             self._numbers[key] = max(info.seq, self._numbers.get(key, 0))
@@ -77,7 +77,7 @@ class EpisodeCollector:
         ends = segment.terminated or segment.truncated
         if (episode := self._open.pop(identity, None)) is None:
             if self._is_behind:  # what is copied now would not be written
-                self._counts["left_out"] += ends
+                self._counts["skipped"] += ends
                 return
             episode = _Open(number, version, settings)
         piece = _copy(segment)
@@ -128,7 +128,7 @@ class EpisodeCollector:
         # An episode that went on under a new number has an earlier return.
         is_other = abs(total - (last.episode_return or 0.0)) > 1e-4 * (1 + np.abs(rewards).sum())
         if length != last.episode_length or is_other or self._is_behind:
-            self._counts["left_out"] += 1
+            self._counts["skipped"] += 1
             return
         self._put_bytes += episode.num_bytes
         self._waiting.put_nowait((key, episode))
@@ -146,7 +146,7 @@ class EpisodeCollector:
             try:
                 info, segment = Demonstration.join(key, episode.number, episode.pieces)
                 values = {**episode.settings} if episode.settings or not episode.version else None
-                facts = {"settings": episode.version, "values": values, "left_out": self._counts["left_out"]}
+                facts = {"settings": episode.version, "values": values, "skipped": self._counts["skipped"]}
                 made = Demonstration(msgspec.structs.replace(info, **facts), segment)
                 gone = self._files.write(made)
                 self._counts["recorded"] += 1
