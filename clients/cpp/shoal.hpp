@@ -163,19 +163,19 @@ struct Tensor : std::vector<double> {
 /// How numbers of one dtype are written and read. This client has no float16.
 struct Dtype {
   size_t size;
-  bool (*put)(const Tensor& values, std::string& bytes);  // false: one of them is none of this dtype
+  size_t (*put)(const Tensor& values, std::string& bytes);  // returns how many it has put: up to one that is none of this dtype
   double (*get)(const char* bytes);
 
   template <class T> static Dtype of() {
     return {sizeof(T), [](const Tensor& values, std::string& bytes) {
-      for (double each : values) {
-        bool fits = each == std::floor(each) && each >= double(std::numeric_limits<T>::lowest()) &&
-                    each < std::ldexp(1.0, std::numeric_limits<T>::digits);
-        if (std::is_integral<T>::value && !fits) return false;
-        T value = T(each);
+      for (size_t i = 0; i < values.size(); i++) {
+        bool fits = values[i] == std::floor(values[i]) && values[i] >= double(std::numeric_limits<T>::lowest()) &&
+                    values[i] < std::ldexp(1.0, std::numeric_limits<T>::digits);
+        if (std::is_integral<T>::value && !fits) return i;
+        T value = T(values[i]);
         bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
       }
-      return true;
+      return values.size();
     }, [](const char* bytes) { T value; return std::memcpy(&value, bytes, sizeof value), double(value); }};
   }
   /// Null for a name that is none. A bool is a byte.
@@ -379,7 +379,8 @@ struct Options {
   double wait_s = 300;       // the longest that `act` and `wait` take
   double give_up_s = 0;      // without a gateway; 0: 60 s before the first session, 300 s after one
   std::string behaviour;     // who acts, as "human"; empty: the run's policy
-  std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}
+  std::string offers;        // the spaces of this game as JSON: {"observation": [4], "action": 3}; an action of numbers
+                             // and choices is [{"low": -1, "high": 1}, 2]
   std::function<void(const Json& values)> on_settings = nullptr;  // within `poll` and `act`: at first, and on change
   std::unique_ptr<Transport> transport = nullptr;                 // empty: a SocketTransport
   std::string replay;  // in place of a run: a file of `shoal episodes RUN --export NAME`, whose actions one agent plays
@@ -392,6 +393,9 @@ class Run {
   Run(std::vector<std::string> addresses, std::string token, std::string actor_id, Options options = {})
       : addresses_(std::move(addresses)), token_(std::move(token)), actor_id_(std::move(actor_id)),
         options_(std::move(options)) {
+    if (Json offers; offers.parse(options_.offers) && offers["action"].kind == Json::Array)
+      for (auto& each : offers["action"].items) choices_.push_back(each.number);  // of a map, which are numbers, 0
+    if (std::find(choices_.begin(), choices_.end(), 0) == choices_.end()) choices_.clear();
     if (!options_.transport) options_.transport = std::make_unique<SocketTransport>();
     auto since_1970 = std::chrono::system_clock::now().time_since_epoch();
     incarnation_ = std::chrono::duration_cast<std::chrono::milliseconds>(since_1970).count();
@@ -416,7 +420,10 @@ class Run {
     put(agent, observation, reward, how, mask);
   }
   /// The action that a person took in place of the newest answer, before the next `ask` or `end` of this agent.
-  void take_over(int agent, const Tensor& taken) { agents_[agent].taken = taken; }
+  void take_over(int agent, Tensor taken) {
+    for (size_t i = 0; i < choices_.size() && i < taken.size(); i++) taken[i] += choices_[i] > 0 ? 0.5 : 0;
+    agents_[agent].taken = std::move(taken);
+  }
   /// Send what was asked, receive, reconnect; never waits. True when nothing is unanswered.
   bool poll() { return step(), report(), waiting_ == 0; }
   /// Wait until everything is answered, also ends, at most `wait_s`.
@@ -455,12 +462,11 @@ class Run {
   struct Form {
     size_t count = 1;
     const Dtype* dtype = nullptr;
-    std::string text;
+    std::string name;  // of the dtype
     bool is_scalar = true;
     bool read(const Json& tensor) {
-      count = 1, text = tensor["dtype"].text, dtype = Dtype::find(text), is_scalar = tensor["shape"].items.empty();
+      count = 1, name = tensor["dtype"].text, dtype = Dtype::find(name), is_scalar = tensor["shape"].items.empty();
       for (auto& each : tensor["shape"].items) count *= each.number >= 1 && each.number < 1e6 ? size_t(each.number) : 0;
-      text = std::to_string(count) + " of " + text;
       return dtype && count > 0 && count < max_received_bytes;
     }
   };
@@ -488,7 +494,10 @@ class Run {
     bool is_open = at != episodes_.end();
     if (is_over()) return report();
     if (is_open && at->second.waits) return raise(Error("busy", "the agent waits for an answer", number));
-    if (!std::isfinite(reward)) return raise(Error("invalid", "reward: not finite", number));
+    std::string problem = find_infinite("observation", number, observation), of_reward = find_infinite("reward", number, {reward});
+    if (problem.empty()) problem = of_reward;
+    if (problem.empty() && is_open) problem = find_infinite("taken", number, agent.taken);
+    if (!problem.empty()) return raise(Error("invalid", problem, number));
     if (!is_open && flags) return raise(Error("invalid", "the agent has no episode to end", number));
     Episode& each = is_open ? at->second : episodes_[agent.episode = next_episode_++];
     if (is_open) {
@@ -498,6 +507,17 @@ class Run {
     each.observation = observation, each.mask = mask, each.flags = flags, each.waits = true, each.is_sent = false;
     agent.taken.clear(), waiting_++;
     if (flags & 3) agent.episode = -1;
+  }
+  static std::string describe(const std::string& field, int agent, const std::string& problem) {
+    return field + " of agent " + std::to_string(agent) + ": " + problem;
+  }
+  /// The first number that is not finite in float32, in which the learner computes, or "".
+  static std::string find_infinite(const std::string& field, int agent, const Tensor& values) {
+    auto is_infinite = [](double each) { return !(std::abs(each) <= double(std::numeric_limits<float>::max())); };
+    auto at = std::find_if(values.begin(), values.end(), is_infinite);
+    if (at == values.end()) return "";
+    std::string index = field == "reward" ? "" : "[" + std::to_string(at - values.begin()) + "]";
+    return describe(field + index, agent, std::isnan(*at) ? "NaN" : "infinite in float32");
   }
   /// Go on with an episode that the gateway has not, under another number.
   void renew(int64_t number) {
@@ -649,13 +669,18 @@ class Run {
   /// The frames of an observation and its mask. Returns what is wrong with them, or "".
   std::string pack(const Episode& each, std::vector<std::string>& frames) {
     frames.assign(frames.size(), "");
-    if (each.observation.size() != observation_.count || !observation_.dtype->put(each.observation, frames[0]))
-      return "observation: " + std::to_string(each.observation.size()) + " numbers, expected " + observation_.text;
-    if (!num_choices_) return "";
-    if (each.mask.empty() && each.flags & Terminated) frames[1].assign(num_choices_, 1);
-    else if (each.mask.size() != num_choices_ || !Dtype::find("bool")->put(each.mask, frames[1]))
-      return "mask: " + std::to_string(each.mask.size()) + " numbers, not " + std::to_string(num_choices_) + " of bool";
-    return "";
+    std::string problem = put("observation", each.agent, each.observation, observation_, frames[0]);
+    if (!num_choices_ || !problem.empty()) return problem;
+    if (each.mask.empty() && each.flags & Terminated) return frames[1].assign(num_choices_, 1), "";
+    Form form{num_choices_, Dtype::find("bool"), "bool", false};
+    return put("mask", each.agent, each.mask, form, frames[1]);
+  }
+  static std::string put(const char* field, int agent, const Tensor& values, const Form& form, std::string& bytes) {
+    size_t size = values.size(), at = size == form.count ? form.dtype->put(values, bytes) : 0;
+    if (size != form.count)
+      return describe(field, agent, std::to_string(size) + " numbers, expected " + std::to_string(form.count));
+    if (at == size) return "";
+    return describe(field + ("[" + std::to_string(at)) + "]", agent, Json::format(values[at]) + " is no " + form.name);
   }
   std::string describe(int64_t number, const Episode& each) {
     std::string header = "{\"kind\":\"act\",\"episode\":" + std::to_string(number) +
@@ -700,8 +725,8 @@ class Run {
     welcome = header;
     if (header["inference"].text != "remote") return finish(Error("no_remote_inference", "this gateway cannot infer"));
     const Json& spec = header["spec"];
-    if (!observation_.read(spec["observation"])) return reject("a spec of observations: " + observation_.text);
-    if (!action_.read(spec["action"])) return reject("a spec of actions: " + action_.text);
+    if (!observation_.read(spec["observation"])) return reject("a spec of observations: " + observation_.name);
+    if (!action_.read(spec["action"])) return reject("a spec of actions: " + action_.name);
     num_choices_ = 0;
     for (auto& extra : spec["extras"].items)
       if (Form mask; extra["name"].text == "masks" && mask.read(extra["tensor"])) num_choices_ = mask.count;
@@ -721,6 +746,11 @@ class Run {
     settings_version_ = version, settings = values;
     if (options_.on_settings) options_.on_settings(settings);
   }
+  /// A choice among numbers is the whole part of the policy's number.
+  void cut(std::vector<double>& values) const {
+    for (size_t i = 0; i < choices_.size() && i < values.size(); i++)
+      if (choices_[i] > 0) values[i] = std::min(choices_[i] - 1, std::floor(values[i]));
+  }
   /// Whether this step waits for its answer; else it came twice.
   bool awaits(int64_t number, const Json& step) const {
     auto at = episodes_.find(number);
@@ -737,6 +767,7 @@ class Run {
     if (action.kind == Json::Number) values = {action.number};
     for (auto& item : action.items) values.push_back(item.number);
     if (values.size() != action_.count) return reject("an action of " + std::to_string(values.size()) + " numbers");
+    cut(values);
     agents_[each.agent].action = {std::move(values), header["version"].integer(0)}, release(number, true);
   }
   void take_actions(const Json& header, const std::vector<std::string>& frames) {
@@ -751,7 +782,7 @@ class Run {
       action.values.resize(action_.count);
       for (size_t i = 0; i < action_.count; i++)
         action.values[i] = action_.dtype->get(&frames[1][row * size + i * action_.dtype->size]);
-      action.version = header["version"].integer(0), release(number, true);
+      cut(action.values), action.version = header["version"].integer(0), release(number, true);
     }
     for (auto& row : header["refused"].items)
       if (awaits(row["episode"].integer(), row["step"]))
@@ -788,7 +819,7 @@ class Run {
       if (action_.is_scalar) values = {actions[step].number};
       for (auto& item : actions[step].items) values.push_back(item.number);
       if (values.size() != action_.count) return finish(Error("no_episode", "an action of another size", agent));
-      agents_[agent].action = {std::move(values), 0}, release(number, true);
+      cut(values), agents_[agent].action = {std::move(values), 0}, release(number, true);
     }
   }
 
@@ -798,6 +829,7 @@ class Run {
   int64_t incarnation_ = 0, next_episode_ = 0, settings_version_ = 0;
   std::unordered_map<int, Agent> agents_;
   std::map<int64_t, Episode> episodes_;  // the open ones, and those with an end that is unanswered, by number
+  std::vector<double> choices_;  // of each number of an action that has both numbers (0) and choices
   std::vector<Error> errors_;
   Error fatal_;
   Json recorded_;       // of a replay

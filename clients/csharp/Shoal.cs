@@ -39,7 +39,8 @@ public sealed class Options {
   public double WaitSeconds = 300;    // the longest that Act and Wait take
   public double GiveUpSeconds;        // without a gateway; 0: 60 before the first session, 300 after one
   public string Behaviour = "";       // who acts, as "human"; empty: the run's policy
-  public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}
+  public string Offers = "";          // the spaces of this game as JSON: {"observation": [4], "action": 3}; an action of
+                                      // numbers and choices is [{"low": -1, "high": 1}, 2]
   public string Replay = "";  // in place of a run: a file of `shoal episodes RUN --export NAME`, for one agent
   public Action<Map> OnSettings;  // called by Poll and Act, with the welcome and on change
 }
@@ -80,6 +81,7 @@ public sealed class Run : IDisposable {
   /// The open ones, and those with an end that is unanswered, by number.
   readonly SortedDictionary<long, Episode> episodes = new SortedDictionary<long, Episode>();
   readonly Queue<ShoalException> errors = new Queue<ShoalException>();
+  readonly double[] choices = new double[0];  // of each number of an action that has both numbers (0) and choices
   ShoalException fatal;
   Connection connection;
   Phase phase = Phase.Away;
@@ -104,6 +106,8 @@ public sealed class Run : IDisposable {
 
   public Run(string[] addresses, string token, string actorId, Options options = null) {
     this.addresses = addresses; this.token = token; this.actorId = actorId; this.options = options ?? new Options();
+    var form = (Json.Parse(this.options.Offers) as Map ?? new Map()).List("action");
+    if (form.Any(each => each is Map)) choices = form.Select(Json.ToNumber).ToArray();
   }
 
   /// <summary>Wait for the welcome, at most WaitSeconds: where the first episode needs the settings.</summary>
@@ -130,7 +134,14 @@ public sealed class Run : IDisposable {
   }
 
   /// <summary>The action that a person took in place of the newest answer, before the next Ask or End.</summary>
-  public void TakeOver(int agent, Array taken) => Find(agent).Taken = taken;
+  public void TakeOver(int agent, Array taken) =>
+      Find(agent).Taken = choices.Length != taken.Length ? taken
+          : taken.Cast<object>().Select((each, i) => Convert.ToDouble(each) + (choices[i] > 0 ? 0.5 : 0)).ToArray();
+
+  /// A choice among numbers is the whole part of the policy's number.
+  double[] Cut(double[] values) =>
+      choices.Length != values.Length ? values
+          : values.Select((each, i) => choices[i] > 0 ? Math.Min(choices[i] - 1, Math.Floor(each)) : each).ToArray();
 
   /// <summary>Send what was asked, receive, reconnect; never waits. True when nothing is unanswered.</summary>
   public bool Poll() { Step(); Check(); return numWaiting == 0; }
@@ -165,7 +176,9 @@ public sealed class Run : IDisposable {
     Episode episode = agent.Episode;
     if (IsOver) { Check(); return; }
     if (episode != null && episode.Waits) throw new ShoalException("busy", "the agent waits for an answer", number);
-    if (!(Math.Abs(reward) <= float.MaxValue)) throw new ShoalException("invalid", "reward: not finite", number);
+    string problem = FindProblem("observation", number, observation) ?? FindProblem("reward", number, new[] { reward })
+        ?? (episode == null || agent.Taken == null ? null : FindProblem("taken", number, agent.Taken));
+    if (problem != null) throw new ShoalException("invalid", problem, number);
     if (episode == null && flags != 0) throw new ShoalException("invalid", "the agent has no episode to end", number);
     if (episode == null) {
       episode = agent.Episode = new Episode { Agent = agent, Number = nextEpisode++, Settings = settingsVersion };
@@ -178,6 +191,24 @@ public sealed class Run : IDisposable {
     episode.Flags = flags; episode.Waits = true; episode.IsSent = false;
     agent.Taken = null; numWaiting++;
     if (episode.IsEnding) agent.Episode = null;
+  }
+
+  static string Describe(string field, int agent, string problem) => field + " of agent " + agent + ": " + problem;
+
+  /// What is wrong with the first number that is none, or not finite in float32, in which the learner computes; or null.
+  static string FindProblem(string field, int agent, Array values) {
+    Type type = values.GetType().GetElementType();
+    if (type.IsPrimitive && type != typeof(float) && type != typeof(double)) return null;
+    int at = -1;
+    foreach (object each in values) {
+      at++;
+      bool isNumber = each != null && (each.GetType().IsPrimitive || each is decimal);
+      double number = isNumber ? Convert.ToDouble(each) : 0;
+      if (isNumber && Math.Abs(number) <= float.MaxValue) continue;
+      string problem = !isNumber ? "no number" : double.IsNaN(number) ? "NaN" : "infinite in float32";
+      return Describe(field == "reward" ? field : field + "[" + at + "]", agent, problem);
+    }
+    return null;
   }
 
   /// Go on with an episode that the gateway has not, under another number.
@@ -328,14 +359,15 @@ public sealed class Run : IDisposable {
   /// The frames of an observation and its mask. Returns what is wrong with them, or null.
   string Pack(Episode episode, out byte[] observation, out byte[] mask) {
     mask = null;
-    observation = observationForm.Pack(episode.Observation);
-    if (observation == null)
-      return "observation: " + episode.Observation.Length + " numbers, expected " + observationForm;
+    int agent = episode.Agent.Number;
+    string problem = observationForm.Pack(episode.Observation, out observation);
+    if (problem != null) return Describe("observation" + observationForm.Index, agent, problem);
     if (numChoices == 0) return null;
     if (episode.Mask == null && (episode.Flags & 1) != 0) mask = Enumerable.Repeat((byte)1, numChoices).ToArray();
-    else if (episode.Mask != null) mask = new TensorForm { Count = numChoices, Dtype = "bool" }.Pack(episode.Mask);
     if (mask != null) return null;
-    return "mask: " + (episode.Mask?.Length ?? 0) + " numbers, expected " + numChoices + " of bool";
+    var form = new TensorForm { Count = numChoices, Dtype = "bool" };
+    problem = form.Pack(episode.Mask ?? new bool[0], out mask);
+    return problem == null ? null : Describe("mask" + form.Index, agent, problem);
   }
 
   string Describe(Episode episode) {
@@ -387,8 +419,8 @@ public sealed class Run : IDisposable {
     var spec = header.Map("spec");
     if (header.Text("inference") != "remote")
       Finish(new ShoalException("no_remote_inference", "this gateway cannot infer"));
-    else if (!observationForm.Read(spec.Map("observation"))) Reject("a spec of observations: " + observationForm);
-    else if (!actionForm.Read(spec.Map("action"))) Reject("a spec of actions: " + actionForm);
+    else if (!observationForm.Read(spec.Map("observation"))) Reject("a spec of observations: " + observationForm.Dtype);
+    else if (!actionForm.Read(spec.Map("action"))) Reject("a spec of actions: " + actionForm.Dtype);
     if (IsOver) return;
     numChoices = 0;
     foreach (var extra in spec.List("extras").OfType<Map>()) {
@@ -426,7 +458,7 @@ public sealed class Run : IDisposable {
     var items = header.Get("action") is double ? new List<object> { header.Get("action") } : header.List("action");
     double[] values = items.Select(Json.ToNumber).ToArray();
     if (values.Length != actionForm.Count) { Reject("an action of " + values.Length + " numbers"); return; }
-    episode.Agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
+    episode.Agent.Action = new AgentAction { Values = Cut(values), Version = header.Integer("version") };
     Release(episode, true);
   }
 
@@ -441,7 +473,7 @@ public sealed class Run : IDisposable {
       Episode episode = FindWaiting(numbers[row], steps[row]);
       if (episode == null) continue;
       double[] values = actionForm.Unpack(frames[1].Array, frames[1].Offset + row * actionForm.Size);
-      episode.Agent.Action = new AgentAction { Values = values, Version = header.Integer("version") };
+      episode.Agent.Action = new AgentAction { Values = Cut(values), Version = header.Integer("version") };
       Release(episode, true);
     }
     foreach (var row in header.List("refused").OfType<Map>()) {
@@ -479,7 +511,7 @@ public sealed class Run : IDisposable {
       if (!isSame && DivergedAt < 0) DivergedAt = step;
       if (episode.IsEnding || step >= actions.Count) { Finish(); return; }
       var items = actions[step] as List<object> ?? new List<object> { actions[step] };
-      agent.Action = new AgentAction { Values = items.Select(Json.ToNumber).ToArray() };
+      agent.Action = new AgentAction { Values = Cut(items.Select(Json.ToNumber).ToArray()) };
       Release(episode, true);
     }
   }
@@ -585,7 +617,7 @@ sealed class TensorForm {
   public string Dtype = "float32";
   public bool IsScalar = true;
   public int Size => Count * Buffer.ByteLength(Array.CreateInstance(Types[Dtype], 1));
-  public override string ToString() => Count + " of " + Dtype;
+  public string Index = "";  // of the number that was not packed
 
   public bool Read(Map tensor) {
     Dtype = tensor.Text("dtype");
@@ -595,23 +627,26 @@ sealed class TensorForm {
     return Types.ContainsKey(Dtype) && Count > 0;
   }
 
-  /// Null for values of another number, or beyond the dtype.
-  public byte[] Pack(Array values) {
-    if (values.Length != Count) return null;
+  /// What is wrong with the values, or null.
+  public string Pack(Array values, out byte[] bytes) {
     Array converted = values;
+    bytes = null; Index = "";
+    if (values.Length != Count) return values.Length + " numbers, expected " + Count;
     if (values.GetType().GetElementType() != Types[Dtype]) {
       converted = Array.CreateInstance(Types[Dtype], Count);
       int at = 0;
       foreach (object each in values) {
         double number = Convert.ToDouble(each);
-        if (!Dtype.StartsWith("float") && number != Math.Floor(number)) return null;
-        try { converted.SetValue(Convert.ChangeType(number, Types[Dtype]), at++); }
-        catch (OverflowException) { return null; }
+        bool fits = Dtype.StartsWith("float") || number == Math.Floor(number);
+        try { if (fits) converted.SetValue(Convert.ChangeType(number, Types[Dtype]), at); }
+        catch (OverflowException) { fits = false; }
+        if (!fits) { Index = "[" + at + "]"; return Json.Format(number) + " is no " + Dtype; }
+        at++;
       }
     }
-    var bytes = new byte[Size];
+    bytes = new byte[Size];
     Buffer.BlockCopy(converted, 0, bytes, 0, Size);
-    return bytes;
+    return null;
   }
 
   public double[] Unpack(byte[] bytes, int offset) {

@@ -4,19 +4,21 @@ extends Node
 
 signal joined(spec) # each time that a gateway has answered; the form of observations and actions
 signal action(agent, action) # an int, a float, or an Array of them, in C order
+signal refused(agent, problem) # its `act` or `end` was not taken, and no action comes: say it again, or begin anew
 signal settings_changed(values) # of the run: when the game joins, and when somebody changes them
 signal left(reason, finished) # no more actions come. finished: the run is over; otherwise something is wrong
 
 const WELCOME_MS := 2000
 const UNKNOWN_MS := 60000 # how long a gateway may be away that has never answered
 const AWAY_MS := 300000 # and one that has
-const BLOCK_MS := 100 # of one tick; a longer wait pauses the tree, so that the window still answers
+const BLOCK_MS := 100 # of one tick; a longer wait stops the tree, so that the window still answers
 const SPIN_MS := 1 # of them without naps: most answers come as soon, and a nap makes each 0.1 ms later
 const NAP_US := 10 # then the other processes of the machine have the processor
 const TERMINATED := 1
 const TRUNCATED := 2
 const SUCCESS_KNOWN := 4
 const SUCCESS := 8
+const LARGEST := 3.4028234663852886e38 # of float32, in which the learner computes
 const MOVED := ["unknown_episode", "ended_episode", "failed"] # the episode goes on under a new number
 const WRITERS := {"float32": "put_float", "float64": "put_double", "bool": "put_u8", "uint8": "put_u8", "int8": "put_8",
 		"int16": "put_16", "uint16": "put_u16", "int32": "put_32", "uint32": "put_u32", "int64": "put_64",
@@ -27,7 +29,8 @@ enum { CLOSED, CONNECTING, OPEN }
 
 var wait := true # the game does not advance while it waits for its actions
 var behaviour := "" # who acts, if it is not the run's policy: "human"
-var offers := {} # what the game shows and takes, as {"observation": [4], "action": 3}: for a run with `env=ask`
+var offers := {} # what the game shows and takes, as {"observation": [4], "action": 3}: for a run with `env=ask`. An action
+# of numbers and choices is [{"low": -1, "high": 1}, 2]
 var certificate := "" # a file with the certificate of a gateway (wss://) that no public authority has signed
 var spec := {} # the run's, after `joined`
 var run_settings := {} # after `settings_changed`
@@ -39,11 +42,12 @@ var _hello := {}
 var _episodes := {} # the open one of each agent
 var _outbox := [] # those with a step that has not been sent
 var _pending := {} # by number: those with a step that has no answer
+var _answers := [] # episode and action, until the tree runs
 var _next_number := 0
 var _has_rows := true # the gateway knows `acts`
 var _num_numbers := 0 # of an observation
 var _all_allowed := [] # a mask, if the run has them
-var _is_holding := false # this client has paused the tree
+var _is_holding := false # this client has stopped the tree
 var _settings_version := 0
 var _heartbeat_ms := 1000
 var _timeout_ms := 6000
@@ -61,9 +65,9 @@ class Episode:
 	var agent
 	var number := 0
 	var step := 0
-	var total := 0.0
+	var total := 0.0 # of the steps before the newest
 	var observation
-	var reward := 0.0
+	var reward = 0.0
 	var flags := 0
 	var mask
 	var taken # in place of the answer before this step
@@ -90,15 +94,15 @@ func begin(agent) -> void:
 	_episodes.erase(agent)
 
 
-# Ask what the agent does, with the reward since the last time. The signal `action` brings the answer.
-# observation: its numbers, flat, in C order; mask: of each choice whether it is allowed, if the run has masks
-func act(agent, observation, reward := 0.0, mask = null) -> void:
+# Ask what the agent does, with the reward since the last time. The signal `action` brings the answer, or `refused` what is
+# wrong. observation: its numbers, flat, in C order; mask: of each choice whether it is allowed, if the run has masks
+func act(agent, observation, reward = 0.0, mask = null) -> void:
 	_add_step(agent, observation, reward, 0, mask)
 
 
 # The agent's episode has ended with this observation. Its next `act` begins another, and need not wait.
 # terminated: false if it was cut off, as by a time limit; success: whether it has reached its goal, if it has one
-func end(agent, observation, reward := 0.0, terminated := true, success = null) -> void:
+func end(agent, observation, reward = 0.0, terminated := true, success = null) -> void:
 	var flags := TERMINATED if terminated else TRUNCATED
 	if success != null:
 		flags |= SUCCESS_KNOWN | (SUCCESS if success else 0)
@@ -108,7 +112,7 @@ func end(agent, observation, reward := 0.0, terminated := true, success = null) 
 
 # A person had the controls and played this in place of the newest action. Call it before the next `act` or `end`.
 func took(agent, played) -> void:
-	_episodes[agent].played = played
+	_episodes[agent].played = _fill_choices(played.duplicate() if played is Array else played)
 
 
 # Whether the agent's action has not come yet. With `wait` off, call `act` once this is false.
@@ -118,10 +122,19 @@ func is_waiting(agent) -> bool:
 
 # Leave the run. What was said before still arrives, without an answer.
 func leave() -> void:
+	_say_bye()
+	_finish("left", false)
+
+
+func _say_bye() -> void:
 	if _state == PLAYING:
 		_send_steps(_take_outbox())
 		_send_frames({"kind": "bye"}, [])
-	_finish("left", false)
+
+
+func _exit_tree() -> void: # freed, as with its scene: the gateway ends the open episodes at once
+	_say_bye()
+	_close()
 
 
 func _add_step(agent, observation, reward, flags: int, mask) -> void:
@@ -130,18 +143,18 @@ func _add_step(agent, observation, reward, flags: int, mask) -> void:
 	var episode = _episodes.get(agent)
 	if episode == null:
 		if flags:
-			_finish("agent %s: `end` without an `act` before" % str(agent), false)
+			_complain(agent, "`end` without an `act` before")
 			return
 		episode = Episode.new()
 		episode.agent = agent
 		episode.number = _take_number()
 		_episodes[agent] = episode
 	elif episode.is_waiting:
-		_finish("agent %s: `act` or `end` before the action of the last `act`" % str(agent), false)
+		_complain(agent, "`act` or `end` before the action of the last `act`")
 		return
 	else:
 		episode.step += 1
-		episode.total += reward
+		episode.total += episode.reward
 		episode.reward = reward
 	episode.observation = observation
 	episode.flags = flags
@@ -172,6 +185,7 @@ func _physics_process(_delta) -> void:
 func _turn() -> void:
 	if _recorded:
 		_replay_steps()
+		_deliver()
 		return
 	if _outbox and _state != IDLE:
 		var episodes := _take_outbox()
@@ -180,21 +194,83 @@ func _turn() -> void:
 	_poll()
 	var since := _ticks_ms()
 	var now := since
-	while wait and _pending and not _is_holding and now - since < BLOCK_MS:
+	while wait and _pending and not _is_holding and not _is_paused() and now - since < BLOCK_MS:
 		if now - since > SPIN_MS:
 			OS.delay_usec(NAP_US)
 		_poll()
 		now = _ticks_ms()
 	_hold(wait and _pending.size() > 0)
+	_deliver()
+
+
+# The tree has a script while this client stops it, so that `paused` is what the game says, and not that it waits.
+class HeldTree extends SceneTree:
+	var is_paused := false
+
+	func _get(property):
+		return is_paused if property == "paused" else null
+
+	func _set(property, value):
+		if property == "paused":
+			is_paused = value
+		return property == "paused"
 
 
 func _hold(is_held: bool) -> void:
-	if is_held and not get_tree().paused:
+	var tree := get_tree()
+	if is_held and not _is_holding and not tree.paused:
 		_is_holding = true
-		get_tree().paused = true
+		tree.paused = true
+		if tree.get_script() == null: # not of a game that has its own
+			tree.set_script(HeldTree)
 	elif _is_holding and not is_held:
 		_is_holding = false
-		get_tree().paused = false
+		var is_paused := false
+		if tree.get_script() == HeldTree:
+			is_paused = tree.paused
+			tree.set_script(null)
+		tree.paused = is_paused
+
+
+# Whether the game has paused the tree: then no agent acts.
+func _is_paused() -> bool:
+	return get_tree().paused
+
+
+# Give the agents their actions; what they do then stands in the outbox.
+func _deliver() -> void:
+	while _answers and not _is_holding and not _is_paused():
+		var answer: Array = _answers.pop_front()
+		var episode: Episode = answer[0]
+		episode.is_waiting = false
+		if answer[1] != null and _episodes.get(episode.agent) == episode:
+			emit_signal("action", episode.agent, _cut_choices(answer[1]))
+
+
+# How many choices each number of an action has, 0 of a number; [] of an action that does not have both.
+func _read_choices() -> Array:
+	var choices := []
+	var form = offers.get("action")
+	for part in form if form is Array else []:
+		choices.append(0 if part is Dictionary else part)
+	return choices if choices.has(0) else []
+
+
+# A choice among numbers is the whole part of the policy's number, and the middle stands for it.
+func _cut_choices(action):
+	var choices := _read_choices()
+	for i in choices.size():
+		if choices[i]:
+			action[i] = int(min(choices[i] - 1, action[i]))
+	return action
+
+
+func _fill_choices(played):
+	var choices := _read_choices()
+	for i in choices.size():
+		if choices[i] and played[i] is int:
+			played[i] += 0.5
+	return played
 
 
 func _take_outbox() -> Array:
@@ -257,14 +333,17 @@ func _reconnect() -> void:
 func _finish(reason: String, finished: bool) -> void:
 	if not finished and reason != "left":
 		push_error("shoal: " + reason)
+	_close()
+	emit_signal("left", reason, finished)
+
+
+func _close() -> void:
 	if _state >= OPENING:
 		_close_socket()
 	_state = IDLE
-	_episodes.clear()
-	_outbox.clear()
-	_pending.clear()
+	for part in [_episodes, _outbox, _pending, _answers]:
+		part.clear()
 	_hold(false)
-	emit_signal("left", reason, finished)
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -386,31 +465,92 @@ func _to_action(action):
 func _answer(episode: Episode, action) -> void:
 	_attempts = 0
 	_pending.erase(episode.number)
-	episode.is_waiting = false
-	if action != null and _episodes.get(episode.agent) == episode:
-		emit_signal("action", episode.agent, action)
+	_answers.append([episode, action])
 
 
 func _take_rejection(episode: Episode, reason: String, detail: String) -> void:
 	_pending.erase(episode.number)
 	if not reason in MOVED:
-		_finish("agent %s, step %d: %s: %s" % [str(episode.agent), episode.step, reason, detail], false)
+		_refuse(episode, detail if reason == "invalid" else reason + ": " + detail)
 	elif _episodes.get(episode.agent) == episode: # not one that has ended: its last steps are lost
 		episode.number = _take_number()
 		episode.step = 0
 		episode.taken = 0 if episode.is_assisted else null # at step 0, any says so
-		episode.reward = episode.total
+		episode.reward += episode.total
+		episode.total = 0.0
 		_pending[episode.number] = episode
 		_send_steps([episode])
 
 
-func _send_steps(episodes: Array) -> void:
+# The episode stays before its newest step, which the game may say again.
+func _refuse(episode: Episode, problem: String) -> void:
+	_pending.erase(episode.number)
+	episode.is_waiting = false
+	if episode.step and not _episodes.has(episode.agent):
+		_episodes[episode.agent] = episode
+	elif episode.step == 0 and _episodes.get(episode.agent) == episode:
+		_episodes.erase(episode.agent)
+	episode.step -= 1
+	episode.reward = 0.0
+	episode.played = episode.taken
+	_complain(episode.agent, problem)
+
+
+func _complain(agent, problem: String) -> void:
+	push_error("shoal: agent %s: %s" % [str(agent), problem])
+	emit_signal("refused", agent, problem)
+
+
+# What is wrong with the numbers of a step, or "".
+func _find_problem(episode: Episode) -> String:
+	var of_agent := " of agent " + str(episode.agent)
+	var problem := _check_numbers("observation", of_agent, episode.observation, _num_numbers, spec.observation.dtype)
+	if not problem:
+		problem = _check_numbers("reward", of_agent, episode.reward, 1, "float64")
+	if not problem and episode.mask != null and _all_allowed:
+		problem = _check_numbers("mask", of_agent, episode.mask, _all_allowed.size(), "bool")
+	if not problem and episode.taken != null and episode.step:
+		problem = _check_numbers("taken", of_agent, episode.taken, _multiply(spec.action.shape), spec.action.dtype)
+	return problem
+
+
+func _check_numbers(field: String, of_agent: String, values, size: int, dtype: String) -> String:
+	var is_list := typeof(values) >= TYPE_ARRAY
+	var numbers = values if is_list else [values]
+	if numbers.size() != size:
+		return "%s%s: %d numbers, expected %d" % [field, of_agent, numbers.size(), size]
+	for i in size:
+		var problem := _check_number(numbers[i], dtype)
+		if problem:
+			return field + ("[%d]" % i if is_list else "") + of_agent + ": " + problem
+	return ""
+
+
+func _check_number(number, dtype: String) -> String:
+	if not (number is float or number is int or number is bool):
+		return "no number"
+	var value := float(number)
+	if value != value:
+		return "NaN"
+	if abs(value) > LARGEST:
+		return "infinite in float32"
+	if dtype[0] == "f":
+		return ""
+	var bits := 1 if dtype == "bool" else int(dtype.replace("u", "").replace("int", ""))
+	var low := 0.0 if dtype[0] in ["b", "u"] else -pow(2, bits - 1)
+	var fits: bool = floor(value) == value and value >= low and value < low + pow(2, bits)
+	return "" if fits else "%s is no %s" % [number, dtype]
+
+
+func _send_steps(steps: Array) -> void:
 	_sent_at = _ticks_ms()
-	for episode in episodes:
-		var size: int = episode.observation.size()
-		if size != _num_numbers:
-			_finish("agent %s: observation: %d numbers, expected %d" % [str(episode.agent), size, _num_numbers], false)
-			return
+	var episodes := []
+	for episode in steps:
+		var problem := _find_problem(episode)
+		if problem:
+			_refuse(episode, problem)
+		else:
+			episodes.append(episode)
 	if episodes.size() > 1 and _has_rows:
 		var rows := []
 		for episode in episodes:

@@ -182,7 +182,8 @@ def test_what_a_game_does_wrong_is_an_error_and_it_has_no_answers_after_it_has_l
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "said": [
-            NOT_AWAITED, 7, "observation: 0.5 is no uint16", "invalid: the gateway took no step", NOT_AWAITED,
+            NOT_AWAITED, 7, "invalid: observation[0] of agent a: 0.5 is no uint16",
+            "invalid: agent a: the gateway took no step", NOT_AWAITED,
         ],
         "last": [None, None], "settings": [9, 12],
         "waiting": "ws://127.0.0.1:65535 does not answer yet, and is tried again",

@@ -16,6 +16,7 @@ from rl_setting import TOKEN
 from shoal.actor import ActorClient, GameActor, play
 from shoal.actor.environment import make_environment
 from shoal.flows.rl_policy import inspect_environment
+from shoal.rl.first_game import describe_given
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec
@@ -158,6 +159,29 @@ def play_own_loop(game: Any, client: ActorClient, seed: int) -> None:
                 observation, reward, terminated, _, info = game.step(action)
                 actor.reward(reward)
             actor.end_episode(observation)
+
+
+TURN_AND_JUMP = {"observation": [1], "action": [{"low": -1, "high": 1}, 2]}
+
+
+@pytest.mark.parametrize("name", ["ppo", *(pytest.param(each, marks=pytest.mark.soak) for each in ("impala", "sac"))])
+def test_numbers_and_choices_of_one_action_are_learned_together(name: str, tmp_path: Path) -> None:
+    """Eight steps: half of the reward for the number that is seen, half for whether it is positive. 8 at best."""
+    spec = RLSpec(env=TURN_AND_JUMP).override([*BASE, *LEARNERS[name]])
+    experience, _ = describe_given(spec)
+
+    def run(index: int, address: str) -> None:
+        random = np.random.default_rng(index)
+        client = ActorClient(address, TOKEN, f"actor-{index}", timeout_s=60, offers=TURN_AND_JUMP)
+        with client, GameActor(client, index, budget_s=10.0) as actor:
+            while not actor.finished:
+                for seen in random.uniform(-1, 1, 8):
+                    turn, jump = actor.act([seen])
+                    assert type(jump) is int
+                    actor.reward(0.5 * (1 - abs(turn - seen)) + 0.5 * (jump == (seen > 0)))
+                actor.end_episode([0.0])
+
+    solve(spec, experience, 6.5, run, tmp_path / "run")  # about 3 by chance
 
 
 def solve(

@@ -2,7 +2,7 @@
 // retained until its ack.
 
 import { MlpPolicy, parseSafetensors } from './policy.js';
-import { SegmentBuilder } from './segments.js';
+import { SegmentBuilder, requireStep } from './segments.js';
 import { ActorError, NOT_AWAITED } from './session.js';
 
 const DISCARD_CODES = new Set(['malformed', 'too_large']);
@@ -59,6 +59,7 @@ export class LocalPlayer {
     const episode = this.episodes.get(agent);
     if (!episode || episode.isOver) throw new Error(`agent ${agent}: begin an episode first`);
     if (episode.isAsked && !this.isDemonstrator) throw new Error(`agent ${agent}: ${NOT_AWAITED}`);
+    requireStep(session.spec, agent, observation, reward, options);
     this.record(episode, observation, reward, options);
     episode.isAsked = true;
     const choose = () => {

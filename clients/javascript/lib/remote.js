@@ -2,7 +2,7 @@
 // one turn of the event loop, of several agents, travel in one message.
 
 import { ActorError, NOT_AWAITED } from './session.js';
-import { maskSize, packTensor, unpackTensor } from './segments.js';
+import { maskSize, packTensor, requireStep, unpackTensor } from './segments.js';
 
 const LOST_REASONS = new Set(['unknown_episode', 'ended_episode', 'failed']);
 const MAX_ROWS = 4096; // of a message
@@ -35,14 +35,16 @@ export class RemotePlayer {
     const episode = this.episodes.get(agent);
     if (!episode) throw new Error(`agent ${agent}: begin an episode first`);
     if (this.unanswered.has(episode.number)) throw new Error(`agent ${agent}: ${NOT_AWAITED}`);
+    requireStep(spec, agent, observation, reward, { mask, taken, terminated });
+    const size = maskSize(spec);
+    if (size && !mask && !terminated) throw new ActorError('invalid', `mask of agent ${agent}: is missing, and this run has action masks`);
     const hasEnded = terminated || truncated;
     if (hasEnded) this.episodes.delete(agent);
     const frame = packTensor('observation', spec.observation.dtype, spec.observation.shape ?? [], observation);
-    const size = maskSize(spec);
-    if (size && !mask && !terminated) throw new Error('this run has action masks: give `mask`');
     const maskFrame = size ? Uint8Array.from(terminated ? Array(size).fill(1) : mask, Number) : null;
     const flags = (terminated ? TERMINATED : truncated ? TRUNCATED : 0) | (hasEnded && success !== undefined ? SUCCESS_KNOWN | (success ? SUCCESS : 0) : 0);
     episode.number ??= this.numBegun++; // here, since episodes begin in the order of their numbers
+    const { total } = episode;
     if (episode.step) {
       episode.total += reward;
       episode.isAssisted ||= taken !== undefined;
@@ -52,7 +54,11 @@ export class RemotePlayer {
       const asked = step ? { reward, taken } : { reward: episode.total, taken: isAssisted ? 0 : undefined };
       const answer = await this.ask({ number, step, frame, maskFrame, flags, settings, ...asked });
       const isLost = LOST_REASONS.has(answer?.reason);
-      if (answer?.reason && !isLost) throw new ActorError(answer.reason, answer.detail || 'the gateway took no step');
+      if (answer?.reason && !isLost) { // the agent may say it once more
+        episode.total = total;
+        if (!this.episodes.has(agent)) this.episodes.set(agent, episode);
+        throw new ActorError(answer.reason, `agent ${agent}: ${answer.detail || 'the gateway took no step'}`);
+      }
       if (!answer || hasEnded) return null; // an episode that the gateway has lost is over, too
       if (!isLost) {
         episode.step++;

@@ -1,6 +1,10 @@
 // Tensors become little-endian frames, and steps of one episode segments, as docs/protocol.md: Experience has them. All
 // machines that run JavaScript are little-endian.
 
+import { ActorError } from './session.js';
+
+const LARGEST = 3.4028234663852886e38; // of float32, in which the learner computes
+const REWARD = { dtype: 'float64', shape: [] };
 const ARRAYS = {
   float32: Float32Array, float64: Float64Array, int8: Int8Array, int16: Int16Array, int32: Int32Array, int64: BigInt64Array,
   uint8: Uint8Array, uint16: Uint16Array, uint32: Uint32Array, uint64: BigUint64Array, bool: Uint8Array,
@@ -11,10 +15,44 @@ function getArray(name, dtype) {
   return ARRAYS[dtype];
 }
 
+/**
+ * Throw an ActorError where an agent's step has what cannot be sent: a number that is none, is not finite, or is not of the
+ * run's dtype; or too many or too few. It names field and position, nothing is sent, and the other agents go on.
+ */
+export function requireStep(spec, agent, observation, reward, { mask, taken, terminated = false }) {
+  requireNumbers(agent, 'observation', spec.observation, observation);
+  requireNumbers(agent, 'reward', REWARD, reward);
+  if (taken !== undefined) requireNumbers(agent, 'taken', spec.action, taken);
+  const size = maskSize(spec);
+  if (size && mask && !terminated) requireNumbers(agent, 'mask', { dtype: 'bool', shape: [size] }, mask);
+}
+
+function requireNumbers(agent, field, { dtype, shape = [] }, values) {
+  const isList = typeof values === 'object' && values !== null;
+  const numbers = isList ? values : [values];
+  const size = shape.reduce((product, each) => product * each, 1);
+  if (numbers.length !== size) throw new ActorError('invalid', `${field} of agent ${agent}: ${numbers.length} numbers, expected ${size}`);
+  const holder = dtype.startsWith('float') ? null : new (getArray(field, dtype))(1);
+  for (let i = 0; i < size; i++) {
+    const problem = findProblem(numbers[i], dtype, holder);
+    if (problem) throw new ActorError('invalid', `${field}${isList ? `[${i}]` : ''} of agent ${agent}: ${problem}`);
+  }
+}
+
+function findProblem(value, dtype, holder) {
+  if (!['number', 'bigint', 'boolean'].includes(typeof value)) return 'no number';
+  if (Number.isNaN(value)) return 'NaN';
+  if (!(Math.abs(Number(value)) <= LARGEST)) return 'infinite in float32';
+  if (!holder) return '';
+  if (Number.isInteger(Number(value))) holder[0] = isBig(holder.constructor) ? BigInt(value) : Number(value);
+  const isOther = Number(holder[0]) !== Number(value) || (dtype === 'bool' && value > 1);
+  return isOther ? `${value} is no ${dtype}` : '';
+}
+
 const isBig = (Type) => Type === BigInt64Array || Type === BigUint64Array;
 const toBytes = (array, length) => new Uint8Array(array.slice(0, length).buffer);
 
-/** The frame of a tensor; `values` are flat, in C order, or a number. Throws when they do not fill the shape, or are not of the dtype. */
+/** The frame of a tensor; `values` are flat, in C order, or a number, and fit it. */
 export function packTensor(name, dtype, shape, values) {
   const row = new Rows(name, dtype, shape, 1);
   row.set(0, values);
@@ -38,21 +76,14 @@ class Rows {
   constructor(name, dtype, shape, capacity) {
     const Type = getArray(name, dtype);
     this.size = shape.reduce((product, size) => product * size, 1);
-    Object.assign(this, { name, dtype, shape, convert: isBig(Type) ? BigInt : null, isCut: !isBig(Type) && !dtype.startsWith('float') });
+    Object.assign(this, { name, dtype, shape, convert: isBig(Type) ? BigInt : Number });
     this.array = new Type(capacity * this.size);
   }
 
   set(row, values) {
-    const isOne = typeof values !== 'object';
-    const count = isOne ? 1 : values.length;
-    if (count !== this.size) throw new Error(`${this.name} has ${count} values, not ${this.size}`);
-    if (isOne) this.put(row, values);
-    else for (let i = 0, at = row * count; i < count; i++, at++) this.put(at, values[i]);
-  }
-
-  put(at, value) {
-    this.array[at] = this.convert ? this.convert(value) : value; // a fraction throws, or is cut
-    if (this.isCut && this.array[at] !== Number(value)) throw new Error(`${this.name}: ${value} is no ${this.dtype}`);
+    const numbers = typeof values === 'object' ? values : [values];
+    if (numbers.length !== this.size) throw new Error(`${this.name} has ${numbers.length} values, not ${this.size}`);
+    for (let i = 0, at = row * this.size; i < this.size; i++, at++) this.array[at] = this.convert(numbers[i]);
   }
 
   pack(length) {

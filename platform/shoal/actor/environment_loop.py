@@ -187,7 +187,9 @@ class _Player:
         for each in self._policies:
             each.start()
         self._apply_settings()
-        seeds = spread_seeds(self._seed, len(self._environments))
+        seeds: list[int | None] = [None] * len(self._environments)
+        if self._seed is not None:  # the first environment has the actor's own
+            seeds = [self._seed, *np.random.SeedSequence(self._seed).generate_state(len(seeds) - 1).tolist()]
         for index, game in enumerate(self._games):
             game.reset(seeds[index : index + 1] if self._stream_games else seeds)
 
@@ -299,10 +301,3 @@ class _Player:
                 selected.append(game)
                 num_left = max(0, num_left - game.num_open)
         return selected
-
-
-def spread_seeds(seed: int | None, count: int) -> list[int | None]:
-    """A seed for each of several environments of an actor; the first has the actor's own."""
-    if seed is None:
-        return [None] * count
-    return [seed, *np.random.SeedSequence(seed).generate_state(count - 1).tolist()]

@@ -6,6 +6,7 @@ takes what has arrived. Called by games, through `shoal.connect`; imports neithe
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,10 +21,11 @@ import numpy as np
 from shoal.actor.agent_streams import find_mask
 from shoal.actor.client import ActorClient
 from shoal.actor.policy import Policy, make_policy
-from shoal.actor.segment_builder import SegmentBuilder
+from shoal.actor.segment_builder import SegmentBuilder, require_numbers
 from shoal.errors import Closed, ConfigError, RunChanged, ShoalError
 from shoal.wire import Segment
 from shoal.wire.action_masks import INFO_KEY, MASKS, find_choices, read_mask
+from shoal.wire.given_spaces import center_choices, floor_choices, read_choices
 from shoal.wire.segment import HUMAN
 from shoal.wire.spaces import flatten_observation
 
@@ -46,6 +48,7 @@ class EpisodeActor(ABC, Generic[C, E]):
 
     def __init__(self, client: C) -> None:
         self.client = client
+        self._choices = read_choices(client.offers.get("action"))
         self._episodes: dict[Hashable, E] = {}
 
     @property
@@ -69,7 +72,9 @@ class EpisodeActor(ABC, Generic[C, E]):
         """
 
     def reward(self, value: float, episode: Hashable = None) -> None:
-        """Add to the reward of the last action. May be called several times, or never, which is 0."""
+        """Add to the reward of the last action. May be called several times, or never, which is 0. Raises
+        InvalidSegment for what is no number, or not finite."""
+        require_numbers("reward", value, episode)
         self._find(episode).reward += float(value)
 
     @abstractmethod
@@ -103,6 +108,13 @@ class EpisodeActor(ABC, Generic[C, E]):
         if taken is None and (behaviour := self.client.behaviour):
             problem = f"is missing, and the behaviour of this actor is {behaviour}"
             raise ConfigError("taken", taken, problem, "act(observation, taken=action), or leave behaviour out")
+
+    def _flatten(self, observation: Any, episode: Hashable) -> Any:
+        """An observation as segments have it. Raises InvalidSegment, which names its number and the episode."""
+        spec = self.client.spec
+        flat = flatten_observation(spec, observation)
+        require_numbers("observation", flat, episode, math.prod(spec.observation.shape))
+        return flat
 
     def _find(self, episode: Hashable) -> E:
         if episode not in self._episodes:
@@ -188,7 +200,7 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
                 problem = "is missing, and this run has action masks"
                 raise ConfigError("mask", mask, problem, "act(observation, mask=...)")
             allowed = read_mask(mask, choices)
-        observation = flatten_observation(self.client.spec, observation)
+        observation = self._flatten(observation, episode)
         playing = self._episodes.get(episode)
         if playing is None:
             builder = SegmentBuilder(self.client.spec)
@@ -199,12 +211,13 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         action, log_probability = self._policy.act(np.asarray(observation), episode, allowed)
         step = (action, log_probability, self._policy.version, "")
         if taken is not None:
-            action, step = taken, (taken, 0.0, 0, self.client.behaviour or HUMAN)
+            action = center_choices(taken, self._choices)
+            step = (action, 0.0, 0, self.client.behaviour or HUMAN)
         if playing is None:
             self._episodes[episode] = _Episode(builder, step, is_recorded=self._current_run == self._run)
         else:
             playing.step, playing.reward = step, 0.0
-        return action
+        return floor_choices(action, self._choices)
 
     def end_episode(
         self,
@@ -220,7 +233,7 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
         if playing.is_recorded:
             info = {} if mask is None else {INFO_KEY: mask}
             allowed = find_mask(info, find_choices(self.client.spec), not truncated, truncated)
-            flat = flatten_observation(self.client.spec, observation)
+            flat = self._flatten(observation, episode)
             self._record(playing, flat, episode, allowed, not truncated, truncated, success)
         self._policy.reset(episode)
         del self._episodes[episode]

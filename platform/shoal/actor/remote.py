@@ -26,8 +26,8 @@ from shoal.actor.segment_builder import SegmentBuilder
 from shoal.errors import Closed, ConfigError, ConnectionLost, InvalidSegment, ProtocolViolation, Refused, RunChanged
 from shoal.wire import ExperienceSpec, encode
 from shoal.wire.action_masks import INFO_KEY, find_choices
+from shoal.wire.given_spaces import center_choices, floor_choices
 from shoal.wire.messages import ActionMessage, ActMessage, Welcome
-from shoal.wire.spaces import flatten_observation
 
 _POLL_MS = 50  # how long another thread may wait for the socket
 _LOST = frozenset({"unknown_episode", "ended_episode", "failed"})  # the gateway has restarted, or the game has rested
@@ -101,8 +101,8 @@ class _ObservationEncoder(SegmentBuilder):
         return None if allowed is None else allowed.tobytes()
 
     def encode(self, observation: Any) -> bytes:
-        """Raises InvalidSegment for one of another shape, or for other integers, than the run's."""
-        self._observations.store(0, flatten_observation(self._spec, observation))
+        """Raises InvalidSegment for one of another shape, or for other integers, than the run's. observation: flat"""
+        self._observations.store(0, observation)
         return self._observations.rows[0]
 
 
@@ -158,6 +158,8 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
     def ask(self, observation: Any, episode: Hashable = None, mask: Any = None, taken: Any = None) -> None:
         """The first half of `act`: several episodes may ask before the first of them waits."""
         self._require_taken(taken)
+        observation = self._flatten(observation, episode)
+        taken = center_choices(taken, self._choices)
         playing = self._episodes.get(episode)
         asked = self._begin(0.0) if playing is None else playing.advance()
         self._asked[episode] = _Question(asked, observation, mask, taken, self._send(asked, observation, mask))
@@ -169,16 +171,16 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         while answer is None or answer.reason in _LOST:
             asked = self._begin(asked.total + asked.reward, asked.is_assisted)
             answer = self._receive(asked, self._send(asked, observation, mask))
-        _require_taken(answer)
+        _require_taken(answer, self._episodes.get(episode))
         if answer.action is None:
             raise ProtocolViolation("malformed", "the gateway gave no action")
         is_assisted = asked.is_assisted or taken is not None
         self._episodes[episode] = _Episode(asked.number, asked.step, asked.total + asked.reward, taken, is_assisted)
         self.version = answer.version
-        if taken is not None:
-            return taken
-        spec = self.client.spec.action
-        return np.array(answer.action, spec.numpy_dtype()).reshape(spec.shape) if spec.shape else answer.action
+        spec, action = self.client.spec.action, answer.action if taken is None else taken
+        if taken is None and spec.shape:
+            action = np.array(action, spec.numpy_dtype()).reshape(spec.shape)
+        return floor_choices(action, self._choices)
 
     def end_episode(
         self,
@@ -189,11 +191,13 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         mask: Any = None,
         success: bool | None = None,
     ) -> None:
-        ending = self._find(episode).advance()
+        playing = self._find(episode)
+        ending = playing.advance()
+        observation = self._flatten(observation, episode)
         run_id = self._send(ending, observation, mask, not truncated, truncated, success)
         answer = self._receive(ending, run_id)
         if answer is not None and answer.reason not in _LOST:  # one that is lost is over, too
-            _require_taken(answer)
+            _require_taken(answer, playing)
         del self._episodes[episode]
 
     def close(self, drain_timeout_s: float = 2.0) -> None:
@@ -242,10 +246,13 @@ def _to_numbers(action: Any) -> Any:
     return (numbers.astype(np.uint8) if numbers.dtype.kind == "b" else numbers).ravel().tolist()
 
 
-def _require_taken(answer: ActionMessage) -> None:
-    """Raise InvalidSegment, ConfigError or ProtocolViolation for a step that the gateway has not taken."""
+def _require_taken(answer: ActionMessage, playing: _Episode | None) -> None:
+    """Raise InvalidSegment, ConfigError or ProtocolViolation for a step that the gateway has not taken. A reward that
+    it has not is forgotten."""
     if answer.reason == "invalid":
         field, _, problem = (answer.detail or "observation or reward: is outside of the spec").partition(": ")
+        if field == "reward" and playing is not None:
+            playing.reward = 0.0
         raise InvalidSegment("invalid_range", field, f"{problem}, so the gateway has not taken it")
     if answer.reason == "too_many_episodes":
         raise ConfigError("episode", answer.episode, "is one too many for this actor", "end others first: end_episode")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from shoal.errors import InvalidSegment
 from shoal.wire import DropReason, ExperienceSpec, Segment, TensorSpec
 from shoal.wire.experience_spec import NO_EXTRAS
+from shoal.wire.segment import LARGEST_FLOAT32
 
 
 def convert_rows(name: str, rows: np.ndarray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -26,6 +27,23 @@ def convert_rows(name: str, rows: np.ndarray, dtype: np.dtype[Any], shape: tuple
     if not np.array_equal(converted, rows):
         raise InvalidSegment(DropReason.INVALID_RANGE, name, f"from {rows.min()} to {rows.max()}, expected {dtype}")
     return converted
+
+
+def require_numbers(field: str, values: Any, agent: Hashable, size: int = 1) -> None:
+    """Raise InvalidSegment for the first of an agent's `values` that is no number, or not finite in float32; or for
+    more or fewer than `size`."""
+    of_agent = "" if agent is None else f" of agent {agent}"
+    array = np.asarray(values, None if isinstance(values, np.ndarray) else object)
+    if array.size != size:
+        raise InvalidSegment(DropReason.INVALID_SHAPE, field + of_agent, f"{array.size} numbers, expected {size}")
+    if array.dtype.kind in "biuf" and np.abs(array).max(initial=0) <= LARGEST_FLOAT32:
+        return
+    for index, each in enumerate(array.ravel()):
+        is_number = isinstance(each, int | float | np.number | np.bool_)
+        if not is_number or not abs(each) <= LARGEST_FLOAT32:
+            position = f"{field}[{index}]" if array.ndim else field
+            problem = "no number" if not is_number else "NaN" if each != each else "infinite in float32"
+            raise InvalidSegment(DropReason.NON_FINITE, position + of_agent, problem)
 
 
 class _RowBuffer:

@@ -3,6 +3,7 @@
     {observation: [4], action: 3}                                      four float32 numbers, three choices
     {observation: {shape: [84, 84, 1], dtype: uint8}, action: [3, 2]}  frames; two choices, of three and of two
     {observation: [8], action: {shape: [2], low: -1, high: 1}}         two numbers within bounds
+    {observation: [8], action: [{low: -1, high: 1}, 3]}                a number and one of 3 choices: `floor_choices`
     {name: catch, observation: [4], action: 3, masks: true}            the game says which choices are allowed
 
 Knows neither gymnasium nor YAML. Errors are ConfigErrors that name the field.
@@ -24,7 +25,9 @@ from shoal.wire.experience_spec import DTYPES, ExperienceSpec
 MAX_NUMBERS = 2**24  # of an observation or an action: a message has room for no more
 MAX_CHOICES = 2**20  # of all numbers of an action: each is an output of the policy
 _FIELDS = ("name", "observation", "action", "masks")
-_ACTIONS = "3 for three choices, [3, 2] for several, or {shape: [2], low: -1, high: 1} for numbers"
+_ACTIONS = (
+    "3 for three choices, [3, 2] for several, {shape: [2], low: -1, high: 1} for numbers, or [{low: -1, high: 1}, 2]"
+)
 _OBSERVATIONS = "[4] for four numbers, or {shape: [84, 84, 1], dtype: uint8, low: 0, high: 255}"
 
 
@@ -101,9 +104,28 @@ class GivenSpaces:
 
     def make_first_observation(self) -> np.ndarray:
         """An observation of the space, before any has come: zero, or the bound that is nearest."""
-        return np.clip(np.zeros(self.observation.shape), self.observation.low, self.observation.high).astype(
-            self.observation.dtype
-        )
+        space = self.observation
+        return np.clip(np.zeros(space.shape), space.low, space.high).astype(space.dtype)
+
+
+def read_choices(form: Any) -> list[Any]:
+    """Of each part of an action in this form how many choices it has, 0 of a number; [] of an action without both."""
+    choices = [0 if isinstance(each, Mapping) else each for each in form] if isinstance(form, list | tuple) else []
+    return choices if 0 in choices else []
+
+
+def floor_choices(action: Any, choices: Sequence[int]) -> Any:
+    """The policy's numbers as the game takes them: of a choice among n, which is from 0 to n, the whole part."""
+    if not choices:
+        return action
+    return [min(int(each), num - 1) if num else each for each, num in zip(action, choices, strict=True)]
+
+
+def center_choices(taken: Any, choices: Sequence[int]) -> Any:
+    """The numbers of what a game has taken, of a choice the middle of those that mean it."""
+    if taken is None or not choices:
+        return taken
+    return [each + 0.5 if num else each for each, num in zip(taken, choices, strict=True)]
 
 
 def find_wrong_spaces(offers: Mapping[str, Any], experience: ExperienceSpec) -> str:
@@ -116,10 +138,8 @@ def find_wrong_spaces(offers: Mapping[str, Any], experience: ExperienceSpec) -> 
     run = _describe_run(experience)
     stated = {"shape", "dtype", *_list_stated(offers["observation"])}
     problem = _compare_boxes("observation", given.observation, run.observation, stated)
-    if type(given.action) is not type(run.action):
-        problem = problem or _describe_difference("action", given.action, run.action)
-    elif isinstance(given.action, Box) and isinstance(run.action, Box):
-        stated = {"shape", *_list_stated(offers["action"])}
+    if isinstance(given.action, Box) and isinstance(run.action, Box):
+        stated = {"shape", *(_list_stated(offers["action"]) or ("low", "high"))}
         problem = problem or _compare_boxes("action", given.action, run.action, stated)
     elif str(given.action) != str(run.action):
         problem = problem or _describe_difference("action", given.action, run.action)
@@ -159,7 +179,9 @@ def _compare_boxes(field: str, game: Box, run: Box, stated: set[str]) -> str:
     for name in ("dtype", "shape"):
         theirs, ours = getattr(game, name), getattr(run, name)
         if name in stated and theirs != ours:
-            return _describe_difference(f"{field}.{name}", *(_to_plain(each) for each in (theirs, ours)))
+            return _describe_difference(
+                f"{field}.{name}", *(list(each) if name == "shape" else each for each in (theirs, ours))
+            )
     for name, reduce in (("low", np.min), ("high", np.max)):
         theirs, ours = getattr(game, name), getattr(run, name)
         if field == "observation":  # of which a run knows one bound for all numbers
@@ -173,10 +195,6 @@ def _describe_difference(field: str, game: Any, run: Any) -> str:
     return f"{field}: this game has {game}, and the run {run}"
 
 
-def _to_plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else str(value)
-
-
 def _list_stated(form: Any) -> set[str]:
     return set(form) if isinstance(form, Mapping) else set()
 
@@ -184,6 +202,13 @@ def _list_stated(form: Any) -> set[str]:
 def _read_action(form: Any, field: str) -> Box | Discrete | MultiDiscrete:
     if isinstance(form, int) and not isinstance(form, bool):
         return Discrete(_require_choices([form], field, form)[0])
+    if choices := read_choices(form):
+        _require_choices([num for num in choices if num], field, form)
+        bounds = [each if isinstance(each, Mapping) else {"low": 0, "high": each} for each in form]
+        for each in bounds:
+            _require_known(each, ("low", "high"), f"{field}.")
+        ends = {name: [each.get(name) for each in bounds] for name in ("low", "high")}
+        return _read_action({"shape": [len(form)], **ends}, field)
     if isinstance(form, list | tuple):
         return MultiDiscrete(np.array(_require_choices(form, field, form)))
     if not isinstance(form, Mapping):

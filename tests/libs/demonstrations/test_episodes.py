@@ -71,17 +71,18 @@ def test_an_episode_is_recorded_as_it_was_played(tmp_path: Path, inference: str)
     with serving(tmp_path, record="100%") as parts:
         parts.gateway.set_settings({"gravity": 9.5, "seed": 4})
         with shoal.connect(parts.address, token=TOKEN, inference=inference) as actor:
-            actions = []
-            for episode in range(2):
-                for step in range(20):  # 16 of a segment
+            actions: list[list[int]] = [[], []]
+            for step in range(20):  # 16 of a segment, of two agents at once
+                for agent, chosen in enumerate(actions):
                     is_held = step in (3, 4)
-                    taken = actor.act([step / 10, episode, 0, 0], taken=1 if is_held else None)
-                    actions.append(1 if is_held else taken)
-                    actor.reward(step / 4)
-                actor.end_episode([2.0, episode, 0, 0], truncated=episode == 1)
+                    taken = actor.act([step / 10, agent, 0, 0], episode=agent, taken=1 if is_held else None)
+                    chosen.append(1 if is_held else taken)
+                    actor.reward(step / 4, episode=agent)
+            for agent in range(2):
+                actor.end_episode([2.0, agent, 0, 0], episode=agent, truncated=agent == 1)
             wait_for(lambda: parts.gateway.stats()["recorded"]["recorded"] == 2)
     found = list(read_all(tmp_path).values())
-    assert np.concatenate([each.segment.actions for each in found]).tolist() == actions
+    assert [each.segment.actions.tolist() for each in found] == actions
     for number, (info, whole) in enumerate(found):
         np.testing.assert_allclose(whole.observations[:, 0], np.arange(21) / 10, rtol=1e-6)
         assert set(whole.observations[:, 1]) == {number}
@@ -98,8 +99,8 @@ def test_what_is_not_whole_is_not_recorded(tmp_path: Path) -> None:
     other_agent = [cut(0, 8), cut(50, 8), cut(8, 4, terminated=True, episode_return=12.0, episode_length=12)]
     shown = end(8, 8.0, 8, behaviour="human")
     counts = record(make_site(tmp_path), under_way, *whole, whole[0], whole[2], *other_agent, shown, end(8, 8.0, 8))
-    assert counts == {"episodes": 2, "recorded": 2, "skipped": 0, "failed": 0}
-    assert sorted(each.info.num_steps for each in read_all(tmp_path).values()) == [8, 20]
+    assert counts == {"episodes": 3, "recorded": 3, "skipped": 2, "failed": 0}
+    assert sorted(each.info.num_steps for each in read_all(tmp_path).values()) == [8, 12, 20]
     moved = end(8, 12.0, 8, episode=5)  # under a new number, since its gateway was lost: 4 were earned before
     assert record(make_site(tmp_path / "moved"), moved, end(8, 8.0, 8, episode=6))["recorded"] == 1
 
@@ -128,8 +129,10 @@ def test_a_share_is_drawn_by_episode_and_the_folder_is_bounded(tmp_path: Path) -
         "000005",
         "000006",
     ]
-    tiny = record(make_site(tmp_path / "tiny"), *[cut(8 * each, 8) for each in range(40)], max_mb=0.002)
-    assert tiny["skipped"] > 0  # an episode that does not end is given up
+    tiny = record(
+        make_site(tmp_path / "tiny"), *[cut(8 * each, 8, terminated=each == 39) for each in range(40)], max_mb=0.002
+    )
+    assert tiny["skipped"] == 1  # an episode that is too long is given up
 
 
 def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,20 @@ using System.Linq;
 using Shoal;
 
 static class NativeGame {
-  static double[] ReadNumbers(string[] words, int at) {
-    return words.Length <= at ? null : words[at].Split(',').Select(each => double.Parse(each, CultureInfo.InvariantCulture)).ToArray();
+  static Array ReadNumbers(string[] words, int at) {
+    if (words.Length <= at) return null;
+    object[] each = words[at].Split(',').Select(ReadNumber).ToArray();
+    return each.All(one => one is double) ? (Array)each.Cast<double>().ToArray() : each;
+  }
+
+  static object ReadNumber(string word) {
+    bool isNumber = double.TryParse(word, NumberStyles.Float, CultureInfo.InvariantCulture, out double number);
+    return isNumber ? number : word == "null" ? null : (object)word;
   }
 
   static void Obey(Run run, string[] words) {
     int agent = words.Length > 1 ? int.Parse(words[1]) : 0;
-    float reward = words.Length > 3 ? float.Parse(words[2], CultureInfo.InvariantCulture) : 0;
+    float reward = words.Length > 3 ? (float)double.Parse(words[2], CultureInfo.InvariantCulture) : 0;
     if (words[0] == "wait") run.Wait();
     else if (words[0] == "connect") run.Connect();
     else if (words[0] == "leave") run.Dispose();
@@ -33,10 +40,11 @@ static class NativeGame {
     for (string line; (line = Console.ReadLine()) != null;) {
       string[] words = line.Split(' ');
       try {
-        if (words[0] != "join") { Obey(run, words); continue; }
+        bool plays = words[0] == "play";
+        if (words[0] != "join" && !plays) { Obey(run, words); continue; }
         run?.Dispose();
-        run = new Run(words[1], "a \"token\"", "game", new Options { Replay = words[1].EndsWith(".json") ? words[1] : "",
-          GiveUpSeconds = words.Length > 2 ? double.Parse(words[2], CultureInfo.InvariantCulture) : 0, Behaviour = "human", Offers = "{\"action\":{\"dtype\":\"int64\"}}",
+        run = new Run(words[1], plays ? Environment.GetEnvironmentVariable("SHOAL_TOKEN") : "a \"token\"", "game", new Options { Replay = words[1].EndsWith(".json") ? words[1] : "",
+          GiveUpSeconds = words.Length > 2 ? double.Parse(words[2], CultureInfo.InvariantCulture) : 0, Behaviour = plays ? "" : "human", Offers = plays ? Environment.GetEnvironmentVariable("OFFERS") ?? "" : "{\"action\":{\"dtype\":\"int64\"}}",
           OnSettings = values => Console.WriteLine("gravity " + string.Join(" ", values.Values.Select(each => Convert.ToString(each, CultureInfo.InvariantCulture)))) });
       } catch (ShoalException error) {
         Console.WriteLine("error " + error.Code + " " + error.Agent + " " + error.Message);

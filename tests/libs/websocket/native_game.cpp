@@ -14,6 +14,7 @@ shoal::Tensor read_numbers(std::istream& line) {
 void obey(shoal::Run& run, std::istringstream& line, const std::string& verb) {
   int agent = 0, how = 0;
   float reward = 0;
+  std::string text;
   line >> agent;
   if (verb == "wait") return run.wait();
   if (verb == "connect") return run.connect();
@@ -27,7 +28,8 @@ void obey(shoal::Run& run, std::istringstream& line, const std::string& verb) {
     std::cout << std::endl;
     return;
   }
-  line >> reward;
+  line >> text;
+  reward = std::strtof(text.c_str(), nullptr);
   if (verb == "end") line >> how;
   shoal::Tensor observation = read_numbers(line), mask = read_numbers(line);
   if (verb == "end") run.end(agent, observation, reward, how, mask);
@@ -41,14 +43,17 @@ int main(int argc, char** argv) {
     std::istringstream line(text);
     line >> verb;
     try {
-      if (verb == "join") {
+      if (verb == "join" || verb == "play") {
         line >> address;
         shoal::Options options;
-        line >> options.give_up_s, options.behaviour = "human", options.offers = "{\"action\":{\"dtype\":\"int64\"}}";
+        bool plays = verb == "play";
+        line >> options.give_up_s;
+        if (plays && std::getenv("OFFERS")) options.offers = std::getenv("OFFERS");
+        if (!plays) options.behaviour = "human", options.offers = "{\"action\":{\"dtype\":\"int64\"}}";
         options.on_settings = [](const shoal::Json& values) { std::cout << "gravity " << values["gravity"].number << std::endl; };
         if (address.find(".json") != std::string::npos) options.replay = address;
         run.reset();
-        run = std::make_unique<shoal::Run>(std::vector<std::string>{address}, "a \"token\"", "game", std::move(options));
+        run = std::make_unique<shoal::Run>(std::vector<std::string>{address}, plays ? std::getenv("SHOAL_TOKEN") : "a \"token\"", "game", std::move(options));
       } else obey(*run, line, verb);
     } catch (const shoal::Error& error) {
       std::cout << "error " << error.code << " " << error.agent << " " << error.what() << std::endl;

@@ -275,6 +275,94 @@ def test_the_files_for_both_versions_differ_in_what_the_engine_has() -> None:
         assert gone not in other + engine4, f"{gone} is of Godot 3"
 
 
+# Its menu runs while the tree is paused, and opens, closes and reloads the scene by the settings.
+PAUSING = """
+extends Node
+var shoal = preload("res://shoal.gd").new()
+var ticker := Ticker.new()
+var is_held := false
+
+class Ticker extends Node:
+	var ticks := 0
+	func _process(_delta) -> void: ticks += 1
+
+func _ready() -> void:
+	pause_mode = PAUSE_MODE_PROCESS
+	ticker.pause_mode = PAUSE_MODE_STOP
+	add_child(ticker)
+	add_child(shoal)
+	for name in ["action", "settings_changed", "left"]:
+		shoal.connect(name, self, "_on_" + name)
+	shoal.join(OS.get_environment("ADDRESS"), "secret", "robot")
+	shoal.act("hero", [1, 2])
+
+func _process(_delta) -> void:
+	if shoal._is_holding and not is_held:
+		is_held = true
+		ticker.ticks = 0
+		say("held")
+
+func say(what) -> void: print("%s, paused %s, ticks %s" % [what, get_tree().paused, ticker.ticks])
+
+func _on_settings_changed(values) -> void:
+	if values.menu == "open":
+		get_tree().paused = true
+	elif values.menu == "toggle":
+		get_tree().paused = not get_tree().paused
+	elif values.menu == "reload":
+		get_tree().reload_current_scene()
+	say(values.menu)
+
+func _on_left(_reason, _finished) -> void: get_tree().quit()
+
+func _on_action(_agent, action) -> void:
+	say("action")
+	is_held = false
+	if action[0] == 2: # the game is over: its menu opens
+		get_tree().paused = true
+	shoal.act("hero", [3, 4])
+"""
+
+
+def test_a_pause_of_the_player_holds_no_agent_acts_in_it_and_a_scene_that_is_reloaded_says_goodbye(
+    tmp_path: Path,
+) -> None:
+    write_project(tmp_path)
+    (tmp_path / "game.gd").write_text(PAUSING)
+    with FakeGateway() as gateway, game(tmp_path, ADDRESS=gateway.address) as process:
+
+        def hear() -> str:
+            assert process.stdout is not None
+            return next(line.rstrip() for line in process.stdout if ", paused " in line)
+
+        def set_menu(word: str) -> str:
+            nonlocal version
+            version += 1
+            gateway.send("settings", values={"menu": word}, version=version)
+            return hear()
+
+        version = 0
+        first = gateway.accept()["incarnation"]
+        gateway.welcome()
+        for step, word in enumerate(("open", "toggle")):
+            assert pick(gateway.receive()) == ["act", 0, step]
+            assert hear() == "held, paused False, ticks 0"
+            assert set_menu(word) == f"{word}, paused True, ticks 0"
+            gateway.act(0, step, 1, 1)
+            assert [set_menu("look") for _ in range(2)] == ["look, paused True, ticks 0"] * 2
+            assert set_menu("toggle") == "toggle, paused False, ticks 0"
+            assert hear().startswith("action, paused False")
+        assert pick(gateway.receive()) == ["act", 0, 2]
+        assert hear() == "held, paused False, ticks 0"
+        gateway.act(0, 2, 2, 1)
+        assert hear() == "action, paused False, ticks 0"
+        assert set_menu("look") == "look, paused True, ticks 0"
+        assert pick(gateway.receive()) == ["act", 0, 3]
+        set_menu("reload")
+        assert gateway.receive()[0]["kind"] == "bye"
+        assert gateway.accept()["incarnation"] > first
+
+
 REPLAYING = """
 extends Node
 var shoal = preload("res://shoal.gd").new()

@@ -345,8 +345,9 @@ def test_what_a_gateway_does_without_is_sent_otherwise(player: Player) -> None:
         assert [player.hear() for _ in range(2)] == ["action 1 2 of 5", "action 3 4 of 0"]
         assert player.ask("ask 0 0.5 9,9,9,9", "wait", "show 0") == "action 5 6 of 0"
         assert player.ask("take 0 7,8", "ask 0 0.25 1,1,1,1", "ask 0 0 1,1,1,1").startswith("error busy 0")
-        assert player.ask("wait", "ask 0 0 1,2,3", "wait").startswith("error invalid 0 invalid: observation: 3 numbers")
-        assert player.ask("ask 0 0 1,2,3,300", "wait").startswith("error invalid 0")
+        said = "error invalid 0 invalid: observation"
+        assert player.ask("wait", "ask 0 0 1,2,3", "wait") == f"{said} of agent 0: 3 numbers, expected 4"
+        assert player.ask("ask 0 0 1,2,3,300", "wait") == f"{said}[3] of agent 0: 300 is no uint8"
         assert player.ask("end 9 0 1 1,2,3,4").startswith("error invalid 9")
         assert player.ask("leave", "show 0") == "action 0 0 of 0, over"
 

@@ -50,6 +50,7 @@ class CollectingClient:
             "policy.0.bias": np.zeros(2, np.float32),
         }
         self.sent: list[Any] = []
+        self.offers: dict[str, Any] = {}
 
     def wait_for_weights(self, *_: Any) -> tuple[int, dict[str, np.ndarray]]:
         return 1, self.weights

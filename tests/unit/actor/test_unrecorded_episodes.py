@@ -151,6 +151,7 @@ class ChangingClient:
 
     def __init__(self, agent: str, change_after: int, next_run: str = "run-2") -> None:
         self.spec: ExperienceSpec = msgspec.structs.replace(EXPERIENCE, agents=(agent,))
+        self.offers: dict[str, Any] = {}
         self.agent, self.run_id, self.num_connects = agent, f"run-1.{agent}", 0
         self._next_run_id, self._left = f"{next_run}.{agent}", change_after
 

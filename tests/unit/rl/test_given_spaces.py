@@ -42,6 +42,12 @@ def make_spec(env: Any, **fields: Any) -> ActorLearnerSpec:
         (FRAME, 3, spaces.Box(0, 255, (84, 84, 1), np.uint8), spaces.Discrete(3)),
         ({"shape": [84, 84, 1], "dtype": "uint8"}, 3, spaces.Box(0, 255, (84, 84, 1), np.uint8), spaces.Discrete(3)),
         (
+            [4],
+            [{"low": -1, "high": 1}, 3],
+            ANY,
+            spaces.Box(np.array([-1, 0], np.float32), np.array([1, 3], np.float32)),
+        ),
+        (
             {"shape": [2], "low": [-1, -2], "high": 1.5},
             {"shape": [2], "low": -0.1, "high": [1, 2]},
             spaces.Box(np.array([-1, -2], np.float32), np.float32(1.5)),
@@ -109,6 +115,10 @@ def test_a_file_is_read_once_and_a_word_of_the_command_line_is_yaml(
         ({"observation": [4], "action": "left"}, "action = 'left': is no action space"),
         ({"observation": [4], "action": {"shape": [2], "low": -1}}, "action.high = None: is missing: each number"),
         ({"observation": [4], "action": {"dtype": "int64", "low": 1, "high": 3}}, "action.low = 1: is not 0"),
+        ({"observation": [4], "action": [{"low": -1}, 2]}, r"action.high = \[None, 2\]: is no number"),
+        ({"observation": [4], "action": [{"low": -1, "high": 1}, 2.5]}, "action = .*: is no number of choices"),
+        ({"observation": [4], "action": [{"low": -1, "high": 1}, 0]}, "action = .*: is no number of choices"),
+        ({"observation": [4], "action": [{"shape": [2], "high": 1}, 2]}, "action.shape = .*: no such field"),
         ({"observation": [4], "action": {"dtype": "int64"}}, "action.high = None: is no choice"),
         ({"observation": [4], "action": 3, "name": 5}, "name = 5: is no name"),
         ({"policies": {"prey": {"observation": [4]}}}, "policies.prey.action = None: is missing"),
@@ -167,10 +177,15 @@ def test_whatever_a_client_offers_is_spaces_or_an_error(offers: dict[str, Any]) 
 
 
 def test_bounds_of_actions_are_compared_number_by_number() -> None:
-    spec = make_spec({"observation": [4], "action": {"shape": [2], "low": -0.1, "high": [1, 2]}}, algorithm="sac")
+    spec = make_spec({"observation": [4], "action": {"shape": [2], "low": [-0.1, 0], "high": [1, 2]}}, algorithm="sac")
     experience, _ = describe_given(spec)
-    for high, difference in (([1, 2], ""), (2, "action.high: this game has [2.0], and the run [1.0, 2.0]")):
-        action = {"shape": [2], "low": -0.1, "high": high}
+    for action, difference in (
+        ({"shape": [2], "low": [-0.1, 0], "high": [1, 2]}, ""),
+        ({"shape": [2], "low": [-0.1, 0], "high": 2}, "action.high: this game has [2.0], and the run [1.0, 2.0]"),
+        ([{"low": -0.1, "high": 1}, 2], ""),
+        ([{"low": -0.1, "high": 1}, 3], "action.high: this game has [1.0, 3.0], and the run [1.0, 2.0]"),
+        (3, "action: this game has 3 choices, and the run float32 [2] from -0.1 to 2"),
+    ):
         assert find_wrong_spaces({"observation": [4], "action": action}, experience) == difference
 
 

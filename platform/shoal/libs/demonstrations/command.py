@@ -198,6 +198,8 @@ def _list(found: Mapping[str, Demonstration]) -> None:
     for name, (info, _) in found.items():
         shown = "goes on" if info.episode_return is None else format_number(info.episode_return)
         click.echo(f"{name:<36}{info.num_steps:>8,}{shown:>12}  {info.actor_id}")
+    if skipped := max(info.skipped for info, _ in found.values()):
+        click.echo(f"\nleft out, of those drawn: at least {skipped:,}, not whole or too many for the disk")
 
 
 def _draw(name: str, demonstration: Demonstration, out: Path) -> None:

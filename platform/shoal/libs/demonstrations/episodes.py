@@ -27,7 +27,7 @@ from shoal.wire import Segment
 
 MAX_QUEUED = 64
 MAX_OPEN_BYTES = 64 * 2**20  # of the segments of episodes that have not ended; as many of those that wait
-MAX_ACTORS = 10_000  # of those that send segments
+MAX_GOING = 100_000  # episodes without numbers whose segments are followed
 IDLE_FACTOR = 9  # the thread rests that many times as long as it computes: a gateway has one interpreter
 _log = logging.getLogger(__name__)
 Key = tuple[str, int]
@@ -44,19 +44,6 @@ class _Open:
     num_bytes: int = 0
 
 
-@dataclass(eq=False)
-class _Actor:
-    """An actor that sends segments without the numbers of episodes: one agent's follow one another.
-
-    is_over: its newest segment ended an episode
-    last:    the last observation of that segment
-    """
-
-    number: int = 0
-    is_over: bool = True
-    last: bytes = b""
-
-
 class EpisodeCollector:
     """An EpisodeRecorder: episodes in the folder of `site`, and in `$SHOAL_STORE`."""
 
@@ -69,12 +56,13 @@ class EpisodeCollector:
         self._open: dict[Hashable, _Open] = {}  # by actor and number; the oldest first
         self._open_bytes = 0
         self._put_bytes, self._done_bytes = 0, 0  # of whole episodes; the thread counts those that it is done with
-        self._actors: dict[Key, _Actor] = {}
-        self._numbers: dict[Key, int] = {}  # the highest before this gateway
+        # The open ones whose segments have no numbers, by actor and the hash of their last observation.
+        self._going: dict[tuple[Key, int], list[int]] = {}
+        self._numbers: dict[Key, int] = {}  # the highest
+        self._counts = {"recorded": 0, "skipped": 0, "failed": 0}
         for info in self._files.infos.values():
             key = info.actor_id, info.incarnation
             self._numbers[key] = max(info.seq, self._numbers.get(key, 0))
-        self._counts = {"recorded": 0, "skipped": 0, "failed": 0}
         self._problem = ""
         self._waiting: queue.Queue[tuple[Key, _Open] | None] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
@@ -99,11 +87,10 @@ class EpisodeCollector:
         self._open_bytes += num_bytes
         self._open[identity] = episode
         if ends:
-            self._close_episode(identity)
+            self._open_bytes -= self._open.pop(identity).num_bytes
             self._put(key, episode)
         while self._open_bytes > self._max_bytes:
-            self._close_episode(next(iter(self._open)))
-            self._counts["skipped"] += 1
+            self._open_bytes -= self._open.pop(next(iter(self._open))).num_bytes
 
     def get_counts(self) -> dict[str, int]:
         return {"episodes": len(self._files), **self._counts}
@@ -117,35 +104,30 @@ class EpisodeCollector:
         self._thread.join(CLOSE_S)
 
     def _count(self, key: Key, segment: Segment) -> int:
-        """The number of the segment's episode, of an actor that sends none."""
-        if (actor := self._actors.get(key)) is None:
-            actor = self._actors[key] = _Actor(self._numbers.get(key, 0))
-            if len(self._actors) > MAX_ACTORS:
-                self._actors.pop(next(iter(self._actors)))
-        if not actor.is_over and segment.observations[0].tobytes() != actor.last:
-            # of another agent, or a segment is missing
-            if (key, actor.number, True) in self._open:
-                self._close_episode((key, actor.number, True))
-            actor.is_over = True
-        actor.number += actor.is_over
-        actor.is_over = segment.terminated or segment.truncated
-        actor.last = b"" if actor.is_over else segment.observations[-1].tobytes()
-        return actor.number
-
-    def _close_episode(self, identity: Hashable) -> None:
-        self._open_bytes -= self._open.pop(identity).num_bytes
+        """The number of the segment's episode, of an actor that sends none: the one whose last observation is the first
+        of this segment; of several, the earliest."""
+        first, last = ((key, hash(segment.observations[at].tobytes())) for at in (0, -1))
+        if numbers := self._going.pop(first, []):
+            number, *others = numbers
+            self._going |= {first: others} if others else {}
+        else:
+            number = self._numbers[key] = self._numbers.get(key, 0) + 1
+        if not (segment.terminated or segment.truncated):
+            self._going.setdefault(last, []).append(number)
+        if len(self._going) > MAX_GOING:
+            self._going.pop(next(iter(self._going)))
+        return number
 
     def _put(self, key: Key, episode: _Open) -> None:
         """Let the thread write it, if it is whole: not one that was under way when this gateway began, and not one in
         which the policy has no part: that was shown."""
         last, rewards = episode.pieces[-1], np.concatenate([each.rewards for each in episode.pieces])
         total, length = float(rewards.sum(dtype=np.float64)), len(rewards)
-        if length != last.episode_length or all(each.behaviour for each in episode.pieces):
+        if all(each.behaviour for each in episode.pieces):
             return
         # An episode that went on under a new number has an earlier return.
-        if last.episode is not None and abs(total - (last.episode_return or 0.0)) > 1e-4 * (1 + np.abs(rewards).sum()):
-            return
-        if self._is_behind:
+        is_other = abs(total - (last.episode_return or 0.0)) > 1e-4 * (1 + np.abs(rewards).sum())
+        if length != last.episode_length or is_other or self._is_behind:
             self._counts["skipped"] += 1
             return
         self._put_bytes += episode.num_bytes
@@ -164,7 +146,8 @@ class EpisodeCollector:
             try:
                 info, segment = Demonstration.join(key, episode.number, episode.pieces)
                 values = {**episode.settings} if episode.settings or not episode.version else None
-                made = Demonstration(msgspec.structs.replace(info, settings=episode.version, values=values), segment)
+                facts = {"settings": episode.version, "values": values, "skipped": self._counts["skipped"]}
+                made = Demonstration(msgspec.structs.replace(info, **facts), segment)
                 gone = self._files.write(made)
                 self._counts["recorded"] += 1
                 if self._shared is not None:

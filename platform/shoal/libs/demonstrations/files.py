@@ -40,6 +40,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 
     lengths, behaviours: of an episode, the steps of each segment, and who took them
     settings, values:    the version of the game's settings, and these; None: unknown
+    skipped:             how many episodes its gateway had left out when it wrote this one
     """
 
     behaviour: str
@@ -60,6 +61,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     success: bool | None = None
     settings: int = 0
     values: dict[str, bool | int | float | str] | None = None
+    skipped: int = 0
 
 
 class Demonstration(NamedTuple):

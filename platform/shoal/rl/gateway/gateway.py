@@ -171,7 +171,11 @@ class Gateway:
                 **self._progress.to_dict(),
                 "settings": dict(self._state.settings),
                 "queue_depth": len(self.queue),
-                "queue_slots": self._sessions.count_slots(),
+                # how many slots the queue has, and how many of them sessions may fill
+                "queue_slots": {
+                    "capacity": self.queue.capacity,
+                    "credit": sum(self._sessions.compute_open_credit().values()),
+                },
                 "actors": [actor.to_dict(self._state.weights) for actor in self._state.actors],
                 "quarantined": dict(self.queue.ledger.quarantined),
                 "counted_at": time.time(),
@@ -251,7 +255,8 @@ class Gateway:
         progress.record_quarantine(ledger.quarantined)
         self._admission.record_unlearnable()
         progress.record_shortage(self._sessions.describe_shortage())
-        silent = self._sessions.find_silent(self.spec.timeout_s)
+        before_s = time.monotonic() - self.spec.timeout_s
+        silent = [route for route, session in self._sessions.items() if session.last_seen < before_s]
         if self.listener is not None:
             of_listener = self.listener.sweep(self._sessions)
             silent = [*(route for route in silent if route not in self.listener), *of_listener]

@@ -120,10 +120,6 @@ class Sessions(dict[bytes, Session]):
         get_account, playing = self._queue.ledger.get_account, self._playing.copy()
         return {route: max(0, each.reserved_limit - get_account(each.key).next_seq) for route, each in playing.items()}
 
-    def count_slots(self) -> dict[str, int]:
-        """How many slots the queue has, and how many of them sessions may fill."""
-        return {"capacity": self._queue.capacity, "credit": sum(self.compute_open_credit().values())}
-
     def count_free(self) -> int:
         """How many slots of the queue no session may fill; below 0: fewer than those that they may."""
         return self._queue.capacity - len(self._queue) - sum(self.compute_open_credit().values())
@@ -222,11 +218,6 @@ class Sessions(dict[bytes, Session]):
             "capacity": queue.capacity,
             "credit": {self[route].key[0]: open_credit[route] for route in largest if open_credit[route]},
         }
-
-    def find_silent(self, timeout_s: float) -> list[bytes]:
-        """The routes of sessions that were silent for `timeout_s`."""
-        deadline = time.monotonic() - timeout_s
-        return [route for route, session in self.items() if session.last_seen < deadline]
 
 
 def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
