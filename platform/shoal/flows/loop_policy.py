@@ -305,17 +305,10 @@ class LoopPolicy:
     def close_gateway(self, recorder: RunRecorder, timeout_s: float) -> None:
         """End the actors' sessions, and record what became of all segments, if the gateway says so in time."""
         stats = self.workers.close_gateway(finished=True, timeout_s=timeout_s)
-        if stats is None:
-            return
-        segments = stats["segments"]
-        if self.name:
-            recorder.record_event("accounting", policy=self.name, **segments)
-            return
-        recorder.record_event("accounting", **segments)
-        totals = {f"segments/{name}": segments[name] for name in ("received", "consumed", "queued")}
-        drops = {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
-        dropped = sum(segments["dropped"].values())
-        recorder.log(int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": dropped})
+        if stats is not None:
+            self.gateway = stats
+            named = {"policy": self.name} if self.name else {}
+            recorder.record_event("accounting", **named, **stats["segments"])
 
 
 def join_addresses(policies: Sequence[LoopPolicy]) -> tuple[str, str]:

@@ -139,7 +139,8 @@ class Gateway:
     def close(self, finished: bool = False) -> None:
         """Say bye to every actor, stop, and drop the queued segments as SHUTDOWN. Idempotent.
 
-        `finished` makes the actors end because the run is over; otherwise they reconnect.
+        `finished`, after the learner has ended: what it holds is dropped as LEARNER_CRASH, and the actors end because
+        the run is over; otherwise they reconnect.
         """
         if self._stopping.is_set():
             return
@@ -156,6 +157,8 @@ class Gateway:
         self.queue.ledger.set_fact("progress", self._progress.dump_state())
         try:
             self.queue.close()
+            if finished:  # of a learner that has failed: nobody will acknowledge them
+                self.queue.ledger.revoke_open_leases("")
         finally:
             self._context.destroy(linger=500)
             os.close(self._wake_read)
