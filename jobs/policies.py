@@ -8,6 +8,7 @@
 Without `env`, that of jobs/tag.py. docs/algorithms/several-policies.md explains the fields.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import shoal.runs
@@ -24,7 +25,7 @@ from shoal.flows.rl_policy import check
 TAG = "shoal.libs.games.tag:Tag"
 
 
-def spec(words: list[str]) -> PoliciesSpec:
+def spec(words: Sequence[str] = ()) -> PoliciesSpec:
     """The policies that the words name, or those of the game."""
     if resumed := last_override(words, "resume"):
         return PoliciesSpec.from_record(shoal.runs.load(resumed).spec, words)

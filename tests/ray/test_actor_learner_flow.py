@@ -224,7 +224,8 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
     def not_there(timeout_s: float) -> None:
         clock.now += timeout_s
 
-    monkeypatch.setattr(actor_learner, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (actor_learner, loop_policy):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     flow = make_flow(ActorLearnerSpec(), SimpleNamespace())
     flow.policies[0]._workers = SimpleNamespace(
         finish_learner=lambda timeout_s: not_there(timeout_s + 0.2),

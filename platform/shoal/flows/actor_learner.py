@@ -45,6 +45,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import (
     LoopPolicy,
     announce_websocket,
+    close_gateways,
     describe_missed_targets,
     describe_other_addresses,
     format_mean_returns,
@@ -359,7 +360,7 @@ class LoopRun:
             self._num_requests = float(sum(replica["requests"] for replica in self._endpoint.stats()))
         except ClusterError as error:
             self._note("endpoint_silent", error=str(error))
-        metrics = self._compute_metrics()
+        metrics = combine_policies({each.name: each.compute_metrics(self._num_requests) for each in self.policies})
         in_history = self._history_sampler.should_keep(time.monotonic())
         step = int(metrics["steps/total"])
         gateways = {each.name: each.gateway for each in self.policies}
@@ -368,9 +369,6 @@ class LoopRun:
             self.recorder.log_group(step, "actor_lag", select_lags(self.policies[0].gateway))
             self.recorder.log_group(step, "rejected", select_rejections(*gateways.values()))
             self.recorder.log_group(step, "win_rate", select_win_rates(gateways))
-
-    def _compute_metrics(self) -> dict[str, float]:
-        return combine_policies({each.name: each.compute_metrics(self._num_requests) for each in self.policies})
 
     def _record_published(self) -> None:
         """The versions of the only policy; those of several have the same numbers."""
@@ -435,11 +433,6 @@ class LoopRun:
             has_saved = list(threads.map(lambda each: each.workers.finish_learner(FINISH_S), started))
         if all(has_saved):
             self._record_published()
-        for each in reversed(started):  # the first one relays the games of the others
-            each.close_gateway(self.recorder, max(0.0, deadline - time.monotonic()))
-        if all(each.gateway for each in self.policies):
-            metrics = self._compute_metrics()
-            ended = {name: each for name, each in metrics.items() if name.startswith(("segments/", "drops/", "queue/"))}
-            self.recorder.log(int(metrics["steps/total"]) + 2, ended)
+        close_gateways(started, self.recorder, deadline)
         for name, (kind, address) in self._addresses.items():
             self.recorder.record_endpoint(name, kind, address, "closed")

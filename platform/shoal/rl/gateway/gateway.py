@@ -139,8 +139,7 @@ class Gateway:
     def close(self, finished: bool = False) -> None:
         """Say bye to every actor, stop, and drop the queued segments as SHUTDOWN. Idempotent.
 
-        `finished`, after the learner has ended: what it holds is dropped as LEARNER_CRASH, and the actors end because
-        the run is over; otherwise they reconnect.
+        `finished` makes the actors end because the run is over; otherwise they reconnect.
         """
         if self._stopping.is_set():
             return
@@ -156,9 +155,7 @@ class Gateway:
         self._inference.close()
         self.queue.ledger.set_fact("progress", self._progress.dump_state())
         try:
-            self.queue.close()
-            if finished:  # of a learner that has failed: nobody will acknowledge them
-                self.queue.ledger.revoke_open_leases("")
+            self.queue.close(finished)
         finally:
             self._context.destroy(linger=500)
             os.close(self._wake_read)
