@@ -166,6 +166,21 @@ def test_three_learners_have_the_weights_of_one(tmp_path: Path, name: str) -> No
             assert three.queue.ledger.get_account(A).consumed == one.queue.ledger.get_account(A).consumed
 
 
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_what_is_not_finite_any_more_leaves_the_replay_of_several_learners(tmp_path: Path, name: str) -> None:
+    with bench(tmp_path, *ALGORITHMS[name], replicas=1) as two:
+        random = np.random.default_rng(3)
+        two.learn(random, 3)
+        replay = two.learner.algorithm._replay  # type: ignore[attr-defined]
+        replay._arrays["rewards"][0], first, updates = 3e38, np.array([0]), two.learner.updates
+        while replay._tree.get(first)[0]:
+            two.learn(random, 1)
+        two.learn(random, 2)
+        assert two.learner.updates > updates
+        assert two.learner.stats()["metrics"]["learner/replicas"] == 2.0
+        assert two.processes[0].is_alive()
+
+
 class Cloned:
     """What was shown: one segment, which comes before the second batch."""
 
