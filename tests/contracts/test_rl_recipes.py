@@ -10,6 +10,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.actor.environment import get_spaces, make_environment
+from shoal.errors import ConfigError
 from shoal.flows.rl_policy import check
 from shoal.rl.spec import experience_spec
 
@@ -48,3 +49,38 @@ def test_the_recipe_of_several_policies_gives_each_agent_one() -> None:
         "hunters": ("left", "right"),
         "prey": ("prey",),
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "agents"),
+    [
+        ("", {"left": ("left",), "right": ("right",), "prey": ("prey",)}),
+        (
+            "policies.pack.agents=[left,right] policies.prey.agents=[prey]",
+            {"pack": ("left", "right"), "prey": ("prey",)},
+        ),
+        ("env=zoo.yaml policies.cat.algorithm=dqn", {"cat": ("cat",), "mouse": ("mouse",)}),
+        ("env=zoo.yaml policies.cat.agents=[tom,kit]", {"cat": ("tom", "kit"), "mouse": ("mouse",)}),
+        ("env=CartPole-v1", "has one agent. use `shoal run actor_learner`"),
+        ("env=ask", "gives no spaces of several policies"),
+        ("env=cat.yaml", "gives no spaces of several policies"),
+    ],
+)
+def test_a_game_of_several_policies_needs_no_job_of_its_own(
+    words: str, agents: dict[str, tuple[str, ...]] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cat = "{observation: [4], action: 3}"
+    Path("zoo.yaml").write_text(f"policies: {{cat: {cat}, mouse: {{observation: [2], action: 2}}}}")
+    Path("cat.yaml").write_text(cat)
+    make = runpy.run_path(str(JOBS / "policies.py"))["spec"]
+    if isinstance(agents, str):
+        with pytest.raises(ConfigError, match=agents):
+            make(words.split())
+        return
+    spec = make(words.split()).override(words.split())
+    assert {name: each.agents for name, (each, _) in check(spec).items()} == agents
+    assert spec.model_name == ("zoo" if "zoo" in words else "tag")
+    assert {each.algorithm.name for each in spec.split_by_policy().values()} == {"impala"} | (
+        {"dqn"} if "dqn" in words else set()
+    )

@@ -98,6 +98,17 @@ def test_a_gateways_next_life_goes_on_counting(tmp_path: Path) -> None:
         assert (stats["steps"], stats["episodes"], stats["mean_return"]) == (5, 2, 8.0)
 
 
+def test_what_a_failed_learner_holds_at_the_end_of_a_run_is_dropped(tmp_path: Path) -> None:
+    with serving(tmp_path) as parts, client(parts) as actor:
+        for _ in range(3):
+            actor.send(segment(2))
+        assert actor.drain(60)
+        parts.take(max_segments=2)
+        parts.gateway.close(finished=True)
+        found = parts.gateway.stats()["segments"]
+    assert (found["queued"], found["dropped"]) == (0, {"learner_crash": 2, "shutdown": 1})
+
+
 def test_a_gateway_waits_for_weights_that_a_store_on_its_way_back_does_not_have_at_once(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     answers = [None, None, weights(7)]

@@ -166,6 +166,21 @@ def test_three_learners_have_the_weights_of_one(tmp_path: Path, name: str) -> No
             assert three.queue.ledger.get_account(A).consumed == one.queue.ledger.get_account(A).consumed
 
 
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_what_is_not_finite_any_more_leaves_the_replay_of_several_learners(tmp_path: Path, name: str) -> None:
+    with bench(tmp_path, *ALGORITHMS[name], replicas=1) as two:
+        random = np.random.default_rng(3)
+        two.learn(random, 3)
+        replay = two.learner.algorithm._replay  # type: ignore[attr-defined]
+        replay._arrays["rewards"][0], first, updates = 3e38, np.array([0]), two.learner.updates
+        while replay._tree.get(first)[0]:
+            two.learn(random, 1)
+        two.learn(random, 2)
+        assert two.learner.updates > updates
+        assert two.learner.stats()["metrics"]["learner/replicas"] == 2.0
+        assert two.processes[0].is_alive()
+
+
 class Cloned:
     """What was shown: one segment, which comes before the second batch."""
 
@@ -178,9 +193,10 @@ class Cloned:
         return next(self._due)
 
     def compute_loss(
-        self, compute_log_pi: Callable[[list[object]], torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        return -compute_log_pi([self._segment]).mean(), {}
+        self, compute_log_pi: Callable[[list[object]], torch.Tensor], differentiate: Callable[[torch.Tensor], bool]
+    ) -> dict[str, float]:
+        assert differentiate(-compute_log_pi([self._segment]).mean())
+        return {"learner/cloning_loss": 1.0}
 
 
 def test_two_learners_clone_what_was_shown_to_the_first_as_one_does(tmp_path: Path) -> None:

@@ -224,7 +224,8 @@ def test_a_run_that_is_stopped_while_it_starts_settles_before_ray_kills_its_job(
     def not_there(timeout_s: float) -> None:
         clock.now += timeout_s
 
-    monkeypatch.setattr(actor_learner, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (actor_learner, loop_policy):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     flow = make_flow(ActorLearnerSpec(), SimpleNamespace())
     flow.policies[0]._workers = SimpleNamespace(
         finish_learner=lambda timeout_s: not_there(timeout_s + 0.2),
@@ -423,6 +424,23 @@ def make_policies_flow(monkeypatch: pytest.MonkeyPatch, **stats: dict[str, Any])
     flow = make_flow(spec, recorder)
     attach_workers(flow, stats)
     return flow, recorded
+
+
+def test_the_record_of_a_run_that_has_failed_says_what_became_of_the_queued_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queued = {"received": 60, "consumed": 12, "queued": 48, "dropped": {}}
+    before = make_stats(steps=600, queue_depth=40, segments=queued)
+    flow, recorded = make_policies_flow(monkeypatch, hunters=before, prey={**before, "address": "tcp://h:2"})
+    flow._poll()
+    gone = {"received": 60, "consumed": 12, "queued": 0, "dropped": {"learner_crash": 8, "shutdown": 40}}
+    for each in flow.policies:
+        each._workers.finish_learner = lambda timeout_s: False
+        each._workers.close_gateway = lambda finished, timeout_s: {**before, "queue_depth": 0, "segments": gone}
+    flow.shut_down()
+    assert ("accounting", {"policy": "prey", **gone}) in recorded
+    [*_, metrics] = [each[1] for each in recorded if each[0] == 1202]
+    assert (metrics["segments/queued"], metrics["queue/depth"], metrics["drops/shutdown"]) == (0, 0, 80)
 
 
 def test_several_policies_are_followed_as_one_is(

@@ -197,7 +197,7 @@ def get_spaces(environment: Any, name: str, agents: Sequence[str] = ()) -> tuple
     for agent, each in zip(agents, spaces, strict=True):
         if each != spaces[0]:
             problem = f"gives {agent} other spaces than {agents[0]}: {each} and {spaces[0]}"
-            remedy = "pad them to the same, since they have one policy; or give them several: jobs/tag.py"
+            remedy = "pad them to the same, since they have one policy; or give them several: shoal run policies"
             raise ConfigError("env", name, problem, remedy)
     return spaces[0]
 

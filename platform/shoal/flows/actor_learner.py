@@ -45,6 +45,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import (
     LoopPolicy,
     announce_websocket,
+    close_gateways,
     describe_missed_targets,
     describe_other_addresses,
     format_mean_returns,
@@ -432,7 +433,6 @@ class LoopRun:
             has_saved = list(threads.map(lambda each: each.workers.finish_learner(FINISH_S), started))
         if all(has_saved):
             self._record_published()
-        for each in reversed(started):  # the first one relays the games of the others
-            each.close_gateway(self.recorder, max(0.0, deadline - time.monotonic()))
+        close_gateways(started, self.recorder, deadline)
         for name, (kind, address) in self._addresses.items():
             self.recorder.record_endpoint(name, kind, address, "closed")

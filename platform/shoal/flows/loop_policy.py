@@ -20,7 +20,7 @@ import shoal.runs
 from shoal.atomic_file import make_folder
 from shoal.errors import RunError, StoreError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.rl_metrics import ActorLearnerMetrics, describe_rejections
+from shoal.flows.rl_metrics import ActorLearnerMetrics, combine_policies, describe_rejections
 from shoal.flows.rl_policy import describe_policy_model, list_actions, register_policy
 from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
@@ -302,21 +302,6 @@ class LoopPolicy:
             f" | dropped {sum(stats['segments']['dropped'].values()):,}"
         )
 
-    def close_gateway(self, recorder: RunRecorder, timeout_s: float) -> None:
-        """End the actors' sessions, and record what became of all segments, if the gateway says so in time."""
-        stats = self.workers.close_gateway(finished=True, timeout_s=timeout_s)
-        if stats is None:
-            return
-        segments = stats["segments"]
-        if self.name:
-            recorder.record_event("accounting", policy=self.name, **segments)
-            return
-        recorder.record_event("accounting", **segments)
-        totals = {f"segments/{name}": segments[name] for name in ("received", "consumed", "queued")}
-        drops = {f"drops/{reason}": count for reason, count in segments["dropped"].items()}
-        dropped = sum(segments["dropped"].values())
-        recorder.log(int(stats["steps"]) + 2, {**totals, **drops, "segments/dropped": dropped})
-
 
 def join_addresses(policies: Sequence[LoopPolicy]) -> tuple[str, str]:
     """Of all gateways, for actors; for games, of the first gateway, at which each of several policies has its path, or
@@ -349,6 +334,20 @@ def announce_websocket(policies: Sequence[LoopPolicy], run_id: str) -> None:
     first.relay_websockets({each.name: each.workers.get_websocket_address(is_bound=True) for each in others})
     shown = join_addresses(policies)[1].replace(",", "\n    ")
     print(f"run {run_id}: games join over WebSocket at\n    {shown}", flush=True)
+
+
+def close_gateways(policies: Sequence[LoopPolicy], recorder: RunRecorder, deadline: float) -> None:
+    """End the actors' sessions, and record what became of all segments, of the gateways that say so in time."""
+    for each in reversed(policies):  # the first one relays the games of the others
+        stats = each.workers.close_gateway(finished=True, timeout_s=max(0.0, deadline - time.monotonic()))
+        if stats is not None:
+            each.gateway = stats
+            named = {"policy": each.name} if each.name else {}
+            recorder.record_event("accounting", **named, **stats["segments"])
+    metrics = combine_policies({each.name: each.compute_metrics(0) for each in policies if each.gateway})
+    accounts = {name: each for name, each in metrics.items() if name.startswith(("segments/", "drops/", "queue/"))}
+    if accounts:
+        recorder.log(int(metrics["steps/total"]) + 2, accounts)
 
 
 def format_mean_returns(policies: Sequence[LoopPolicy]) -> str:

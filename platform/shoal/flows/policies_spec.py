@@ -38,7 +38,7 @@ class PoliciesSpec(ActorLearnerSpec):
 
     The run ends when each policy with a `target_return` has reached it, or after `max_wall_s`; without targets, after
     `max_wall_s`. The policy NAME is registered as MODEL-NAME. A `gateway.port` is that of the first policy's gateway,
-    and so is the port of a `gateway.advertise`; the others have the next ones.
+    and so are `gateway.websocket` and the port of a `gateway.advertise`; the others have the next ones.
     """
 
     target_return: None = Field(default=None, description="of a policy: policies.NAME.target_return")

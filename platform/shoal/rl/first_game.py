@@ -178,7 +178,7 @@ def describe_given(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     """`experience_spec` of the spaces that `spec.env` gives, and an observation. Raises ConfigError."""
     if "policies" in spec.given:
         problem = "gives spaces of several policies"
-        raise ConfigError("env", spec.env, problem, "use a job of several, as jobs/tag.py, or give observation, action")
+        raise ConfigError("env", spec.env, problem, "use `shoal run policies`, or give observation and action")
     if spec.ignore:
         raise ConfigError("ignore", spec.ignore[0], "is no part of spaces that are given", "leave it out")
     given = GivenSpaces.parse(spec.given)

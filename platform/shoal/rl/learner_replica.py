@@ -35,10 +35,10 @@ class LearnerReplica:
                     return
                 self._algorithm.group = link
                 share = link.wait_for_share(self._load)
-                if isinstance(share, SampleShare):
-                    self._algorithm.learn_share(share)
-                    continue
                 with suppress(NonFiniteLoss):  # the hub decides what it drops
+                    if isinstance(share, SampleShare):
+                        self._algorithm.learn_share(share)
+                        continue
                     for _ in self._algorithm.update(share):
                         pass
             except Closed:

@@ -195,7 +195,7 @@ class GatewaySpec(Spec):
     def shift_ports(self, number: int) -> GatewaySpec:
         """The spec of a further gateway: each port that is given is higher by `number`."""
         host, port = self.advertised
-        ports = {name: port + number for name in ("port", "websocket") if (port := getattr(self, name))}
+        ports = {name: given + number for name in ("port", "websocket") if (given := getattr(self, name))}
         shown = f"[{host}]" if ":" in host else host
         return self.update({**ports, **({"advertise": f"{shown}:{port + number}"} if port else {})})
 

@@ -106,9 +106,13 @@ def test_the_cloning_term_adds_the_weighted_gradient_of_the_cross_entropy(tmp_pa
         torch.testing.assert_close(
             new - old, torch.zeros_like(old) if expected is None else expected, atol=2e-6, rtol=1e-4
         )
-    result = shown.compute_loss(algorithm.compute_log_pi)  # type: ignore[attr-defined]
+    result = shown.compute_loss(algorithm.compute_log_pi, is_finite)  # type: ignore[attr-defined]
     assert result is not None
-    assert result[1] == pytest.approx({"learner/demonstration_weight": 0.25, "learner/cloning_loss": loss.item()})
+    assert result == pytest.approx({"learner/demonstration_weight": 0.25, "learner/cloning_loss": loss.item()})
+
+
+def is_finite(loss: torch.Tensor) -> bool:
+    return bool(loss.isfinite())
 
 
 def test_the_weight_falls_to_zero_in_its_steps() -> None:
@@ -135,7 +139,7 @@ def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path:
     open_files(site).delete(open_files(site).list_names())
     shown.poll()
     assert list(shown.get_segments()) == []
-    assert shown.compute_loss(algorithm.compute_log_pi) is None  # type: ignore[attr-defined]
+    assert shown.compute_loss(algorithm.compute_log_pi, is_finite) is None  # type: ignore[attr-defined]
 
 
 def test_a_learner_that_has_restarted_clones_what_has_come_since(tmp_path: Path) -> None:
@@ -158,11 +162,31 @@ def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.Lo
         """As of a network that overflows with the second segment."""
         return torch.cat([torch.full((8,), torch.nan if each.rewards[0] == 9.0 else -1.0) for each in segments])
 
-    assert shown.compute_loss(compute_log_pi) is None
-    assert "000001 is not finite" in caplog.text
-    result = shown.compute_loss(compute_log_pi)
+    assert shown.compute_loss(compute_log_pi, is_finite) is None
+    assert "000001 of actor is not finite" in caplog.text
+    result = shown.compute_loss(compute_log_pi, is_finite)
     assert result is not None
-    assert result[1]["learner/cloning_loss"] == 1.0
+    assert result["learner/cloning_loss"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["impala", "ppo"])
+def test_what_was_shown_with_an_infinite_gradient_is_left_out_and_no_actor_is_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    algorithm = make_algorithm(RLSpec(hidden=(), algorithm={"name": name}), EXPERIENCE)
+    huge = shown_segment()
+    huge.observations[3] = 1e30
+    site = make_site(tmp_path, passes=100)
+    record(site, huge, shown_segment())
+    shown = algorithm.demonstrations = Shown(site)
+    shown.poll()
+    batch = random_batch(1, [8])
+    assert len(list(algorithm.update(batch))) > 0
+    assert algorithm.is_usable(batch)
+    assert algorithm.take_demonstrations() is True
+    assert len(shown.get_segments()) == 1
+    assert "000000 of actor is not finite" in caplog.text
+    assert all(each.isfinite().all() for each in algorithm.model.parameters())
 
 
 def test_a_recurrent_policy_is_unrolled_over_all_that_was_shown_of_an_episode(tmp_path: Path) -> None:
@@ -188,10 +212,10 @@ def test_a_recurrent_policy_is_unrolled_over_all_that_was_shown_of_an_episode(tm
     shown = algorithm.demonstrations = Shown(site)
     shown.poll()
     assert [each.num_steps for each in shown.get_segments()] == [3, 3, 8, 2]  # as a replay takes them
-    result = shown.compute_loss(algorithm.compute_log_pi)
+    result = shown.compute_loss(algorithm.compute_log_pi, is_finite)
     assert result is not None
     separate = algorithm.compute_log_pi([whole, other])
-    assert result[1]["learner/cloning_loss"] == pytest.approx(-separate.mean().item(), rel=1e-5)
+    assert result["learner/cloning_loss"] == pytest.approx(-separate.mean().item(), rel=1e-5)
 
 
 def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from rl_setting import EXPERIENCE, POLICY, random_batch, segment
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
-from shoal.errors import RunError, WeightsError
+from shoal.errors import WeightsError
 from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
 from shoal.libs.off_policy.q_network import QNetwork
-from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
+from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner
@@ -99,7 +99,7 @@ def test_first_priorities_are_the_errors_of_n_step_targets(num_steps: int) -> No
                 target += 0.9 ** (end - t) * target_q[row + end, q[row + end].argmax()]
             expected.append(target - q[row + t, batch.actions[step + t]])
         row, step = row + length + 1, step + length
-    np.testing.assert_allclose(dqn._compute_errors(batch), expected, **TOLERANCE)
+    np.testing.assert_allclose(dqn.learn(dqn.make_trial(batch), is_trial=True)[1], expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("hidden", [(), (8,), (16, 8, 4)])
@@ -219,27 +219,6 @@ def test_values_approach_those_of_a_chain_that_is_truncated_and_never_ends() -> 
             list(dqn.update(constant))
         found = compute_q(dqn.model, np.ones((1, 4), np.float32))
         np.testing.assert_allclose(found, value, atol=0.05)
-
-
-def test_a_batch_with_an_infinite_error_is_not_inserted() -> None:
-    dqn = make_dqn(learning_starts=1)
-    bad = random_batch(1, [16])
-    bad.rewards[:] = 3e38
-    with pytest.raises(NonFiniteLoss):
-        list(dqn.update(bad))
-    assert dqn._replay.num_steps == 0
-    assert not dqn.is_usable(bad)
-    assert dqn.is_usable(random_batch(2, [16]))
-
-
-def test_values_that_have_overflowed_end_the_run_and_leave_the_weights() -> None:
-    dqn = make_dqn(learning_starts=1)
-    list(dqn.update(random_batch(1, [16])))
-    with torch.no_grad():
-        dqn._parameters.fill_(1e38)
-    with pytest.raises(RunError, match="not finite"):
-        dqn.learn(dqn.draw()[1])
-    assert (dqn._parameters == 1e38).all()
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])

@@ -166,7 +166,7 @@ def test_files_outlive_the_process_but_for_the_rows_that_it_was_writing(tmp_path
     np.testing.assert_array_equal(again._row_of_slot, first._row_of_slot)
 
     first._row_of_slot[np.arange(71, 75) % 40] = -1  # dies as it begins to write four rows
-    first._observations[np.arange(71, 74) % 40] = np.nan
+    first._arrays["observations"][np.arange(71, 74) % 40] = np.nan
     last = make_replay(rows=40, folder=tmp_path)
     assert np.isfinite(last.sample(400, 3, DISCOUNT, 0).next_observations).all()
     assert np.isfinite(last.sample(400, 3, DISCOUNT, 0).observations).all()

@@ -10,12 +10,12 @@ import torch
 from gymnasium.spaces import Box
 
 from rl_setting import random_batch
-from shoal.errors import ConfigError, RunError
+from shoal.errors import ConfigError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.libs.off_policy.gaussian_actor import TwinCritic
 from shoal.libs.off_policy.sac import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.models.action_distribution import SquashedGaussian
-from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
+from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, experience_spec
 
@@ -135,28 +135,6 @@ def test_the_temperature_moves_the_entropy_towards_its_target() -> None:
         sac = make_sac(target_entropy=target_entropy)
         metrics = list(sac.update(make_batch(0, [32])))
         assert (metrics[-1]["learner/temperature"] > metrics[0]["learner/temperature"]) is rises
-
-
-def test_what_is_not_finite_is_not_stored() -> None:
-    sac, batch = make_sac(), make_batch(0, [10, 10])
-    batch.rewards[2] = 1e30  # finite; its square is not
-    assert not sac.is_usable(batch)
-    with pytest.raises(NonFiniteLoss, match="rewards"):
-        next(sac.update(batch))
-    assert sac._replay.num_steps == 0
-    assert sac.is_usable(make_batch(1, [4]))
-
-
-def test_a_loss_of_replayed_experience_that_is_not_finite_ends_the_run_and_keeps_the_weights() -> None:
-    sac = make_sac()
-    list(sac.update(make_batch(0, [15])))
-    before = {name: each.clone() for name, each in sac.model.state_dict().items()}
-    with torch.no_grad():
-        sac._log_alpha.fill_(np.inf)
-    sac._replay.insert(make_batch(1, [4]))
-    with pytest.raises(RunError, match=r"algorithm\.learning_rate"):
-        sac.learn(sac.draw())
-    assert all(torch.equal(each, before[name]) for name, each in sac.model.state_dict().items())
 
 
 def test_a_resumed_learner_goes_on_from_the_same_state() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -10,8 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE, random_batch, segment
-from shoal.rl.algorithms.algorithm import make_algorithm
+import shoal
+from rl_setting import EXPERIENCE, TOKEN, random_batch, segment
+from shoal.actor import ActorClient
+from shoal.errors import InvalidSegment
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
+from shoal.rl.experience.queue import ExperienceBatch
+from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, add_core, experience_spec
 from shoal.wire import ExperienceSpec, Segment
 
@@ -23,7 +30,10 @@ class FakeShown:
 
     def __init__(self, share: float, *segments: Segment) -> None:
         self.share, self.generation, self._segments = share, 1, segments
-        self.offline_steps = 0
+        self.offline_steps, self.left_out = 0, list[Segment]()
+
+    def leave_out(self, segments: list[Segment]) -> None:
+        self.left_out += segments
 
     def take_offline_steps(self) -> int:
         return self.offline_steps
@@ -59,12 +69,10 @@ def test_a_quarter_of_a_sample_was_shown_and_has_priorities_of_its_own(name: str
     )
     assert algorithm.take_demonstrations() is False
     algorithm.insert(random_batch(1, [8], **fields), algorithm._replay)
-    arrays = algorithm.draw().arrays if name == "sac" else algorithm.draw()[1].arrays
+    arrays = algorithm.draw()[1].arrays
     returns = arrays["returns"] if "returns" in arrays else arrays["rewards"][:, 0]
     assert (np.abs(returns) > 50).tolist() == [False] * 6 + [True] * 2
-    if name != "sac":
-        rows = algorithm.draw()[0]
-        assert (rows >= 0).tolist() == [True] * 6 + [False] * 2
+    assert (algorithm.draw()[0] >= 0).tolist() == [True] * 6 + [False] * 2
     before = algorithm._shown._tree.total
     for seed in (2, 3):  # the errors of the first are those of the insertion
         *_, metrics = algorithm.update(random_batch(seed, [8], **fields))
@@ -93,3 +101,127 @@ def test_it_learns_from_what_was_shown_alone_before_any_game_has_played(name: st
     arrays = {"rewards": np.full(8, 77.0, np.float32)}
     algorithm.insert(random_batch(1, [8], **fields, **arrays), algorithm._replay)  # and then draws from both again
     algorithm.draw()
+
+
+# -- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def spoil(place: int, **fields: Any) -> ExperienceBatch:
+    """A segment within float32, one of whose numbers is huge: an observation, or with -1 what the end is valued by."""
+    batch = random_batch(1, [8], [False], **fields)
+    batch.observations[place] = 1e30
+    return batch
+
+
+@pytest.mark.parametrize("place", [0, 3, -1])
+@pytest.mark.parametrize("name", ["dqn", "sac"])
+def test_a_segment_whose_loss_or_gradient_is_not_finite_is_not_inserted(name: str, place: int) -> None:
+    torch.manual_seed(0)
+    spec, experience, fields = make_case(name)
+    algorithm: Any = make_algorithm(spec, experience)
+    before = [each.detach().clone() for each in algorithm.model.parameters()]
+    bad = spoil(place, **fields)
+    with pytest.raises(NonFiniteLoss):
+        list(algorithm.update(bad))
+    assert not algorithm.is_usable(bad)
+    assert algorithm._replay.num_steps == 0
+    assert algorithm.is_usable(random_batch(2, [8], **fields))
+    assert all(torch.equal(*each) for each in zip(before, algorithm.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac"])
+def test_a_huge_reward_is_not_inserted(name: str) -> None:
+    torch.manual_seed(0)
+    spec, experience, fields = make_case(name)
+    algorithm: Any = make_algorithm(spec, experience)
+    bad = random_batch(1, [8], **fields, rewards=np.full(8, 3e38, np.float32))
+    with pytest.raises(NonFiniteLoss):
+        list(algorithm.update(bad))
+    assert not algorithm.is_usable(bad)
+    assert algorithm._replay.num_steps == 0
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac"])
+def test_what_is_not_finite_any_more_leaves_the_replay_and_the_others_are_learnt(name: str) -> None:
+    torch.manual_seed(0)
+    spec, experience, fields = make_case(name)
+    algorithm: Any = make_algorithm(spec, experience)
+    algorithm.insert(random_batch(1, [8], **fields), algorithm._replay)
+    num_drawable = algorithm._replay.num_drawable
+    stored = algorithm._replay._arrays["rewards"]
+    stored[0] = 3e38
+    steps = [algorithm.take_step() for _ in range(20)]
+    assert {} in steps
+    assert all(np.isfinite(list(each.values())).all() for each in steps)
+    assert algorithm._replay.num_drawable < num_drawable
+    assert steps[-1]
+    assert all(each.isfinite().all() for each in algorithm.model.parameters())
+
+
+def test_weights_that_have_overflowed_stay_and_empty_the_replay() -> None:
+    """What comes then is not usable either, and ends the run."""
+    spec, experience, _ = make_case("dqn")
+    algorithm: Any = make_algorithm(spec, experience)
+    list(algorithm.update(random_batch(1, [8])))
+    with torch.no_grad():
+        algorithm._parameters.fill_(1e38)
+    while algorithm._replay.num_drawable:
+        assert algorithm.take_step() == {}
+    assert (algorithm._parameters == 1e38).all()
+    assert not algorithm.is_usable(random_batch(2, [8]))
+
+
+@pytest.mark.parametrize("name", ["dqn", "sac"])
+def test_of_what_was_shown_the_good_is_learnt_from(name: str) -> None:
+    spec, experience, fields = make_case(name)
+    algorithm: Any = make_algorithm(spec, experience)
+    bad = segment(behaviour="human", **fields, observations=spoil(3, **fields).observations)
+    good = segment(behaviour="human", **fields)
+    algorithm.demonstrations = FakeShown(0.25, good, bad, good)
+    algorithm.take_demonstrations()
+    assert algorithm._shown.num_steps == 16
+    assert algorithm.demonstrations.left_out == [bad]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the policy in the bad game
+@pytest.mark.parametrize("name", ["impala", "ppo", "dqn", "r2d2", "sac"])
+def test_a_game_of_bad_numbers_does_not_end_the_run_of_the_others(name: str, tmp_path: Path) -> None:
+    """Also in a run whose networks have no layer that saturates."""
+    settings = {"normalize_observations": True, "learner": {"batch_steps": 16, "take_timeout_s": 0.1}}
+    replayed = {} if name in ("impala", "ppo") else {"learning_starts": 8, "batch_size": 8}
+    action = {"shape": [1], "low": -1, "high": 1} if name == "sac" else 2
+    spec = RLSpec.model_validate(
+        {"env": {"observation": [2], "action": action}, "algorithm": {"name": name, **replayed}, "segment_length": 8}
+        | {"hidden": [8], "core_size": SIZE, **settings}
+    )
+    with (
+        LocalLoop.open(spec, tmp_path / "run", TOKEN) as loop,
+        shoal.connect(loop.address, token=TOKEN, actor_id="good", timeout_s=60) as good,
+    ):
+
+        def play(actor: ActorClient, seen: Any = 1.0, reward: Any = 1.0) -> None:
+            for value in (1.0, seen, 1.0):
+                actor.act(np.asarray([value, 1.0], None if isinstance(value, str) else np.float32))
+                actor.reward(reward)
+            actor.end_episode(np.float32([0, 0]))
+
+        sent = [
+            *({"seen": each} for each in (np.nan, np.inf, 1e30, None, "far")),
+            *({"reward": each} for each in (np.nan, 1e30, None, "far")),
+        ]
+        for number, spoilt in enumerate(sent):
+            with (
+                shoal.connect(loop.address, token=TOKEN, actor_id=f"bad-{number}", timeout_s=60) as bad,
+                suppress(InvalidSegment, TypeError, ValueError),
+            ):
+                play(bad, **spoilt)
+            before, updates = loop.learner.counts["consumed"], loop.learner.updates
+            while loop.learner.counts["consumed"] < before + 8 or loop.learner.updates == updates:
+                play(good)
+                assert loop._failure is None
+        stats = loop.gateway.stats()
+        blamed = {each["actor_id"]: dict(each["invalid"]) for each in stats["actors"] if each["invalid"]}
+        assert blamed.keys() >= {"bad-0", "bad-1", "bad-5", "bad-6"}
+        assert "good" not in blamed
+        assert ("bad-2" in blamed) == (name in ("dqn", "sac"))  # in the others' networks it saturates
+        assert loop.learner.algorithm.normalizer.state_dict()["observations"]["mean"].abs().max() < 100

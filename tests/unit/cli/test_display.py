@@ -142,7 +142,9 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
     ]
     with runs.create("job", "", "one", kind=runs.RunKind.LOOP) as run:
         run.record_event("gateway_ready")
-        run.log(7, {"actors/connected": 3, "steps/total": 7, "drops/non_finite": 2, "drops/expired": 0})
+        run.log(
+            7, {"actors/connected": 3, "steps/total": 7, "drops/non_finite": 2, "drops/expired": 0, "drops/shutdown": 1}
+        )
         run.log_group(7, "rejected", select_rejections({"actors": actors}))
         run.flush()
         view = run_view.make_view(runs.load("one"), None)
@@ -150,8 +152,9 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
         found = json.loads(CliRunner().invoke(cluster.status, ["--json"]).output)["runs"][0]
     assert isinstance(view, LoopView)
     assert "rejected  looper malformed 1,320  one two non_finite 2" in drawn(view)
-    assert "drops 2, rejected 1322" in view.format_plain_line()
-    assert "    3 actors, 7 steps, drops: non_finite 2\n" in shown
+    assert "drops     non_finite 2, shutdown 1 " in drawn(view)
+    assert "drops 3, rejected 1322" in view.format_plain_line()
+    assert "    3 actors, 7 steps, drops: non_finite 2, shutdown 1\n" in shown  # of an earlier attempt
     assert "    rejected: looper malformed 1,320, one two non_finite 2\n" in shown
     assert (found["actors"], found["rejected"]) == (3, {"looper malformed": 1320, "one two non_finite": 2})
 
@@ -209,15 +212,6 @@ def test_the_bar_goes_from_the_lowest_return_to_the_target(
 def test_the_line_tells_everything() -> None:
     facts = "return 123.4, steps/s 5,678, weights 77, max lag 15, queue 13, drops 9, endpoint requests/s 21"
     assert VIEW.format_plain_line() == f"[ 12.3 s] learning: {facts}"
-
-
-def test_what_is_dropped_because_the_run_has_ended_is_no_problem() -> None:
-    view = dataclasses.replace(VIEW, metrics={**METRICS, "drops/shutdown": 6.0})
-    assert "drops 9," in view.format_plain_line()
-    assert "shutdown" not in drawn(view)
-    ended = replace(VIEW, metrics={"steps/total": 5.0, "drops/shutdown": 6.0})
-    assert "drops 0," in ended.format_plain_line()
-    assert "drops     none" in drawn(ended)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def test_the_target_of_dqn_values_an_allowed_action() -> None:
     masks[:, 0] = False
     batch = ExperienceBatch.from_segments(1, [replace(sent, actions=np.full(8, 4), extras={MASKS: masks})])
     free = ExperienceBatch.from_segments(1, [replace(sent, actions=np.full(8, 4), extras={MASKS: masks | True})])
-    assert np.abs(algorithm._compute_errors(batch)).max() < 1e5 < np.abs(algorithm._compute_errors(free)).max()
+    masked, unmasked = (np.abs(algorithm.learn(algorithm.make_trial(each), is_trial=True)[1]) for each in (batch, free))
+    assert masked.max() < 1e5 < unmasked.max()
     algorithm._replay.insert(batch)
     sample = algorithm._replay.sample(16, 1, 0.9, 0.0)
     np.testing.assert_array_equal(sample.next_masks, masks[sample.rows + 1])

@@ -125,7 +125,7 @@ def test_an_algorithm_with_a_replay_learns_from_frames_as_bytes(name: str, actio
     before = {key: each.clone() for key, each in algorithm.model.state_dict().items()}
     for _ in range(2):  # at first SAC's policy is flat, and gives its encoder no gradient
         assert list(algorithm.update(batch))
-    assert algorithm._replay._observations.dtype == np.uint8
+    assert algorithm._replay._arrays["observations"].dtype == np.uint8
     assert not torch.equal(algorithm.model.encoder.layers[0].weight, before["encoder.layers.0.weight"])
     policy = make_policy(experience.policy, 0, action_shape=experience.action.shape)
     policy.load(1, {key: each.numpy() for key, each in algorithm.model.state_dict().items()})

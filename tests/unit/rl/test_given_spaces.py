@@ -20,6 +20,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.rl_policy import check, inspect_environment
 from shoal.rl.first_game import describe_given
+from shoal.rl.part_specs import GatewaySpec
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire.given_spaces import find_wrong_spaces
 
@@ -210,6 +211,20 @@ def test_what_needs_an_environment_is_refused_by_name(monkeypatch: pytest.Monkey
         check(make_spec(numbers))
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"port": 4000}, {"port": 4001}),
+        ({"port": 4000, "advertise": "127.0.0.1:30555"}, {"port": 4001, "advertise": "127.0.0.1:30556"}),
+        ({"websocket": 9103}, {"websocket": 9104}),
+        ({"websocket": 0, "advertise": "localhost"}, {"websocket": 0, "advertise": "localhost"}),
+        ({"websocket": 9103, "advertise": "[::1]:30555"}, {"websocket": 9104, "advertise": "[::1]:30556"}),
+    ],
+)
+def test_the_ports_of_a_further_gateway_are_the_next_ones(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert GatewaySpec.parse(fields).shift_ports(1) == GatewaySpec.parse(expected)
+
+
 def test_several_policies_have_spaces_by_their_names() -> None:
     small, large = ({"observation": [size], "action": 5} for size in (4, 6))
     env = {"name": "tag", "policies": {"hunters": large, "prey": small}}
@@ -221,5 +236,5 @@ def test_several_policies_have_spaces_by_their_names() -> None:
     for wrong in ("ask", small, {"policies": {"prey": small}}):
         with pytest.raises(ConfigError, match=r"takes \{policies: \{hunters: \{...\}, prey: \{...\}\}\}"):
             PoliciesSpec.parse({"env": wrong, "policies": POLICIES})
-    with pytest.raises(ConfigError, match=r"gives spaces of several policies. use a job of several"):
+    with pytest.raises(ConfigError, match=r"gives spaces of several policies. use `shoal run policies`"):
         check(make_spec(env))

@@ -66,6 +66,17 @@ def change(made: Segment, **changes: object) -> Segment:
     return Segment(**{**vars(made), **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("position", [0, 500])
+def test_one_huge_row_weighs_no_more_than_those_before(position: int) -> None:
+    rows = np.random.default_rng(0).normal(5.0, 2.0, (2000, 1)).astype(np.float32)
+    rows[position] = 1e30
+    moments = ExperienceMoments((1,))
+    for part in np.split(rows, 20):
+        moments.add(part)
+    assert abs(moments.mean[0] - 5.0) < 0.2
+    assert 1.9 < moments.deviation[0] < 3.0
+
+
 def test_moments_of_parts_are_those_of_the_whole() -> None:
     random = np.random.default_rng(0)
     rows = random.normal(1e6, 1e-1, (1000, 3))

@@ -27,7 +27,6 @@ from shoal.cli.display.panels import (
 from shoal.runs import Run
 from shoal.runs.formatting import format_metric
 from shoal.runs.run_kind import RunKind
-from shoal.wire import DropReason
 
 RETURN = "return/mean_100"
 NUMBERS = (
@@ -70,11 +69,8 @@ class LoopView(RunView):
 
     @property
     def drops(self) -> dict[str, float]:
-        """Segments by the reason of their drop, without those that were queued when the run ended, and demonstrations:
-        these are no problem."""
-        dropped = self.get_group("drops").items()
-        good = (DropReason.SHUTDOWN, DropReason.DEMONSTRATION)
-        return {reason: count for reason, count in dropped if count and reason not in good}
+        """Segments of all attempts of the run by the reason of their drop, as `shoal status` has them."""
+        return {reason: count for reason, count in self.get_group("drops").items() if count}
 
     @property
     def rejections(self) -> dict[str, float]:

@@ -118,17 +118,26 @@ class Shown:
         return due
 
     def compute_loss(
-        self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
-    ) -> tuple[Tensor, Mapping[str, float]] | None:
+        self, compute_log_pi: Callable[[Sequence[Segment]], Tensor], differentiate: Callable[[Tensor], bool]
+    ) -> Mapping[str, float] | None:
         segments, weight = self._cloned, self.weight
         if not segments or not weight:
             return None
         drawn = self._draw(segments)
         loss = cloning_loss(compute_log_pi(drawn))
-        if not loss.isfinite():
-            self._leave_out([each for each in drawn if not compute_log_pi([each]).isfinite().all()])
+        if not differentiate(weight * loss):
+            self.leave_out([each for each in drawn if not differentiate(cloning_loss(compute_log_pi([each])))])
             return None
-        return weight * loss, {"learner/demonstration_weight": weight, "learner/cloning_loss": loss.item()}
+        return {"learner/demonstration_weight": weight, "learner/cloning_loss": loss.item()}
+
+    def leave_out(self, segments: Sequence[Segment]) -> None:
+        bad = {id(each) for each in segments}
+        left = {name: each for name, each in self._known.items() if id(each.segment) in bad}
+        names = [f"{name} of {each.info.actor_id}" for name, each in sorted(left.items())]
+        _log.warning("the loss of %s is not finite: they are left out", ", ".join(names) or "what was drawn")
+        self._known = {name: each for name, each in self._known.items() if name not in left}
+        self._segments = [each for each in self._segments if id(each) not in bad]
+        self._cloned = [each for each in self._cloned if id(each) not in bad]
 
     def poll(self) -> None:
         """Read those that are new, and forget those that are gone."""
@@ -155,13 +164,6 @@ class Shown:
                 self.poll()
             except OSError as error:
                 _log.warning("demonstrations cannot be read now: %s", error)
-
-    def _leave_out(self, segments: Sequence[Segment]) -> None:
-        """Forget what would spoil each loss: numbers within the spec, and too large for the network."""
-        bad = {id(each) for each in segments}
-        names = sorted(name for name, each in self._known.items() if id(each.segment) in bad)
-        _log.warning("the loss of %s is not finite: they are left out", ", ".join(names) or "what was drawn")
-        self._cloned = [each for each in self._cloned if id(each) not in bad]
 
     def _draw(self, segments: Sequence[Segment]) -> list[Segment]:
         drawn, num_steps = [], 0

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shoal.extend.models import mask_logits
 from shoal.extend.rl import (
     ExperienceBatch,
-    NonFiniteLoss,
     Normalizer,
     RLSpec,
     SampleShare,
@@ -26,9 +25,8 @@ from shoal.extend.rl import (
 from shoal.libs.off_policy.configs import DQNConfig
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import QNetwork
-from shoal.libs.off_policy.replay import ObservationRows, Replay, ReplaySample, sum_returns
+from shoal.libs.off_policy.replay import Replay, ReplaySample, collect_all
 from shoal.wire import ExperienceSpec
-from shoal.wire.action_masks import MASKS
 
 
 class DQNLosses(NamedTuple):
@@ -77,13 +75,12 @@ class DQN(QLearning[Replay]):
     def make_replay(self, folder: Path | None) -> Replay:
         return Replay(self._experience, *make_ring_options(self._config, folder, self._config.priority_exponent))
 
-    def is_usable(self, segment: ExperienceBatch) -> bool:
-        return bool(np.isfinite(self._compute_errors(segment)).all())
+    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+        arrays = collect_all(batch, self._config.num_steps, self._config.discount).to_arrays()
+        return SampleShare(self.normalizer.apply(arrays), 0, 1, 1)
 
     def insert(self, batch: ExperienceBatch, replay: Replay) -> None:
-        errors = self._compute_errors(batch)
-        if not np.isfinite(errors).all():
-            raise NonFiniteLoss("the error of a step is not finite; check the rewards")
+        _, errors = self.learn(self.make_trial(batch), is_trial=True)
         replay.insert(batch, errors)
 
     def count_draws(self) -> float:
@@ -111,20 +108,3 @@ class DQN(QLearning[Replay]):
         masks = None if sample.next_masks is None else self.to_device(sample.next_masks)
         next_q = mask_logits(self.model(following), masks)
         return double_targets(returns, discounts, next_q, self._target(following))
-
-    @torch.no_grad()
-    def _compute_errors(self, batch: ExperienceBatch) -> np.ndarray:
-        """The error of each step of a new batch, for its first priority, as Ape-X's actors compute it (§3). [N]"""
-        batch = self.normalizer.normalize(batch)
-        rows = ObservationRows.from_batch(batch)
-        step_rows = np.flatnonzero(rows.is_step)
-        returns, discounts, following = sum_returns(rows, step_rows, self._config.num_steps, self._config.discount)
-        observations = to_observations(batch.observations, self.device)
-        q, target_q = self.model(observations), self._target(observations)
-        masks = batch.extras.get(MASKS)
-        next_q = mask_logits(q[following], None if masks is None else self.to_device(masks[following]))
-        returns_N, discounts_N = self.to_device(returns), self.to_device(discounts)
-        targets = double_targets(returns_N, discounts_N, next_q, target_q[following])
-        values = q[step_rows, self.to_device(np.array(batch.actions))]
-        errors: np.ndarray = (targets - values).cpu().numpy()
-        return errors

@@ -7,8 +7,9 @@ behaviour policy. Knows no clock, run or Ray.
 from __future__ import annotations
 
 import copy
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,12 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import RunError
-from shoal.extend.rl import Algorithm, ExperienceBatch, Metrics, SampleShare, restore_optimizer
+from shoal.extend.rl import (
+    SINGLE,
+    Algorithm,
+    ExperienceBatch,
+    Metrics,
+    NonFiniteLoss,
+    SampleShare,
+    restore_optimizer,
+)
 from shoal.libs.off_policy.configs import QLearningConfig, SACConfig
 from shoal.libs.off_policy.q_network import QNetwork, RecurrentQNetwork
 from shoal.libs.off_policy.replay import Replay
 from shoal.libs.off_policy.sequence_replay import SequenceReplay
+from shoal.wire import Segment
+
+_log = logging.getLogger(__name__)
 
 
 class StepLoss(NamedTuple):
@@ -56,7 +67,33 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
 
     @abstractmethod
     def insert(self, batch: ExperienceBatch, replay: R) -> None:
-        """Store a batch. Raises NonFiniteLoss, storing nothing, when an error of its steps is not finite."""
+        """Store a batch. Raises NonFiniteLoss, storing nothing, when `learn` would for its trial."""
+
+    @abstractmethod
+    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+        """All items of a batch as a sample whose losses are sums: one of them may have a later sample to itself."""
+
+    @abstractmethod
+    def draw(self) -> tuple[np.ndarray, SampleShare]:
+        """The numbers of drawn items, for the replay, and the sample of them."""
+
+    @abstractmethod
+    def learn(self, share: SampleShare, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
+        """Take a step of the optimizer with the other learners of this sample; in a trial only compute its gradients,
+        alone. Returns metrics, and the errors of the whole sample [num_items], NaN for unknown ones.
+
+        Raises NonFiniteLoss, leaving the weights, when the loss or its gradient is not finite.
+        """
+
+    def is_usable(self, segment: ExperienceBatch) -> bool:
+        return self._is_sound(self.make_trial(segment))
+
+    def _is_sound(self, share: SampleShare) -> bool:
+        try:
+            self.learn(share, is_trial=True)
+        except NonFiniteLoss:
+            return False
+        return True
 
     def take_demonstrations(self) -> bool:
         assert self.demonstrations is not None
@@ -64,20 +101,54 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
             self._generation, segments = self.demonstrations.generation, list(self.demonstrations.get_segments())
             self._shown = self.make_replay(None)
             for begin in range(0, len(segments), SHOWN_SEGMENTS):
-                batch = ExperienceBatch.from_segments(0, segments[begin : begin + SHOWN_SEGMENTS])
-                if self.is_usable(batch):
-                    self.insert(batch, self._shown)
+                self._insert_shown(segments[begin : begin + SHOWN_SEGMENTS], self._shown)
         has_shown = self._shown is not None and self._shown.num_drawable
         num_steps = self.demonstrations.take_offline_steps() if has_shown else 0
         self._is_offline = True
         for _ in range(num_steps):
-            self.take_step()
+            if self._shown is not None and self._shown.num_drawable:
+                self.take_step()
         self._is_offline = False
         return num_steps > 0
 
-    @abstractmethod
+    def _insert_shown(self, segments: list[Segment], replay: R) -> None:
+        """Store them, without those whose own loss is not finite."""
+        assert self.demonstrations is not None
+        batch = ExperienceBatch.from_segments(0, segments)
+        if not self.is_usable(batch):
+            is_usable = np.array([self.is_usable(batch.select(one)) for one in np.eye(len(segments), dtype=bool)])
+            self.demonstrations.leave_out([segments[index] for index in np.flatnonzero(~is_usable)])
+            batch = batch.select(is_usable)
+        if batch.num_steps:
+            self.insert(batch, replay)
+
     def take_step(self) -> Metrics:
-        """Draw a sample, and take a step of the optimizer on it. Raises RunError as `learn` does."""
+        """Draw a sample, and take a step of the optimizer on it. None is taken, and there are no metrics, when its loss
+        is not finite: what was finite at its insertion no longer is, and leaves the replay."""
+        rows, sample = self.draw()
+        try:
+            metrics, errors = self.learn(self.group.divide_sample(sample, self.serialize))
+        except NonFiniteLoss:
+            items = [
+                sample.select(index, index + 1)._replace(first=0, num_items=1, num_steps=1)
+                for index in range(len(rows))
+            ]
+            is_bad = np.array([not self._is_sound(each) for each in items])
+            is_bad |= not is_bad.any()  # only together
+            _log.warning("the loss of %d drawn items is not finite: they leave the replay", is_bad.sum())
+            for replay, numbers, _ in self._group_by_replay(rows, is_bad):
+                replay.remove(numbers)
+            return {}
+        for replay, numbers, is_own in self._group_by_replay(rows, ~np.isnan(errors)):
+            replay.update_priorities(numbers, errors[is_own])
+        return metrics
+
+    def _group_by_replay(self, rows: np.ndarray, is_chosen: np.ndarray) -> Iterator[tuple[R, np.ndarray, np.ndarray]]:
+        """Each replay with the numbers there of its chosen items, and which of the sample these are."""
+        for replay, numbers in ((self._replay, rows), (self._shown, -1 - rows)):
+            is_own = is_chosen & (numbers >= 0)
+            if replay is not None and is_own.any():
+                yield replay, numbers[is_own], is_own
 
     def draw_arrays(self, num_items: int, draw: Callable[[R, int], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Items of the replay by name, `rows` among them, and the share of those that were shown."""
@@ -108,10 +179,13 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
     def learn_share(self, share: SampleShare) -> None:
         self.learn(share)
 
-    @abstractmethod
-    def learn(self, share: SampleShare) -> object:
-        """Take a step of the optimizer with the other learners of this sample. Raises RunError, leaving the weights,
-        when the loss is not finite any more."""
+
+def require_finite(values: Sequence[float]) -> None:
+    """Raises NonFiniteLoss."""
+    if not np.isfinite(values).all():
+        raise NonFiniteLoss(
+            "the loss or its gradient is not finite; lower algorithm.learning_rate or check the rewards"
+        )
 
 
 def make_ring_options(
@@ -147,10 +221,6 @@ class QLearning(ReplayAlgorithm[R]):
         """The steps that one step of the optimizer draws."""
 
     @abstractmethod
-    def draw(self) -> tuple[np.ndarray, SampleShare]:
-        """The numbers of drawn items, for the replay, and the sample of them."""
-
-    @abstractmethod
     def compute_loss(self, share: SampleShare) -> StepLoss: ...
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
@@ -162,44 +232,40 @@ class QLearning(ReplayAlgorithm[R]):
             return  # also where a restored replay is empty
         self._num_owed += self._settings.samples_per_insert * batch.num_steps
         num_drawn = self.count_draws()
-        while self._num_owed >= num_drawn:
+        while self._num_owed >= num_drawn and replay.num_drawable:
             self._num_owed -= num_drawn
-            metrics = self.take_step()
+            if not (metrics := self.take_step()):
+                continue
             numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(replay.num_steps)}
             yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}, **self.describe_share()}
 
-    def take_step(self) -> Metrics:
-        rows, sample = self.draw()
-        metrics, errors = self.learn(self.group.divide_sample(sample, self.serialize))
-        is_known = ~np.isnan(errors)  # not of a learner that has died
-        is_own, is_shown = is_known & (rows >= 0), is_known & (rows < 0)
-        self._replay.update_priorities(rows[is_own], errors[is_own])
-        if self._shown is not None:
-            self._shown.update_priorities(-1 - rows[is_shown], errors[is_shown])
-        return metrics
-
-    def learn(self, share: SampleShare) -> tuple[dict[str, float], np.ndarray]:
-        """The step; returns metrics and errors of the whole sample [num_items]."""
+    def learn(self, share: SampleShare, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
+        group = SINGLE if is_trial else self.group
         loss = self.compute_loss(share)
         total = loss.total * (loss.num_steps / share.num_steps)
         metrics = {
             "learner/loss": total,
             "learner/td_error": loss.errors.abs().sum() / share.num_items,
             "learner/q_value": loss.values.sum() / share.num_items,
+            "squares": loss.errors.square().sum(),
         }
         gradient = self._parameters.grad
         assert gradient is not None
         gradient.zero_()
         total.backward()
-        sums = self.group.sum_gradients([self._parameters], metrics, loss.num_steps, share.num_steps)
-        grad_norm = clip_gradient(gradient, self._settings.max_grad_norm)
-        if not np.isfinite(grad_norm):
-            raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
+        sums = group.sum_gradients([self._parameters], metrics, loss.num_steps, share.num_steps)
+        sums["learner/grad_norm"] = clip_gradient(gradient, self._settings.max_grad_norm)
+        require_finite(list(sums.values()))
+        del sums["squares"]  # finite beyond what the slope of Huber's loss bounds, too
+        if not is_trial:
+            self._take_optimizer_step()
+        return sums, group.gather(loss.errors, share).cpu().numpy()
+
+    def _take_optimizer_step(self) -> None:
         self._optimizer.step()
         self._num_updates += 1
         if self._num_updates % self._settings.target_update_period == 0:
             self._target_parameters.data.copy_(self._parameters)
-        return {**sums, "learner/grad_norm": grad_norm}, self.group.gather(loss.errors, share).cpu().numpy()
 
     def state_dict(self) -> dict[str, Any]:
         return {

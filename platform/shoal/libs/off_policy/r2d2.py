@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.extend.models import mask_logits
-from shoal.extend.rl import ExperienceBatch, NonFiniteLoss, Normalizer, RLSpec, SampleShare, find_device, network_kwargs
+from shoal.extend.rl import ExperienceBatch, Normalizer, RLSpec, SampleShare, find_device, network_kwargs
 from shoal.libs.off_policy.configs import R2D2Config
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import RecurrentQNetwork
@@ -133,17 +133,17 @@ class R2D2(QLearning[SequenceReplay]):
         options = make_ring_options(self._config, folder, self._config.priority_exponent)
         return SequenceReplay(self._experience, self._shape, self._state_size, *options)
 
-    def is_usable(self, segment: ExperienceBatch) -> bool:
-        with torch.no_grad():
-            return bool(self._evaluate(self._normalize(self._split(segment))).mixed_errors.isfinite().all())
+    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+        return self._make_trial(self._split(batch))
 
     def insert(self, batch: ExperienceBatch, replay: SequenceReplay) -> None:
         sequences = self._split(batch)
-        with torch.no_grad():
-            errors = self._evaluate(self._normalize(sequences)).mixed_errors
-        if not errors.isfinite().all():
-            raise NonFiniteLoss("the error of a sequence is not finite; check the rewards")
-        replay.insert(sequences, errors.cpu().numpy())
+        _, errors = self.learn(self._make_trial(sequences), is_trial=True)
+        replay.insert(sequences, errors)
+
+    def _make_trial(self, sequences: Sequences) -> SampleShare:
+        weights = np.ones(len(sequences.states), np.float32)
+        return SampleShare(self.normalizer.apply(sequences.to_arrays() | {"weights": weights}), 0, 1, 1)
 
     def count_draws(self) -> float:
         return self._config.batch_size * self._replay.num_steps / self._replay.num_drawable
@@ -172,9 +172,6 @@ class R2D2(QLearning[SequenceReplay]):
         states = self._compute_states(self.normalizer.normalize(batch), starts)
         return split_segments(batch, starts, states, self._shape)
 
-    def _normalize(self, sequences: Sequences) -> Sequences:
-        return Sequences(**self.normalizer.apply(sequences.to_arrays()))
-
     @torch.no_grad()
     def _compute_states(self, batch: ExperienceBatch, starts: SequenceStarts) -> np.ndarray:
         """The state before the row `state_rows` of each sequence, by the learner's weights. [K, S]"""
@@ -197,7 +194,7 @@ class R2D2(QLearning[SequenceReplay]):
         is_bytes = self.model.encoder is not None and observations.dtype == np.uint8
         return self.to_device(np.array(observations, np.uint8 if is_bytes else np.float32))
 
-    def _evaluate(self, sequences: Sequences, weights: Tensor | None = None) -> _Evaluation:
+    def _evaluate(self, sequences: Sequences, weights: Tensor) -> _Evaluation:
         config = self._config
         num_trained, num_steps = self.to_device(sequences.num_trained), self.to_device(sequences.num_steps)
         longest, most_trained = int(num_steps.max()), int(num_trained.max())  # later rows are padding in all of them
@@ -214,7 +211,7 @@ class R2D2(QLearning[SequenceReplay]):
             targets = rescaled_targets(returns, discounts, next_q, next_target_q, config.rescaling_epsilon)
         q = q[:, :most_trained]
         actions = self.to_device(sequences.actions[:, :most_trained])
-        losses = r2d2_loss(q, actions, targets, num_trained, q.new_ones(len(q)) if weights is None else weights)
+        losses = r2d2_loss(q, actions, targets, num_trained, weights)
         return _Evaluation(losses, mix_errors(losses.errors, num_trained, config.priority_mix), q.detach())
 
     def _unroll(self, network: RecurrentQNetwork, sequences: Sequences, num_rows: int) -> Tensor:

@@ -10,6 +10,7 @@ from 0 without end; row r is at r % C. A new row overwrites the oldest one, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,43 +47,53 @@ class ReplaySample(NamedTuple):
         return {name: each for name, each in self._asdict().items() if each is not None}
 
 
-class ObservationRows(NamedTuple):
-    """Segments laid out in R rows, one for each observation. Of a segment's last row, `rewards` is 0.
-
-    rewards float32, steps_remaining int32 to the end of the segment, terminated bool of the segment, is_step bool: [R]
-    """
-
-    rewards: np.ndarray
-    steps_remaining: np.ndarray
-    terminated: np.ndarray
-    is_step: np.ndarray
-
-    @classmethod
-    def from_batch(cls, batch: ExperienceBatch) -> ObservationRows:
-        num_rows_S = batch.lengths + 1
-        ends_S = np.cumsum(num_rows_S)
-        steps_remaining = (np.repeat(ends_S, num_rows_S) - 1 - np.arange(len(batch.observations))).astype(np.int32)
-        is_step = steps_remaining > 0
-        return cls(_spread(batch.rewards, is_step), steps_remaining, np.repeat(batch.terminated, num_rows_S), is_step)
+def lay_out(batch: ExperienceBatch) -> dict[str, np.ndarray]:
+    """Segments in R rows, one for each observation: the columns of a Replay. In a segment's last row, `rewards` and
+    `actions` are 0. steps_remaining int32 [R]: to the end of the segment."""
+    num_rows_S = batch.lengths + 1
+    ends_S = np.cumsum(num_rows_S)
+    steps_remaining = (np.repeat(ends_S, num_rows_S) - 1 - np.arange(len(batch.observations))).astype(np.int32)
+    is_step = steps_remaining > 0
+    masks = {MASKS: batch.extras[MASKS]} if MASKS in batch.extras else {}
+    return {
+        "observations": batch.observations,
+        "actions": _spread(batch.actions, is_step),
+        "rewards": _spread(batch.rewards, is_step),
+        "steps_remaining": steps_remaining,
+        "terminated": np.repeat(batch.terminated, num_rows_S),
+        **masks,
+    }
 
 
-def sum_returns(
-    rows: ObservationRows, chosen: np.ndarray, num_steps: int, discount: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(returns, discounts, rows after them) of the steps in the rows `chosen` [B], as `ReplaySample` has them.
+def collect_all(batch: ExperienceBatch, num_steps: int, discount: float) -> ReplaySample:
+    """Every step of a batch, in order, as a sample of a replay."""
+    columns = lay_out(batch)
+    slots = np.flatnonzero(columns["steps_remaining"])
+    return collect_steps(columns, slots, num_steps, discount, slots, np.ones(len(slots), np.float32))
 
-    `rows` may be a ring. Returns of extreme rewards may be infinite.
-    """
-    steps_remaining = rows.steps_remaining[chosen]
+
+def collect_steps(
+    columns: Mapping[str, np.ndarray],
+    slots: np.ndarray,
+    num_steps: int,
+    discount: float,
+    rows: np.ndarray,
+    weights: np.ndarray,
+) -> ReplaySample:
+    """The steps at `slots` [B] of columns that may be a ring. Returns of extreme rewards may be infinite."""
+    steps_remaining = columns["steps_remaining"][slots]
     num_taken = np.minimum(steps_remaining, num_steps)
     offsets = np.arange(num_steps)
     factors = np.where(offsets < num_taken[:, None], discount**offsets, 0.0)  # [B, n]
-    rewards = rows.rewards[(chosen[:, None] + offsets) % len(rows.rewards)]
+    rewards = columns["rewards"][(slots[:, None] + offsets) % len(columns["rewards"])]
     with np.errstate(over="ignore"):
         returns = (factors * rewards).sum(1).astype(np.float32)
-    is_terminal = rows.terminated[chosen] & (num_taken == steps_remaining)
+    is_terminal = columns["terminated"][slots] & (num_taken == steps_remaining)
     discounts = np.where(is_terminal, 0.0, discount**num_taken).astype(np.float32)
-    return returns, discounts, (chosen + num_taken) % len(rows.rewards)
+    following, observations = (slots + num_taken) % len(columns["rewards"]), columns["observations"]
+    masks = columns[MASKS][following] if MASKS in columns else None
+    fields = observations[slots], columns["actions"][slots], returns, discounts, observations[following], weights
+    return ReplaySample(rows, *fields, masks)
 
 
 def _spread(per_step: np.ndarray, is_step: np.ndarray) -> np.ndarray:
@@ -115,12 +126,6 @@ class Replay(Ring):
                 columns[MASKS] = (each.tensor.numpy_dtype(), each.tensor.shape)
         needed = experience.segment_length + 1
         super().__init__(size_bytes, columns, needed, "a segment", priority_exponent, random, folder)
-        self._observations, self._actions = self._arrays["observations"], self._arrays["actions"]
-        rewards, steps_remaining, terminated = (
-            self._arrays[name] for name in ("rewards", "steps_remaining", "terminated")
-        )
-        self._masks = self._arrays.get(MASKS)
-        self._rows = ObservationRows(rewards, steps_remaining, terminated, np.empty(0))
 
     @property
     def num_steps(self) -> int:
@@ -129,33 +134,14 @@ class Replay(Ring):
 
     def insert(self, batch: ExperienceBatch, errors: np.ndarray | None = None) -> None:
         """Store a batch's segments, in place of the oldest rows. errors: [N], for the priorities; by default all 1."""
-        laid_out = ObservationRows.from_batch(batch)
+        columns = lay_out(batch)
         priorities = np.ones(batch.num_steps) if errors is None else self.compute_priorities(errors)
-        columns = {
-            "observations": batch.observations,
-            "actions": _spread(batch.actions, laid_out.is_step),
-            "rewards": laid_out.rewards,
-            "steps_remaining": laid_out.steps_remaining,
-            "terminated": laid_out.terminated,
-        }
-        if self._masks is not None:
-            columns[MASKS] = batch.extras[MASKS]
-        self.write(columns, _spread(priorities, laid_out.is_step))
+        self.write(columns, _spread(priorities, columns["steps_remaining"] > 0))
 
     def sample(self, batch_size: int, num_steps: int, discount: float, beta: float) -> ReplaySample:
         """Draw `batch_size` steps, each with returns of `num_steps` (n) at most. Raises ValueError when it is empty."""
         slots, weights = self.draw(batch_size, beta)
-        returns, discounts, following = sum_returns(self._rows, slots, num_steps, discount)
-        return ReplaySample(
-            self._row_of_slot[slots],
-            self._observations[slots],
-            self._actions[slots],
-            returns,
-            discounts,
-            self._observations[following],
-            weights,
-            None if self._masks is None else self._masks[following],
-        )
+        return collect_steps(self._arrays, slots, num_steps, discount, self._row_of_slot[slots], weights)
 
     def _find_complete(self, newest: int) -> np.ndarray:
         steps_remaining = self._arrays["steps_remaining"]

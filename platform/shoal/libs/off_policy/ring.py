@@ -156,6 +156,12 @@ class Ring:
         is_stored = self._row_of_slot[slots] == rows
         self._tree.set(slots[is_stored], self.compute_priorities(errors[is_stored]))
 
+    def remove(self, rows: np.ndarray) -> None:
+        """Never draw these items again, by number; they stay until they are overwritten."""
+        slots = np.unique(rows % self.capacity)
+        self.num_drawable -= int(np.count_nonzero(self._tree.get(slots)))
+        self._tree.set(slots, 0.0)
+
     def compute_priorities(self, errors: np.ndarray) -> np.ndarray:
         priorities: np.ndarray = (np.abs(errors).astype(np.float64) + SMALLEST_PRIORITY) ** self._priority_exponent
         return priorities

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
-from shoal.errors import RunError
 from shoal.extend.rl import (
+    SINGLE,
     ExperienceBatch,
     Metrics,
-    NonFiniteLoss,
     Normalizer,
     RLSpec,
     SampleShare,
@@ -32,8 +32,8 @@ from shoal.extend.rl import (
 )
 from shoal.libs.off_policy.configs import SACConfig
 from shoal.libs.off_policy.gaussian_actor import GaussianActor, TwinCritic
-from shoal.libs.off_policy.q_learning import ReplayAlgorithm, make_ring_options
-from shoal.libs.off_policy.replay import ObservationRows, Replay, ReplaySample, sum_returns
+from shoal.libs.off_policy.q_learning import ReplayAlgorithm, make_ring_options, require_finite
+from shoal.libs.off_policy.replay import Replay, ReplaySample, collect_all
 from shoal.wire import ExperienceSpec
 
 
@@ -99,8 +99,7 @@ class SAC(ReplayAlgorithm[Replay]):
         return Replay(self._experience, *make_ring_options(self._config, folder, priority_exponent=0.0))  # uniform
 
     def insert(self, batch: ExperienceBatch, replay: Replay) -> None:
-        if not self.is_usable(batch):
-            raise NonFiniteLoss("the critics' loss of a step is not finite; check the rewards")
+        self.learn(self.make_trial(batch), is_trial=True)
         replay.insert(batch)
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
@@ -109,34 +108,25 @@ class SAC(ReplayAlgorithm[Replay]):
         if self._num_inserted < self._config.learning_starts:
             return
         self._num_owed += self._config.updates_per_step * batch.num_steps
-        while self._num_owed >= 1:
+        while self._num_owed >= 1 and self._replay.num_drawable:
             self._num_owed -= 1
-            metrics = self.take_step()
-            yield {**metrics, "learner/replay_steps": float(self._replay.num_steps), **self.describe_share()}
+            if metrics := self.take_step():
+                yield {**metrics, "learner/replay_steps": float(self._replay.num_steps), **self.describe_share()}
 
-    def take_step(self) -> Metrics:
-        return self.learn(self.group.divide_sample(self.draw(), self.serialize))
-
-    def draw(self) -> SampleShare:
-        """A sample of the replay, with the noise of the actions that the step draws."""
+    def draw(self) -> tuple[np.ndarray, SampleShare]:
         num_items = self._config.batch_size
         arrays = self.draw_arrays(
             num_items, lambda replay, num: replay.sample(num, 1, self._config.discount, beta=0.0).to_arrays()
         )
-        noise = {name: self._draw_noise(num_items).numpy() for name in ("next_noise", "noise")}
-        return SampleShare({**self.normalizer.apply(arrays), **noise}, 0, num_items, num_items)
+        return arrays["rows"], self._make_share(arrays, num_items)
 
-    @torch.no_grad()
-    def is_usable(self, segment: ExperienceBatch) -> bool:
-        segment = self.normalizer.normalize(segment)
-        rows = ObservationRows.from_batch(segment)
-        step_rows = np.flatnonzero(rows.is_step)
-        returns, discounts, following = sum_returns(rows, step_rows, 1, self._config.discount)
-        observations = to_observations(segment.observations, self.device)
-        q = self._critic(observations[step_rows], self._scale(segment.actions))
-        noise = self._draw_noise(len(returns)).to(self.device)
-        targets = self._compute_targets(returns, discounts, observations[following], noise)
-        return bool(critic_loss(q, targets).isfinite())
+    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+        return self._make_share(collect_all(batch, 1, self._config.discount).to_arrays(), 1)
+
+    def _make_share(self, arrays: Mapping[str, np.ndarray], num_items: int) -> SampleShare:
+        """A sample, with the noise of the actions that a step draws."""
+        noise = {name: self._draw_noise(len(arrays["rows"])).numpy() for name in ("next_noise", "noise")}
+        return SampleShare({**self.normalizer.apply(arrays), **noise}, 0, num_items, num_items)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -161,9 +151,9 @@ class SAC(ReplayAlgorithm[Replay]):
         if self._has_replay:
             self._replay.load_state_dict(state["replay"])
 
-    def learn(self, share: SampleShare) -> dict[str, float]:
+    def learn(self, share: SampleShare, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
         """One step of each optimizer: critics, policy, temperature, then the target critics. Losses and metrics are
-        sums over the learner's items, divided by those of the whole sample."""
+        sums over the learner's items, divided by those of the whole sample. There are no errors: draws are uniform."""
         arrays, distribution = dict(share.arrays), self.model.distribution
         next_noise, noise = (self.to_device(arrays.pop(name)) for name in ("next_noise", "noise"))
         sample, fraction = ReplaySample(**arrays), len(noise) / share.num_items
@@ -174,34 +164,39 @@ class SAC(ReplayAlgorithm[Replay]):
         loss = critic_loss(q, targets) * fraction
         metrics = {"learner/critic_loss": loss, "learner/q_value": q.mean() * fraction}
         metrics["learner/td_error"] = (targets - q.detach()).abs().mean() * fraction
-        sums = self._minimize("critic_optimizer", loss, metrics, share)
+        sums = self._minimize("critic_optimizer", loss, metrics, share, is_trial)
 
         scaled_actions, log_pi = distribution.sample(self.model(observations), noise)
         alpha = self._log_alpha.detach().exp()
         loss = actor_loss(log_pi, self._critic(observations, scaled_actions), alpha) * fraction
         metrics = {"learner/actor_loss": loss, "learner/entropy": -log_pi.mean() * fraction}
-        sums |= self._minimize("actor_optimizer", loss, metrics, share)
+        sums |= self._minimize("actor_optimizer", loss, metrics, share, is_trial)
         loss = temperature_loss(self._log_alpha, log_pi, self._target_entropy) * fraction
-        self._minimize("temperature_optimizer", loss, {"loss": loss}, share)
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), self._config.tau)
-        return {**sums, "learner/temperature": alpha.item()}
+        self._minimize("temperature_optimizer", loss, {"loss": loss}, share, is_trial)
+        if not is_trial:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), self._config.tau)
+        return {**sums, "learner/temperature": alpha.item()}, np.full(share.num_items, np.nan)
 
-    def _minimize(self, name: str, loss: Tensor, metrics: Mapping[str, Tensor], share: SampleShare) -> dict[str, float]:
+    def _minimize(
+        self, name: str, loss: Tensor, metrics: Mapping[str, Tensor], share: SampleShare, is_trial: bool
+    ) -> dict[str, float]:
         """One step of an optimizer, with the other learners; returns the metrics of all, of which the loss is one.
 
-        Raises RunError, leaving its weights, when it is not finite any more.
+        Raises NonFiniteLoss, leaving its weights, also for a gradient whose square overflows: Adam's moments would
+        stay infinite, and the weights would never move again.
         """
-        optimizer = self._optimizers[name]
+        optimizer, group = self._optimizers[name], SINGLE if is_trial else self.group
         parameters = optimizer.param_groups[0]["params"]
         for parameter in parameters:
             parameter.grad = None  # and remains so for spare ones of a user's network
         loss.backward(inputs=parameters)  # unlike `autograd.grad`, lays gradients out as the fused optimizer needs them
         num_mine = len(share.arrays["noise"])
-        sums = self.group.sum_gradients(parameters, metrics, num_mine, share.num_items)
-        if not np.isfinite(list(sums.values())).all():
-            raise RunError("the loss of replayed experience is not finite: lower algorithm.learning_rate")
-        optimizer.step()
+        sums = group.sum_gradients(parameters, metrics, num_mine, share.num_items)
+        norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
+        require_finite([*sums.values(), norm.item()])
+        if not is_trial:
+            optimizer.step()
         return sums
 
     @torch.no_grad()

@@ -69,9 +69,8 @@ class ActorCriticAlgorithm(Algorithm):
 
         num_steps: of which the other learners of the group have the others
         """
-        self.model.zero_grad(set_to_none=True)
-        shown = None if self.demonstrations is None else self.demonstrations.compute_loss(self.compute_log_pi)
-        (losses.total if shown is None else losses.total + shown[0]).backward()
+        shown = self._add_shown_gradient()
+        losses.total.backward()
         metrics = {
             "learner/loss": losses.total,
             "learner/policy_loss": losses.policy,
@@ -86,7 +85,7 @@ class ActorCriticAlgorithm(Algorithm):
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
         explained = explain_variance(*(sums.pop(each) for each in MOMENTS))
         sums |= {"learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
-        return sums if shown is None else {**sums, **shown[1]}
+        return {**sums, **(shown or {})}
 
     def take_step(self, metrics: dict[str, float]) -> dict[str, float]:
         """Take the step of these gradients. Raises NonFiniteLoss, leaving the weights as they were."""
@@ -100,12 +99,27 @@ class ActorCriticAlgorithm(Algorithm):
         assert self.demonstrations is not None
         num_steps = self.demonstrations.take_cloning_steps()
         for _ in range(num_steps):
-            self.model.zero_grad(set_to_none=True)
-            if (shown := self.demonstrations.compute_loss(self.compute_log_pi)) is not None:
-                shown[0].backward()
-                if nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm).isfinite():
-                    self._optimizer.step()
+            if self._add_shown_gradient():
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+                self._optimizer.step()
         return num_steps > 0
+
+    def _add_shown_gradient(self) -> Mapping[str, float] | None:
+        """Replace the model's gradients by those of what was shown, if there is any; returns its metrics."""
+        demonstrations = self.demonstrations
+        shown = (
+            None if demonstrations is None else demonstrations.compute_loss(self.compute_log_pi, self._differentiate)
+        )
+        if shown is None:
+            self.model.zero_grad(set_to_none=True)
+        return shown
+
+    def _differentiate(self, loss: Tensor) -> bool:
+        """Replace the model's gradients by those of a loss; whether they are finite."""
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.get_total_norm([each.grad for each in self.model.parameters() if each.grad is not None])
+        return bool((loss + norm).isfinite())
 
     def compute_log_pi(self, segments: Sequence[Segment]) -> Tensor:
         """log π(a|x) of the steps [N] of segments, differentiable."""

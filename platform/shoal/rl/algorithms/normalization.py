@@ -7,6 +7,7 @@ Legend: N steps, S segments laid end to end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,9 @@ from shoal.wire import ExperienceSpec
 
 # A deviation below this part of the mean is the rounding of a constant; float32 has 6e-8 of it.
 ROUNDING = 1e-6
+# The deviations that a row counts as, at most: the root of the rows before it and of so many. Whatever it is, it weighs
+# no more than they all do. One of 1e30 would make the others equal for ever.
+SURE_ROWS = 100
 _OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
 
 
@@ -32,6 +36,13 @@ class ExperienceMoments:
     def add(self, rows: np.ndarray) -> None:
         """Take further rows [n, *shape]."""
         wide, total = rows.astype(np.float64), self.count + len(rows)
+        centre, scale = self.mean, self.deviation
+        if not self.count:
+            centre = np.median(wide, 0)
+            scale = np.median(np.abs(wide - centre), 0)
+            scale = np.where(scale, scale, 1.0)
+        reach = math.sqrt(SURE_ROWS + max(self.count, len(rows))) * scale
+        wide = wide.clip(centre - reach, centre + reach)
         mean = wide.mean(0)
         shift = mean - self.mean
         self.squares = (
@@ -100,7 +111,8 @@ class Normalizer:
         if (seen := self._moments.get("observations")) is not None:
             deviation = seen.deviation
             for name in result.keys() & _OBSERVED:
-                result[name] = ((result[name] - seen.mean) / deviation).astype(np.float32)
+                with np.errstate(over="ignore"):
+                    result[name] = ((result[name] - seen.mean) / deviation).astype(np.float32)
         if (gained := self._moments.get("rewards")) is not None:
             for name in result.keys() & _REWARDED:
                 result[name] = (result[name] / gained.deviation).astype(np.float32)

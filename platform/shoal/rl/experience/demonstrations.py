@@ -74,10 +74,13 @@ class ShownExperience(Protocol):
         """The steps of a replay's optimizer, on samples of these alone, that are due now."""
 
     def compute_loss(
-        self, compute_log_pi: Callable[[Sequence[Segment]], Tensor]
-    ) -> tuple[Tensor, Mapping[str, float]] | None:
-        """The term to add to a loss, and metrics; None while there is none. compute_log_pi: log π(a|x) of the steps [N]
-        of segments"""
+        self, compute_log_pi: Callable[[Sequence[Segment]], Tensor], differentiate: Callable[[Tensor], bool]
+    ) -> Mapping[str, float] | None:
+        """Differentiate the term to add to a loss; returns metrics, or None where there is none and gradients are of no
+        use. compute_log_pi: log π(a|x) of the steps [N] of segments; differentiate: whether all is finite"""
+
+    def leave_out(self, segments: Sequence[Segment]) -> None:
+        """Forget what would spoil each loss: numbers within the spec, and too large for the network."""
 
     def close(self) -> None:
         """Idempotent."""

@@ -295,8 +295,11 @@ class ExperienceQueue:
             taken, self._unlearnable = self._unlearnable, Counter()
             return taken
 
-    def close(self) -> None:
-        """Drop the rest as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, but closes all the same."""
+    def close(self, finished: bool = False) -> None:
+        """Drop the rest as SHUTDOWN and wake `take`. Idempotent. Raises LedgerUnwritable, but closes all the same.
+
+        finished: the run is over, so that nobody will acknowledge what is leased: a learner that has failed had it
+        """
         try:
             with self._arrived:
                 self._closed = True
@@ -304,6 +307,8 @@ class ExperienceQueue:
                 self._segments.clear()
                 self._num_steps = self._num_ready = self._ready_steps = 0
                 self._arrived.notify_all()  # the waiters continue when this lock is released
+                if finished:
+                    self.ledger.revoke_open_leases("")
                 self.ledger.commit()
         finally:
             self.on_closed()

@@ -155,7 +155,7 @@ class Gateway:
         self._inference.close()
         self.queue.ledger.set_fact("progress", self._progress.dump_state())
         try:
-            self.queue.close()
+            self.queue.close(finished)
         finally:
             self._context.destroy(linger=500)
             os.close(self._wake_read)
