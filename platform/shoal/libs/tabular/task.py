@@ -47,7 +47,7 @@ class TableTask(Task):
         self,
         *,
         data: str = "",
-        target: str = "",
+        target: str | int = "",
         columns: Mapping[str, str] | None = None,
         leave_out: Sequence[str] = (),
         validation: str | float = 0.2,
@@ -155,4 +155,4 @@ class TableTask(Task):
 def _join_names(kinds: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, str]]:
     """The kinds by column: `columns.net.weight=word` names a field of a field, where the column has a dot."""
     for name, kind in kinds.items():
-        yield from _join_names(kind, f"{start}{name}.") if isinstance(kind, Mapping) else [(start + name, kind)]
+        yield from _join_names(kind, f"{start}{name}.") if isinstance(kind, Mapping) else [(f"{start}{name}", kind)]
