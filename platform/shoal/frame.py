@@ -221,6 +221,28 @@ def parse_date(text: str, forms: Iterable[str]) -> float | None:
     return np.nan if bare.lower() in MARKS else None
 
 
+def parse_cell(kind: str, text: str) -> float | None:
+    """A cell of a column of numbers or dates, as `number:,` and `date:%d.%m.%Y`; NaN for a gap, None for neither."""
+    word, _, form = kind.partition(":")
+    return parse_date(text, (form, *CLEAR_DATE_FORMATS)) if word == "date" else parse_number(text, form)
+
+
+def list_text_kinds(cells: Iterable[str]) -> list[str]:
+    """The kinds of which all cells are that are no gaps, [] where all are: numbers, as programs write them first, else
+    dates, else words. Codes with leading zeros, as 01234, are words."""
+    texts = [each for each in cells if each.strip().lower() not in MARKS]
+    if any(re.fullmatch(r"\s*0\d+\s*", each) for each in texts):
+        return ["word"]
+    if not texts or all(each.strip().lower() in ("true", "false") for each in texts):
+        return ["truth"] * bool(texts)
+    numbers, dates = ["number", "number:,", "number:."], [f"date:{form}" for form in DATE_FORMATS]
+    dates = [each for each in dates if parse_date(texts[0], [each[5:]]) is not None] or ["date"]
+    for kinds in (numbers, dates, ["date"]):
+        if fitting := [kind for kind in kinds if all(parse_cell(kind, each) is not None for each in texts)]:
+            return fitting
+    return ["word"]
+
+
 def _to_seconds(times: np.ndarray) -> np.ndarray:
     """Of datetime64 or timedelta64 of any unit, NaN for NaT."""
     since = times - np.datetime64(0, "s") if times.dtype.kind == "M" else times

@@ -52,7 +52,9 @@ async def test_a_row_is_answered_by_an_object_and_a_list_by_a_list() -> None:
 
 async def test_a_row_of_a_file_is_a_row_of_a_request_whatever_client_has_read_it() -> None:
     register("basic", "plus", "3", aliases=("champion",))
-    lines = "\ufeffage;customer;plan;since;active;balance;größe\n 72 ;1;basic;31.05.2025;yes;n/a;\n?;2; 3;-;;-;x\n72;3\n"
+    lines = (
+        "\ufeffage;customer;plan;since;active;balance;größe\n 72 ;1;basic;31.05.2025;yes;n/a;\n?;2; 3;-;;-;x\n72;3\n"
+    )
     [first, gaps, short] = csv.DictReader(io.StringIO(lines), delimiter=";")
     async with ReplicaSet(model_from_ref("charges")) as endpoint:
         [replica] = await endpoint.start()

@@ -18,6 +18,7 @@ import shoal.runs
 from shoal.data import fingerprint
 from shoal.errors import ConfigError, DataError
 from shoal.extend.serve import decode_rows
+from shoal.libs.tabular import trees
 from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
 from shoal.libs.tabular.network import TableNetwork
@@ -377,13 +378,28 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
         fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=6"]))
 
 
-def test_the_run_says_what_trees_reach(customers: str) -> None:
-    from shoal.libs.tabular.trees import score_trees
-
-    (score,) = score_trees(table(customers, "churned")).values()
-    assert score > 0.8
+def test_trees_are_fitted_after_training_within_a_limit_and_end_on_a_signal(
+    customers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
+    words = ["task=table", f"data={customers}", "target=churned", f"network={json.dumps(SMALL)}", "threads=1"]
+    said = list[str]()
+    spec = spec_from_overrides([*words, "stop.convergence=null", "stop.epochs=null", "stop.steps=2"])
+    run = shoal.runs.load(fit_locally(spec, registers=False, say=said.append).run_id)
+    assert sum("at the end, gradient-boosted trees get 60 s" in line for line in said) == 1
+    found = run.metrics()["validation/accuracy_trees"].dropna()
+    assert [*found.index] == [2]
+    assert found[2] > 0.8
     line = {"x": [each % 97 for each in range(200)], "y": [each % 97 / 2 for each in range(200)]}
-    assert 0.9 < score_trees(table(line, "y"))["validation/r2_trees"] <= 1
+    assert 0.9 < trees.score_trees(table(line, "y"))["validation/r2_trees"] <= 1
+    for limit, is_asked in ((600.0, True), (0.0, False)):
+        monkeypatch.setattr(trees, "LIMIT_S", limit)
+        assert trees.score_trees(table(line, "y"), lambda is_asked=is_asked: is_asked) == {}  # type: ignore[misc]
+    assert "left out of the comparison: ended after 0 s" in caplog.text
+    monkeypatch.setattr(trees, "LIMIT_S", 600.0)
+    monkeypatch.setattr(trees, "POLL_S", -1)  # an error here ends the process there
+    with pytest.raises(ValueError, match="sleep"):
+        trees.score_trees(table(line, "y"))
 
 
 def test_a_network_has_a_score_of_each_member_for_any_columns() -> None:

@@ -25,6 +25,7 @@ from shoal.open_inference.tables import is_text
 with needs_extra("data"):
     import pyarrow as pa
 
+Part = Literal["train", "validation"]
 MAX_INTEGER_CLASSES = 10
 MAX_EXAMPLE = 16  # characters
 NUM_IDENTIFYING = 1000
@@ -71,7 +72,7 @@ class Table(Data):
     values: Mapping[str, Values]
     num_training: int
 
-    def select(self, part: Literal["train", "validation"]) -> dict[str, Values]:
+    def select(self, part: Part) -> dict[str, Values]:
         """The rows of a part as they are, by column."""
         rows = slice(self.num_training) if part == "train" else slice(self.num_training, None)
         return {name: each[rows] for name, each in self.values.items()}
@@ -125,7 +126,8 @@ def table(
     if given is None:
         remarks = {name: note for name, (_, note) in chosen.items() if note} | dict.fromkeys(leave_out, "left out")
         remarks |= _find_unusable(values, kinds, explicit, num_rows)
-        notes = _describe_columns(full, values, kinds, remarks | {target: "the target"})
+        all_kinds = kinds | {target: chosen[target][0]}
+        notes = _describe_columns(full, values, all_kinds, remarks | {target: "the target"})
         kinds = {name: kind for name, kind in kinds.items() if not remarks.get(name, "").startswith("left out")}
         if not kinds:
             raise DataError("data", "table", f"has no column from which to predict {target}", "\n".join(notes))

@@ -6,9 +6,7 @@ gaps. A kind may say how a text is read: `date:%d.%m.%Y`, `number:,` with the de
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, get_args
@@ -16,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from shoal.errors import ConfigError, DataError, needs_extra
-from shoal.frame import CLEAR_DATE_FORMATS, DATE_FORMATS, MARKS, NUMBER_FORMS, parse_date, parse_number
+from shoal.frame import NUMBER_FORMS, list_text_kinds
 from shoal.libs.tabular.encoders import to_values
 from shoal.open_inference.tables import START_BYTES, csv_options, is_text, read_column
 from shoal.store import fetch, locate
@@ -94,21 +92,7 @@ def list_kinds(column: pa.ChunkedArray) -> list[str]:
         return ["date"]
     if not is_text(column):
         return []
-    texts = [each for each in column.unique().to_pylist() if each is not None and each.strip().lower() not in MARKS]
-    if not texts or any(re.fullmatch(r"\s*0\d+\s*", each) for each in texts):  # codes, as 01234
-        return ["word"]
-    if all(each.strip().lower() in ("true", "false") for each in texts):
-        return ["truth"]
-    numbers = [f"number:{at}".rstrip(":") for at in NUMBER_FORMS if _fits(partial(parse_number, point=at), texts)]
-    forms = [each for each in DATE_FORMATS if parse_date(texts[0], [each]) is not None]
-    dates = [f"date:{each}" for each in forms if _fits(partial(parse_date, forms=(each, *CLEAR_DATE_FORMATS)), texts)]
-    if not numbers and not dates and _fits(partial(parse_date, forms=CLEAR_DATE_FORMATS), texts):
-        dates = ["date"]
-    return numbers or dates or ["word"]
-
-
-def _fits(read: Callable[[str], float | None], texts: Sequence[str]) -> bool:
-    return all(read(each) is not None for each in texts)
+    return list_text_kinds(each for each in column.unique().to_pylist() if each is not None) or ["word"]
 
 
 def choose_kinds(full: pa.Table, names: Sequence[str], explicit: Mapping[str, str]) -> dict[str, tuple[str, str]]:
