@@ -11,13 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from benchmarks.ours import messy_files
 from pyarrow import parquet
 
 import shoal.data
 import shoal.runs
 from shoal.data import fingerprint
 from shoal.errors import ConfigError, DataError
-from shoal.extend.serve import decode_rows
+from shoal.extend.serve import ModelOptions, RegisteredModel, decode_rows
+from shoal.libs.batch_predict.output import open_lines
+from shoal.libs.batch_predict.table_predictor import TablePredictor
 from shoal.libs.tabular import trees
 from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
@@ -269,6 +272,35 @@ def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
         (tmp_path / "old.csv").write_text(text, "latin-1")
         with pytest.raises(DataError, match=r"cannot be read as a table: 'utf-8' .*give a CSV file in UTF-8"):
             table(tmp_path / "old.csv", "ja")
+
+
+@pytest.mark.parametrize("make", messy_files.FILES, ids=lambda make: make.__name__)
+def test_files_as_people_have_them_have_their_kinds_and_each_row_is_a_request(make: Any, tmp_path: Path) -> None:
+    file = make(tmp_path, messy_files.Parcels(make.__name__, 240))
+    found = table(str(file.path), file.target)
+    assert kinds_of(found) == file.kinds
+    encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
+    rows = json.loads(json.dumps(messy_files.read_rows(file, "utf-8")))  # with the mark, where there is one
+    asked = RequestEncoder(encoders)(decode_rows(encoders.signature().inputs, rows))
+    for name, wanted in encoders.encode(found.values, is_strict=False).items():
+        assert sorted(asked[name].tolist()) == sorted(wanted.tolist())
+
+
+@pytest.mark.parametrize("name", ["german", "without_names", "many_lines"])
+def test_a_batch_prediction_keeps_each_cell_as_it_is_and_names_the_classes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
+    file = messy_files.write_all(tmp_path, 60)[name]
+    words = ["task=table", f"data={file.path}", f"target={file.target}", "threads=1", "trees=false", "name=parcels"]
+    words += [f"network={json.dumps(SMALL)}", "stop.convergence=null", "stop.epochs=null", "stop.steps=1"]
+    fit_locally(spec_from_overrides(words))
+    predictor = TablePredictor(RegisteredModel("parcels", Registry().location).load_package(1), ModelOptions())
+    with open_lines(file.path) as reader:
+        answered = predictor(reader.read_all()).to_pylist()
+    rows, target = messy_files.read_rows(file), str(file.target)
+    assert [{each: row[f"input_{each}" if each == target else each] for each in rows[0]} for row in answered] == rows
+    assert {*answered[0]["probability"]} == {row[target] for row in rows}
 
 
 def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: str) -> None:

@@ -226,12 +226,14 @@ def _describe_columns(
     lines = [("column", "kind", "gaps", "examples", "")]
     for name in full.column_names:
         column, read = full.column(name), values.get(name)
-        cells = dict.fromkeys(str(each) for each in column.slice(0, NUM_IDENTIFYING).to_pylist() if each is not None)
-        examples = [each[:MAX_EXAMPLE] for each in cells if each.strip().lower() not in MARKS][:3]
+        cells = dict.fromkeys(
+            str(each).strip() for each in column.slice(0, NUM_IDENTIFYING).to_pylist() if each is not None
+        )
+        examples = [each[:MAX_EXAMPLE] for each in cells if each.lower() not in MARKS][:3]
         num_gaps = column.null_count if read is None else ((read != read) | (read == np.array(None))).sum()
         lines.append((name, kinds.get(name, ""), str(num_gaps), ", ".join(examples), remarks.get(name, "")))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip().replace("\n", " ") for line in lines]
 
 
 def _extract_target(

@@ -55,10 +55,7 @@ def score_trees(table: Table, should_stop: Callable[[], bool] = lambda: False) -
     encoders = table.encoders
     arrays: dict[str, Any] = {"is_word": [each.kind == "word" for each in encoders.columns]}
     for part in get_args(Part):
-        features, answers = (
-            _make_features(table, part),
-            encoders.target.encode(table.select(part)[encoders.target.name]),
-        )
+        answers = encoders.target.encode(table.select(part)[encoders.target.name])
         chosen = np.random.default_rng(0).permutation(len(answers))[:MAX_ROWS]
         arrays |= {part: _make_features(table, part)[chosen], f"{part}_y": answers[chosen]}
     kind = "HistGradientBoostingClassifier" if encoders.target.classes else "HistGradientBoostingRegressor"
