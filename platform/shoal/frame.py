@@ -28,9 +28,9 @@ _DAYS = "%Y/%m/%d|%m/%d/%Y|%d/%m/%Y|%d.%m.%Y|%d.%m.%y|%d-%m-%Y|%m-%d-%Y|%m/%d/%y
 DATE_FORMATS = [f"{day}{time}" for day in _DAYS.split("|") for time in ("", " %H:%M", " %H:%M:%S", " %I:%M %p")]
 CLEAR_DATE_FORMATS = ("", "%d.%m.%Y", "%Y/%m/%d")  # those of one meaning: 03/04/2025 has two
 NUMBER_FORMS = {  # of texts, by the decimal sign; "": as programs write them, without groups of thousands
-    "": re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE),
-    ",": re.compile(r"[-+]?(\d+|[1-9]\d{0,2}([.\s'’]\d{3})+)(,\d+)?", re.IGNORECASE),  # noqa: RUF001
-    ".": re.compile(r"[-+]?(\d+|[1-9]\d{0,2}([,\s'’]\d{3})+)(\.\d+)?", re.IGNORECASE),  # noqa: RUF001
+    "": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?",
+    ",": r"[-+]?(\d+|[1-9]\d{0,2}([.\s'’]\d{3})+)(,\d+)?",  # noqa: RUF001
+    ".": r"[-+]?(\d+|[1-9]\d{0,2}([,\s'’]\d{3})+)(\.\d+)?",  # noqa: RUF001
 }
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
@@ -206,7 +206,7 @@ def to_number(value: Any) -> float | None:
 def parse_number(text: str, point: str = "") -> float | None:
     """A cell of a file as a number, NaN for a gap, None for what is none. `point`: the form, see NUMBER_FORMS."""
     bare = text.strip()
-    if NUMBER_FORMS[point].fullmatch(bare):
+    if re.fullmatch(NUMBER_FORMS[point], bare):
         return float(re.sub(rf"[^-+\d{point}]", "", bare).replace(",", ".") if point else bare)
     return np.nan if bare.lower() in MARKS else None
 

@@ -34,10 +34,7 @@ from shoal.open_inference.json_tensors import from_json, to_json
 from shoal.open_inference.messages import TensorDescription, describe_tensor
 
 Row = Mapping[str, Any]
-_TRUTHS: dict[Any, float] = {
-    **{True: 1.0, "true": 1.0, "yes": 1.0, "1": 1.0, "1.0": 1.0},  # 1 equals True
-    **{False: 0.0, "false": 0.0, "no": 0.0, "0": 0.0, "0.0": 0.0},
-}
+_TRUTHS = {True: 1.0, "true": 1.0, "yes": 1.0, "1": 1.0, False: 0.0, "false": 0.0, "no": 0.0, "0": 0.0}  # 1 equals True
 _PLAIN_NUMBERS = {int, float, type(None)}
 _EXPECTED = {
     "number": "write a number, or null where it is not known",
@@ -142,12 +139,10 @@ def _from_lists(spec: TensorDescription, values: Sequence[Any]) -> np.ndarray:
 
 
 def _read_truth(value: Any, _: str) -> float | None:
-    if isinstance(value, str):
-        value = value.strip().lower()
-        return math.nan if value in MARKS else _TRUTHS.get(value)
-    if value is None:
-        return math.nan
-    return _TRUTHS.get(value) if isinstance(value, Hashable) else None
+    word = value.strip().lower() if isinstance(value, str) else value
+    if not isinstance(word, Hashable):
+        return None
+    return math.nan if word is None or word in MARKS else _TRUTHS.get(word)
 
 
 def _read_date(value: Any, form: str) -> float | None:

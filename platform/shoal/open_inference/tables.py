@@ -37,7 +37,7 @@ with needs_extra("data"):
     import pyarrow.csv
 
 SEPARATORS = (",", "\t", ";", "|")
-START_BYTES = 1 << 16  # of a file, which have its names
+START_BYTES = 1 << 20  # of a file, which have its names
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
@@ -122,14 +122,14 @@ def csv_options(start: bytes) -> dict[str, Any]:
 
 def _are_names(cells: Sequence[str]) -> bool:
     """Whether a file's first line names its columns: no cell is a number or a date, or they count up, as years do."""
-    read = [[parse_number(cell, form) for form in NUMBER_FORMS] for cell in cells]
-    numbers = [number for each in read for number in each if number is not None and not math.isnan(number)]
-    days = [
-        cell for cell, each in zip(cells, read, strict=True) if each == [None] * 3 and parse_date(cell, DATE_FORMATS)
-    ]
-    steps = {second - first for first, second in pairwise(dict.fromkeys(numbers))}
-    counts_up = len(steps) < 2 and steps <= {*range(1, 11)} and all(map(float.is_integer, numbers))
-    return counts_up and len(days) not in (1, 2)
+    numbers = list[float]()
+    for cell in cells:
+        found = [each for form in NUMBER_FORMS if (each := parse_number(cell, form)) is not None]
+        if not found and parse_date(cell, ["", *DATE_FORMATS]) is not None:
+            return False
+        numbers += [each for each in found[:1] if not math.isnan(each)]
+    steps = {second - first for first, second in pairwise(numbers)}
+    return len(steps) < 2 and steps <= {*range(1, 11)} and all(map(float.is_integer, numbers))
 
 
 def column_type(spec: TensorDescription) -> pa.DataType:
@@ -199,19 +199,33 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 def read_column(values: pa.Array, column: str, kind: str, first_row: int = 0) -> np.ndarray:
     """A table's column [rows] as of a kind: its cells are read as those of a row, each different one once. Raises
     DataError."""
-    if kind != "word" and not (
-        is_text(values) or pa.types.is_nested(values.type) or pa.types.is_dictionary(values.type)
-    ):
+    if kind != "word" and (pa.types.is_primitive(values.type) or pa.types.is_null(values.type)):
         return to_floats64("column", pa.table({column: values}))[:, 0]
     if pa.types.is_nested(values.type):
         return decode_column(column, kind, values.to_pylist(), first_row)
-    cells = values if pa.types.is_dictionary(values.type) else pa.compute.dictionary_encode(values)
     try:
+        if (
+            kind == "number"
+            and is_text(values)
+            and (plain := match_numbers(values).to_numpy(zero_copy_only=False)).any()
+        ):
+            numbers: np.ndarray = (
+                pa.compute.if_else(plain, values, "nan").to_numpy(zero_copy_only=False).astype(np.float64)
+            )
+            numbers[~plain] = read_column(values.filter(~plain), column, kind)
+            return numbers
+        cells = values if pa.types.is_dictionary(values.type) else pa.compute.dictionary_encode(values)
         read = decode_column(column, kind, [*cells.dictionary.to_pylist(), None])
     except DataError:
         return decode_column(column, kind, values.to_pylist(), first_row)  # names the row
     found: np.ndarray = read[pa.compute.fill_null(cells.indices, len(read) - 1).to_numpy(zero_copy_only=False)]
     return found
+
+
+def match_numbers(texts: pa.Array, form: str = "") -> pa.Array:
+    """Which texts are numbers of a form, without blanks around them: many at once, as `parse_number` reads each."""
+    found = pa.compute.match_substring_regex(texts, f"^({NUMBER_FORMS[form]})$")
+    return pa.compute.fill_null(found, fill_value=False)
 
 
 def is_text(values: pa.Array) -> bool:
@@ -304,8 +318,13 @@ def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
         return whole
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
     if numbers.dtype == object:  # of text, or decimals
-        dates = [parse_date(each, [""]) for each in numbers] if datatype == "FP64" and is_text(values) else [None]
-        numbers = np.array(numbers if None in dates else dates, np.float64)
+        try:
+            numbers = numbers.astype(np.float64)
+        except ValueError:
+            dates = [parse_date(str(each), [""]) for each in numbers]
+            if datatype != "FP64" or None in dates:
+                raise
+            numbers = np.array(dates, np.float64)
     return to_floats(numbers, datatype)
 
 

@@ -5,8 +5,7 @@ Called by Tasks. Legend: B rows, N numbers, W words.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any, Literal
@@ -119,13 +118,20 @@ def table(
         raise DataError("target", "", "is not said", f"give one of {', '.join(full.column_names)}")
     _require_columns(full, [target, *explicit, *leave_out, *([order_by] if order_by else [])])
     chosen = choose_kinds(full, full.column_names, explicit)
-    kinds = {each.name: each.full_kind for each in given.columns} if given else _get_inputs(chosen, target, leave_out)
-    _require_columns(full, [*kinds])
+    kinds = {name: kind for name, (kind, _) in chosen.items() if kind and name not in (target, *leave_out)}
+    if given is not None:
+        kinds = {each.name: each.full_kind for each in given.columns}
+        _require_columns(full, [*kinds])
     values = {name: extract_values(name, full.column(name), kind) for name, kind in kinds.items()}
     remarks, notes = dict[str, str](), list[str]()
     if given is None:
         remarks = {name: note for name, (_, note) in chosen.items() if note} | dict.fromkeys(leave_out, "left out")
-        remarks |= _find_unusable(values, kinds, explicit, num_rows)
+        inferred = {name: kind for name, kind in kinds.items() if name not in explicit}
+        remarks |= {
+            name: f"left out: it {reason}; {quote(f'columns.{name}={kind}')} takes it in"
+            for name, kind in inferred.items()
+            if (reason := find_unusable(name, values[name][:num_rows], kind))
+        }
         all_kinds = kinds | {target: chosen[target][0]}
         notes = _describe_columns(full, values, all_kinds, remarks | {target: "the target"})
         kinds = {name: kind for name, kind in kinds.items() if not remarks.get(name, "").startswith("left out")}
@@ -203,22 +209,6 @@ def _require_columns(full: pa.Table, names: Sequence[str]) -> None:
             raise DataError("column", name, "is not in the table", remedy)
 
 
-def _get_inputs(chosen: Mapping[str, tuple[str, str]], target: str, leave_out: Sequence[str]) -> dict[str, str]:
-    return {name: kind for name, (kind, _) in chosen.items() if kind and name not in (target, *leave_out)}
-
-
-def _find_unusable(
-    values: Mapping[str, Values], kinds: Mapping[str, str], explicit: Collection[str], num_rows: int
-) -> dict[str, str]:
-    """Why columns that teach nothing are left out, unless their kinds are explicit."""
-    remarks = {}
-    for name, kind in kinds.items():
-        word = kind.partition(":")[0]
-        if name not in explicit and (reason := find_unusable(name, values[name][:num_rows], word)):
-            remarks[name] = f"left out: it {reason}; {quote(f'columns.{name}={word}')} takes it in"
-    return remarks
-
-
 def _describe_columns(
     full: pa.Table, values: Mapping[str, Values], kinds: Mapping[str, str], remarks: Mapping[str, str]
 ) -> list[str]:
@@ -247,7 +237,7 @@ def _extract_target(
         raise DataError("target", target, note or "is a date", "predict a class, or a number")
     elif kind.startswith("number") and not is_explicit:
         texts = {str(each) for each in column.unique().to_pylist()} - {"None", *GAPS}
-        if len(texts) <= MAX_INTEGER_CLASSES and all(map(re.compile(r"\s*[-+]?\d+\s*").fullmatch, texts)):
+        if len(texts) <= MAX_INTEGER_CLASSES and all(each.strip().lstrip("+-").isdecimal() for each in texts):
             kind = "word"
     if kind not in ("word", "truth"):
         return extract_values(target, column, kind), False

@@ -14,18 +14,20 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from shoal.errors import ConfigError, DataError, needs_extra
-from shoal.frame import NUMBER_FORMS, list_text_kinds
+from shoal.frame import NUMBER_FORMS, list_text_kinds, parse_cell
 from shoal.libs.tabular.encoders import to_values
-from shoal.open_inference.tables import START_BYTES, csv_options, is_text, read_column
+from shoal.open_inference.tables import START_BYTES, csv_options, is_text, match_numbers, read_column
 from shoal.store import fetch, locate
 
 with needs_extra("data"):
     import pyarrow as pa
+    import pyarrow.compute as pc
     from pyarrow import csv, parquet
 
 Kind = Literal["number", "word", "date", "truth"]
 Values = np.ndarray  # [N]: float64 with NaN for gaps (dates in seconds since 1970), or str with None for gaps
 
+NUM_SEEN = 1000  # different texts, read one by one for the kinds that they may be of
 _ID_NAMES = ("id", "index", "rownames", "rowid", "uuid", "key", "")
 
 
@@ -92,7 +94,17 @@ def list_kinds(column: pa.ChunkedArray) -> list[str]:
         return ["date"]
     if not is_text(column):
         return []
-    return list_text_kinds(each for each in column.unique().to_pylist() if each is not None) or ["word"]
+    texts = column.unique().drop_null()
+    found, rest = list_text_kinds(texts.slice(0, NUM_SEEN).to_pylist()), texts.slice(NUM_SEEN)
+    codes = pc.any(pc.match_substring_regex(rest, r"^\s*0\d+\s*$")).as_py()
+    return [each for each in found if not codes and _fits(each, rest)] or ["word"]
+
+
+def _fits(kind: str, texts: pa.Array) -> bool:
+    word, _, form = kind.partition(":")
+    if word == "number":
+        texts = texts.filter(pc.invert(match_numbers(texts, form)))
+    return all(parse_cell(kind, each) is not None for each in texts.to_pylist())
 
 
 def choose_kinds(full: pa.Table, names: Sequence[str], explicit: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -149,7 +161,7 @@ def find_unusable(name: str, values: Values, kind: str) -> str:
         return f"has {num:,} different words in {len(there):,} rows"
     bare = name.lower().replace("_", "").replace(" ", "").replace(".", "")
     is_named = bare in _ID_NAMES or bare.startswith("unnamed") or bare.endswith("id")
-    if (kind == "number" or are_codes) and num == len(values) > 2:
+    if (kind.startswith("number") or are_codes) and num == len(values) > 2:
         numbers = values.astype(np.float64)
         if bool((np.diff(numbers) == 1).all()) or (is_named and bool((numbers % 1 == 0).all())):
             return "numbers the rows"

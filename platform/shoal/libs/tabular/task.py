@@ -61,13 +61,13 @@ class TableTask(Task):
     ) -> None:
         self._source, self._network, self._trees, self._encoders = data, dict(network or {}), trees, encoders
         self._setting = {
-            **{
-                "target": target,
-                "columns": dict(_join_names(columns or {})),
-                "leave_out": leave_out,
-                "validation": validation,
-            },
-            **{"split": split, "order_by": order_by, "unknown": unknown},
+            "target": target,
+            "columns": dict(_join_names(columns or {})),
+            "leave_out": leave_out,
+            "validation": validation,
+            "split": split,
+            "order_by": order_by,
+            "unknown": unknown,
         }
 
     def table(self, **fitted: Any) -> Table:

@@ -33,7 +33,6 @@ from shoal.serve.http.response import BINARY_TYPE, JSON_TYPE, RestResponse
 from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
 
 NO_PARAMETERS: Parameters = {}
-MAX_IGNORED = 300  # characters of a header
 
 _decode_request = msgspec.json.Decoder(InferRequest).decode
 _decode_any = msgspec.json.Decoder().decode
@@ -215,7 +214,7 @@ class RowCodec:
             if not spec.kind:
                 self._schema.check_tensor(spec.name, spec.datatype, arrays[spec.name].shape, {})
         ignored = ", ".join(name for name in rows[0] if name.removeprefix("\ufeff") not in self._fields)
-        return RowsRequest(arrays, len(rows), is_single=content is not rows, ignored=ignored[:MAX_IGNORED])
+        return RowsRequest(arrays, len(rows), is_single=content is not rows, ignored=ignored[:300])
 
     def encode(self, request: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
         """Encode the rows of the answer. Raises InferenceError (422) for an output that JSON cannot represent."""
