@@ -8,8 +8,10 @@ rows, clients, trees, replayed streams. Imports neither pandas nor pyarrow: who 
 from __future__ import annotations
 
 import datetime
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -18,10 +20,17 @@ import numpy as np
 from shoal.errors import DataError
 
 REMEDY = "give its values numbers, or leave the column out"
-DATE_FORMATS = ("%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%b %d %Y", "%b %d, %Y")  # besides those of ISO 8601
-NUMBER_FORMS = {  # of texts, by the decimal sign
-    ",": r"^[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?$",
-    ".": r"^[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$",
+# Texts that are no value, as in Arrow and pandas; and in small letters those of columns of numbers, dates and truths.
+GAPS = ["", *"#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|n/a|nan|null".split("|")]  # noqa: SIM905
+MARKS = {*map(str.lower, GAPS), *"none|-|--|–|—|?|.|n.a.|k.a.|inf|-inf".split("|")}  # noqa: RUF001, SIM905
+_DAYS = "%Y/%m/%d|%m/%d/%Y|%d/%m/%Y|%d.%m.%Y|%d.%m.%y|%d-%m-%Y|%m-%d-%Y|%m/%d/%y|%d/%m/%y|%b %d %Y|%b %d, %Y|%d %b %Y"
+# Of dates, besides ISO 8601 ("").
+DATE_FORMATS = [f"{day}{time}" for day in _DAYS.split("|") for time in ("", " %H:%M", " %H:%M:%S", " %I:%M %p")]
+CLEAR_DATE_FORMATS = ("", "%d.%m.%Y", "%Y/%m/%d")  # those of one meaning: 03/04/2025 has two
+NUMBER_FORMS = {  # of texts, by the decimal sign; "": as programs write them, without groups of thousands
+    "": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?",
+    ",": r"[-+]?(\d+|[1-9]\d{0,2}([.\s'’]\d{3})+)(,\d+)?",  # noqa: RUF001
+    ".": r"[-+]?(\d+|[1-9]\d{0,2}([,\s'’]\d{3})+)(\.\d+)?",  # noqa: RUF001
 }
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
@@ -192,6 +201,46 @@ def to_number(value: Any) -> float | None:
     if isinstance(value, datetime.date):
         return (datetime.datetime(value.year, value.month, value.day, tzinfo=datetime.UTC) - EPOCH).total_seconds()
     return value.total_seconds() if isinstance(value, datetime.timedelta) else None
+
+
+def parse_number(text: str, point: str = "") -> float | None:
+    """A cell of a file as a number, NaN for a gap, None for what is none. `point`: the form, see NUMBER_FORMS."""
+    bare = text.strip()
+    if re.fullmatch(NUMBER_FORMS[point], bare):
+        return float(re.sub(rf"[^-+\d{point}]", "", bare).replace(",", ".") if point else bare)
+    return np.nan if bare.lower() in MARKS else None
+
+
+def parse_date(text: str, forms: Iterable[str]) -> float | None:
+    """A cell of a file as seconds since 1970, by the first of the forms that fits; NaN for a gap, None for no date."""
+    bare = text.strip()
+    for form in forms:
+        with suppress(ValueError):
+            time = datetime.datetime.strptime(bare, form) if form else datetime.datetime.fromisoformat(bare)
+            return to_number(time)
+    return np.nan if bare.lower() in MARKS else None
+
+
+def parse_cell(kind: str, text: str) -> float | None:
+    """A cell of a column of numbers or dates, as `number:,` and `date:%d.%m.%Y`; NaN for a gap, None for neither."""
+    word, _, form = kind.partition(":")
+    return parse_date(text, (form, *CLEAR_DATE_FORMATS)) if word == "date" else parse_number(text, form)
+
+
+def list_text_kinds(cells: Iterable[str]) -> list[str]:
+    """The kinds of which all cells are that are no gaps, [] where all are: numbers, as programs write them first, else
+    dates, else words. Codes with leading zeros, as 01234, are words."""
+    texts = [each for each in cells if each.strip().lower() not in MARKS]
+    if any(re.fullmatch(r"\s*0\d+\s*", each) for each in texts):
+        return ["word"]
+    if not texts or all(each.strip().lower() in ("true", "false") for each in texts):
+        return ["truth"] * bool(texts)
+    numbers, dates = ["number", "number:,", "number:."], [f"date:{form}" for form in DATE_FORMATS]
+    dates = [each for each in dates if parse_date(texts[0], [each[5:]]) is not None] or ["date"]
+    for kinds in (numbers, dates, ["date"]):
+        if fitting := [kind for kind in kinds if all(parse_cell(kind, each) is not None for each in texts)]:
+            return fitting
+    return ["word"]
 
 
 def _to_seconds(times: np.ndarray) -> np.ndarray:

@@ -99,8 +99,7 @@ def test_what_does_not_fit_a_row_names_its_column(client: Client) -> None:
     with pytest.raises(InferenceError, match=r"age = 'old'.*is no number") as caught:
         client.predict("charges", {**table_model.ROW, "age": "old"})
     assert (caught.value.status, caught.value.field) == (422, "age")
-    with pytest.raises(InferenceError, match="customer = 1: is no field of this model"):
-        client.predict("charges", {**table_model.ROW, "customer": 1})
+    assert client.predict("charges", {**table_model.ROW, "customer": 1}) == CHARGES
     with pytest.raises(InferenceError, match="width = None: row 1 is no FP32") as caught:
         client.predict("iris", [{"length": 1, "width": 2}, {"length": 1, "width": None}])
     assert caught.value.field == "width"

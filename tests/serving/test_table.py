@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from datetime import date, datetime, time, timedelta
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pytest
 
 from shoal.errors import DataError
@@ -17,7 +20,7 @@ from shoal.open_inference.tables import (
     build_inputs,
     choose_columns,
     column_type,
-    infer_csv_types,
+    csv_options,
     parse_columns,
     split_by_length,
     to_column,
@@ -89,22 +92,40 @@ def test_several_inputs_have_their_columns_named() -> None:
         parse_columns(["y=a"], [X, FLAG])
 
 
-def test_only_columns_that_are_numbers_to_the_model_are_read_as_numbers() -> None:
-    text = TensorMetadata("text", "BYTES", [-1])
-    seen = pa.schema({"id": pa.int64(), "a": pa.float64(), "text": pa.int64(), "b": pa.float64()})
-    chosen = choose_columns([X, text], seen.names, parse_columns(["x=a,b"], [X, text]))
-    assert infer_csv_types([X, text], chosen, seen) == {"id": pa.string(), "text": pa.string()}
-    assert [*infer_csv_types([X, text], {"x": ["a", "b"], "text": ["a"]}, seen)] == ["id", "a", "text"]
-    for kind, wanted in (("date", pa.float64()), ("date:%Y%m%d", pa.string()), ("number:,", pa.string())):
-        assert infer_csv_types([TensorMetadata("a", "FP64", [-1], [], kind)], {"a": ["a"]}, seen)["a"] == wanted
+@pytest.mark.parametrize(
+    ("text", "separator", "names"),
+    [
+        ("plz;b\n04127;1,5\n", ";", None),
+        ('\ufeff"Weight\n(kg)"\tb\n1\t2\n', "\t", None),
+        ("country,2019,2020\nde,1,2\n", ",", None),  # years
+        ("x,y,0\n1,2,3\n", ",", None),
+        ("5.1,3.5,setosa\n4.9,3.0,setosa\n", ",", ["0", "1", "2"]),
+        ("39,basic,77516,31.05.2025\n", ",", ["0", "1", "2", "3"]),
+        ("1.024,50;-;x\n3;?;y\n", ";", ["0", "1", "2"]),
+        ("5;5;yes\n", ";", ["0", "1", "2"]),
+        ("", ",", None),
+    ],
+)
+def test_cells_of_a_csv_file_are_read_as_they_are(text: str, separator: str, names: list[str] | None) -> None:
+    options = csv_options(text.encode())
+    assert options["parse_options"].delimiter == separator
+    assert (options["read_options"].column_names or None) == names
+    if text:
+        read = pyarrow.csv.read_csv(pa.py_buffer(text.encode()), **options)
+        rows = [*csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), delimiter=separator)]
+        assert [[*row.values()] for row in read.to_pylist()] == rows[names is None :]
 
 
-def test_fractions_may_be_whole_or_missing_in_the_beginning_of_a_file() -> None:
-    seen = pa.schema({"a": pa.int64(), "b": pa.null(), "c": pa.string()})
-    assert infer_csv_types([X], {"x": ["a", "b"]}, seen) == {"c": pa.string(), "a": pa.float64(), "b": pa.float64()}
-    # c is complained of by row
-    assert infer_csv_types([X], {"x": ["a", "c"]}, seen) == {"b": pa.string(), "a": pa.float64()}
-    assert infer_csv_types([X, FLAG], {"x": ["a", "b"], "flag": ["a"]}, seen) == {"c": pa.string(), "b": pa.float64()}
+def test_texts_of_a_csv_file_are_numbers_to_an_input_of_numbers() -> None:
+    kept = {name: TensorMetadata("x", name, [-1]) for name in ("FP64", "INT64", "UINT64", "BOOL")}
+    assert inputs(pa.table({"x": ["2026-03-01", "2026-03-02"]}), kept["FP64"]).tolist() == [1772323200.0, 1772409600.0]
+    assert inputs(pa.table({"x": ["20260301", "20260302"]}), kept["FP64"]).tolist() == [20260301.0, 20260302.0]
+    assert inputs(pa.table({"x": ["1.0", "7"]}), kept["INT64"]).tolist() == [1, 7]
+    assert inputs(pa.table({"x": [str(2**64 - 1)]}), kept["UINT64"]).tolist() == [2**64 - 1]
+    assert inputs(pa.table({"x": ["1", "false"]}), kept["BOOL"]).tolist() == [True, False]
+    for gap in ("", "n/a"):
+        with pytest.raises(DataError, match="column = 'x': row 1 has no value"):
+            inputs(pa.table({"x": ["1", gap]}), kept["FP64"])
 
 
 def test_lists_of_words_are_words() -> None:
@@ -237,6 +258,8 @@ def test_outputs_are_numbers_or_lists(shape: list[int], array: np.ndarray, colum
     made = to_column(TensorMetadata("y", "FP32", shape), array)
     assert made.to_pylist() == column
     assert made.type == column_type(TensorMetadata("y", "FP32", shape))
+    if shape == [-1, 3]:
+        assert to_column(TensorMetadata("y", "FP32", shape, [*"abc"]), array).to_pylist()[1] == {"a": 3, "b": 4, "c": 5}
 
 
 def test_bf16_outputs_are_floats_and_bytes_stay_bytes() -> None:

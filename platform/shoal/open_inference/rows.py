@@ -3,39 +3,38 @@
 Called by the endpoint's path `rows` and by programs that call a model in their own process. Pure functions of values
 and arrays.
 
-| an input                       | its fields                                                 | null       |
-|--------------------------------|------------------------------------------------------------|------------|
-| of kind number                 | its name: a number; "3,5" if it is number:, or "3.5"       | a gap: NaN |
-| of kind truth                  | its name: true, false, 1, 0, "yes", "no", "true", "false"  | a gap: NaN |
-| of kind date, date:%m/%d/%Y    | its name: ISO 8601, 31.5.2025, 2025/05/31, 5/31/2025; 1e9  | a gap: NaN |
-| of kind word                   | its name: a text                                           | a gap: b"" |
-| [rows, n] with `columns`       | each column: a number of the input's datatype              | an error   |
-| any other, batch first         | its name: the values of one row, nested as its shape       | an error   |
+| an input                       | its fields, as in the file of training                     | a gap             |
+|--------------------------------|------------------------------------------------------------|-------------------|
+| of kind number                 | its name: a number or its text; "3,5" if it is number:,    | null, MARKS: NaN  |
+| of kind truth                  | its name: true, false, 1, 0, or "yes", "no", "true", "1"   | null, MARKS: NaN  |
+| of kind date, date:%m/%d/%Y    | its name: ISO 8601, 31.5.2025, 2025/05/31, 5/31/2025; 1e9  | null, MARKS: NaN  |
+| of kind word                   | its name: a text, or a number as one                       | null, "": b""     |
+| [rows, n] with `columns`       | each column: a number of the input's datatype              | an error          |
+| any other, batch first         | its name: the values of one row, nested as its shape       | an error          |
 
-A field that is missing, and one that no input has, are errors: DataErrors, `field` of which is the field's name.
+A cell of a file is read by the same functions (`decode_column`), so a row of a file is a row of a request. Fields that
+no input has are left out; one that is missing is an error: a DataError, `field` of which is the field's name.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from shoal.errors import MAX_SHOWN_LENGTH, DataError, InferenceError
-from shoal.frame import to_number
+from shoal.frame import CLEAR_DATE_FORMATS, MARKS, parse_date, parse_number, to_number
 from shoal.open_inference.datatypes import bf16_values
 from shoal.open_inference.json_tensors import from_json, to_json
 from shoal.open_inference.messages import TensorDescription, describe_tensor
 
 Row = Mapping[str, Any]
-_TRUTHS: dict[Any, float] = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}  # 1 equals True
-_DATE_FORMATS = ("", "%d.%m.%Y", "%Y/%m/%d")  # ISO 8601, and those of one meaning: 03/04/2025 has two
+_TRUTHS = {True: 1.0, "true": 1.0, "yes": 1.0, "1": 1.0, False: 0.0, "false": 0.0, "no": 0.0, "0": 0.0}  # 1 equals True
 _PLAIN_NUMBERS = {int, float, type(None)}
 _EXPECTED = {
     "number": "write a number, or null where it is not known",
@@ -52,12 +51,16 @@ def list_fields(inputs: Sequence[TensorDescription]) -> dict[str, str]:
 
 def decode_rows(inputs: Sequence[TensorDescription], rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Decode rows as the arrays [rows, ...] of the inputs. Raises DataError that names the field."""
-    fields = list_fields(inputs)
+    fields, rows = list_fields(inputs), list(rows)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError("row", row, "is no object", f"write one with the fields {', '.join(fields)}")
-        if row.keys() != fields.keys():
-            raise _find_odd_field(row, fields, _name_row(number, rows))
+        if fields.keys() <= row.keys():
+            continue
+        rows[number] = {str(name).removeprefix("\ufeff"): value for name, value in row.items()}  # of a file's beginning
+        if missing := [field for field in fields if field not in rows[number]]:
+            remedy = "write null where it is not known" if fields[missing[0]] else "each row has a value for it"
+            raise DataError(missing[0], "", f"{_name_row(number, rows)}is missing", remedy)
     return {spec.name: _decode_input(spec, rows) for spec in inputs}
 
 
@@ -77,16 +80,6 @@ def encode_rows(outputs: Sequence[TensorDescription], arrays: Mapping[str, np.nd
 
 def _fields(spec: TensorDescription) -> Sequence[str]:
     return spec.columns if spec.columns and len(spec.shape) == 2 else [spec.name]
-
-
-def _find_odd_field(row: Row, fields: Mapping[str, str], where: str) -> DataError:
-    for field in row:
-        if field not in fields:
-            problem, remedy = f"{where}is no field of this model", f"it has {', '.join(fields)}"
-            return DataError(_shorten(str(field)), _shorten(row[field]), problem, remedy)
-    missing = next(field for field in fields if field not in row)
-    remedy = "write null where it is not known" if fields[missing] else "each row has a value for it"
-    return DataError(missing, "", f"{where}is missing", remedy)
 
 
 def _shorten(value: Any) -> Any:
@@ -146,34 +139,36 @@ def _from_lists(spec: TensorDescription, values: Sequence[Any]) -> np.ndarray:
 
 
 def _read_truth(value: Any, _: str) -> float | None:
-    if value is None:
-        return math.nan
-    return _TRUTHS.get(value.lower() if isinstance(value, str) else value) if isinstance(value, Hashable) else None
+    word = value.strip().lower() if isinstance(value, str) else value
+    if not isinstance(word, Hashable):
+        return None
+    return math.nan if word is None or word in MARKS else _TRUTHS.get(word)
 
 
 def _read_date(value: Any, form: str) -> float | None:
-    if not isinstance(value, str):
-        return None if isinstance(value, bool) else to_number(value)
-    for each in (form, *_DATE_FORMATS):
-        with suppress(ValueError):
-            time = datetime.datetime.strptime(value, each) if each else datetime.datetime.fromisoformat(value)
-            return to_number(time)
-    return None
+    if isinstance(value, str):
+        return parse_date(value, (form, *CLEAR_DATE_FORMATS))
+    return None if isinstance(value, bool) else to_number(value)
 
 
 def _read_number(value: Any, point: str) -> float | None:
-    if point and isinstance(value, str):
-        bare = value.replace("." if point == "," else ",", "").replace(point, ".")
-        return float(bare) if re.fullmatch(r"[-+]?\d+(\.\d+)?", bare) else None
+    if isinstance(value, str):
+        return parse_number(value, point)
     is_date = isinstance(value, bool | datetime.date | datetime.timedelta)
     return None if is_date else to_number(value)
 
 
 def _read_text(value: Any, _: str) -> bytes | None:
-    if value is None:
-        return b""
+    if isinstance(value, bool):
+        value = str(value).lower()
+    elif isinstance(value, float):
+        value = None if math.isnan(value) else int(value) if value.is_integer() else value
+    if isinstance(value, int | float | Decimal | datetime.date):
+        value = str(value)
+    if value is None or isinstance(value, bytes):
+        return value or b""
     try:
-        return value.encode() if isinstance(value, str) else None
+        return value.strip().encode() if isinstance(value, str) else None
     except UnicodeEncodeError:  # half of a pair of surrogates
         return None
 

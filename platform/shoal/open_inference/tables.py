@@ -8,11 +8,14 @@ arrays; reads and writes no file, and calls no model.
                                 the columns that the model names, in its order
                                 all columns, for the only input of a model whose rows have as many values
     an input of a `kind`        its column alone, in which nulls and, for no words, empty texts are gaps
-    an output `y` becomes       the column `y`: of numbers for [rows] and [rows, 1], of lists for more
+    an output `y` becomes       the column `y`: of numbers for [rows] and [rows, 1], of lists for more, of structs where
+                                its columns have names, as classes have
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
+from shoal.frame import DATE_FORMATS, GAPS, NUMBER_FORMS, parse_date, parse_number
 from shoal.frame import to_floats as to_floats64
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 from shoal.open_inference.messages import TensorDescription, describe_tensor
@@ -30,9 +34,10 @@ from shoal.open_inference.rows import decode_column
 with needs_extra("data"):
     import pyarrow as pa
     import pyarrow.compute
+    import pyarrow.csv
 
-FLOAT_DATATYPES = frozenset({"FP64", "FP32", "FP16", "BF16"})  # datatypes
 SEPARATORS = (",", "\t", ";", "|")
+START_BYTES = 1 << 20  # of a file, which have its names
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
@@ -100,49 +105,43 @@ def split_by_length(
     return [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
 
 
-def find_separator(header: bytes) -> str:
-    """The separator of a CSV file with this first line; a comma where there is one column."""
-    names = re.sub(r'"[^"]*"', "", header.decode("utf-8", "replace"))
-    return max(SEPARATORS, key=names.count)
+def csv_options(start: bytes) -> dict[str, Any]:
+    """How Arrow reads a CSV file of this beginning: every cell as the text that it is. The separator is the commonest
+    of the first line; of a file without a line of names, the columns are 0, 1, ..."""
+    text = start.decode("utf-8-sig", "replace")
+    line = re.sub(r'"[^"]*"', "", text).partition("\n")[0]
+    separator = max(SEPARATORS, key=line.count)
+    names = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
+    given = None if _are_names(names) else [str(at) for at in range(len(names))]
+    return {
+        "read_options": pa.csv.ReadOptions(use_threads=False, block_size=1 << 24, column_names=given),
+        "parse_options": pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+        "convert_options": pa.csv.ConvertOptions(column_types=dict.fromkeys(given or names, pa.string())),
+    }
 
 
-def infer_csv_types(
-    inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]], seen: pa.Schema
-) -> dict[str, pa.DataType]:
-    """The types of CSV columns to set explicitly; the others are inferred. `seen`: the types inferred from the
-    beginning.
-
-    Columns that are not numbers to the model are read as text. The first megabyte of a fractional column may have no
-    fractions.
-    """
-    words = {column for spec in inputs if spec.datatype == "BYTES" for column in chosen[spec.name]}
-    wholes = {column for spec in inputs if spec.datatype not in FLOAT_DATATYPES for column in chosen[spec.name]}
-    numbers = {column for columns in chosen.values() for column in columns} - words
-    types = {column: pa.string() for column in seen.names if column not in numbers}
-    for column in numbers - wholes:
-        if pa.types.is_integer(seen.field(column).type) or pa.types.is_null(seen.field(column).type):
-            types[column] = pa.float64()
-    # Texts of dates, truths and numbers with a decimal sign are read as those of rows.
-    for spec in inputs:
-        kind, is_written, _ = spec.kind.partition(":")
-        for column in chosen[spec.name] if is_written or kind in ("date", "truth") else ():
-            is_number = pa.types.is_integer(seen.field(column).type) or pa.types.is_floating(seen.field(column).type)
-            types[column] = pa.float64() if is_number and not is_written else pa.string()
-    # Arrow reads integers beyond INT64 as floats, without their last digits.
-    for column in {column for spec in inputs if spec.datatype == "UINT64" for column in chosen[spec.name]}:
-        seen_type = seen.field(column).type
-        if pa.types.is_integer(seen_type) or pa.types.is_floating(seen_type) or pa.types.is_null(seen_type):
-            types[column] = pa.uint64()
-    return types
+def _are_names(cells: Sequence[str]) -> bool:
+    """Whether a file's first line names its columns: no cell is a number or a date, or they count up, as years do."""
+    numbers = list[float]()
+    for cell in cells:
+        found = [each for form in NUMBER_FORMS if (each := parse_number(cell, form)) is not None]
+        if not found and parse_date(cell, ["", *DATE_FORMATS]) is not None:
+            return False
+        numbers += [each for each in found[:1] if not math.isnan(each)]
+    steps = {second - first for first, second in pairwise(numbers)}
+    return len(steps) < 2 and steps <= {*range(1, 11)} and all(map(float.is_integer, numbers))
 
 
 def column_type(spec: TensorDescription) -> pa.DataType:
-    """The type of this output's column: a number, bytes, or a list (of fixed length where its shape is)."""
+    """The type of this output's column: a number, bytes, a list (of fixed length where its shape is), or a struct of
+    its named columns."""
     if spec.datatype == "BYTES":
         value = pa.binary()
     else:
         value = pa.from_numpy_dtype(np.float32 if spec.datatype == "BF16" else NUMPY_DTYPES[spec.datatype])
     sizes = spec.shape[1:]
+    if spec.columns and len(sizes) == 1:
+        return pa.struct(dict.fromkeys(spec.columns, value))
     if -1 in sizes:
         return pa.list_(value)
     return value if math.prod(sizes) == 1 else pa.list_(value, math.prod(sizes))
@@ -153,6 +152,9 @@ def to_column(spec: TensorDescription, array: np.ndarray) -> pa.Array:
     rows = len(array)
     flat = (bf16_values(array) if spec.datatype == "BF16" else array).reshape(-1)
     wanted = column_type(spec)
+    if pa.types.is_struct(wanted):
+        columns = flat.reshape(rows, len(spec.columns)).T
+        return pa.StructArray.from_arrays([pa.array(each, wanted[0].type) for each in columns], fields=[*wanted])
     if pa.types.is_list(wanted):
         size = flat.size // rows if rows else 0
         offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * size)
@@ -194,25 +196,50 @@ def _column(table: pa.Table, name: str) -> pa.Array:
     return values
 
 
-def _column_with_gaps(values: pa.Array, column: str, spec: TensorDescription, first_row: int) -> np.ndarray:
-    """[rows] of a table's column. Texts are read as those of a row."""
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-    if spec.kind == "word":
-        texts = np.empty(len(values), object)
-        texts[:] = [b"" if value is None else _as_bytes(value) for value in values.to_pylist()]
-        return texts
-    if is_text or pa.types.is_nested(values.type):
-        return decode_column(column, spec.kind, [value or None for value in values.to_pylist()], first_row)
-    return to_floats64("column", pa.table({column: values}))[:, 0]
+def read_column(values: pa.Array, column: str, kind: str, first_row: int = 0) -> np.ndarray:
+    """A table's column [rows] as of a kind: its cells are read as those of a row, each different one once. Raises
+    DataError."""
+    if kind != "word" and (pa.types.is_primitive(values.type) or pa.types.is_null(values.type)):
+        return to_floats64("column", pa.table({column: values}))[:, 0]
+    if pa.types.is_nested(values.type):
+        return decode_column(column, kind, values.to_pylist(), first_row)
+    try:
+        if (
+            kind == "number"
+            and is_text(values)
+            and (plain := match_numbers(values).to_numpy(zero_copy_only=False)).any()
+        ):
+            numbers: np.ndarray = (
+                pa.compute.if_else(plain, values, "nan").to_numpy(zero_copy_only=False).astype(np.float64)
+            )
+            numbers[~plain] = read_column(values.filter(~plain), column, kind)
+            return numbers
+        cells = values if pa.types.is_dictionary(values.type) else pa.compute.dictionary_encode(values)
+        read = decode_column(column, kind, [*cells.dictionary.to_pylist(), None])
+    except DataError:
+        return decode_column(column, kind, values.to_pylist(), first_row)  # names the row
+    found: np.ndarray = read[pa.compute.fill_null(cells.indices, len(read) - 1).to_numpy(zero_copy_only=False)]
+    return found
+
+
+def match_numbers(texts: pa.Array, form: str = "") -> pa.Array:
+    """Which texts are numbers of a form, without blanks around them: many at once, as `parse_number` reads each."""
+    found = pa.compute.match_substring_regex(texts, f"^({NUMBER_FORMS[form]})$")
+    return pa.compute.fill_null(found, fill_value=False)
+
+
+def is_text(values: pa.Array) -> bool:
+    kind, types = values.type, pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _values(table: pa.Table, column: str, spec: TensorDescription, first_row: int) -> np.ndarray:
     """The array [rows, ...], with a dimension for each level of nested lists."""
     values, sizes = _column(table, column), [len(table)]
     if spec.kind:
-        return _column_with_gaps(values, column, spec, first_row)
+        return read_column(values, column, spec.kind, first_row)
+    if is_text(values) and spec.datatype != "BYTES":
+        values = pa.compute.if_else(pa.compute.is_in(values, pa.array(GAPS)), None, values)
     _require_no_nulls(values, column, len(table), first_row)
     try:
         while any(is_list(values.type) for is_list in _LISTS):
@@ -282,12 +309,22 @@ def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
     if not is_truth and pa.compute.any(_mask_non_boolean(values)).as_py():
         raise ValueError("there are numbers other than 0 and 1")
     if datatype != "BF16" and NUMPY_DTYPES[datatype].kind in "iub":
-        exact = values.cast(pa.from_numpy_dtype(NUMPY_DTYPES[datatype]), safe=True)
+        kind = pa.from_numpy_dtype(NUMPY_DTYPES[datatype])
+        try:
+            exact = values.cast(kind, safe=True)
+        except pa.ArrowInvalid:  # a text such as 1.0
+            exact = values.cast(pa.float64()).cast(kind, safe=True)
         whole: np.ndarray = exact.to_numpy(zero_copy_only=False)
         return whole
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
     if numbers.dtype == object:  # of text, or decimals
-        numbers = numbers.astype(np.float64)
+        try:
+            numbers = numbers.astype(np.float64)
+        except ValueError:
+            dates = [parse_date(str(each), [""]) for each in numbers]
+            if datatype != "FP64" or None in dates:
+                raise
+            numbers = np.array(dates, np.float64)
     return to_floats(numbers, datatype)
 
 

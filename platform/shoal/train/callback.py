@@ -28,6 +28,7 @@ class TrainingState:
     metrics:   of the newest evaluation, over all ranks
     is_first:  whether this rank writes the record
     folder:    of the run; PNG files in its folder `pictures` are shown in the report
+    should_stop: whether a signal has asked the run to end, for what takes long
     """
 
     model: Sequence[nn.Module]
@@ -39,6 +40,7 @@ class TrainingState:
     loss: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str = ""
+    should_stop: Callable[[], bool] = lambda: False
     _log: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
 
     def log(self, values: Mapping[str, float]) -> None:

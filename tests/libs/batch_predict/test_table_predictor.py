@@ -235,7 +235,7 @@ def test_nulls_of_a_table_s_columns_are_gaps_and_a_value_that_is_refused_names_i
     table = pa.table({**columns, "active": [True, None, False], "balance": pa.nulls(3)})
     answered = TablePredictor(package, ModelOptions())(table)
     assert answered["charge"].to_pylist() == [172.0, 50.0, 301.0]
-    assert answered["share"].to_pylist() == [[0.25, 0.75]] * 3
+    assert answered["share"].to_pylist() == [{"no": 0.25, "yes": 0.75}] * 3
     assert answered["plan_name"].to_pylist() == ["basic", "", "plus"]  # texts, as those of the input
     gold = table.set_column(1, "plan", [["basic", "gold", "plus"]])
     with pytest.raises(InferenceError, match="plan = 'gold': is no word that training has seen"):

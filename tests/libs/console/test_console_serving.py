@@ -40,8 +40,9 @@ from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
 NO_BATCH = {"max_batch_size": 0}
+FORMS = {"since": {"kind": "date:%d.%m.%Y"}, "balance": {"kind": "number:,"}}
 MODELS: dict[str, tuple[list[TensorSignature], dict[str, Any]]] = {
-    "table": (table_model.SIGNATURE.inputs, {}),
+    "table": ([each.model_copy(update=FORMS.get(each.name)) for each in table_model.SIGNATURE.inputs], {}),
     "named": ([TensorSignature(name="x", datatype="FP32", shape=[-1, 2], columns=["it's", "b"])], {}),
     "policy": (tensors(observation=("FP32", [-1, 4]), mask=("BOOL", [-1, 2])), {}),
     "picture": (tensors(image=("FP32", [-1, 1, 28, 28])), {}),

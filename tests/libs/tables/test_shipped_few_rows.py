@@ -17,8 +17,9 @@ from torch import nn
 
 import shoal
 from shoal.errors import DataError
+from shoal.frame import parse_cell
 from shoal.libs.tables import few_rows as module
-from shoal.libs.tables.columns import TableEncoder, read_date
+from shoal.libs.tables.columns import TableEncoder
 from shoal.libs.tables.network import PriorFittedNetwork
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.weights import WeightSnapshot
@@ -78,13 +79,16 @@ def test_words_take_the_columns_that_are_free_and_an_unknown_one_is_a_gap() -> N
     sizes = pd.DataFrame({"size": pd.Categorical(["S", None, "L"], ["S", "M", "L"], ordered=True)})
     np.testing.assert_array_equal(TableEncoder(sizes).encode("X", sizes), [[0.0], [np.nan], [2.0]])
     assert TableEncoder([["3"], [" 4.5 "], [""]]).encode("X", [["7"], [None]])[0, 0] == 7.0
+    assert TableEncoder([["3"], ["n/a"], [2.5]]).encode("X", [["7"], ["-"]])[0].tolist() == [7.0]
+    assert TableEncoder([["01234"], ["04127"]]).encode("X", [["04127"], ["4127"]]).shape == (2, 1)
     assert TableEncoder([["3,5"], ["1.024,5"]]).encode("X", [["7"], ["7,25"], [2.5]])[:, 0].tolist() == [7.0, 7.25, 2.5]
     for two_meanings in ("1/2/2026", "1,500"):
         assert TableEncoder([[two_meanings]]).encode("X", [[two_meanings]]).tolist() == [[1.0]], "a word"
     with pytest.raises(DataError, match=r"row 0 has '2025/31/05', and the column has numbers or dates"):
         TableEncoder([["31/05/2025"]]).encode("new", [["2025/31/05"]])
     moment = datetime.datetime(2025, 5, 31, tzinfo=datetime.UTC)
-    assert read_date("2025-05-31") == read_date("2025-05-31T02:00+02:00") == moment.timestamp()
+    for text in ("2025-05-31", "2025-05-31T02:00+02:00"):
+        assert parse_cell("date", text) == moment.timestamp()
     for form in ("2025-05-31", "31/05/2025", "31.05.2025"):
         assert TableEncoder([[form]]).encode("new", [[moment], [form]])[:, 0].tolist() == [moment.timestamp()] * 2
 
@@ -121,7 +125,7 @@ def test_several_targets_and_many_queries(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: shoal.few_rows(ROWS, PRICES).predict([[1, 2]]), "new", "without names.* not the columns"),
         (lambda: shoal.few_rows([[1.0], [2.0]], [1, 2]).predict([[1, 2]]), "new", "not the columns of X"),
         (lambda: shoal.few_rows([*ROWS, {"area": 3}], [*PRICES, 1]), "X.city", "row 5 lacks it"),
-        (lambda: shoal.few_rows([["n/a"], [3]], [1, 2]), "X.0", "row 1 has a number, .* such as 'n/a'"),
+        (lambda: shoal.few_rows([["soon"], [3]], [1, 2]), "X.0", "row 1 has a number, .* such as 'soon'"),
         (lambda: shoal.few_rows([1, 2], [1, 2]), "X", "has 1 dimensions"),
         (lambda: shoal.few_rows([], []), "X", "has no rows"),
         (lambda: shoal.few_rows(ROWS, PRICES).predict({}), "new", "lacks 'area', 'city'"),

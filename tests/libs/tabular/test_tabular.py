@@ -11,13 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from benchmarks.ours import messy_files
 from pyarrow import parquet
 
 import shoal.data
 import shoal.runs
 from shoal.data import fingerprint
 from shoal.errors import ConfigError, DataError
-from shoal.extend.serve import decode_rows
+from shoal.extend.serve import ModelOptions, RegisteredModel, decode_rows
+from shoal.libs.batch_predict.output import open_lines
+from shoal.libs.batch_predict.table_predictor import TablePredictor
+from shoal.libs.tabular import trees
 from shoal.libs.tabular.dataset import Table, table
 from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
 from shoal.libs.tabular.network import TableNetwork
@@ -66,11 +70,18 @@ KINDS = {"age": "number", "plan": "word", "since": "date", "left": "date", "news
 def test_kinds_are_inferred_and_ids_and_constants_are_excluded_with_a_note(customers: str) -> None:
     found = shoal.data.table(customers, target="churned")
     assert kinds_of(found) == KINDS
-    assert [note.partition(":")[0] for note in found.notes] == ["left out 'customer'", "left out 'country'"]
-    assert found.encoders.excluded == list(found.notes)
+    assert [" ".join(note.split()) for note in found.notes] == [
+        "column kind gaps examples",
+        "customer number 0 1, 2, 3 left out: it numbers the rows; columns.customer=number takes it in",
+        "age number 7 63, 54, 37",
+        *("plan word 0 family, plus, basic", "since date 0 2005-01-10, 2006-02-11, 2007-03-12"),
+        *("left date 30 2006-01-10, 2008-03-12, 2010-05-14", "news truth 6 true, false"),
+        "country word 0 xx left out: it has the same value in every row; columns.country=word takes it in",
+        "churned word 0 yes, no the target",
+    ]
+    assert [each.partition(":")[0] for each in found.encoders.excluded] == ["customer", "country"]
     assert (found.num_training, len(found.validation)) == (48, 12)
     assert len(found.train) >= 2048
-    assert "; columns.customer=number takes it in" in found.notes[0]
     taken = table(customers, "churned", columns={"customer": "number", "age": "word"}, leave_out=["left"])
     assert kinds_of(taken) == {"customer": "number", "age": "word", "plan": "word", "since": "date", "news": "truth"}
 
@@ -173,6 +184,12 @@ def test_dates_have_their_parts_and_differences(customers: str) -> None:
         (["-1,500", "2.5", "2"], "number:."),
         (["1,500", "2,250", "300"], "word"),  # of thousands or of halves
         (["2026-01-31", "soon", None], "word"),
+        (["31.1.26 08:30", "1.2.26 17:00", "n/a"], "date:%d.%m.%y %H:%M"),
+        (["5,5", "-", "NULL"], "number:,"),
+        (["1 024,5", "?", "-1'500,25"], "number:,"),
+        (["1e3", ".5", "#N/A"], "number"),
+        (["01234", "04127", "99084"], "word"),  # codes
+        (["TRUE", "false", "?"], "truth"),
     ],
 )
 def test_texts_are_dates_or_numbers_where_all_are_and_rows_may_have_such(texts: list[str | None], kind: str) -> None:
@@ -180,7 +197,7 @@ def test_texts_are_dates_or_numbers_where_all_are_and_rows_may_have_such(texts: 
     found = table(columns, "y")
     assert kinds_of(found) == {"x": kind}
     said = {"1/2/2026": "date:%d/%m/%Y", "1,500": "number:,"}.get(str(texts[0]))
-    assert [said in note for note in found.notes] == [True] * bool(said)
+    assert sum(str(said) in note for note in found.notes) == bool(said)
     if said:
         found = table(columns, "y", columns={"x": said})
         assert found.values["x"].min() in (np.datetime64("2026-02-01", "s").astype(float), 1.5)
@@ -214,7 +231,7 @@ def test_targets_are_classes_or_numbers() -> None:
     forced = table({"x": x, "y": [at % 3 for at in range(40)]}, "y", columns={"y": "number"})
     assert forced.encoders.target.classes == []
     dropped = table({"x": x, "y": [None, *range(39)]}, "y")
-    assert dropped.notes == ("1 rows have no y",)
+    assert dropped.notes[-1] == "1 rows have no y"
 
 
 def request(**changed: Any) -> dict[str, np.ndarray]:
@@ -255,6 +272,35 @@ def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
         (tmp_path / "old.csv").write_text(text, "latin-1")
         with pytest.raises(DataError, match=r"cannot be read as a table: 'utf-8' .*give a CSV file in UTF-8"):
             table(tmp_path / "old.csv", "ja")
+
+
+@pytest.mark.parametrize("make", messy_files.FILES, ids=lambda make: make.__name__)
+def test_files_as_people_have_them_have_their_kinds_and_each_row_is_a_request(make: Any, tmp_path: Path) -> None:
+    file = make(tmp_path, messy_files.Parcels(make.__name__, 240))
+    found = table(str(file.path), file.target)
+    assert kinds_of(found) == file.kinds
+    encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
+    rows = json.loads(json.dumps(messy_files.read_rows(file, "utf-8")))  # with the mark, where there is one
+    asked = RequestEncoder(encoders)(decode_rows(encoders.signature().inputs, rows))
+    for name, wanted in encoders.encode(found.values, is_strict=False).items():
+        assert sorted(asked[name].tolist()) == sorted(wanted.tolist())
+
+
+@pytest.mark.parametrize("name", ["german", "without_names", "many_lines"])
+def test_a_batch_prediction_keeps_each_cell_as_it_is_and_names_the_classes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
+    file = messy_files.write_all(tmp_path, 60)[name]
+    words = ["task=table", f"data={file.path}", f"target={file.target}", "threads=1", "trees=false", "name=parcels"]
+    words += [f"network={json.dumps(SMALL)}", "stop.convergence=null", "stop.epochs=null", "stop.steps=1"]
+    fit_locally(spec_from_overrides(words))
+    predictor = TablePredictor(RegisteredModel("parcels", Registry().location).load_package(1), ModelOptions())
+    with open_lines(file.path) as reader:
+        answered = predictor(reader.read_all()).to_pylist()
+    rows, target = messy_files.read_rows(file), str(file.target)
+    assert [{each: row[f"input_{each}" if each == target else each] for each in rows[0]} for row in answered] == rows
+    assert {*answered[0]["probability"]} == {row[target] for row in rows}
 
 
 def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: str) -> None:
@@ -331,7 +377,7 @@ def test_names_of_columns_may_have_dots_and_blanks(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "odd.csv", {"net.age": columns["age"], "no of": [*range(40)], "y": columns["churned"]})
     words = ["task=table", f"data={path}", "target=y", "columns.net.age=word", "stop.steps=1"]
     found = TableTask(**spec_from_overrides(words).args).data()
-    assert (kinds_of(found), found.notes[0].endswith("; 'columns.no of=number' takes it in")) == (
+    assert (kinds_of(found), found.notes[2].endswith("; 'columns.no of=number' takes it in")) == (
         {"net.age": "word"},
         True,
     )
@@ -345,7 +391,7 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
     words += [f"network={json.dumps(SMALL)}", "stop.convergence=null", "trees=false"]
     said, said_again = list[str](), list[str]()
     first = fit_locally(spec_from_overrides([*words, "stop.epochs=null", "stop.steps=2"]), say=said.append)
-    assert [each.partition(":")[0] for each in said][:2] == ["left out 'customer'", "left out 'country'"]
+    assert [each.split()[0] for each in said][:3] == ["column", "customer", "age"]
     before = Registry().get("customers@1").manifest
     args = before.model.kwargs["args"]
     grown = make_columns(80)
@@ -364,13 +410,28 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
         fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=6"]))
 
 
-def test_the_run_says_what_trees_reach(customers: str) -> None:
-    from shoal.libs.tabular.trees import score_trees
-
-    (score,) = score_trees(table(customers, "churned")).values()
-    assert score > 0.8
+def test_trees_are_fitted_after_training_within_a_limit_and_end_on_a_signal(
+    customers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
+    words = ["task=table", f"data={customers}", "target=churned", f"network={json.dumps(SMALL)}", "threads=1"]
+    said = list[str]()
+    spec = spec_from_overrides([*words, "stop.convergence=null", "stop.epochs=null", "stop.steps=2"])
+    run = shoal.runs.load(fit_locally(spec, registers=False, say=said.append).run_id)
+    assert sum("at the end, gradient-boosted trees get 60 s" in line for line in said) == 1
+    found = run.metrics()["validation/accuracy_trees"].dropna()
+    assert [*found.index] == [2]
+    assert found[2] > 0.8
     line = {"x": [each % 97 for each in range(200)], "y": [each % 97 / 2 for each in range(200)]}
-    assert 0.9 < score_trees(table(line, "y"))["validation/r2_trees"] <= 1
+    assert 0.9 < trees.score_trees(table(line, "y"))["validation/r2_trees"] <= 1
+    for limit, is_asked in ((600.0, True), (0.0, False)):
+        monkeypatch.setattr(trees, "LIMIT_S", limit)
+        assert trees.score_trees(table(line, "y"), lambda is_asked=is_asked: is_asked) == {}  # type: ignore[misc]
+    assert "left out of the comparison: ended after 0 s" in caplog.text
+    monkeypatch.setattr(trees, "LIMIT_S", 600.0)
+    monkeypatch.setattr(trees, "POLL_S", -1)  # an error here ends the process there
+    with pytest.raises(ValueError, match="sleep"):
+        trees.score_trees(table(line, "y"))
 
 
 def test_a_network_has_a_score_of_each_member_for_any_columns() -> None:

@@ -19,11 +19,11 @@ import shoal.runs
 from shoal.config import Spec
 from shoal.errors import DataError, needs_extra
 from shoal.extend.cluster import expected_run_id, job_main
-from shoal.extend.registry import ModelVersion, Registry, TensorSignature
+from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.serve import BatchLayout, GpuCount, ModelOptions, RegisteredModel
 from shoal.libs.batch_predict.output import BucketOutput, open_lines
 from shoal.libs.batch_predict.text_predictor import find_texts
-from shoal.open_inference.tables import choose_columns, infer_csv_types, parse_columns
+from shoal.open_inference.tables import choose_columns, parse_columns
 from shoal.store import is_url, locate, open_source, require_location
 
 with needs_extra("data"):
@@ -88,7 +88,7 @@ def check(spec: BatchPredictSpec) -> None:
     # Of all files now: a broken one must not fail the run hours later.
     schemas = {file: _read_schema(file) for file in list_input_files(spec.input)}
     first, *others = schemas
-    _, chosen = _match_columns(Registry().get(spec.model), spec, schemas[first])
+    chosen = _match_columns(Registry().get(spec.model), spec, schemas[first])
     texts = [spec.text] if spec.text else []
     if missing := [column for column in (*spec.keep, *texts) if column not in schemas[first].names]:
         raise DataError(
@@ -116,17 +116,14 @@ def open_output(path: str) -> Path | BucketOutput:
     return folder
 
 
-def _match_columns(
-    version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema
-) -> tuple[list[TensorSignature], dict[str, list[str]]]:
-    """The model's inputs, with the rows in dimension 0, and the columns of each. Raises ConfigError for options that do
-    not fit them, DataError."""
+def _match_columns(version: ModelVersion, spec: BatchPredictSpec, seen: pa.Schema) -> dict[str, list[str]]:
+    """The columns of each of the model's inputs. Raises ConfigError for options that do not fit them, DataError."""
     if spec.text:
         find_texts("check")(version, spec.options, spec.generate)
-        return [], {"text": [spec.text]}
+        return {"text": [spec.text]}
     inputs = BatchLayout(version.manifest.signature, spec.options).signature.inputs
     try:
-        return inputs, choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
+        return choose_columns(inputs, seen.names, parse_columns(spec.columns, inputs))
     except DataError as error:
         if "tokenizer.json" in version.manifest.files:
             remedy = f"for answers to texts: --text COLUMN, of {', '.join(seen.names)}"
@@ -140,8 +137,8 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
 
     check(spec)
     registry, files = Registry(), list_input_files(spec.input)
-    version, seen = registry.get(spec.model), _read_schema(files[0])
-    inputs, chosen = _match_columns(version, spec, seen)
+    version = registry.get(spec.model)
+    chosen = _match_columns(version, spec, _read_schema(files[0]))
     work = BatchJob(
         RegisteredModel(version.name, registry.location),
         version.version,
@@ -157,10 +154,9 @@ def batch_predict(spec: BatchPredictSpec, job: str) -> str:
         begun_s = time.monotonic()
         kind = "file" if len(files) == 1 else "files"
         print(f"run {recorder.id}: {version.ref} answers the rows of {spec.input} ({len(files)} {kind})", flush=True)
-        types = infer_csv_types(inputs, chosen, seen)
         num_gpus = resolve_gpus(spec.num_gpus, spec.options, spec.workers)
         block_rows, output = TEXT_BLOCK_ROWS if spec.text else BLOCK_ROWS, open_output(spec.output)
-        rows = predict_files(work, files, output, spec.workers, types, num_gpus, block_rows)
+        rows = predict_files(work, files, output, spec.workers, num_gpus, block_rows)
         seconds = time.monotonic() - begun_s
         recorder.record_event("predicted", model=version.name, version=version.version, rows=rows, seconds=seconds)
         print(f"{rows:,} rows in {seconds:.1f} s ({rows / seconds:,.1f} rows/s): {spec.output}", flush=True)

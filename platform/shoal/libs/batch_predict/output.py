@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
@@ -29,7 +29,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from shoal.errors import DataError, RunError, StoreError
-from shoal.open_inference.tables import find_separator
+from shoal.open_inference.tables import START_BYTES, csv_options
 from shoal.store import KeyTaken, open_source, open_store
 
 MAX_PARALLEL_COPIES = 16
@@ -42,22 +42,18 @@ def make_incoming_path(output: Path) -> Path:
     return output.with_name(f".incoming-{output.name}-{secrets.token_hex(4)}")
 
 
-def find_csv_format(file: Path) -> pyarrow.csv.ParseOptions:
+def read_csv_options(file: Path) -> dict[str, Any]:
     with open_source(file) as source:
-        return pyarrow.csv.ParseOptions(delimiter=find_separator(source.readline()))
+        return csv_options(source.read(START_BYTES))
 
 
 @contextmanager
-def open_lines(file: Path, types: Mapping[str, pa.DataType] | None = None) -> Iterator[pa.RecordBatchReader]:
-    """The rows of a file of CSV or JSON lines, in batches. types: of CSV columns, instead of the inferred ones."""
-    form = find_csv_format(file) if file.suffix == ".csv" else None
-    with open_source(file) as source:
-        if form is None:
-            with pyarrow.json.open_json(source) as reader:
-                yield reader
-            return
-        with pyarrow.csv.open_csv(source, None, form, pyarrow.csv.ConvertOptions(column_types=types)) as reader:
-            yield reader
+def open_lines(file: Path) -> Iterator[pa.RecordBatchReader]:
+    """The rows of a file of CSV, whose cells are texts, or of JSON lines, in batches."""
+    options = read_csv_options(file) if file.suffix == ".csv" else {}
+    read = pyarrow.csv.open_csv if options else pyarrow.json.open_json
+    with open_source(file) as source, read(source, **options) as reader:
+        yield reader
 
 
 def has_rows(files: Sequence[Path]) -> bool:
@@ -83,9 +79,6 @@ def count_rows(files: Sequence[Path]) -> int:
                 num_rows += pyarrow.parquet.read_metadata(source).num_rows
             continue
         with open_lines(file) as reader:
-            names = reader.schema.names
-        # A type inferred from the beginning may not fit the rest; any value can be read as text.
-        with open_lines(file, dict.fromkeys(names, pyarrow.string())) as reader:
             num_rows += sum(batch.num_rows for batch in reader)
     return num_rows
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet
 import ray
 import ray.data
@@ -42,11 +41,11 @@ from shoal.libs.batch_predict.output import (
     BucketOutput,
     Part,
     count_rows,
-    find_csv_format,
     has_rows,
     make_incoming_path,
     open_lines,
     publish_output,
+    read_csv_options,
     require_all_rows,
     verify_row_count,
 )
@@ -110,13 +109,10 @@ class PredictWorker:
 
 
 class BucketTables(ray.data.Datasource):
-    """Files of a bucket, all of one kind, each read by one task on any host.
+    """Files of a bucket, all of one kind, each read by one task on any host."""
 
-    types: of CSV columns, instead of the inferred ones
-    """
-
-    def __init__(self, files: Sequence[BucketPath], types: Mapping[str, pa.DataType] | None) -> None:
-        self._files, self._types = files, types
+    def __init__(self, files: Sequence[BucketPath]) -> None:
+        self._files = files
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -124,7 +120,7 @@ class BucketTables(ray.data.Datasource):
     def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ray.data.ReadTask]:
         return [
             ray.data.ReadTask(
-                partial(_read_tables, file, self._types),
+                partial(_read_tables, file),
                 BlockMetadata(None, file.size_bytes, None, input_files=(file.url,)),
             )
             for file in self._files
@@ -146,10 +142,10 @@ class PartSink(ray.data.Datasink[Part | None]):
         self.parts = [part for part in write_result.write_returns if part is not None]
 
 
-def _read_tables(file: BucketPath, types: Mapping[str, pa.DataType] | None) -> Iterator[pa.Table]:
+def _read_tables(file: BucketPath) -> Iterator[pa.Table]:
     fetch([file])
     if file.suffix != ".parquet":
-        with open_lines(file, types) as reader:
+        with open_lines(file) as reader:
             yield from (pa.Table.from_batches([batch]) for batch in reader)
         return
     with pyarrow.parquet.ParquetFile(file) as source:
@@ -161,7 +157,6 @@ def predict_files(
     files: Sequence[Path],
     output: Path | BucketOutput,
     workers: int | None,
-    types: Mapping[str, pa.DataType] | None = None,
     num_gpus: float = 0.0,
     block_rows: int = BLOCK_ROWS,
 ) -> int:
@@ -169,7 +164,6 @@ def predict_files(
 
     workers:    processes with the model; None: one on each free CPU except one, which reads and writes, and no more
                 than fit the free GPUs
-    types:      types of CSV columns, instead of the inferred ones
     num_gpus:   GPUs that each worker reserves
     block_rows: rows that a worker gets together
 
@@ -198,7 +192,7 @@ def predict_files(
             sink = PartSink(output)
 
         def predict() -> None:
-            rows = _map(_read(files, types, block_rows), job, count, reserved, block_rows)
+            rows = _map(_read(files, block_rows), job, count, reserved, block_rows)
             if isinstance(output, Path):
                 rows.write_parquet(str(incoming), ray_remote_args={"num_cpus": FILE_IO_CPUS})
             else:
@@ -220,17 +214,15 @@ def predict_files(
     return num_rows
 
 
-def _read(files: Sequence[Path], types: Mapping[str, pa.DataType] | None, block_rows: int) -> ray.data.Dataset:
+def _read(files: Sequence[Path], block_rows: int) -> ray.data.Dataset:
     options: dict[str, Any] = {"num_cpus": FILE_IO_CPUS}
     if block_rows != BLOCK_ROWS:  # a small file is one block, and so one worker's; `repartition` takes a CPU of its own
         options["override_num_blocks"] = max(len(files), math.ceil(count_rows(files) / block_rows))
     if in_bucket := [file for file in files if isinstance(file, BucketPath)]:
-        return ray.data.read_datasource(BucketTables(in_bucket, types), **options)
+        return ray.data.read_datasource(BucketTables(in_bucket), **options)
     paths = [str(file) for file in files]
     if paths[0].endswith(".csv"):
-        converted = pyarrow.csv.ConvertOptions(column_types=types)
-        options |= {"parse_options": find_csv_format(files[0]), "convert_options": converted}
-        return ray.data.read_csv(paths, partitioning=None, **options)
+        return ray.data.read_csv(paths, partitioning=None, **options, **read_csv_options(files[0]))
     if paths[0].endswith(".jsonl"):
         return ray.data.read_json(paths, partitioning=None, file_extensions=None, **options)
     # `partitioning`, in all: a folder named day=3 is not a column

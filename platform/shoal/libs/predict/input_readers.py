@@ -144,10 +144,10 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
         import pyarrow.parquet
 
     from shoal.open_inference.tables import (
+        START_BYTES,
         build_inputs,
         choose_columns,
-        find_separator,
-        infer_csv_types,
+        csv_options,
         parse_columns,
         split_by_length,
     )
@@ -156,16 +156,11 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             with path.open("rb") as file:
-                parsing = pa.csv.ParseOptions(delimiter=find_separator(file.readline()))
-            alone = pa.csv.ReadOptions(use_threads=False)  # with threads, errors lack the row number
-            with pa.csv.open_csv(path, read_options=alone, parse_options=parsing) as reader:
-                seen = reader.schema
-            chosen = choose_columns(inputs, seen.names, named)
-            types = pa.csv.ConvertOptions(column_types=infer_csv_types(inputs, chosen, seen))
-            table = pa.csv.read_csv(path, read_options=alone, parse_options=parsing, convert_options=types)
+                options = csv_options(file.read(START_BYTES))
+            table = pa.csv.read_csv(path, **options)
         else:
             table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column
-            chosen = choose_columns(inputs, table.column_names, named)
+        chosen = choose_columns(inputs, table.column_names, named)
     except (OSError, pa.ArrowException) as error:
         problem = f"cannot be read: {summarize_error(error)}"
         raise DataError("file", str(path), problem, "give a CSV or a Parquet file") from None

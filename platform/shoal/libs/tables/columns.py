@@ -6,17 +6,15 @@ A gap, and a word that the fitted rows do not have, are NaN. Called by `few_rows
 from __future__ import annotations
 
 import datetime
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shoal.errors import DataError
-from shoal.frame import DATE_FORMATS, NUMBER_FORMS, find_names, require_columns, to_floats
+from shoal.frame import find_names, list_text_kinds, parse_cell, require_columns, to_floats
 from shoal.libs.tables.tables import MAX_COLUMNS
 
 
@@ -35,28 +33,28 @@ class Cells:
 class FittedColumn:
     """How one column becomes numbers.
 
-    read:       of a text; None: its words are levels
+    kind:       of its texts; `word`: they are levels
     levels:     words that have a column of zeros and ones; if ordered, the words that are counted from 0
     known:      all words of the fitted rows
     """
 
     name: str
-    read: Callable[[str], float] | None = float
+    kind: str = "number"
     levels: tuple[str, ...] = ()
     known: frozenset[str] = frozenset()
     is_ordered: bool = False
 
     def encode(self, field: str, cells: Cells) -> np.ndarray:
         """Numbers [rows, columns]. Raises DataError for a word where numbers were, and the reverse."""
-        if self.read is not None:
+        if self.kind != "word":
             numbers = cells.numbers.copy()
             for row, text in enumerate(cells.texts):
-                if text is not None:
-                    try:
-                        numbers[row] = self.read(text)
-                    except ValueError:
-                        problem = f"row {row} has {text!r}, and the column has numbers or dates"
-                        raise DataError(f"{field}.{self.name}", text, problem, "give a number, or None") from None
+                if text is None:
+                    continue
+                if (number := parse_cell(self.kind, text)) is None:
+                    problem = f"row {row} has {text!r}, and the column has numbers or dates"
+                    raise DataError(f"{field}.{self.name}", text, problem, "give a number, or None")
+                numbers[row] = number
             return numbers[:, None]
         if (is_number := ~np.isnan(cells.numbers)).any():
             row = int(is_number.argmax())
@@ -84,15 +82,15 @@ class TableEncoder:
         self.names, columns = read_columns("X", rows)
         found = [_fit(each) for each in columns]
         free = max(0, MAX_COLUMNS - len(found))
-        wished = [each.levels[1:] if each.read is None and not each.is_ordered else () for each in found]
+        wished = [each.levels[1:] if each.kind == "word" and not each.is_ordered else () for each in found]
         extra = [0] * len(found)
         for place in range(max(map(len, wished), default=0)):  # a further word of each column in turn
             for at, words in enumerate(wished):
                 if place < len(words) and len(found[at].known) > 2 and free:
                     extra[at], free = extra[at] + 1, free - 1
         self._columns = [
-            each if each.read is not None or each.is_ordered else
-            FittedColumn(each.name, None, each.levels[: 1 + more], each.known)
+            each if each.kind != "word" or each.is_ordered else
+            FittedColumn(each.name, "word", each.levels[: 1 + more], each.known)
             for each, more in zip(found, extra, strict=True)
         ]  # fmt: skip
 
@@ -154,46 +152,11 @@ def _read_cells(field: str, name: str, values: Any) -> Cells:
 def _fit(cells: Cells) -> FittedColumn:
     words = Counter(each for each in cells.texts if each is not None)
     if cells.levels:
-        return FittedColumn(cells.name, None, cells.levels, is_ordered=True)
-    plain: list[Callable[[str], float]] = [read_date] if cells.has_dates else [float, read_date]
-    readings = [read for read in plain if _reads(read, words)]
-    if not readings and not cells.has_dates:  # texts that several of these read stay words
-        readings = [read for read in _FORMS if _reads(read, words)]
-        readings = readings if len(readings) == 1 else []
-    if readings:
-        return FittedColumn(cells.name, readings[0])
+        return FittedColumn(cells.name, "word", cells.levels, is_ordered=True)
+    kinds = ["date"] if cells.has_dates else list_text_kinds(words) or ["number"]
+    if kinds[0] == "number" or (len(kinds) == 1 and kinds[0] not in ("word", "truth")):  # else of several meanings
+        return FittedColumn(cells.name, kinds[0])
     levels = tuple(sorted(words, key=lambda each: (-words[each], each)))
-    column = FittedColumn(cells.name, None, levels, frozenset(words))
+    column = FittedColumn(cells.name, "word", levels, frozenset(words))
     column.encode("X", cells)  # words alone
     return column
-
-
-def read_date(text: str) -> float:
-    """Seconds since 1970 of a date as in ISO 8601, of UTC where it has no zone. Raises ValueError."""
-    date = datetime.datetime.fromisoformat(text)
-    return (date if date.tzinfo else date.replace(tzinfo=datetime.UTC)).timestamp()
-
-
-def _read_number(sign: str, text: str) -> float:
-    if not re.search(NUMBER_FORMS[sign], text):
-        raise ValueError(text)
-    return float(text.replace("." if sign == "," else ",", "").replace(sign, "."))
-
-
-def _read_format(form: str, text: str) -> float:
-    return datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
-
-
-_FORMS: list[Callable[[str], float]] = [
-    *(partial(_read_number, sign) for sign in NUMBER_FORMS),
-    *(partial(_read_format, form) for form in DATE_FORMATS),
-]
-
-
-def _reads(read: Callable[[str], float], texts: Iterable[str]) -> bool:
-    try:
-        for text in texts:
-            read(text)
-    except ValueError:
-        return False
-    return True

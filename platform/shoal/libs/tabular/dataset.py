@@ -16,13 +16,17 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, DataError, needs_extra, suggest
 from shoal.extend.data import Data
+from shoal.frame import GAPS, MARKS
 from shoal.libs.tabular.encoders import ColumnEncoder, Encoders, Target
-from shoal.libs.tabular.reading import Values, choose_kind, extract_values, find_unusable, read_table
+from shoal.libs.tabular.reading import Values, choose_kinds, extract_values, find_unusable, read_table
+from shoal.open_inference.tables import is_text
 
 with needs_extra("data"):
     import pyarrow as pa
 
+Part = Literal["train", "validation"]
 MAX_INTEGER_CLASSES = 10
+MAX_EXAMPLE = 16  # characters
 NUM_IDENTIFYING = 1000
 MIN_EPOCH = 2048  # training rows; a smaller table is read several times in an epoch
 
@@ -60,14 +64,14 @@ class Table(Data):
     encoders: fitted to the training rows
     values:   all rows as they are, by column, with the target: training, then validation
     num_training: of these rows
-    notes:    rows and columns that were left out, and why
+    notes:    its columns with kind, gaps and examples, and what was left out and why
     """
 
     encoders: Encoders
     values: Mapping[str, Values]
     num_training: int
 
-    def select(self, part: Literal["train", "validation"]) -> dict[str, Values]:
+    def select(self, part: Part) -> dict[str, Values]:
         """The rows of a part as they are, by column."""
         rows = slice(self.num_training) if part == "train" else slice(self.num_training, None)
         return {name: each[rows] for name, each in self.values.items()}
@@ -75,7 +79,7 @@ class Table(Data):
 
 def table(
     data: Any,
-    target: str,
+    target: str | int,
     *,
     columns: Mapping[str, str] | None = None,
     leave_out: Sequence[str] = (),
@@ -108,14 +112,32 @@ def table(
     num_rows = len(full)
     if held_back is not None:
         full = _append(full, held_back)
+    target, order_by, leave_out = str(target), str(order_by), [str(each) for each in leave_out]
+    explicit = {str(name): kind for name, kind in (columns or {}).items()}
     if not target:
         raise DataError("target", "", "is not said", f"give one of {', '.join(full.column_names)}")
-    _require_columns(full, [target, *(columns or {}), *leave_out, *([order_by] if order_by else [])])
-    kinds, notes = _choose_kinds(full, target, columns or {}, leave_out, given)
+    _require_columns(full, [target, *explicit, *leave_out, *([order_by] if order_by else [])])
+    chosen = choose_kinds(full, full.column_names, explicit)
+    kinds = {name: kind for name, (kind, _) in chosen.items() if kind and name not in (target, *leave_out)}
+    if given is not None:
+        kinds = {each.name: each.full_kind for each in given.columns}
+        _require_columns(full, [*kinds])
     values = {name: extract_values(name, full.column(name), kind) for name, kind in kinds.items()}
+    remarks, notes = dict[str, str](), list[str]()
     if given is None:
-        notes += _drop_unusable(values, kinds, set(columns or {}), target, num_rows)
-    answers, is_class = _extract_target(full, target, (columns or {}).get(target, ""), given)
+        remarks = {name: note for name, (_, note) in chosen.items() if note} | dict.fromkeys(leave_out, "left out")
+        inferred = {name: kind for name, kind in kinds.items() if name not in explicit}
+        remarks |= {
+            name: f"left out: it {reason}; {quote(f'columns.{name}={kind}')} takes it in"
+            for name, kind in inferred.items()
+            if (reason := find_unusable(name, values[name][:num_rows], kind))
+        }
+        all_kinds = kinds | {target: chosen[target][0]}
+        notes = _describe_columns(full, values, all_kinds, remarks | {target: "the target"})
+        kinds = {name: kind for name, kind in kinds.items() if not remarks.get(name, "").startswith("left out")}
+        if not kinds:
+            raise DataError("data", "table", f"has no column from which to predict {target}", "\n".join(notes))
+    answers, is_class = _extract_target(full, target, chosen[target], target in explicit, given)
     is_known = answers != np.array(None) if is_class else ~np.isnan(answers)
     if not is_known.all():
         notes.append(f"{(~is_known).sum():,} rows have no {target}")
@@ -124,19 +146,19 @@ def table(
     if held_back is None:
         order = None
         if order_by:
-            kind = choose_kind(order_by, full.column(order_by), (columns or {}).get(order_by, ""))[0]
-            order = extract_values(order_by, full.column(order_by), kind or "number")[rows]
+            order = extract_values(order_by, full.column(order_by), chosen[order_by][0] or "number")[rows]
         is_training = ~_hold_back(answers[rows], is_class, validation, split, order)
     if not is_training.any() or is_training.all():
         shown = validation if isinstance(validation, str | float) else type(validation).__name__
         raise DataError("validation", shown, f"leaves one part of {len(rows)} rows empty", "give another share")
     rows = np.concatenate([rows[is_training], rows[~is_training]])
-    values = {name: each[rows] for name, each in values.items()} | {target: answers[rows]}
+    values = {name: values[name][rows] for name in kinds} | {target: answers[rows]}
     num_training = int(is_training.sum())
     if given is None:
         goal = _fit_target(target, is_class, values[target], num_training)
-        training = {name: each[:num_training] for name, each in values.items()}
-        given = _fit(num_rows, goal, kinds, training, unknown, transformer).model_copy(update={"excluded": notes})
+        fitted = _fit(num_rows, goal, kinds, values, num_training, unknown, transformer)
+        excluded = [f"{name}: {why}" for name, why in remarks.items() if name not in kinds]
+        given = fitted.model_copy(update={"excluded": excluded})
     return _encode(given, values, num_training, full, rows, notes)
 
 
@@ -167,8 +189,14 @@ def _append(full: pa.Table, other: pa.Table) -> pa.Table:
     missing = [name for name in full.column_names if name not in other.column_names]
     if missing:
         raise DataError("validation", missing[0], "is not among its columns", f"it has {', '.join(other.column_names)}")
+    other = other.select(full.column_names)
+    for at, (one, two) in enumerate(zip(full, other, strict=True)):
+        if is_text(one) != is_text(two):  # of a CSV file, and of one with types
+            full, other = (
+                each.set_column(at, each.column_names[at], each[at].cast(pa.string())) for each in (full, other)
+            )
     try:
-        return pa.concat_tables([full, other.select(full.column_names)], promote_options="permissive")
+        return pa.concat_tables([full, other], promote_options="permissive")
     except pa.ArrowException as error:
         remedy = "write both tables with the same types"
         raise DataError("validation", "table", f"has other types than data: {error}", remedy) from error
@@ -181,40 +209,40 @@ def _require_columns(full: pa.Table, names: Sequence[str]) -> None:
             raise DataError("column", name, "is not in the table", remedy)
 
 
-def _choose_kinds(
-    full: pa.Table, target: str, explicit: Mapping[str, str], leave_out: Sequence[str], given: Encoders | None
-) -> tuple[dict[str, str], list[str]]:
-    """The kind of each input, and a note for each column whose kind is not clear."""
-    if given is not None:
-        names = [each.name for each in given.columns]
-        _require_columns(full, names)
-        return {
-            each.name: choose_kind(each.name, full.column(each.name), each.full_kind)[0] for each in given.columns
-        }, []
-    kinds, notes = dict[str, str](), list[str]()
+def _describe_columns(
+    full: pa.Table, values: Mapping[str, Values], kinds: Mapping[str, str], remarks: Mapping[str, str]
+) -> list[str]:
+    """Each column of the file in a line: its kind, gaps, examples, and why it is left out."""
+    lines = [("column", "kind", "gaps", "examples", "")]
     for name in full.column_names:
-        if name == target or name in leave_out:
-            continue
-        kind, note = choose_kind(name, full.column(name), explicit.get(name, ""))
-        notes += [note] if note else []
-        if kind:
-            kinds[name] = kind
-    return kinds, notes
+        column, read = full.column(name), values.get(name)
+        cells = dict.fromkeys(
+            str(each).strip() for each in column.slice(0, NUM_IDENTIFYING).to_pylist() if each is not None
+        )
+        examples = [each[:MAX_EXAMPLE] for each in cells if each.lower() not in MARKS][:3]
+        num_gaps = column.null_count if read is None else ((read != read) | (read == np.array(None))).sum()
+        lines.append((name, kinds.get(name, ""), str(num_gaps), ", ".join(examples), remarks.get(name, "")))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip().replace("\n", " ") for line in lines]
 
 
-def _extract_target(full: pa.Table, target: str, explicit: str, given: Encoders | None) -> tuple[Values, bool]:
+def _extract_target(
+    full: pa.Table, target: str, chosen: tuple[str, str], is_explicit: bool, given: Encoders | None
+) -> tuple[Values, bool]:
     """The target's values, and whether they are classes: then each is a str, or None."""
-    column = full.column(target)
-    kind, note = choose_kind(target, column, explicit)
+    column, (kind, note) = full.column(target), chosen
     if given is not None:
-        kind = "word" if given.target.classes else kind
+        kind = "word" if given.target.classes and kind != "truth" else kind
     elif note or kind.startswith("date"):
         raise DataError("target", target, note or "is a date", "predict a class, or a number")
-    elif kind == "truth":
-        kind = "word"
-    elif not explicit and kind == "number" and pa.types.is_integer(column.type):
-        kind = "word" if len(column.unique().drop_null()) <= MAX_INTEGER_CLASSES else "number"
-    return extract_values(target, column, kind), kind == "word"
+    elif kind.startswith("number") and not is_explicit:
+        texts = {str(each) for each in column.unique().to_pylist()} - {"None", *GAPS}
+        if len(texts) <= MAX_INTEGER_CLASSES and all(each.strip().lstrip("+-").isdecimal() for each in texts):
+            kind = "word"
+    if kind not in ("word", "truth"):
+        return extract_values(target, column, kind), False
+    words = [each and each not in GAPS and each for each in extract_values(target, column, "word").tolist()]
+    return np.array([(each.lower() if kind == "truth" else each) if each else None for each in words], object), True
 
 
 def _hold_back(answers: Values, is_class: bool, share: float, seed: int, order: Values | None) -> np.ndarray:
@@ -233,33 +261,25 @@ def _hold_back(answers: Values, is_class: bool, share: float, seed: int, order: 
     return chosen
 
 
-def _drop_unusable(
-    values: dict[str, Values], kinds: dict[str, str], explicit: set[str], target: str, num_rows: int
-) -> list[str]:
-    """Remove the columns that teach nothing, unless their kinds are explicit; the notes about them."""
-    notes = []
-    for name, kind in list(kinds.items()):
-        word = kind.partition(":")[0]
-        if name not in explicit and (reason := find_unusable(name, values[name][:num_rows], word)):
-            notes.append(f"left out {name!r}: it {reason}; {quote(f'columns.{name}={word}')} takes it in")
-            del values[name], kinds[name]
-    if not values:
-        raise DataError("data", "table", f"has no column from which to predict {target}", "; ".join(notes))
-    return notes
-
-
 def _fit(
     num_rows: int,
     goal: Target,
     kinds: Mapping[str, str],
-    training: Mapping[str, Values],
+    values: Mapping[str, Values],
+    num_training: int,
     unknown: str,
     transformer: Any,
 ) -> Encoders:
     if unknown not in ("error", "other"):
         raise ConfigError("unknown", unknown, "is neither error nor other", "say what an unknown word is")
+    training = {name: each[:num_training] for name, each in values.items()}
+
+    def has_unknown(name: str) -> bool:  # among the other rows
+        return unknown == "other" or bool({*values[name][num_training:].tolist()} - {None, *training[name].tolist()})
+
     columns = [
-        ColumnEncoder.fit(name, kind, training[name], admits_unknown=unknown == "other") for name, kind in kinds.items()
+        ColumnEncoder.fit(name, kind, training[name], admits_unknown=kind == "word" and has_unknown(name))
+        for name, kind in kinds.items()
     ]
     encoders = Encoders.fit(num_rows, goal, columns, training)
     if transformer is None:

@@ -23,6 +23,7 @@ from pydantic import Field
 from shoal.errors import DataError
 from shoal.extend import Spec
 from shoal.extend.registry import Signature, TensorSignature
+from shoal.frame import MARKS
 
 NUM_KNOTS = 65
 LARGE, MIN_COUNT, MAX_VOCABULARY = 64, 3, 1000  # of more words, those of fewer rows, or beyond, are others
@@ -113,7 +114,7 @@ class ColumnEncoder(Spec):
     def encode_categories(self, values: np.ndarray, *, is_strict: bool) -> np.ndarray:
         """Raises DataError for an unknown word, if `is_strict`, where the column admits none."""
         index = {word: at for at, word in enumerate(self.vocabulary, 2)}
-        found = [0 if word is None else index.get(word, 1) for word in values.tolist()]
+        found = [0 if word is None else index.get(word, word.lower() not in MARKS) for word in values.tolist()]
         encoded = np.array(found, np.int64)
         if is_strict and not self.has_other and (encoded == 1).any():
             word = values[int((encoded == 1).argmax())]
@@ -272,19 +273,22 @@ class RequestEncoder:
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Raises DataError, which names the column."""
         columns = self._encoders.columns
-        return self._encoders.encode({each.name: _read_input(each, arrays[each.name]) for each in columns})
+        return self._encoders.encode(
+            {each.name: to_values(each.name, each.kind, arrays[each.name]) for each in columns}
+        )
 
 
-def _read_input(column: ColumnEncoder, array: np.ndarray) -> np.ndarray:
-    values = array.reshape(len(array), -1)[:, 0]
-    if column.kind == "word":
+def to_values(name: str, kind: str, array: np.ndarray) -> np.ndarray:
+    """A column of a request, or of a file, as `Encoders.encode` takes it. Raises DataError."""
+    values, (word, *_) = array.reshape(len(array), -1)[:, 0], kind.split(":")
+    if word == "word":
         texts = [each.decode() if isinstance(each, bytes) else each for each in values.tolist()]
         return np.array([each or None for each in texts], object)
     values = values.astype(np.float64)
-    is_wrong = np.isinf(values) if column.kind != "truth" else ~np.isin(values, (0.0, 1.0)) & ~np.isnan(values)
+    is_wrong = np.isinf(values) if word != "truth" else ~np.isin(values, (0.0, 1.0)) & ~np.isnan(values)
     if is_wrong.any():
-        remedy = "give 0, 1 or a gap" if column.kind == "truth" else "give a finite number or a gap"
-        raise DataError(column.name, float(values[is_wrong.argmax()]), f"is no {column.kind}", remedy)
+        remedy = "give 0, 1 or a gap" if word == "truth" else "give a finite number or a gap"
+        raise DataError(name, float(values[is_wrong.argmax()]), f"is no {word}", remedy)
     return values
 
 

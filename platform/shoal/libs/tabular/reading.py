@@ -1,14 +1,12 @@
 """Reads a table, and the values of its columns, each of a kind: number, word, date or truth.
 
-Called by `table`. Kinds are inferred from Arrow's types, and from words that are all dates, or all numbers with commas.
-A kind may say how a text is read: `date:%d.%m.%Y`, `number:,` with the decimal sign. Fits nothing.
+Called by `table`. Kinds are inferred from Arrow's types, and from texts that are all numbers, dates or truths but for
+gaps. A kind may say how a text is read: `date:%d.%m.%Y`, `number:,` with the decimal sign. Fits nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from itertools import compress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, get_args
@@ -16,8 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from shoal.errors import ConfigError, DataError, needs_extra
-from shoal.frame import DATE_FORMATS, NUMBER_FORMS
-from shoal.open_inference.tables import find_separator
+from shoal.frame import NUMBER_FORMS, list_text_kinds, parse_cell
+from shoal.libs.tabular.encoders import to_values
+from shoal.open_inference.tables import START_BYTES, csv_options, is_text, match_numbers, read_column
 from shoal.store import fetch, locate
 
 with needs_extra("data"):
@@ -28,6 +27,7 @@ with needs_extra("data"):
 Kind = Literal["number", "word", "date", "truth"]
 Values = np.ndarray  # [N]: float64 with NaN for gaps (dates in seconds since 1970), or str with None for gaps
 
+NUM_SEEN = 1000  # different texts, read one by one for the kinds that they may be of
 _ID_NAMES = ("id", "index", "rownames", "rowid", "uuid", "key", "")
 
 
@@ -79,29 +79,12 @@ def _read_csv(path: str) -> pa.Table:
     with pa.input_stream(path) as file:  # a compressed one is decompressed
         content = file.read()
     content.decode()  # Arrow takes other encodings for bytes without a meaning
-    header = content[: content.find(b"\n") + 1 or len(content)]
-    return csv.read_csv(
-        pa.py_buffer(content),
-        csv.ReadOptions(block_size=min(max(len(content), 1 << 20), 1 << 30)),  # types are those of the first block
-        csv.ParseOptions(delimiter=find_separator(header), newlines_in_values=True),
-        csv.ConvertOptions(strings_can_be_null=True),
-    )
+    return csv.read_csv(pa.py_buffer(content), **csv_options(content[:START_BYTES]))
 
 
-def choose_kind(name: str, column: pa.ChunkedArray, explicit: str = "") -> tuple[str, str]:
-    """The kind of a column, "" for a type without one, and a note where it is not clear. An `explicit` one without a
-    format gets that of the texts."""
-    found = _list_kinds(column)
-    if explicit:
-        return found[0] if len(found) == 1 and found[0].startswith(f"{explicit}:") else explicit, ""
-    if len(found) > 1:
-        example = quote(f"columns.{name}={found[0]}")
-        return "word", f"{name!r} is taken as words: it may be {' or '.join(found)}; say which, as in {example}"
-    return (found[0], "") if found else ("", f"left out {name!r}: {column.type} is no number, word, date or truth")
-
-
-def _list_kinds(column: pa.ChunkedArray) -> list[str]:
-    """The kinds of a column: several where all of its texts can be read in several ways."""
+def list_kinds(column: pa.ChunkedArray) -> list[str]:
+    """The kinds that a column may be of, [] for a type without one: several where its texts can be read in several
+    ways, that of programs' numbers first."""
     kind, types = column.type, pa.types
     if types.is_boolean(kind):
         return ["truth"]
@@ -109,62 +92,57 @@ def _list_kinds(column: pa.ChunkedArray) -> list[str]:
         return ["number"]
     if types.is_date(kind) or types.is_timestamp(kind):
         return ["date"]
-    if not _is_text(column):
+    if not is_text(column):
         return []
-    texts, found = column.cast(pa.string()).drop_null(), list[str]()
-    has_marks = pc.match_substring_regex(texts.slice(0, 1000), r"\d.*[-/. ,].*\d")
-    if pc.any(has_marks).as_py() and pc.any(pc.match_substring(texts, ",")).as_py():
-        found = [
-            f"number:{at}" for at, form in NUMBER_FORMS.items() if pc.all(pc.match_substring_regex(texts, form)).as_py()
-        ]
-    if not found and pc.all(has_marks).as_py():
-        fits = [not pc.strptime(texts, each, "us", error_is_null=True).null_count for each in DATE_FORMATS]
-        found = [f"date:{each}" for each in compress(DATE_FORMATS, fits)]
-        if not found:
-            with suppress(pa.ArrowInvalid):
-                texts.cast(pa.timestamp("us"))
-                found = ["date"]
-    return found or ["word"]
+    texts = column.unique().drop_null()
+    found, rest = list_text_kinds(texts.slice(0, NUM_SEEN).to_pylist()), texts.slice(NUM_SEEN)
+    codes = pc.any(pc.match_substring_regex(rest, r"^\s*0\d+\s*$")).as_py()
+    return [each for each in found if not codes and _fits(each, rest)] or ["word"]
 
 
-def _is_text(column: pa.ChunkedArray) -> bool:
-    kind, types = column.type, pa.types
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+def _fits(kind: str, texts: pa.Array) -> bool:
+    word, _, form = kind.partition(":")
+    if word == "number":
+        texts = texts.filter(pc.invert(match_numbers(texts, form)))
+    return all(parse_cell(kind, each) is not None for each in texts.to_pylist())
+
+
+def choose_kinds(full: pa.Table, names: Sequence[str], explicit: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The kind of each column, "" for a type without one, and a remark where it is not clear.
+
+    An `explicit` one without a form gets that of the texts. Of several forms, a column has that of another column of
+    the file in which it is the only one.
+    """
+    found, chosen = {name: list_kinds(full.column(name)) for name in names}, dict[str, tuple[str, str]]()
+    sure = {kinds[0] for kinds in found.values() if len(kinds) == 1}
+    for name, kinds in found.items():
+        best = [each for each in kinds if each in sure] or kinds
+        word = explicit.get(name, "")
+        if word:
+            fitting = [each for each in best if each.startswith(f"{word}:")]
+            chosen[name] = fitting[0] if len(fitting) == len(best) == 1 else word, ""
+        elif len(best) > 1 and kinds[0] != "number":
+            shown = " or ".join(best)
+            chosen[name] = "word", f"may be {shown}: say which, as in {quote(f'columns.{name}={best[0]}')}"
+        elif best:
+            chosen[name] = best[0] if len(best) == 1 else kinds[0], ""
+        else:
+            chosen[name] = "", f"left out: {full.column(name).type} is no number, word, date or truth"
+    return chosen
 
 
 def extract_values(name: str, column: pa.ChunkedArray, kind: str) -> Values:
-    """The values of a column as of a kind. Raises DataError naming the column and a value that is not of it."""
+    """The values of a column as of a kind, read as those of a request. Raises DataError naming the column and a value
+    that is not of it."""
     word, _, form = kind.partition(":")
     if word not in get_args(Kind) or (form and word != "date" and not (word == "number" and form in NUMBER_FORMS)):
         remedy = f"one of {', '.join(get_args(Kind))}, or date:%d.%m.%Y, number:, and number:. for decimal signs"
         raise ConfigError(f"columns.{name}", kind, "is no kind of column", remedy)
-    is_text = _is_text(column)
     try:
-        if word == "word":
-            if pa.types.is_floating(column.type) and pc.all(pc.equal(column, pc.round(column))).as_py():
-                column = column.cast(pa.int64())  # whole numbers without a fraction
-            words: np.ndarray = column.cast(pa.string()).to_numpy(zero_copy_only=False).astype(object)
-            words[words == ""] = None
-            return words
-        if word == "date":
-            if is_text and form:
-                column = pc.strptime(column.cast(pa.string()), form, "us")
-            return _to_floats(column.cast(pa.timestamp("us")).cast(pa.int64())) / 1e6
-        if pa.types.is_duration(column.type):
-            return _to_floats(column.cast(pa.duration("us")).cast(pa.int64())) / 1e6
-        if is_text and form:
-            column = pc.replace_substring(pc.replace_substring(column, "." if form == "," else ",", ""), form, ".")
-        values = _to_floats(column.cast(pa.bool_()) if word == "truth" else column)
-        values[~np.isfinite(values)] = np.nan
-        return values
-    except pa.ArrowException as error:
+        return to_values(name, kind, read_column(column.combine_chunks(), name, kind))
+    except DataError as error:
         remedy = f"say another kind, as in {quote(f'columns.{name}=word')}, or leave_out=[{name}]"
         raise DataError("column", name, f"has a value that is no {kind}: {error}", remedy) from error
-
-
-def _to_floats(column: pa.ChunkedArray) -> np.ndarray:
-    values: np.ndarray = column.cast(pa.float64(), safe=False).to_numpy()
-    return values.astype(np.float64)  # a copy, which may be written to
 
 
 def find_unusable(name: str, values: Values, kind: str) -> str:
@@ -178,12 +156,13 @@ def find_unusable(name: str, values: Values, kind: str) -> str:
         return "has the same value in every row"
     if not len(there):
         return "has no values"
-    if kind == "word" and num > 50 and num > len(there) / 2:
+    are_codes = kind == "word" and all(map(str.isdecimal, there.tolist()))
+    if kind == "word" and not are_codes and num > 50 and num > len(there) / 2:
         return f"has {num:,} different words in {len(there):,} rows"
     bare = name.lower().replace("_", "").replace(" ", "").replace(".", "")
     is_named = bare in _ID_NAMES or bare.startswith("unnamed") or bare.endswith("id")
-    if kind == "number" and num == len(values) > 2:
-        steps = np.diff(values)
-        if bool((steps == 1).all()) or (is_named and bool((values % 1 == 0).all())):
+    if (kind.startswith("number") or are_codes) and num == len(values) > 2:
+        numbers = values.astype(np.float64)
+        if bool((np.diff(numbers) == 1).all()) or (is_named and bool((numbers % 1 == 0).all())):
             return "numbers the rows"
     return "" if name else "has no name"

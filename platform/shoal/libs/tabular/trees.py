@@ -6,15 +6,22 @@ Called as a callback of `TableTask`, in the process that writes the record.
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
 import numpy as np
 
 from shoal.extend import ReportPanels
 from shoal.extend.train import Callback, TrainingState
-from shoal.libs.tabular.dataset import Table
+from shoal.libs.tabular.dataset import Part, Table
 
 MAX_CATEGORIES = 255  # the most categories that they take
+MAX_ROWS, LIMIT_S, POLL_S = 100_000, 60.0, 0.1
 _log = logging.getLogger(__name__)
 
 PANELS = ReportPanels(
@@ -30,41 +37,52 @@ PANELS = ReportPanels(
 
 
 class TreesPeer(Callback):
-    """Fits scikit-learn's HistGradientBoosting, at its defaults; logs its score at each evaluation."""
+    """Fits scikit-learn's HistGradientBoosting, at its defaults, after the last step; logs its score."""
 
     def __init__(self, get_table: Callable[[], Table]) -> None:
-        self._get_table, self._score = get_table, dict[str, float]()
+        self._get_table = get_table
 
-    def on_begin(self, state: TrainingState) -> None:
-        if not state.is_first:
-            return
-        try:
-            self._score = score_trees(self._get_table())
-        except ImportError:
-            _log.warning("gradient-boosted trees are left out of the comparison: pip install scikit-learn")
-
-    def on_evaluation(self, state: TrainingState) -> None:
-        if self._score:
-            state.log(self._score)
+    def on_end(self, state: TrainingState) -> None:
+        if state.is_first and not state.should_stop():
+            state.log(score_trees(self._get_table(), state.should_stop))
 
 
-def score_trees(table: Table) -> dict[str, float]:
-    """Their accuracy or R² on the validation rows."""
-    from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+def score_trees(table: Table, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    """Their accuracy or R² on the validation rows; {} where they are not done after LIMIT_S, or are to stop.
 
+    A process of their own fits them, to MAX_ROWS training rows: scikit-learn hears no signal.
+    """
     encoders = table.encoders
-    is_word = [each.kind == "word" for each in encoders.columns]
-    arrays = [_make_features(table, part) for part in ("train", "validation")]
-    answers = [encoders.target.encode(table.select(part)[encoders.target.name]) for part in ("train", "validation")]
-    kind = HistGradientBoostingClassifier if encoders.target.classes else HistGradientBoostingRegressor
-    trees = kind(random_state=0, categorical_features=is_word).fit(arrays[0], answers[0])
-    metric = "accuracy" if encoders.target.classes else "r2"
-    return {f"validation/{metric}_trees": float(trees.score(arrays[1], answers[1]))}
+    arrays: dict[str, Any] = {"is_word": [each.kind == "word" for each in encoders.columns]}
+    for part in get_args(Part):
+        answers = encoders.target.encode(table.select(part)[encoders.target.name])
+        chosen = np.random.default_rng(0).permutation(len(answers))[:MAX_ROWS]
+        arrays |= {part: _make_features(table, part)[chosen], f"{part}_y": answers[chosen]}
+    kind = "HistGradientBoostingClassifier" if encoders.target.classes else "HistGradientBoostingRegressor"
+    with TemporaryDirectory() as folder:
+        file, output = Path(folder) / "rows.npz", Path(folder) / "output"
+        np.savez(file, **arrays)
+        with output.open("wb") as opened:
+            command = [sys.executable, "-m", "shoal.libs.tabular", str(file), kind]
+            child = subprocess.Popen(command, stdout=opened, stderr=subprocess.STDOUT)
+        begun_s = time.monotonic()
+        try:
+            while child.poll() is None and not should_stop() and time.monotonic() - begun_s < LIMIT_S:
+                time.sleep(POLL_S)
+        finally:
+            child.kill()
+            status = child.wait()
+        *_, last = ["", *output.read_text(errors="replace").splitlines()]
+    if status:
+        why = last or f"ended after {time.monotonic() - begun_s:.0f} s"
+        _log.warning("gradient-boosted trees are left out of the comparison: %s", why)
+        return {}
+    return {f"validation/{'accuracy' if encoders.target.classes else 'r2'}_trees": float(last)}
 
 
-def _make_features(table: Table, part: str) -> np.ndarray:
+def _make_features(table: Table, part: Part) -> np.ndarray:
     """[B, columns]: numbers as they are, words as their numbers, gaps and words without a number as NaN."""
-    values: Mapping[str, np.ndarray] = table.select(part)  # type: ignore[arg-type]
+    values: Mapping[str, np.ndarray] = table.select(part)
     features = []
     for each in table.encoders.columns:
         if each.kind != "word":

@@ -9,6 +9,7 @@ InferenceErrors: 400 for an invalid request, 422 for a tensor that does not fit,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from shoal.open_inference.messages import (
     TensorMetadata,
 )
 from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema
-from shoal.open_inference.rows import decode_rows, encode_rows
+from shoal.open_inference.rows import decode_rows, encode_rows, list_fields
 from shoal.serve.http.response import BINARY_TYPE, JSON_TYPE, RestResponse
 from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
 
@@ -168,9 +169,10 @@ class HttpCodec:
 
 
 class RowsRequest(DecodedRequest, gc=False):
-    """Rows as tensors. `is_single`: of one object, not of a list."""
+    """Rows as tensors. `is_single`: of one object, not of a list. `ignored`: fields of the first that no input has."""
 
     is_single: bool = False
+    ignored: str = ""
 
 
 class RowCodec:
@@ -189,7 +191,7 @@ class RowCodec:
     ) -> None:
         self._model_name, self._inputs, self._outputs = model_name, inputs, outputs
         self._max_rows = 0 if batch_dim else max_rows
-        self._schema = RequestSchema(inputs, outputs, max_rows)
+        self._schema, self._fields = RequestSchema(inputs, outputs, max_rows), list_fields(inputs)
 
     def decode(self, body: bytes, header_length: int | None = None) -> RowsRequest:
         """Decode a request. Raises InferenceError (400, 413, 422)."""
@@ -211,14 +213,17 @@ class RowCodec:
         for spec in self._inputs:
             if not spec.kind:
                 self._schema.check_tensor(spec.name, spec.datatype, arrays[spec.name].shape, {})
-        return RowsRequest(arrays, len(rows), is_single=content is not rows)
+        ignored = ", ".join(name for name in rows[0] if name.removeprefix("\ufeff") not in self._fields)
+        return RowsRequest(arrays, len(rows), is_single=content is not rows, ignored=ignored[:300])
 
     def encode(self, request: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
         """Encode the rows of the answer. Raises InferenceError (422) for an output that JSON cannot represent."""
         assert isinstance(request, RowsRequest)
         rows = encode_rows(self._outputs, arrays)
-        body = _encode(rows[0] if request.is_single else rows)
-        return RestResponse(200, body, headers=[(b"shoal-model-version", b"%d" % version)])
+        body, headers = _encode(rows[0] if request.is_single else rows), [(b"shoal-model-version", b"%d" % version)]
+        if request.ignored:
+            headers.append((b"shoal-ignored-fields", quote(request.ignored, ", ", errors="replace").encode()))
+        return RestResponse(200, body, headers=headers)
 
 
 def _read_binary_size(tensor: InputTensor, available_bytes: int) -> int | None:

@@ -113,7 +113,8 @@ class Trainer:
         self._began_s = time.monotonic()
         self._elapsed_s = self._logged_s = 0.0  # of this attempt, agreed between the ranks: now, at the last report
         self._losses = LossReport()
-        state = TrainingState(parts.model.modules, parts.optimizer, world.is_first, folder, _log=self._report)
+        own = (parts.model.modules, parts.optimizer, world.is_first, folder)
+        state = TrainingState(*own, should_stop=should_stop, _log=self._report)
         self._callbacks = CallbackRunner(task.callbacks(), state, lambda: parts.epoch)
 
     def run(self) -> TrainResult:

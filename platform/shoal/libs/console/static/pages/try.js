@@ -73,22 +73,23 @@ function makeFields(spec, isPicture, path, changed) {
   return [makeList(spec, changed)];
 }
 
-/** One value: a number, a text, a truth, a date; an empty one is a gap where the input may have gaps. */
+/** One value: a number, a text, a truth, a date as text; an empty one is a gap where the input may have gaps. */
 function makeField(spec, label, path, changed) {
   const kind = spec.kind?.split(":")[0] || (spec.datatype === "BOOL" ? "truth" : spec.datatype === "BYTES" ? "text" : "number");
+  const point = kind === "number" && spec.kind?.split(":")[1]; // such texts are sent as they are: the endpoint reads them
   const options = { "aria-label": label, oninput: changed };
   const element = kind === "truth"
     ? h("select", options, spec.kind ? h("option", { value: "null" }, "not known") : null, h("option", { value: "false" }, "no"), h("option", { value: "true" }, "yes"))
     : h("input", { ...options, placeholder: spec.kind ? "not known" : "", size: kind === "number" ? 9 : 16,
-      type: kind === "date" ? "date" : "text", inputmode: kind === "number" ? "decimal" : null });
-  const isNumber = kind === "number";
+      type: "text", inputmode: kind === "number" ? "decimal" : null });
+  const isNumber = kind === "number" && !point;
   const read = () => {
     if (kind === "truth") return JSON.parse(element.value);
     if (element.value === "" && spec.kind) return null;
     return isNumber && element.value.trim() !== "" && Number.isFinite(Number(element.value)) ? Number(element.value) : element.value;
   };
-  const write = (value) => { element.value = kind === "truth" ? String(value ?? null) : value === null || value === undefined ? "" : kind === "date" ? String(value).slice(0, 10) : String(value); };
-  return { label, note: spec.kind ? kind : isNumber ? (isFloat(spec) ? "number" : "integer") : kind, path, element, read, write, isSmall: true };
+  const write = (value) => { element.value = kind === "truth" ? String(value ?? null) : typeof value === "number" && point ? String(value).replace(".", point) : String(value ?? ""); };
+  return { label, note: spec.kind || (isNumber ? (isFloat(spec) ? "number" : "integer") : kind), path, element, read, write, isSmall: true };
 }
 
 /** Values of a shape as JSON. */
