@@ -20,8 +20,7 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.loss import Mean
-from shoal.parallel.loss_trace import get_trace_tag
-from shoal.train.loop.split_check import SplitLossCheck
+from shoal.train.loop.split_check import check_loss
 
 NUM_STEPS = 5
 EQUAL = list(LOSSES)[:3]  # which no split may refuse
@@ -235,7 +234,9 @@ def _check(
     model = build(make, ParallelSpec.parse(plan), world, learnable)
     batch = share(global_batch(0), model.data_rank, model.num_data_ranks)
     try:
-        SplitLossCheck(model, world, "Weighted", num_parts).before_step(batch)
+        check = check_loss(model, world, "Weighted", len(batch[1]) // num_parts)
+        check.watch(batch)
+        check.judge()
     except ConfigError as error:
         return str(error)
     finally:
@@ -302,12 +303,29 @@ class Masked(ClassWeighted):
         return (outputs.square().mean(-1) * is_first).sum() * (1.0 / int(is_first.sum()))
 
 
+class SelectedPart(ClassWeighted):
+    """A mean over selected samples, as a part of the loss."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        is_selected = batch[1] % 3 > 0
+        return functional.cross_entropy(outputs[is_selected], batch[1][is_selected]) + outputs.square().mean()
+
+
+class RelativeToItself(ClassWeighted):
+    """Always 1, with the gradients of a logarithm."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        loss = functional.cross_entropy(outputs, batch[1])
+        return loss / loss.detach()
+
+
 @pytest.mark.parametrize(
     ("learnable", "make", "problem"),
     [
         *((each, make_blocks, "") for each in (Drawn, EachSample, RoundedWeighted)),
         (PlainMean, make_bf16, ""),
-        *((each, make_blocks, "the mean of its halves") for each in (PlainStep, Contrast)),
+        *((each, make_blocks, "the mean of its parts") for each in (PlainStep, Contrast, SelectedPart)),
+        (RelativeToItself, make_blocks, "the gradient of"),
         *((each, make_blocks, "shoal.Mean") for each in (InPlace, Masked)),
     ],
 )
@@ -330,9 +348,9 @@ class Counting(ByHand):
 
 
 def test_the_check_takes_no_more_memory_than_a_micro_batch() -> None:
-    for num_parts, sizes in ((4, [4, 4, 2, 2]), (BATCH, [2, 2, 1, 1])):
+    for num_parts, sizes in ((4, [4, 4, 2, 2, 2, 2]), (BATCH, [2, 2, 1, 1])):
         task = Counting()
-        assert "the mean of its halves" in _check(
+        assert "the mean of its parts" in _check(
             task, {"accumulate": num_parts}, World.single("cpu"), num_parts=num_parts
         )
         assert task.sizes == sizes
@@ -355,7 +373,9 @@ def make_with_queue() -> nn.Module:
 
 def test_the_check_changes_no_buffer() -> None:
     model = build(make_with_queue, ParallelSpec.parse(ALONE), World.single("cpu"), QueueStep())
-    SplitLossCheck(model, World.single("cpu"), "Queue").before_step(global_batch(0))
+    check = check_loss(model, World.single("cpu"), "Queue", BATCH)
+    check.watch(global_batch(0))
+    check.judge()
     assert not model.model_state()["queue"].any()
 
 
@@ -479,16 +499,15 @@ class LateLabels(ClassWeighted):
         return functional.cross_entropy(outputs, labels) + 0.1 * outputs.square().mean()
 
 
-def test_the_check_goes_on_until_a_batch_is_telling() -> None:
+def test_a_batch_with_another_trait_is_checked_too() -> None:
     model = build(make_blocks, ParallelSpec.parse(ALONE), World.single("cpu"), LateLabels())
-    check = SplitLossCheck(model, World.single("cpu"), "LateLabels", 4)
+    check = check_loss(model, World.single("cpu"), "LateLabels", 4)
     for step in range(3):
-        check.before_step(global_batch(step))
-        model.train_step(global_batch(step), step)
-    assert not check.is_done
-    assert model.measure_loss(global_batch(3)).divisors < BATCH
+        check.watch(global_batch(step))
+        assert check.judge()
+    check.watch(global_batch(3))
     with pytest.raises(ConfigError, match=r"shoal\.Mean\(total, count\)"):
-        model.train_step(global_batch(3), 3)
+        check.judge()
 
 
 class SometimesSum(ClassWeighted):
@@ -540,22 +559,6 @@ def test_what_a_task_computes_beside_its_loss_is_not_followed_further() -> None:
     assert_same(
         train(task, ALONE, World.single("cpu")), train(PlainFewLabels(), {}, World.single("cpu")), torch.float32
     )
-    assert len(get_trace_tag(task.average).divisions) == 1
-
-
-class SelectedPart(ClassWeighted):
-    """A mean over selected samples, as a part of the loss: the check can tell nothing where all are selected."""
-
-    def loss(self, outputs: Tensor, batch: Any) -> Any:
-        is_selected = batch[1] >= 0
-        return functional.cross_entropy(outputs[is_selected], batch[1][is_selected]) + outputs.square().mean()
-
-
-def test_a_mean_of_selected_samples_as_a_part_of_the_loss_is_refused() -> None:
-    model = build(make_blocks, ParallelSpec.parse(ALONE), World.single("cpu"), SelectedPart())
-    SplitLossCheck(model, World.single("cpu"), "SelectedPart", 4).before_step(global_batch(0))
-    with pytest.raises(ConfigError, match=r"shoal\.Mean\(total, count\)"):
-        model.train_step(global_batch(0), 0)
 
 
 class Pool(nn.Module):

@@ -1,96 +1,326 @@
-"""The check of a run that splits its batches: that the loss of a batch is the mean of its parts'.
+"""The check that a loss, or a metric, does not depend on how a batch is split: that of several samples is the mean of
+each one's.
 
-Called by the Trainer before a step, from the first one until a batch has shown it. A loss that divides by something
-else than the number of samples would be trained on other gradients than in one process. Costs four forward passes of at
-most a micro-batch each time.
+A loss that divides by something else than the number of samples would be trained on other gradients than in one
+process, and a metric would depend on the batch size. Which losses do cannot be read from their code, so the check
+compares numbers. A few samples show it only if they differ in what the loss divides by. So the check follows which
+traits of samples it has seen to make no difference: missing labels (-100, negative, NaN), zeros, each of the first
+classes. A batch with another trait is compared, too.
+
+Called by the Trainer with every batch; `judge` is collective, and called where the ranks exchange signals.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from shoal.batch_tree import count_samples, slice_samples
+from shoal.batch_tree import count_samples, has_own_samples, join_samples, take_samples, tensors_of
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelModel, World
-from shoal.parallel.loss_trace import REMEDY
-from shoal.parallel.micro_batches import split_micro_batches
+from shoal.parallel.loss import LOSS
 from shoal.random_state import preserve_rng
 
-TOLERANCE = 3e-4  # relative: sums of another order differ by 1e-6
-NUM_ROUNDINGS = 2  # of a loss or a network in a type of less digits, as bf16
-NOISE = 1e-6
-NUM_FIRST = 8  # steps that are all checked; after them, one in each doubling
+NUM_SAMPLES = 6  # that are compared: each alone, and all together
+NUM_FIRST = 8  # batches that are all compared, until one could tell a difference; then one in each doubling
+MAX_DELAY = 4  # batches whose figures a device may still compute
+TOLERANCE = 1e-4  # relative: a network rounds differently for another number of samples
+NUM_ROUNDINGS = 4  # of a loss or a network in a type of less digits, as bf16
+NUM_CLASSES = 32  # values of whole numbers that are told apart; beyond, as those of tokens, they are not
+MANY = 1 << 18  # elements, as of pictures: their values are not told apart
+IGNORED = -100.0
+
+Measure = Callable[[Any], Mapping[str, Tensor]]
 
 
-class SplitLossCheck:
-    """Refuses a loss whose value depends on how a batch is split.
+class Trait(NamedTuple):
+    """What samples may differ in: how many elements of a tensor of the batch are so.
 
-    num_parts: micro-batches of a step: the memory may be too small for several at once, so the samples of one are tried
-
-    Until a batch has shown that the parts have the mean of the whole, the model's `loss_reader` refuses whatever may
-    differ. A loss that draws random numbers in evaluation mode cannot be judged, and passes unless the
-    reader refuses it.
+    leaf: the index of the tensor
+    kind: a value of whole numbers, -1 for all negative ones; or a name of `_MARKS`
     """
 
-    def __init__(self, model: ParallelModel, world: World, task: str, num_parts: int = 1) -> None:
-        self._model, self._world, self._task, self._num_parts = model, world, task, num_parts
-        self._num_steps, self.is_done = 0, False
-        model.loss_reader.is_accepted = False
+    leaf: int
+    kind: int | str
 
-    def before_step(self, batch: Any) -> None:
-        """Collective. Raises ConfigError, on every rank, when the losses of two halves of a part have another mean."""
-        step = self._num_steps
-        self._num_steps += 1
-        if self.is_done or (step >= NUM_FIRST and step & (step - 1)):
+
+_MARKS: dict[int | str, Callable[[Tensor], Tensor]] = {
+    "missing": torch.isnan,
+    "ignored": lambda leaf: leaf == IGNORED,
+    "negative": lambda leaf: leaf < 0,
+    "zero": lambda leaf: leaf == 0,
+    "other": lambda leaf: leaf != leaf.flatten()[0],
+}
+
+
+class SplitCheck:
+    """Refuses a loss or metrics that are no means over the samples of a batch.
+
+    measure:     of a batch: [2] by name, numerator and denominator; or [5], as `ParallelModel.measure_loss`. Collective
+    subject:     the method that gives a name, and its Task
+    consequence: of a difference, and its remedy
+    max_samples: the most that may be measured at once, if more than two
+    tolerance:   relative; of the model's type
+
+    Values that differ although the samples are the same cannot be compared, and pass.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        world: World,
+        subject: Callable[[str], tuple[str, str]],
+        consequence: tuple[str, str],
+        max_samples: int,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        self._measure, self._world, self._subject, self._consequence = measure, world, subject, consequence
+        self._num_samples, self._tolerance = min(NUM_SAMPLES, max(2, max_samples)), tolerance
+        self._num_batches, self._is_open = 0, True
+        self._told: dict[Trait, set[str]] = defaultdict(set)  # names, by the traits that make no difference to them
+        self._names: set[str] = set()
+        self._spread: dict[Trait, float] = {}  # the widest that was compared
+        self._num_seen: dict[Trait, int] = defaultdict(int)
+        self._first: Any = None  # a sample of the first batch
+        self._waiting: deque[tuple[Any, Tensor, torch.cuda.Event | None]] = deque()
+        self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
+
+    def watch(self, batch: Any) -> None:
+        """Look at a batch that is trained on or evaluated."""
+        if not count_samples(batch):
             return
-        verdicts = self._world.gather(self._compare(batch))
-        for whole, mean in (each for each in verdicts if isinstance(each, tuple)):
-            problem = (
-                f"is {whole:.6g} for a batch and {mean:.6g} as the mean of its halves, so the run, which splits "
-                "batches, would train on other gradients than one process"
-            )
-            raise ConfigError("Task.loss", self._task, problem, REMEDY)
-        self._model.loss_reader.is_accepted = "equal" in verdicts
-        self.is_done = "equal" in verdicts or set(verdicts) == {"no scalar"}
+        figures = [_count_traits(leaf) for leaf in _iter_leaves(batch)]
+        joined, arrived = torch.cat(figures) if figures else torch.zeros(0), None
+        if joined.is_cuda:
+            host = torch.empty_like(joined, device="cpu", pin_memory=True)
+            joined, arrived = host.copy_(joined, non_blocking=True), torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((batch, joined, arrived))
+        while self._waiting and (arrived is None or len(self._waiting) > MAX_DELAY):
+            self._look()
 
-    def _compare(self, batch: Any) -> str | tuple[float, float]:
-        """`equal` if the loss is the mean of its parts, where another loss would not be; `unclear`; `no scalar`, which
-        cannot be compared; or the loss, and another mean of its parts."""
-        size = max(2, count_samples(batch) // self._num_parts)
-        spread = slice_samples(batch, slice(None, None, max(1, count_samples(batch) // size)))
-        few = slice_samples(spread, slice(size))
-        is_split = count_samples(few) > 1
-        halves = split_micro_batches(few, 2, is_even=False) if is_split else [few, few]  # as often on every rank
+    def _look(self) -> None:
+        """At the oldest batch whose figures were counted."""
+        batch, figures, arrived = self._waiting.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        index = self._num_batches
+        self._num_batches += 1
+        news = [each for each in _find_traits(batch, figures.tolist()) if not self._is_told(each)]
+        is_due = not index & (index - 1) or (self._is_open and index < NUM_FIRST)
+        wider = self._find_wider(batch, news)
+        if wider or is_due:
+            self._choose(batch, news, wider, index)
+
+    def _is_told(self, trait: Trait) -> bool:
+        return bool(self._names) and self._told[trait] >= self._names
+
+    def _find_wider(self, batch: Any, news: list[Trait]) -> list[Trait]:
+        """Traits in which samples of this batch, or the first sample of all, differ more than those compared so far."""
+        wider = []
+        for trait in news:
+            counts = count_trait(batch, trait)
+            if self._first is not None:
+                counts = torch.cat([count_trait(self._first, trait), counts])
+            spread = float(counts.max() - counts.min())
+            self._num_seen[trait] += spread > 0.0
+            is_again = spread > 0.0 and not self._num_seen[trait] & (self._num_seen[trait] - 1)
+            if is_again or spread > 2.0 * self._spread.get(trait, 0.0):
+                wider.append(trait)
+        return wider
+
+    def _choose(self, batch: Any, news: list[Trait], wider: list[Trait], index: int) -> None:
+        """Note samples to compare: those that differ most in traits, then others, from anywhere."""
+        pool = None if self._first is None else join_samples(self._first, batch)
+        pool = batch if pool is None else pool
+        if self._first is None:
+            self._first = take_samples(batch, [0])
+        size, rows = count_samples(pool), dict[int, None]()
+        for trait in wider:
+            counts = count_trait(pool, trait)
+            pair = dict.fromkeys([int(counts.argmin()), int(counts.argmax())])
+            if len(rows | pair) <= self._num_samples:
+                rows |= pair
+                self._spread[trait] = max(float(counts.max() - counts.min()), self._spread.get(trait, 0.0))
+        rows |= dict.fromkeys((index + each * max(1, size // self._num_samples)) % size for each in range(size))
+        every = list(rows)
+        taken = [every[each % len(every)] for each in range(self._num_samples)]
+        if has_own_samples(pool):
+            taken = list(range(min(size, self._num_samples)))
+        samples = take_samples(pool, taken)
+        self._chosen.append((samples, {each: count_trait(samples, each) for each in news}))
+
+    def judge(self) -> bool:
+        """Compare what was chosen since the last call, if any rank has something; whether there was. Collective.
+
+        Raises ConfigError, on every rank, for what depends on how a batch is split.
+        """
+        while self._waiting:
+            self._look()
+        chosen, self._chosen = self._chosen, []
+        number = max(self._world.gather(len(chosen)))
+        if not number or self._first is None:
+            return False
+        verdict = _Verdict()
+        for index in range(number):  # as often on every rank: the model may be divided among them
+            samples, counts = chosen[index % len(chosen)] if chosen else (self._repeat_first(), {})
+            self._compare(samples, counts, verdict)
+        for each in self._world.gather(verdict):
+            if each.problem is not None:
+                name, problem = each.problem
+                why, remedy = self._consequence
+                raise ConfigError(*self._subject(name), f"{problem}, {why}", remedy)
+            self._names |= each.names
+            self._is_open &= not each.is_telling
+            for trait, names in each.told.items():
+                self._told[trait] |= names
+        return True
+
+    def _repeat_first(self) -> Any:
+        return take_samples(self._first, [0] * self._num_samples)
+
+    def _compare(self, samples: Any, counts: Mapping[Trait, Tensor], verdict: _Verdict) -> None:
+        size = count_samples(samples)
+        # Two of each, where that is no more than all, because one alone may lose its dimension.
+        times = 1 if size < 3 or has_own_samples(samples) else 2
+        parts = [take_samples(samples, [each] * times) for each in range(size)]
         with preserve_rng():
-            measured = [self._model.measure_loss(each) for each in (few, few, *halves)]
-        losses = [each for each in measured if each is not None]
-        if len(losses) < len(measured):
-            return "no scalar"
-        whole, again, *parts = (float(each.value) for each in losses)
-        weights = [
-            float(count_samples(half) if loss.weight is None else loss.weight)
-            for half, loss in zip(halves, losses[2:], strict=True)
-        ]
-        parameters = (each for module in self._model.modules for each in module.parameters())
-        types = {each.dtype for each in (losses[0].value, *parameters) if each.is_floating_point()}
-        if self._model.forward_dtype is not None:
-            types.add(self._model.forward_dtype)
-        tolerance = max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types))
-        if not math.isfinite(whole):
-            return "unclear"
-        if not _is_close(whole, again, parts, tolerance):
-            return "unclear" if losses[0].divisors else "no scalar"
-        mean = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / (sum(weights) or 1.0)
-        if not _is_close(whole, mean, parts, tolerance):
-            return whole, mean
-        first, second = (loss.divisors / count_samples(half) for half, loss in zip(halves, losses[2:], strict=True))
-        is_telling = not (first or second) or abs(first - second) > tolerance * max(first, second)
-        return "equal" if is_telling and not _is_close(parts[0], parts[1], parts, 4 * tolerance) else "unclear"
+            measured = [self._measure(each) for each in (samples, samples, *parts)]
+        for name in measured[0]:
+            verdict.names.add(name)
+            if verdict.problem is None:
+                figures = torch.stack([torch.nn.functional.pad(each[name].cpu(), (0, 5))[:5] for each in measured])
+                self._compare_one(name, figures, counts, verdict)
+
+    def _compare_one(self, name: str, figures: Tensor, counts: Mapping[Trait, Tensor], verdict: _Verdict) -> None:
+        """figures: [2 + n, 5]: of all samples, again, and of each"""
+        weights = figures[:, 1:2]
+        means = torch.where(weights == 0, 0.0, figures[:, [0, 2]] / weights)  # [2 + n, 2]: value, derivative
+        whole, again, each = means[0], means[1], means[2:]
+        largest = torch.where(weights == 0, 0.0, torch.cat([figures[:, :1], figures[:, 3:4]], 1) / weights).abs()
+        tolerance = max(self._tolerance, NUM_ROUNDINGS * float(figures[0, 4]))
+        margin = tolerance * largest.nan_to_num(0.0, 0.0, 0.0).amax(0) + 1e-30
+        if not whole.isfinite().all() or ((whole - again).abs() > margin).any():
+            return
+        mean = figures[2:, [0, 2]].sum(0) / weights[2:].sum() if weights[2:].sum() else torch.zeros(2)
+        wrong = ~((whole - mean).abs() <= margin)
+        if wrong.any():
+            what = "" if wrong[0] else "the gradient of "
+            index = int(wrong.nonzero()[0])
+            verdict.problem = (
+                name,
+                (
+                    f"gives {float(whole[index]):.6g} as {what}a batch of {len(each)} samples, and "
+                    f"{float(mean[index]):.6g} as the mean of its parts"
+                ),
+            )
+            return
+        plain = each.mean(0)
+        verdict.is_telling |= bool(((each - plain).abs() > 4 * margin).any())
+        for trait, count in counts.items():
+            others = 1.0 - count
+            if all(_differs(plain, each, divisor, 4 * margin) for divisor in (count, others)):
+                verdict.told[trait].add(name)
 
 
-def _is_close(one: float, other: float, parts: list[float], tolerance: float) -> bool:
-    scale = max(abs(one), *(abs(part) for part in parts if math.isfinite(part)), 0.0)
-    return abs(one - other) <= tolerance * scale + NOISE
+class _Verdict:
+    """What one rank has found.
+
+    problem:    a name, and how it differs
+    is_telling: whether samples had different values
+    told:       the names to which a trait makes no difference
+    """
+
+    def __init__(self) -> None:
+        self.problem: tuple[str, str] | None = None
+        self.is_telling = False
+        self.names: set[str] = set()
+        self.told: dict[Trait, set[str]] = defaultdict(set)
+
+
+def check_loss(model: ParallelModel, world: World, task: str, max_samples: int) -> SplitCheck:
+    """The check of the loss of a run that splits batches; `max_samples`: of a micro-batch."""
+    why = "so the run, which splits batches, would train on other gradients than one process"
+    consequence = why, "return shoal.Mean(total, count) from it; check_loss=false accepts the mean of the parts"
+    tolerance = find_tolerance(model)
+    return SplitCheck(model.measure_loss, world, lambda _: ("Task.loss", task), consequence, max_samples, tolerance)
+
+
+def check_metrics(model: ParallelModel, world: World, max_samples: int) -> SplitCheck:
+    """The check of what an evaluation means over batches."""
+
+    def evaluate(batch: Any) -> dict[str, Tensor]:
+        return model.evaluate(batch, count_samples(batch), is_trial=True)
+
+    def name_method(name: str) -> tuple[str, str]:
+        return ("Task.loss", "validation") if name == LOSS else ("Task.metrics", name)
+
+    why = "so an evaluation of several batches would depend on batch_size"
+    remedy = "return shoal.Mean(total, count), or take a metric of torchmetrics, by Task.stateful_metrics"
+    consequence = why, f"{remedy}; check_loss=false accepts the mean of the batches"
+    return SplitCheck(evaluate, world, name_method, consequence, max_samples, find_tolerance(model))
+
+
+def find_tolerance(model: ParallelModel) -> float:
+    """Relative, of what the model computes."""
+    types = {each.dtype for module in model.modules for each in module.parameters() if each.is_floating_point()}
+    if model.forward_dtype is not None:
+        types.add(model.forward_dtype)
+    return max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types), 0.0)
+
+
+def _differs(plain: Tensor, each: Tensor, divisor: Tensor, margin: Tensor) -> bool:
+    """Whether means that are weighted so are other ones."""
+    weighted = (each * divisor[:, None]).sum(0) / divisor.sum()
+    return bool(((weighted - plain).abs() > margin).any())
+
+
+def _iter_leaves(batch: Any) -> Iterator[Tensor]:
+    """The tensors of which traits are counted, whose rows are the samples."""
+    size = 0 if has_own_samples(batch) else count_samples(batch)
+    for leaf in tensors_of(batch):
+        if leaf.ndim and leaf.numel() and len(leaf) == size and not leaf.is_complex() and leaf.layout is torch.strided:
+            yield leaf
+
+
+def _is_told_apart(leaf: Tensor) -> bool:
+    """Whether each of the first whole numbers is a trait."""
+    return not leaf.is_floating_point() and leaf.numel() < MANY
+
+
+def _count_traits(leaf: Tensor) -> Tensor:
+    """Of decimal numbers the least, the greatest and the number of zeros; of whole ones whether there are the first."""
+    if not _is_told_apart(leaf):
+        low, high = (leaf.view(torch.uint8) if leaf.dtype == torch.bool else leaf.detach()).aminmax()
+        return torch.stack([low.double(), high.double(), (leaf.numel() - leaf.count_nonzero()).double()])
+    found = torch.zeros(NUM_CLASSES + 2, dtype=torch.float64, device=leaf.device)
+    found[leaf.flatten().long().clamp(-1, NUM_CLASSES) + 1] = 1.0
+    return found
+
+
+def _find_traits(batch: Any, figures: list[float]) -> Iterator[Trait]:
+    """Those that elements of the batch have, by its `_count_traits`."""
+    for index, leaf in enumerate(_iter_leaves(batch)):
+        if not _is_told_apart(leaf):
+            (low, high, num_zeros), figures = figures[:3], figures[3:]
+            is_there = {"missing": math.isnan(low), "ignored": low <= IGNORED, "negative": low < 0.0}
+            is_there |= {"zero": num_zeros > 0, "other": low != high}
+            yield from (Trait(index, kind) for kind, is_so in is_there.items() if is_so)
+        else:
+            found, figures = figures[: NUM_CLASSES + 2], figures[NUM_CLASSES + 2 :]
+            yield from (Trait(index, value - 1) for value, is_so in enumerate(found[:-1]) if is_so)
+
+
+def count_trait(batch: Any, trait: Trait) -> Tensor:
+    """[n], float64, on the CPU: the share of each sample's elements that have the trait."""
+    leaf = list(_iter_leaves(batch))[trait.leaf]
+    if isinstance(trait.kind, str):
+        marks = _MARKS[trait.kind](leaf)
+    else:
+        marks = leaf.long().clamp(-1, NUM_CLASSES) == trait.kind
+    return marks.reshape(len(leaf), -1).double().mean(1).cpu()

@@ -30,7 +30,7 @@ from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate, watch_samples
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
-from shoal.train.loop.split_check import SplitLossCheck
+from shoal.train.loop.split_check import SplitCheck, check_loss, check_metrics
 from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, write_histograms
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
@@ -103,10 +103,14 @@ class Trainer:
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
         )
         self._policy = StopPolicy(spec.stop, self._num_workers, spec.price_per_device_hour)
-        self._loss_check: SplitLossCheck | None = None
-        if spec.check_loss and spec.splits_batches:
+        self._loss_check: SplitCheck | None = None
+        self._metric_check: SplitCheck | None = None
+        if spec.check_loss:
             num_parts = spec.parallel.accumulate * spec.parallel.num_micro_batches(parts.degrees)
-            self._loss_check = SplitLossCheck(parts.model, world, type(task).__name__, num_parts)
+            num_samples = spec.batch_size // (num_parts * parts.degrees.data * self._num_replicas)
+            self._metric_check = check_metrics(parts.model, world, num_samples)
+            if spec.splits_batches:
+                self._loss_check = check_loss(parts.model, world, type(task).__name__, num_samples)
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
@@ -191,7 +195,7 @@ class Trainer:
         self.sync.before_step()
         try:
             if self._loss_check is not None:
-                self._loss_check.before_step(batch)
+                self._loss_check.watch(batch)
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 if parts.has_phases:
                     self._wait_until_copied()
@@ -298,8 +302,11 @@ class Trainer:
     def _exchange_signals(self) -> RankSignals:
         """Read the steps since the last exchange, and combine all ranks' signals. Raises NotFinite, on all or none.
 
-        Saving, evaluating and reporting wait until this has found every loss so far to be finite.
+        Saving, evaluating and reporting wait until this has found every loss so far to be finite, and not to depend on
+        how its batch was split.
         """
+        if self._loss_check is not None:
+            self._loss_check.judge()
         mine = self._losses.sum_steps()
         signals = self.sync.exchange(
             mine._replace(
@@ -347,7 +354,7 @@ class Trainer:
         with self._meter.pause(), parts.apply_average():
             self.sync.before_evaluation()
             parts.model.check_buffers()
-            metrics = evaluate(parts.model, parts.validation, parts.stateful)
+            metrics = evaluate(parts.model, parts.validation, parts.stateful, self._metric_check)
             self._write_samples(step, parts.epoch)
         self._progress.evaluated, self._progress.metrics = step, metrics
         self._progress.training_s = self._meter.training_s
