@@ -164,8 +164,8 @@ OTHER: dict[str, Loss] = {
     "index_select": lambda o, b: each(o, b).index_select(0, known(b).nonzero()[:, 0]).mean(),
     "mask": lambda o, b: each(o, b)[known(b)].mean(),
     "masked_select": lambda o, b: squares(o, b).masked_select(b.m).mean(),
-    "nanmean": lambda o, b: (o - b.g).square().nanmean(),
-    "nansum / count": lambda o, b: (o - b.g).square().nansum() / b.g.isfinite().sum(),
+    "nanmean": lambda o, b: torch.where(b.g.isnan(), b.g, squares(o, b)).nanmean(),
+    "nansum / count": lambda o, b: torch.where(b.g.isnan(), b.g, squares(o, b)).nansum() / b.g.isfinite().sum(),
     "masked mse": lambda o, b: (squares(o, b) * b.m).sum() / b.m.sum(),
     "masked tokens": tokens_by_hand,
     "kl_div of selected": lambda o, b: F.kl_div(

@@ -27,6 +27,7 @@ from shoal.parallel.loss import LOSS
 from shoal.random_state import preserve_rng
 
 NUM_SAMPLES = 6  # that are compared: each alone, and all together
+MAX_GROUPS = 4  # of such samples, of one batch
 NUM_FIRST = 8  # batches that are all compared, until one could tell a difference; then one in each doubling
 MAX_DELAY = 4  # batches whose figures a device may still compute
 TOLERANCE = 1e-4  # relative: a network rounds differently for another number of samples
@@ -140,20 +141,24 @@ class SplitCheck:
         pool = batch if pool is None else pool
         if self._first is None:
             self._first = take_samples(batch, [0])
-        size, rows = count_samples(pool), dict[int, None]()
-        for trait in wider:
+        size, groups = count_samples(pool), [dict[int, None]()]
+        for trait in reversed(wider):  # labels come last
             counts = count_trait(pool, trait)
             pair = dict.fromkeys([int(counts.argmin()), int(counts.argmax())])
-            if len(rows | pair) <= self._num_samples:
-                rows |= pair
-                self._spread[trait] = max(float(counts.max() - counts.min()), self._spread.get(trait, 0.0))
-        rows |= dict.fromkeys((index + each * max(1, size // self._num_samples)) % size for each in range(size))
-        every = list(rows)
-        taken = [every[each % len(every)] for each in range(self._num_samples)]
-        if has_own_samples(pool):
-            taken = list(range(min(size, self._num_samples)))
-        samples = take_samples(pool, taken)
-        self._chosen.append((samples, {each: count_trait(samples, each) for each in news}))
+            if len(groups[-1] | pair) > self._num_samples:
+                if len(groups) == MAX_GROUPS:
+                    break
+                groups.append({})
+            groups[-1] |= pair
+            self._spread[trait] = max(float(counts.max() - counts.min()), self._spread.get(trait, 0.0))
+        others = dict.fromkeys((index + each * max(1, size // self._num_samples)) % size for each in range(size))
+        for group in groups:
+            every = list(group | others)
+            rows = [every[each % len(every)] for each in range(self._num_samples)]
+            if has_own_samples(pool):
+                rows = list(range(min(size, self._num_samples)))
+            samples = take_samples(pool, rows)
+            self._chosen.append((samples, {each: count_trait(samples, each) for each in news}))
 
     def judge(self) -> bool:
         """Compare what was chosen since the last call, if any rank has something; whether there was. Collective.
