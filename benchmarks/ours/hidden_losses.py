@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 - as people write losses
 
 NUM_CLASSES, LENGTH, VOCABULARY, IGNORED = 4, 5, 50, -100
 WEIGHTS = torch.tensor([1.0, 1.0, 3.0, 20.0])
 
 
 class Batch(NamedTuple):
-    """x [n, 6]; y [n]: labels, IGNORED where there is none; t [n, 4]: targets; m [n, 4]: which of them count; g: targets
-    that are NaN where they do not count; w [n]: weights, 0 for a sample that does not count; z [n, LENGTH]: tokens'
-    labels."""
+    """x [n, 6]; y [n]: labels, IGNORED where there is none; t [n, 4]: targets; m [n, 4]: which of them count; g [n, 4]:
+    targets, NaN where they do not count; w [n]: weights, 0 for a sample that does not count; z [n, LENGTH]: labels."""
 
     x: Tensor
     y: Tensor
@@ -121,7 +120,9 @@ PLAIN: dict[str, Loss] = {
     "l1_loss with weight": lambda o, b: F.l1_loss(o, b.t, weight=b.w[:, None].expand_as(o)),
     "smooth_l1_loss": lambda o, b: F.smooth_l1_loss(o, b.t),
     "binary_cross_entropy": lambda o, b: F.binary_cross_entropy(o.sigmoid(), b.m.float()),
-    "binary_cross_entropy_with_logits": lambda o, b: F.binary_cross_entropy_with_logits(o, b.m.float(), pos_weight=WEIGHTS),
+    "binary_cross_entropy_with_logits": lambda o, b: F.binary_cross_entropy_with_logits(
+        o, b.m.float(), pos_weight=WEIGHTS
+    ),
     "kl_div batchmean": lambda o, b: F.kl_div(o.log_softmax(-1), b.t.softmax(-1), reduction="batchmean"),
     "gaussian_nll_loss": lambda o, b: F.gaussian_nll_loss(o[:, :2], b.t[:, :2], o[:, 2:].exp()),
     "poisson_nll_loss": lambda o, b: F.poisson_nll_loss(o, b.t.abs()),

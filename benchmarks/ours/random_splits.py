@@ -1,7 +1,7 @@
 """Losses without `shoal.Mean` under random orders of labels, batches and splits: equal to the whole batch, or refused.
 
     python -m benchmarks.ours.random_splits FIRST LAST           # draws in micro-batches
-    torchrun --nproc-per-node 2 -m benchmarks.ours.random_splits FIRST LAST     # by ddp, fsdp and pipelines of two ranks
+    torchrun --nproc-per-node 2 -m benchmarks.ours.random_splits FIRST LAST     # by ddp, fsdp, pipelines of two ranks
 
 Prints the verdicts, {verdict: number} by loss. Called by `benchmarks.unmarked_losses` and `tests/equivalence`.
 """
@@ -35,7 +35,11 @@ from shoal.train.loop.split_check import check_loss
 
 NUM_STEPS = 5
 TOLERANCE = 1e-5  # relative to a parameter's norm, in float32
-PLANS: tuple[dict[str, Any], ...] = ({}, {"shard": True}, {"data": 1, "pipeline": 2, "micro_batches": 2})  # of two ranks
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"shard": True},
+    {"data": 1, "pipeline": 2, "micro_batches": 2},
+)  # of two ranks
 
 
 @dataclass(frozen=True)
@@ -108,16 +112,14 @@ class SmallTask:
 class ByName(nn.Module):
     """A network of transformers, whose arguments are given by position."""
 
+    loss_function = None  # by which one knows those that compute their loss
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self.loss_function = None
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Any:
         return self.network(input_ids=tokens, labels=labels)
-
-
-ByName.loss_function = None  # type: ignore[attr-defined]
 
 
 def train(world: World, name: str, draw: Draw, is_split: bool = True, is_checked: bool = True) -> list[Tensor]:

@@ -65,7 +65,7 @@ class Loader:
         order: SamplerOrder | None = None,
     ) -> None:
         batch_size, seed = _as_int("batch_size", batch_size), _as_int("seed", seed)
-        self.spec = spec or LoaderSpec()
+        self.source, self.spec = source, spec or LoaderSpec()
         self.device = torch.device(device)
         self.epoch = self.position = 0
         self.wait_s = 0.0

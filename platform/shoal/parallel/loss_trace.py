@@ -58,17 +58,24 @@ class LossReader:
     def measure_loss(self, compute: Callable[[Any], Any], outputs: Any, num_samples: int) -> dict[str, Tensor]:
         """`measure` of the loss that `compute` gives of the model's outputs, beside which it is differentiated."""
         leaves: list[Tensor] = []
-
-        def watch(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            leaves.append(tensor.detach().requires_grad_())
-            return leaves[-1].clone()  # which may be changed in place
-
         if not self._has_own_loss:
-            outputs = tree_map_only(Tensor, watch, outputs)
+            outputs, leaves = watch_gradients(outputs)
         with torch.enable_grad():
             return measure(lambda: compute(outputs), leaves, num_samples)
+
+
+def watch_gradients(outputs: Any) -> tuple[Any, list[Tensor]]:
+    """Copies of a model's outputs, and what to differentiate by."""
+    leaves: list[Tensor] = []
+
+    def watch(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        leaves.append(tensor.detach().requires_grad_())
+        return leaves[-1].clone()  # which may be changed in place
+
+    with torch.enable_grad():
+        return tree_map_only(Tensor, watch, outputs), leaves
 
 
 def measure(compute: Callable[[], Any], leaves: Sequence[Tensor], num_samples: int) -> dict[str, Tensor]:

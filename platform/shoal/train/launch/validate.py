@@ -26,6 +26,7 @@ from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch, make_loader
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, ShoalError, summarize_error
 from shoal.parallel.loss import Mean, require_loss
+from shoal.parallel.loss_trace import watch_gradients
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
@@ -38,7 +39,7 @@ from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
-from shoal.train.shape_errors import explain_shapes
+from shoal.train.shape_errors import BroadcastTrap, explain_shapes
 from shoal.train.spec import OptimizerSpec, TrainSpec
 from shoal.train.task import Task, build_model, find_task, load_data, make_task, require_source_file
 
@@ -291,7 +292,10 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
         if not isinstance(metrics, Mapping):
             problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
             raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
-        loss: dict[str, object] = {"loss": task.loss(outputs, batch)} if task.has_loss and not task.eval_step else {}
+        loss: dict[str, object] = {}
+        if task.has_loss and not task.eval_step:
+            with torch.enable_grad(), BroadcastTrap():
+                loss["loss"] = task.loss(watch_gradients(outputs)[0], batch)
         measured = {**loss, **metrics}
         later = task.finish_evaluation()
     if "loss" in metrics:

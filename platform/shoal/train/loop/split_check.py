@@ -12,16 +12,15 @@ Called by the Trainer with every batch; `judge` is collective, and called where 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.batch_tree import count_samples, has_own_samples, join_samples, take_samples, tensors_of
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, summarize_error
 from shoal.parallel import ParallelModel, World
 from shoal.parallel.loss import LOSS
 from shoal.random_state import preserve_rng
@@ -34,6 +33,7 @@ TOLERANCE = 1e-4  # relative: a network rounds differently for another number of
 NUM_ROUNDINGS = 4  # of a loss or a network in a type of less digits, as bf16
 NUM_CLASSES = 32  # values of whole numbers that are told apart; beyond, as those of tokens, they are not
 MANY = 1 << 18  # elements, as of pictures: their values are not told apart
+LARGE, LARGE_FIRST = 1 << 15, 64  # elements to count in so many batches, then in one of each doubling
 IGNORED = -100.0
 
 Measure = Callable[[Any], Mapping[str, Tensor]]
@@ -55,7 +55,7 @@ _MARKS: dict[int | str, Callable[[Tensor], Tensor]] = {
     "ignored": lambda leaf: leaf == IGNORED,
     "negative": lambda leaf: leaf < 0,
     "zero": lambda leaf: leaf == 0,
-    "other": lambda leaf: leaf != leaf.flatten()[0],
+    "varied": torch.nan_to_num,
 }
 
 
@@ -88,48 +88,72 @@ class SplitCheck:
         self._spread: dict[Trait, float] = {}  # the widest that was compared
         self._num_seen: dict[Trait, int] = defaultdict(int)
         self._first: Any = None  # a sample of the first batch
-        self._waiting: deque[tuple[Any, Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[Any, list[Tensor], list[Tensor], torch.cuda.Event | None]] = deque()
         self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
 
     def watch(self, batch: Any) -> None:
         """Look at a batch that is trained on or evaluated."""
         if not count_samples(batch):
             return
-        figures = [_count_traits(leaf) for leaf in _iter_leaves(batch)]
-        joined, arrived = torch.cat(figures) if figures else torch.zeros(0), None
-        if joined.is_cuda:
-            host = torch.empty_like(joined, device="cpu", pin_memory=True)
-            joined, arrived = host.copy_(joined, non_blocking=True), torch.cuda.Event()
+        leaves = list_leaves(batch)
+        ends = [end for leaf in leaves for end in (leaf.detach().amin(), leaf.detach().amax())]
+        arrived = None
+        if ends and ends[0].is_cuda:
+            device = torch.stack([end.double() for end in ends])
+            host = torch.empty_like(device, device="cpu", pin_memory=True)
+            ends, arrived = [host.copy_(device, non_blocking=True)], torch.cuda.Event()
             arrived.record()
-        self._waiting.append((batch, joined, arrived))
+        self._waiting.append((batch, leaves, ends, arrived))
         while self._waiting and (arrived is None or len(self._waiting) > MAX_DELAY):
             self._look()
 
     def _look(self) -> None:
-        """At the oldest batch whose figures were counted."""
-        batch, figures, arrived = self._waiting.popleft()
+        """At the oldest batch whose least and greatest values were computed."""
+        batch, leaves, ends, arrived = self._waiting.popleft()
         if arrived is not None:
             arrived.synchronize()
+            ends = list(ends[0])
         index = self._num_batches
         self._num_batches += 1
-        news = [each for each in _find_traits(batch, figures.tolist()) if not self._is_told(each)]
+        news = list(self._find_news(leaves, [float(end) for end in ends]))
         is_due = not index & (index - 1) or (self._is_open and index < NUM_FIRST)
         wider = self._find_wider(batch, news)
         if wider or is_due:
             self._choose(batch, news, wider, index)
 
+    def _find_news(self, leaves: list[Tensor], ends: list[float]) -> Iterator[Trait]:
+        """The traits that elements of the batch may have, and that are not told. `ends`: least and greatest values."""
+        for index, leaf in enumerate(leaves):
+            low, high = ends[2 * index : 2 * index + 2]
+            if leaf.is_floating_point() or leaf.numel() >= MANY:
+                is_there = {"missing": low != low, "ignored": low <= IGNORED, "negative": low < 0.0}
+                is_there |= {"zero": low <= 0.0 <= high, "varied": low != high}
+                kinds: Iterable[int | str] = [kind for kind, is_so in is_there.items() if is_so or low != low]
+            else:
+                kinds = range(max(-1, int(low)), min(NUM_CLASSES, int(high) + 1))
+            untold = [trait for trait in (Trait(index, kind) for kind in kinds) if not self._is_told(trait)]
+            if untold and isinstance(kinds, range):
+                found = (leaf.flatten().long().clamp(-1, NUM_CLASSES) + 1).bincount(minlength=NUM_CLASSES + 2).tolist()
+                untold = [each for each in untold if found[int(each.kind) + 1]]
+            for trait in untold:
+                self._num_seen[trait] += 1
+                is_again = not self._num_seen[trait] & (self._num_seen[trait] - 1)
+                is_read = leaf.numel() < LARGE or self._num_seen[trait] <= LARGE_FIRST or is_again
+                if is_read and (trait.kind != "zero" or (leaf == 0).any()):
+                    yield trait
+
     def _is_told(self, trait: Trait) -> bool:
         return bool(self._names) and self._told[trait] >= self._names
 
     def _find_wider(self, batch: Any, news: list[Trait]) -> list[Trait]:
-        """Traits in which samples of this batch, or the first sample of all, differ more than those compared so far."""
+        """Traits in which samples of this batch, or the first sample of all, differ more than those compared so far;
+        or as much, at each doubling."""
         wider = []
         for trait in news:
             counts = count_trait(batch, trait)
             if self._first is not None:
                 counts = torch.cat([count_trait(self._first, trait), counts])
             spread = float(counts.max() - counts.min())
-            self._num_seen[trait] += spread > 0.0
             is_again = spread > 0.0 and not self._num_seen[trait] & (self._num_seen[trait] - 1)
             if is_again or spread > 2.0 * self._spread.get(trait, 0.0):
                 wider.append(trait)
@@ -195,7 +219,13 @@ class SplitCheck:
         times = 1 if size < 3 or has_own_samples(samples) else 2
         parts = [take_samples(samples, [each] * times) for each in range(size)]
         with preserve_rng():
-            measured = [self._measure(each) for each in (samples, samples, *parts)]
+            measured = [self._measure(samples), self._measure(samples)]
+            try:
+                measured += [self._measure(each) for each in parts]
+            except (RuntimeError, ValueError, IndexError) as error:
+                raised = f"raises {type(error).__name__} ({summarize_error(error)}) of one sample"
+                verdict.problem = next(iter(measured[0]), LOSS), raised
+                return
         for name in measured[0]:
             verdict.names.add(name)
             if verdict.problem is None:
@@ -285,45 +315,16 @@ def _differs(plain: Tensor, each: Tensor, divisor: Tensor, margin: Tensor) -> bo
     return bool(((weighted - plain).abs() > margin).any())
 
 
-def _iter_leaves(batch: Any) -> Iterator[Tensor]:
+def list_leaves(batch: Any) -> list[Tensor]:
     """The tensors of which traits are counted, whose rows are the samples."""
     size = 0 if has_own_samples(batch) else count_samples(batch)
-    for leaf in tensors_of(batch):
-        if leaf.ndim and leaf.numel() and len(leaf) == size and not leaf.is_complex() and leaf.layout is torch.strided:
-            yield leaf
-
-
-def _is_told_apart(leaf: Tensor) -> bool:
-    """Whether each of the first whole numbers is a trait."""
-    return not leaf.is_floating_point() and leaf.numel() < MANY
-
-
-def _count_traits(leaf: Tensor) -> Tensor:
-    """Of decimal numbers the least, the greatest and the number of zeros; of whole ones whether there are the first."""
-    if not _is_told_apart(leaf):
-        low, high = (leaf.view(torch.uint8) if leaf.dtype == torch.bool else leaf.detach()).aminmax()
-        return torch.stack([low.double(), high.double(), (leaf.numel() - leaf.count_nonzero()).double()])
-    found = torch.zeros(NUM_CLASSES + 2, dtype=torch.float64, device=leaf.device)
-    found[leaf.flatten().long().clamp(-1, NUM_CLASSES) + 1] = 1.0
-    return found
-
-
-def _find_traits(batch: Any, figures: list[float]) -> Iterator[Trait]:
-    """Those that elements of the batch have, by its `_count_traits`."""
-    for index, leaf in enumerate(_iter_leaves(batch)):
-        if not _is_told_apart(leaf):
-            (low, high, num_zeros), figures = figures[:3], figures[3:]
-            is_there = {"missing": math.isnan(low), "ignored": low <= IGNORED, "negative": low < 0.0}
-            is_there |= {"zero": num_zeros > 0, "other": low != high}
-            yield from (Trait(index, kind) for kind, is_so in is_there.items() if is_so)
-        else:
-            found, figures = figures[: NUM_CLASSES + 2], figures[NUM_CLASSES + 2 :]
-            yield from (Trait(index, value - 1) for value, is_so in enumerate(found[:-1]) if is_so)
+    every = [leaf for leaf in tensors_of(batch) if leaf.ndim and len(leaf) == size and leaf.numel()]
+    return [leaf for leaf in every if not leaf.is_complex() and leaf.layout is torch.strided]
 
 
 def count_trait(batch: Any, trait: Trait) -> Tensor:
     """[n], float64, on the CPU: the share of each sample's elements that have the trait."""
-    leaf = list(_iter_leaves(batch))[trait.leaf]
+    leaf = list_leaves(batch)[trait.leaf]
     if isinstance(trait.kind, str):
         marks = _MARKS[trait.kind](leaf)
     else:

@@ -31,7 +31,7 @@ from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate, watch_samples
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.split_check import SplitCheck, check_loss, check_metrics
-from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, write_histograms
+from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, find_bad_value, write_histograms
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -331,7 +331,13 @@ class Trainer:
         guilty = [indices or [] for at, only, indices in reported if (at, only) == (step, is_gradient)]
         indices = sorted({index for each in guilty for index in each})
         what = "the gradient" if is_gradient else "the loss"
-        raise NotFinite(what, step + 1, indices or None, self._checkpoints.describe_newest())
+        remedy = find_bad_value(self._parts.training.source, indices)
+        if not remedy and self.spec.splits_batches:
+            remedy = (
+                "if a part of the batch may have nothing to divide by, return shoal.Mean(total, count); "
+                "else lower optimizer.learning_rate, set clip_norm, or look at these samples"
+            )
+        raise NotFinite(what, step + 1, indices or None, self._checkpoints.describe_newest(), remedy)
 
     def _log(self) -> None:
         self._logged_s = self._elapsed_s
