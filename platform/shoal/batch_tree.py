@@ -99,11 +99,10 @@ def has_own_samples(batch: Any) -> bool:
 
 
 def join_samples(first: Any, second: Any) -> Any:
-    """The samples of both batches; None where their tensors do not fit together."""
+    """The samples of both batches; those of the second alone where their tensors do not fit together."""
     pairs = list(zip(tensors_of(first), tensors_of(second), strict=False))
-    is_alike = len(pairs) == len(list(tensors_of(second))) and not has_own_samples(second)
-    if not is_alike or any(one.shape[1:] != other.shape[1:] or one.dtype != other.dtype for one, other in pairs):
-        return None
+    if not pairs or has_own_samples(second) or any(one.shape[1:] != other.shape[1:] for one, other in pairs):
+        return second
     joined = iter([torch.cat(pair) if pair[0].ndim else pair[1] for pair in pairs])
     return map_tensors(second, lambda _: next(joined))
 

@@ -13,11 +13,12 @@ Called by the Trainer with every batch; `judge` is collective, and called where 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shoal.batch_tree import count_samples, has_own_samples, join_samples, take_samples, tensors_of
 from shoal.errors import ConfigError, summarize_error
@@ -27,13 +28,12 @@ from shoal.random_state import preserve_rng
 
 NUM_SAMPLES = 6  # that are compared: each alone, and all together
 MAX_GROUPS = 4  # of such samples, of one batch
-NUM_FIRST = 8  # batches that are all compared, until one could tell a difference; then one in each doubling
 MAX_DELAY = 4  # batches whose figures a device may still compute
 TOLERANCE = 1e-4  # relative: a network rounds differently for another number of samples
 NUM_ROUNDINGS = 4  # of a loss or a network in a type of less digits, as bf16
 NUM_CLASSES = 32  # values of whole numbers that are told apart; beyond, as those of tokens, they are not
 MANY = 1 << 18  # elements, as of pictures: their values are not told apart
-LARGE, LARGE_FIRST = 1 << 15, 64  # elements to count in so many batches, then in one of each doubling
+LARGE, NUM_LARGE = 1 << 15, 64  # elements that are counted in so many batches, then in one of each doubling
 IGNORED = -100.0
 
 Measure = Callable[[Any], Mapping[str, Tensor]]
@@ -50,7 +50,7 @@ class Trait(NamedTuple):
     kind: int | str
 
 
-_MARKS: dict[int | str, Callable[[Tensor], Tensor]] = {
+_MARKS: dict[str, Callable[[Tensor], Tensor]] = {
     "missing": torch.isnan,
     "ignored": lambda leaf: leaf == IGNORED,
     "negative": lambda leaf: leaf < 0,
@@ -82,11 +82,10 @@ class SplitCheck:
     ) -> None:
         self._measure, self._world, self._subject, self._consequence = measure, world, subject, consequence
         self._num_samples, self._tolerance = min(NUM_SAMPLES, max(2, max_samples)), tolerance
-        self._num_batches, self._is_open = 0, True
+        self._num_batches = 0
         self._told: dict[Trait, set[str]] = defaultdict(set)  # names, by the traits that make no difference to them
         self._names: set[str] = set()
-        self._spread: dict[Trait, float] = {}  # the widest that was compared
-        self._num_seen: dict[Trait, int] = defaultdict(int)
+        self._spread: dict[Trait, float] = defaultdict(float)  # the widest that was compared
         self._first: Any = None  # a sample of the first batch
         self._waiting: deque[tuple[Any, list[Tensor], list[Tensor], torch.cuda.Event | None]] = deque()
         self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
@@ -115,74 +114,44 @@ class SplitCheck:
             ends = list(ends[0])
         index = self._num_batches
         self._num_batches += 1
-        news = list(self._find_news(leaves, [float(end) for end in ends]))
-        is_due = not index & (index - 1) or (self._is_open and index < NUM_FIRST)
-        wider = self._find_wider(batch, news)
-        if wider or is_due:
-            self._choose(batch, news, wider, index)
-
-    def _find_news(self, leaves: list[Tensor], ends: list[float]) -> Iterator[Trait]:
-        """The traits that elements of the batch may have, and that are not told. `ends`: least and greatest values."""
-        for index, leaf in enumerate(leaves):
-            low, high = ends[2 * index : 2 * index + 2]
-            if leaf.is_floating_point() or leaf.numel() >= MANY:
-                is_there = {"missing": low != low, "ignored": low <= IGNORED, "negative": low < 0.0}
-                is_there |= {"zero": low <= 0.0 <= high, "varied": low != high}
-                kinds: Iterable[int | str] = [kind for kind, is_so in is_there.items() if is_so or low != low]
-            else:
-                kinds = range(max(-1, int(low)), min(NUM_CLASSES, int(high) + 1))
-            untold = [trait for trait in (Trait(index, kind) for kind in kinds) if not self._is_told(trait)]
-            if untold and isinstance(kinds, range):
-                found = (leaf.flatten().long().clamp(-1, NUM_CLASSES) + 1).bincount(minlength=NUM_CLASSES + 2).tolist()
-                untold = [each for each in untold if found[int(each.kind) + 1]]
-            for trait in untold:
-                self._num_seen[trait] += 1
-                is_again = not self._num_seen[trait] & (self._num_seen[trait] - 1)
-                is_read = leaf.numel() < LARGE or self._num_seen[trait] <= LARGE_FIRST or is_again
-                if is_read and (trait.kind != "zero" or (leaf == 0).any()):
-                    yield trait
+        is_due = not index & (index - 1)
+        has_time = is_due or index < NUM_LARGE
+        untold: list[Trait] = []
+        for number, leaf in enumerate(leaves):
+            if has_time or leaf.numel() < LARGE:
+                kinds = _find_kinds(leaf, float(ends[2 * number]), float(ends[2 * number + 1]))
+                news = [kind for kind in kinds if not self._is_told(Trait(number, kind))]
+                untold += [Trait(number, kind) for kind in news and _keep_present(leaf, news)]
+        if untold or is_due:
+            self._choose(batch, untold, index, is_due)
 
     def _is_told(self, trait: Trait) -> bool:
         return bool(self._names) and self._told[trait] >= self._names
 
-    def _find_wider(self, batch: Any, news: list[Trait]) -> list[Trait]:
-        """Traits in which samples of this batch, or the first sample of all, differ more than those compared so far;
-        or as much, at each doubling."""
-        wider = []
-        for trait in news:
-            counts = count_trait(batch, trait)
-            if self._first is not None:
-                counts = torch.cat([count_trait(self._first, trait), counts])
-            spread = float(counts.max() - counts.min())
-            is_again = spread > 0.0 and not self._num_seen[trait] & (self._num_seen[trait] - 1)
-            if is_again or spread > 2.0 * self._spread.get(trait, 0.0):
-                wider.append(trait)
-        return wider
-
-    def _choose(self, batch: Any, news: list[Trait], wider: list[Trait], index: int) -> None:
-        """Note samples to compare: those that differ most in traits, then others, from anywhere."""
-        pool = None if self._first is None else join_samples(self._first, batch)
-        pool = batch if pool is None else pool
+    def _choose(self, batch: Any, untold: list[Trait], index: int, is_due: bool) -> None:
+        """Note samples to compare: those that differ in a trait more than any compared so far, then others."""
+        pool = join_samples(self._first, batch)
         if self._first is None:
             self._first = take_samples(batch, [0])
         size, groups = count_samples(pool), [dict[int, None]()]
-        for trait in reversed(wider):  # labels come last
+        for trait in reversed(untold):  # labels come last
             counts = count_trait(pool, trait)
+            spread = float(counts.max() - counts.min())
             pair = dict.fromkeys([int(counts.argmin()), int(counts.argmax())])
+            if not spread or not (is_due or spread > 2.0 * self._spread[trait]):
+                continue
             if len(groups[-1] | pair) > self._num_samples:
                 if len(groups) == MAX_GROUPS:
                     break
                 groups.append({})
             groups[-1] |= pair
-            self._spread[trait] = max(float(counts.max() - counts.min()), self._spread.get(trait, 0.0))
+            self._spread[trait] = max(spread, self._spread[trait])
         others = dict.fromkeys((index + each * max(1, size // self._num_samples)) % size for each in range(size))
-        for group in groups:
+        for group in [each for each in groups if each or is_due]:
             every = list(group | others)
             rows = [every[each % len(every)] for each in range(self._num_samples)]
-            if has_own_samples(pool):
-                rows = list(range(min(size, self._num_samples)))
-            samples = take_samples(pool, rows)
-            self._chosen.append((samples, {each: count_trait(samples, each) for each in news}))
+            samples = take_samples(pool, list(range(self._num_samples)) if has_own_samples(pool) else rows)
+            self._chosen.append((samples, {each: count_trait(samples, each) for each in untold}))
 
     def judge(self) -> bool:
         """Compare what was chosen since the last call, if any rank has something; whether there was. Collective.
@@ -197,27 +166,23 @@ class SplitCheck:
             return False
         verdict = _Verdict()
         for index in range(number):  # as often on every rank: the model may be divided among them
-            samples, counts = chosen[index % len(chosen)] if chosen else (self._repeat_first(), {})
-            self._compare(samples, counts, verdict)
+            spare = take_samples(self._first, [0] * self._num_samples), {}
+            self._compare(*(chosen[index % len(chosen)] if chosen else spare), verdict)
         for each in self._world.gather(verdict):
             if each.problem is not None:
                 name, problem = each.problem
                 why, remedy = self._consequence
                 raise ConfigError(*self._subject(name), f"{problem}, {why}", remedy)
             self._names |= each.names
-            self._is_open &= not each.is_telling
             for trait, names in each.told.items():
                 self._told[trait] |= names
         return True
 
-    def _repeat_first(self) -> Any:
-        return take_samples(self._first, [0] * self._num_samples)
-
     def _compare(self, samples: Any, counts: Mapping[Trait, Tensor], verdict: _Verdict) -> None:
         size = count_samples(samples)
         # Two of each, where that is no more than all, because one alone may lose its dimension.
-        times = 1 if size < 3 or has_own_samples(samples) else 2
-        parts = [take_samples(samples, [each] * times) for each in range(size)]
+        times = 1 if self._num_samples < 3 or has_own_samples(samples) else 2
+        parts = [take_samples(samples, [each % size] * times) for each in range(self._num_samples)]
         with preserve_rng():
             measured = [self._measure(samples), self._measure(samples)]
             try:
@@ -229,7 +194,7 @@ class SplitCheck:
         for name in measured[0]:
             verdict.names.add(name)
             if verdict.problem is None:
-                figures = torch.stack([torch.nn.functional.pad(each[name].cpu(), (0, 5))[:5] for each in measured])
+                figures = torch.stack([pad(each[name].cpu(), (0, 5))[:5] for each in measured[: 2 + size]])
                 self._compare_one(name, figures, counts, verdict)
 
     def _compare_one(self, name: str, figures: Tensor, counts: Mapping[Trait, Tensor], verdict: _Verdict) -> None:
@@ -256,24 +221,20 @@ class SplitCheck:
             )
             return
         plain = each.mean(0)
-        verdict.is_telling |= bool(((each - plain).abs() > 4 * margin).any())
         for trait, count in counts.items():
-            others = 1.0 - count
-            if all(_differs(plain, each, divisor, 4 * margin) for divisor in (count, others)):
+            if all(_differs(plain, each, divisor, 4 * margin) for divisor in (count, 1.0 - count)):
                 verdict.told[trait].add(name)
 
 
 class _Verdict:
     """What one rank has found.
 
-    problem:    a name, and how it differs
-    is_telling: whether samples had different values
-    told:       the names to which a trait makes no difference
+    problem: a name, and how it differs
+    told:    the names to which a trait makes no difference
     """
 
     def __init__(self) -> None:
         self.problem: tuple[str, str] | None = None
-        self.is_telling = False
         self.names: set[str] = set()
         self.told: dict[Trait, set[str]] = defaultdict(set)
 
@@ -322,11 +283,28 @@ def list_leaves(batch: Any) -> list[Tensor]:
     return [leaf for leaf in every if not leaf.is_complex() and leaf.layout is torch.strided]
 
 
+def _find_kinds(leaf: Tensor, low: float, high: float) -> list[int | str]:
+    """The traits that elements between these may have."""
+    if leaf.is_floating_point() or leaf.numel() >= MANY:
+        is_there = {"missing": low != low, "ignored": low <= IGNORED, "negative": low < 0.0}
+        is_there |= {"zero": low <= 0.0 <= high, "varied": low != high}
+        return [kind for kind, is_so in is_there.items() if is_so or low != low]
+    return list(range(max(-1, int(low)), min(NUM_CLASSES, int(high) + 1)))
+
+
+def _mark(leaf: Tensor, kind: int | str) -> Tensor:
+    return _MARKS[kind](leaf) if isinstance(kind, str) else leaf.long().clamp(-1, NUM_CLASSES) == kind
+
+
+def _keep_present(leaf: Tensor, kinds: list[int | str]) -> list[int | str]:
+    """Those that elements have."""
+    if isinstance(kinds[0], str):
+        return [kind for kind in kinds if _mark(leaf, kind).any()]
+    found = (leaf.flatten().long().clamp(-1, NUM_CLASSES) + 1).bincount(minlength=NUM_CLASSES + 2).tolist()
+    return [kind for kind in kinds if found[int(kind) + 1]]
+
+
 def count_trait(batch: Any, trait: Trait) -> Tensor:
     """[n], float64, on the CPU: the share of each sample's elements that have the trait."""
     leaf = list_leaves(batch)[trait.leaf]
-    if isinstance(trait.kind, str):
-        marks = _MARKS[trait.kind](leaf)
-    else:
-        marks = leaf.long().clamp(-1, NUM_CLASSES) == trait.kind
-    return marks.reshape(len(leaf), -1).double().mean(1).cpu()
+    return _mark(leaf, trait.kind).reshape(len(leaf), -1).double().mean(1).cpu()
