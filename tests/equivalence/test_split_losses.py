@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,13 +15,17 @@ from benchmarks.ours.random_splits import judge
 from cases import BATCH, LENGTH, VOCABULARY, build, full, global_batch, share
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from learnable import Classifier
 from programs import run_ranks
+from shoal.data import Data
+from shoal.data.loader import make_loader
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.loss import Mean
-from shoal.train.loop.split_check import check_loss
+from shoal.train.loop.evaluation import evaluate
+from shoal.train.loop.split_check import check_loss, check_metrics
 
 NUM_STEPS = 5
 WEIGHTS = torch.linspace(0.1, 20.0, VOCABULARY)
@@ -593,3 +598,35 @@ def test_weights_of_errors_count(learnable: type) -> None:
         model.train_step(global_batch(0), 0)
     for (_, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+class Evaluated(ClassWeighted):
+    """Metrics over the samples that have a label."""
+
+    forms: ClassVar[dict[str, Callable[[Tensor, Tensor], Any]]] = {
+        "divided": lambda right, known: (right * known).sum() / known.sum().clamp(min=1),
+        "selected": lambda right, known: right[known].mean(),
+        "root": lambda right, known: (right - known.float()).square().mean().sqrt(),
+        "mean": lambda right, known: right.mean(),
+        "marked": lambda right, known: Mean((right * known).sum(), known.sum()),
+    }
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        return {self.form: self.forms[self.form](outputs.sigmoid()[:, 0], batch[1] >= VOCABULARY // 3)}
+
+
+@pytest.mark.parametrize("form", Evaluated.forms)
+def test_a_metric_that_depends_on_the_batch_size_is_refused_by_name(form: str) -> None:
+    data = Data(train=[], validation=TensorDataset(*global_batch(0)))
+    values = []
+    for size in (4, 6, BATCH):
+        model = build(make_blocks, ParallelSpec(), World.single("cpu"), Evaluated(form))
+        check = check_metrics(model, World.single("cpu"), size)
+        is_refused = form in ("divided", "selected", "root") and size < BATCH  # a whole set is evaluated rightly
+        match = rf"Task\.metrics = '{form}': gives .* mean of its parts.*shoal\.Mean\(total, count\).*stateful_metrics"
+        with pytest.raises(ConfigError, match=match) if is_refused else nullcontext():
+            values.append(evaluate(model, make_loader(data, "validation", batch_size=size), None, check))
+    assert all(each == pytest.approx(values[0]) for each in values)
