@@ -23,7 +23,7 @@ from shoal.models.lenet import LeNet
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
-from shoal.train.loop.split_check import check_loss
+from shoal.train.loop.split_check import SplitCheck
 
 BATCH, WARM = 64, 20
 
@@ -50,7 +50,7 @@ def main(name: str, num_steps: int) -> None:
     world = World.from_environment("cpu")
     batch = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,)), torch.randn(BATCH, 10)
     sides = {side: make(name, world, batch, is_active=side == "ours") for side in ("ours", "before")}
-    check = check_loss(sides["ours"][0], world, name, BATCH // 4)
+    check = SplitCheck(sides["ours"][0], world, name, BATCH // 4)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for step in range(num_steps + WARM):
         for side in sorted(sides, reverse=bool(step % 2)):

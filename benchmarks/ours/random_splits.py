@@ -31,7 +31,7 @@ from benchmarks.talk import say
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
-from shoal.train.loop.split_check import check_loss
+from shoal.train.loop.split_check import SplitCheck
 
 NUM_STEPS = 5
 TOLERANCE = 1e-5  # relative to a parameter's norm, in float32
@@ -134,7 +134,7 @@ def train(world: World, name: str, draw: Draw, is_split: bool = True, is_checked
     rank = dims.coordinates(world.rank).data
     shares = [Batch(*(part[rank * size : (rank + 1) * size] for part in batch)) for batch in batches]
     model = parallelize(network, SmallTask(name), spec, dims, world, shares[0])
-    check = check_loss(model, world, name, size // draw.num_parts) if is_split and is_checked else None
+    check = SplitCheck(model, world, name, size // draw.num_parts) if is_split and is_checked else None
     optimizer = torch.optim.SGD([each for _, each in model.named_parameters()], 0.2)
     try:
         for step, batch in enumerate(shares):

@@ -99,12 +99,12 @@ def has_own_samples(batch: Any) -> bool:
 
 
 def join_samples(first: Any, second: Any) -> Any:
-    """The samples of both batches; those of the second alone where their tensors do not fit together."""
+    """The samples of both batches; those of the first alone where their tensors do not fit together."""
     pairs = list(zip(tensors_of(first), tensors_of(second), strict=False))
-    if not pairs or has_own_samples(second) or any(one.shape[1:] != other.shape[1:] for one, other in pairs):
-        return second
-    joined = iter([torch.cat(pair) if pair[0].ndim else pair[1] for pair in pairs])
-    return map_tensors(second, lambda _: next(joined))
+    if not pairs or has_own_samples(first) or any(one.shape[1:] != other.shape[1:] for one, other in pairs):
+        return first
+    joined = iter([torch.cat(pair) if pair[0].ndim else pair[0] for pair in pairs])
+    return map_tensors(first, lambda _: next(joined))
 
 
 def _map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:

@@ -25,7 +25,7 @@ from shoal.errors import ConfigError
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.loss import Mean
 from shoal.train.loop.evaluation import evaluate
-from shoal.train.loop.split_check import check_loss, check_metrics
+from shoal.train.loop.split_check import SplitCheck
 
 NUM_STEPS = 5
 WEIGHTS = torch.linspace(0.1, 20.0, VOCABULARY)
@@ -238,7 +238,7 @@ def _check(
     model = build(make, ParallelSpec.parse(plan), world, learnable)
     batch = share(global_batch(0), model.data_rank, model.num_data_ranks)
     try:
-        check = check_loss(model, world, "Weighted", len(batch[1]) // num_parts)
+        check = SplitCheck(model, world, "Weighted", len(batch[1]) // num_parts)
         check.watch(batch)
         check.judge()
     except ConfigError as error:
@@ -378,7 +378,7 @@ def make_with_queue() -> nn.Module:
 
 def test_the_check_changes_no_buffer() -> None:
     model = build(make_with_queue, ParallelSpec.parse(ALONE), World.single("cpu"), QueueStep())
-    check = check_loss(model, World.single("cpu"), "Queue", BATCH)
+    check = SplitCheck(model, World.single("cpu"), "Queue", BATCH)
     check.watch(global_batch(0))
     check.judge()
     assert not model.model_state()["queue"].any()
@@ -505,7 +505,7 @@ class LabelsAndPenalty(ClassWeighted):
 
 def test_a_batch_with_another_trait_is_checked_too() -> None:
     model = build(make_blocks, ParallelSpec.parse(ALONE), World.single("cpu"), LabelsAndPenalty())
-    check = check_loss(model, World.single("cpu"), "LateLabels", 4)
+    check = SplitCheck(model, World.single("cpu"), "LateLabels", 4)
     for step in range(37):
         check.watch(global_batch(step))
         check.judge()
@@ -624,7 +624,7 @@ def test_a_metric_that_depends_on_the_batch_size_is_refused_by_name(form: str) -
     values = []
     for size in (4, 6, BATCH):
         model = build(make_blocks, ParallelSpec(), World.single("cpu"), Evaluated(form))
-        check = check_metrics(model, World.single("cpu"), size)
+        check = SplitCheck(model, World.single("cpu"), "Evaluated", size, evaluates=True)
         is_refused = form in ("divided", "selected", "root") and size < BATCH  # a whole set is evaluated rightly
         match = rf"Task\.metrics = '{form}': gives .* mean of its parts.*shoal\.Mean\(total, count\).*stateful_metrics"
         with pytest.raises(ConfigError, match=match) if is_refused else nullcontext():

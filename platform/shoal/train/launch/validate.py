@@ -311,6 +311,7 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
             called = "loss" if name == "loss" else f"metrics: {name!r}"
             problem = f"{type(task).__name__}.{called} gave {kind}"
             remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
+            remedy = "return it from stateful_metrics()" if hasattr(value, "merge_state") else remedy
             raise ConfigError("task", spec.task, problem, remedy)
     return [*measured, *task.stateful_metrics(), *later]
 

@@ -38,8 +38,8 @@ def evaluate(
     """
     sums: dict[str, Tensor] = {}
     for batch in loader:
-        if check is not None and loader.num_samples and (loader.num_batches != 1 or model.num_data_ranks > 1):
-            check.watch(batch)
+        if check is not None and (loader.num_batches != 1 or model.num_data_ranks > 1):
+            check.watch(loader.host_batch)
         measured = model.evaluate(batch, loader.num_samples, None if stateful is None else stateful.observe)
         if sums and measured.keys() != sums.keys():
             raise _make_uneven_metrics_error(sorted(measured.keys() ^ sums.keys()))

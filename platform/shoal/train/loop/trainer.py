@@ -30,7 +30,7 @@ from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate, watch_samples
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
-from shoal.train.loop.split_check import SplitCheck, check_loss, check_metrics
+from shoal.train.loop.split_check import SplitCheck
 from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, find_bad_value, write_histograms
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
@@ -108,9 +108,10 @@ class Trainer:
         if spec.check_loss:
             num_parts = spec.parallel.accumulate * spec.parallel.num_micro_batches(parts.degrees)
             num_samples = spec.batch_size // (num_parts * parts.degrees.data * self._num_replicas)
-            self._metric_check = check_metrics(parts.model, world, num_samples)
+            name = type(task).__name__
+            self._metric_check = SplitCheck(parts.model, world, name, num_samples, evaluates=True)
             if spec.splits_batches:
-                self._loss_check = check_loss(parts.model, world, type(task).__name__, num_samples)
+                self._loss_check = SplitCheck(parts.model, world, name, num_samples)
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
@@ -195,7 +196,7 @@ class Trainer:
         self.sync.before_step()
         try:
             if self._loss_check is not None:
-                self._loss_check.watch(batch)
+                self._loss_check.watch(parts.training.host_batch)
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 if parts.has_phases:
                     self._wait_until_copied()
