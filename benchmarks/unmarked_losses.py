@@ -11,6 +11,7 @@ of LeNet with what finds such losses, beside the same step without it, step afte
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.children import OUR_PYTHON, Child, scratch
 from benchmarks.ours.hidden_losses import LOSSES
@@ -30,8 +31,9 @@ def count_verdicts(num_draws: int, first: int, words: tuple[str, ...], env: dict
 
 
 def judge_draws(num_draws: int, env: dict[str, str]) -> list[Row]:
-    verdicts = count_verdicts(num_draws * 9 // 10, 0, (), env)
-    verdicts += count_verdicts(num_draws // 10, 100_000, TORCHRUN, env)
+    parts = (num_draws * 9 // 10, 0, ()), (num_draws // 10, 100_000, TORCHRUN)
+    with ThreadPoolExecutor() as pool:
+        verdicts = sum(pool.map(lambda part: count_verdicts(*part, env), parts), Counter[tuple[str, str]]())
     sums = Counter[str]()
     for (_, verdict), number in verdicts.items():
         sums[verdict] += number

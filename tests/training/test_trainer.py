@@ -320,7 +320,7 @@ def test_a_value_of_the_data_that_is_not_finite_is_named() -> None:
     samples = [(torch.zeros(3), 1.0), {"x": torch.tensor([[1.0, float("inf")]]), "y": 2}, (torch.zeros(2), math.nan)]
     assert find_bad_value(samples, [0]) == ""
     assert "sample 1 of the data has inf in its ['x'] at [0, 1]: repair it" in find_bad_value(samples, [0, 1, 2])
-    assert "sample 2 of the data has nan in its [1]:" in find_bad_value(samples, [2])
+    assert "sample 2 of the data has nan in its [1] at []:" in find_bad_value(samples, [2])
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ _SHAPES = {  # by the attribute that has the size of an input
     "in_channels": "[N, {}, ..]",
     "num_features": "[N, {}, ..]",
 }
-_ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "true_divide", "minimum", "maximum"}
-_ELEMENTWISE |= {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss"}
+_ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _RAISED = (RuntimeError, ValueError, IndexError, TypeError)
 
 
@@ -91,13 +90,11 @@ class BroadcastTrap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         pair = [each for each in args if isinstance(each, Tensor)]
-        if len(pair) == 2 and func.__name__ in _ELEMENTWISE and pair[0].requires_grad != pair[1].requires_grad:
+        if func.__name__ in _ELEMENTWISE and len(pair) == 2 and pair[0].requires_grad != pair[1].requires_grad:
             short, long = sorted((list(each.shape) for each in pair), key=len)
-            if long == [*short, 1] and len(short) == 1 and short[0] > 1:
-                outputs, targets = sorted(pair, key=lambda each: not each.requires_grad)
-                problem = f"compares outputs {list(outputs.shape)} with {list(targets.shape)}, which is each with each"
-                remedy = "take outputs.squeeze(1)" if outputs.ndim == 2 else "take outputs.unsqueeze(1)"
-                raise ConfigError("Task.loss", func.__name__, problem, remedy)
+            if len(short) == 1 < short[0] and long == [*short, 1]:
+                problem = f"compares each of {long} with each of {short}"
+                raise ConfigError("Task.loss", func.__name__, problem, "give both one shape, as outputs.squeeze(1)")
         return func(*args, **(kwargs or {}))
 
 

@@ -85,7 +85,9 @@ def test_a_loss_that_compares_each_output_with_each_target_is_refused(form: str)
     if form in ("squeezed", "pairs"):
         validate_run(spec)
         return
-    with pytest.raises(ConfigError, match=r"Task\.loss = .* compares outputs \[2.*\] with \[2.*take outputs\."):
+    with pytest.raises(
+        ConfigError, match=r"Task\.loss = .* compares each of \[2, 1\] with each of \[2\].*outputs\.squeeze\(1\)"
+    ):
         validate_run(spec)
 
 

@@ -381,19 +381,6 @@ class PipelineModel(ParallelModel):
             return float("nan")  # the host does not wait for the device
         return self.clock.total_s - self.clock.busy_s + self._reduced_s
 
-    def measure_idle_share(self) -> float:
-        """The share of the time of all schedules so far in which ranks of this pipeline have waited. Collective.
-
-        The schedules lasted as long as on the rank that was in them for longest: others leave them before their end.
-        """
-        if self._world.device.type != "cpu":
-            return float("nan")
-        group = self._groups.pipeline
-        busy_s, total_s = torch.tensor([self.clock.busy_s, self.clock.total_s], dtype=torch.float64).unbind()
-        dist.all_reduce(busy_s, group=group)
-        dist.all_reduce(total_s, dist.ReduceOp.MAX, group=group)
-        return 1.0 - float(busy_s / total_s) / dist.get_world_size(group)
-
     @property
     def shm_sent_bytes(self) -> float:
         return self._shm_p2p.sent_bytes if self._shm_p2p else 0.0

@@ -25,7 +25,7 @@ from shoal.data.dataset import is_stream, length_of
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch, make_loader
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, ShoalError, summarize_error
-from shoal.parallel.loss import Mean, require_loss
+from shoal.parallel.loss import require_loss
 from shoal.parallel.loss_trace import watch_gradients
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
@@ -302,17 +302,9 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
     for name, value in measured.items():
-        if isinstance(value, Mean):
-            require_loss(value, f"{type(task).__name__}.{'loss' if name == 'loss' else f'metrics: {name!r}'}")
-            continue
         # A metric of shape [1] counts as a number; the first step of any plan rejects a loss of that shape.
-        if not isinstance(value, Tensor) or value.numel() != 1 or (name == "loss" and value.ndim):
-            kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            called = "loss" if name == "loss" else f"metrics: {name!r}"
-            problem = f"{type(task).__name__}.{called} gave {kind}"
-            remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
-            remedy = "return it from stateful_metrics()" if hasattr(value, "merge_state") else remedy
-            raise ConfigError("task", spec.task, problem, remedy)
+        if name == "loss" or not isinstance(value, Tensor) or value.numel() != 1:
+            require_loss(value, f"{type(task).__name__}.{'loss' if name == 'loss' else f'metrics: {name!r}'}")
     return [*measured, *task.stateful_metrics(), *later]
 
 

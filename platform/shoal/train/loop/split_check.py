@@ -41,7 +41,6 @@ NUM_CLASSES = 32  # whole numbers below it are told apart; beyond, as those of t
 MANY = 1 << 18  # whole numbers, as of pictures, are not told apart
 LARGE, NUM_LARGE = 1 << 15, 64  # of so many numbers, zeros are looked for in the first batches, and in each doubling
 IGNORED = -100.0
-_FIGURES = "", "the gradient "
 _TRAINING = (
     "so the run, which splits batches, would train on other gradients than one process",
     "return shoal.Mean(total, count) from it; check_loss=false accepts the mean of the parts",
@@ -77,7 +76,7 @@ class SplitCheck:
     """Refuses a loss or metrics that are no means over the samples of a batch.
 
     task:        its name
-    max_samples: the most that may be measured at once, if more than two
+    max_samples: the most that may be measured at once, if more than three
     evaluates:   check what an evaluation measures, instead of the loss in training
 
     Values that differ although the samples are the same cannot be compared, and pass.
@@ -87,7 +86,7 @@ class SplitCheck:
         self, model: ParallelModel, world: World, task: str, max_samples: int, *, evaluates: bool = False
     ) -> None:
         self._model, self._world, self._task, self._evaluates = model, world, task, evaluates
-        self._num_samples = min(NUM_SAMPLES, max(2, max_samples))
+        self._num_samples = min(NUM_SAMPLES, max(3, max_samples))
         self._num_batches = 0
         self._told = set[Trait]()  # that were seen to make no difference
         self._spread = defaultdict[Trait, float](float)  # the widest that was compared
@@ -146,17 +145,13 @@ class SplitCheck:
         number = max(self._world.gather(len(chosen)))
         told, problems = set[Trait](), dict[str, str]()
         for index in range(number):  # as often on every rank: the model may be divided among them
-            samples, counts = chosen[index % len(chosen)] if chosen else (self._spare, {})
-            measured = self._measure_all(samples, problems)
-            if measured:
-                found = [self._compare(name, figures, counts, problems) for name, figures in measured.items()]
-                told |= set.intersection(*found)
+            told |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
         for theirs, others in self._world.gather((told, problems)):
             self._told |= theirs
             for name, problem in others.items():
                 why, remedy = _EVALUATION if self._evaluates else _TRAINING
-                field, value = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
-                raise ConfigError(field, value, f"{problem}, {why}", remedy)
+                subject = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
+                raise ConfigError(*subject, f"{problem}, {why}", remedy)
         return number > 0
 
     def _measure(self, batch: Any) -> Mapping[str, Tensor]:
@@ -165,49 +160,45 @@ class SplitCheck:
             return self._model.evaluate(batch, count_samples(batch), is_trial=True)
         return self._model.measure_loss(batch)
 
-    def _measure_all(self, samples: Any, problems: dict[str, str]) -> dict[str, Tensor]:
-        """By name, [2 + n, 5]: figures of all samples, of all again, and of each."""
+    def _compare(self, samples: Any, counts: Mapping[Trait, Tensor], problems: dict[str, str]) -> set[Trait]:
+        """The traits that make no difference. Notes problems, by name."""
         size = count_samples(samples)
-        # Two of each, where that is no more than all, because one alone may lose its dimension.
-        times = 1 if self._num_samples < 3 or has_own_samples(samples) else 2
-        parts = [take_samples(samples, [each % size] * times) for each in range(self._num_samples)]
+        times = 1 if has_own_samples(samples) else 2  # since one sample alone may lose its dimension
         with preserve_rng():
             measured = [self._measure(samples), self._measure(samples)]
             try:
-                measured += [self._measure(each) for each in parts]
+                for index in range(self._num_samples):
+                    measured.append(self._measure(take_samples(samples, [index % size] * times)))
             except (RuntimeError, ValueError, IndexError) as error:
                 problems[next(iter(measured[0]), LOSS)] = f"raises {summarize_error(error)!r} for one sample of a batch"
-                return {}
-        return {
-            name: torch.stack([pad(each[name].cpu(), (0, 5))[:5] for each in measured[: 2 + size]])
-            for name in measured[0]
-        }
-
-    def _compare(
-        self, name: str, figures: Tensor, counts: Mapping[Trait, Tensor], problems: dict[str, str]
-    ) -> set[Trait]:
-        """The traits that make no difference. Notes a problem."""
-        total, weight, slope, terms, eps = figures.unbind(1)
-        both = torch.stack([total, slope])  # [2, 2 + n]
-        means = _divide(both, weight)
-        whole, again, each = means[:, 0], means[:, 1], means[:, 2:]
-        largest = _divide(torch.stack([total, terms]), weight).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-        margin = max(self._find_tolerance(), NUM_ROUNDINGS * float(eps[0])) * largest + 1e-30
-        if not whole.isfinite().all() or ((whole - again).abs() > margin).any():
-            return set()
-        mean = _divide(both[:, 2:].sum(1), weight[2:].sum())
-        for is_close, one, other, what in zip((whole - mean).abs() <= margin, whole, mean, _FIGURES, strict=True):
-            if not is_close:
-                beside = f"{other:.6g} as the mean of its parts"
-                problems[name] = f"gives {what}{one:.6g} for a batch of {each.shape[1]} samples, and {beside}"
                 return set()
-        plain = each.mean(1)
-
-        def differs(divisor: Tensor) -> bool:
-            """Whether means that are weighted so are other ones."""
-            return bool(((_divide((each * divisor).sum(1), divisor.sum()) - plain).abs() > 4.0 * margin).any())
-
-        return {trait for trait, count in counts.items() if differs(count) and differs(1.0 - count)}
+        told = set(counts) if measured[0] else set[Trait]()
+        for name in measured[0]:
+            figures = torch.stack([pad(each[name].cpu(), (0, 5))[:5] for each in measured[: 2 + size]])
+            total, weight, slope, terms, eps = figures.unbind(1)
+            both = torch.stack([total, slope])  # [2, 2 + n]: of all samples, of all again, and of each
+            whole, again, *_ = means = _divide(both, weight).unbind(1)
+            each = torch.stack(means[2:], 1)
+            mean = _divide(both[:, 2:].sum(1), weight[2:].sum())
+            largest = _divide(torch.stack([total, terms]), weight).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+            margin = max(self._find_tolerance(), NUM_ROUNDINGS * float(eps[0])) * largest + 1e-30
+            if not whole.isfinite().all() or ((whole - again).abs() > margin).any():
+                return set()
+            is_close = ((whole - mean).abs() <= margin).tolist()
+            if not all(is_close):
+                at = is_close.index(False)
+                what = f"{'the gradient ' * at}{whole[at]:.6g} for a batch of {size} samples"
+                problems[name] = f"gives {what}, and {mean[at]:.6g} as the mean of its parts"
+                return set()
+            told &= {
+                trait
+                for trait, count in counts.items()
+                if all(
+                    ((_divide((each * share).sum(1), share.sum()) - each.mean(1)).abs() > 4.0 * margin).any()
+                    for share in (count, 1.0 - count)  # by which a mean would be another one
+                )
+            }
+        return told
 
     def _find_tolerance(self) -> float:
         """Relative, of what the model computes."""

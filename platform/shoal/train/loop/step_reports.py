@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_leaves_with_path
 from torch.utils.data import default_convert
 
 from shoal.parallel.model import ParallelModel
@@ -108,12 +108,11 @@ class LossReport:
 def find_bad_value(source: Any, indices: Iterable[int]) -> str:
     """The remedy for the first value of these samples that is not finite; "" if all are."""
     for index in indices:
-        for path, leaf in tree_flatten_with_path(default_convert(source[index]))[0]:
+        for path, leaf in tree_leaves_with_path(default_convert(source[index])):
             values = torch.as_tensor(leaf).double() if isinstance(leaf, Tensor | float) else torch.zeros(())
             for place in values.isfinite().logical_not().nonzero().tolist():
-                where = keystr(path) + (f" at {place}" if place else "")
-                value = float(values[tuple(place)])
-                return f"sample {index} of the data has {value} in its {where}: repair it, or leave it out"
+                where = f"{values[tuple(place)]} in its {keystr(path)} at {place}"
+                return f"sample {index} of the data has {where}: repair it, or leave it out"
     return ""
 
 
