@@ -152,7 +152,8 @@ class LossTrace(TorchFunctionMode):
                 return found
         result = func(*args, **kwargs)
         mean = _get_mean(args[0]) if args and func.__name__ in _LINEAR and isinstance(result, Tensor) else None
-        if mean is not None and not any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):
+        is_scaled = not any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values()))
+        if mean is not None and is_scaled and not result.is_inference():
             _tag(result, replace(mean, total=func(mean.total, *args[1:], **kwargs)))
         return result
 

@@ -95,6 +95,8 @@ class SplitCheck:
 
     def watch(self, batch: Any) -> None:
         """Look at a batch that is trained on or evaluated, before it is on a device."""
+        if not count_samples(batch):
+            return
         index = self._num_batches
         self._num_batches += 1
         is_due = not index & (index - 1)
@@ -115,13 +117,10 @@ class SplitCheck:
                     break
                 groups[-1] |= pair
                 self._spread[trait] = max(spread, self._spread[trait])
-        size = count_samples(pool)
-        first = index % max(1, size - self._num_samples)
         for group in groups[:MAX_GROUPS]:
             if group or is_due:
-                rows = list(group | dict.fromkeys(each % size for each in range(first, first + size)))
-                every = rows if has_own_samples(pool) else rows * self._num_samples
-                samples = take_samples(pool, every[: self._num_samples])
+                rows = list(group | dict.fromkeys(range(count_samples(pool))))
+                samples = take_samples(pool, rows[: self._num_samples])
                 self._chosen.append((samples, {each: count_trait(samples, each) for each in untold}))
 
     def _find_untold(self, batch: Any, is_thorough: bool) -> Iterator[Trait]:
@@ -163,7 +162,7 @@ class SplitCheck:
     def _compare(self, samples: Any, counts: Mapping[Trait, Tensor], problems: dict[str, str]) -> set[Trait]:
         """The traits that make no difference. Notes problems, by name."""
         size = count_samples(samples)
-        times = 1 if has_own_samples(samples) else 2  # since one sample alone may lose its dimension
+        times = 1 if size < 3 or has_own_samples(samples) else 2  # since one alone may lose its dimension
         with preserve_rng():
             measured = [self._measure(samples), self._measure(samples)]
             try:
