@@ -142,6 +142,8 @@ class SplitCheck:
         """
         chosen, self._chosen = self._chosen, []
         number = max(self._world.gather(len(chosen)))
+        if not number:
+            return False
         told, problems = set[Trait](), dict[str, str]()
         for index in range(number):  # as often on every rank: the model may be divided among them
             told |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
@@ -151,7 +153,7 @@ class SplitCheck:
                 why, remedy = _EVALUATION if self._evaluates else _TRAINING
                 subject = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
                 raise ConfigError(*subject, f"{problem}, {why}", remedy)
-        return number > 0
+        return True
 
     def _measure(self, batch: Any) -> Mapping[str, Tensor]:
         batch = move_to_device(batch, self._world.device)
