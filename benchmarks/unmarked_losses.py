@@ -2,8 +2,8 @@
 
     python -m benchmarks.unmarked_losses [--runs N] [--quick]
 
-The first rows count the trainings, of 77 losses under 3,000 random orders of labels, batch sizes and splits, that are
-silent and wrong, that end as not finite where the whole batch is finite, or that are refused though their weights would
+The first rows count the trainings, of 77 losses under 600 random orders of labels, batch sizes and splits a run (3,000
+by default), that are silent and wrong, that end as not finite where the whole batch is finite, or that are refused though their weights would
 have been equal. One in ten is split over two ranks, by ddp, fsdp or a pipeline. The others have the CPU time of a step
 of LeNet with what finds such losses, beside the same step without it, step after step in one process.
 """
@@ -51,7 +51,7 @@ def judge_draws(num_draws: int, env: dict[str, str]) -> list[Row]:
 def main() -> None:
     chosen = options(__doc__, runs=5)
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    rows = judge_draws(100 if chosen.quick else 3000, env)
+    rows = judge_draws(100 if chosen.quick else 600 * chosen.runs, env)
     for row in rows:
         print(row.name, row.ours, row.note, flush=True)
     for loss in ("mse_loss", "cross_entropy"):
