@@ -3,9 +3,10 @@
     python -m benchmarks.unmarked_losses [--runs N] [--quick]
 
 The first rows count the trainings, of 77 losses under 600 random orders of labels, batch sizes and splits a run (3,000
-by default), that are silent and wrong, that end as not finite where the whole batch is finite, or that are refused though their weights would
-have been equal. One in ten is split over two ranks, by ddp, fsdp or a pipeline. The others have the CPU time of a step
-of LeNet with what finds such losses, beside the same step without it, step after step in one process.
+by default), that are silent and wrong, that end as not finite where the whole batch is finite, or that are refused
+though their weights would have been equal. One in ten is split over two ranks, by ddp, fsdp or a pipeline. The others
+have the CPU time of a step of LeNet with what finds such losses, beside the same step without it, step after step in
+one process.
 """
 
 from __future__ import annotations
