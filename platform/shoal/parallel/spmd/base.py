@@ -37,8 +37,8 @@ from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
 from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, snapshot_module
 from shoal.parallel.task_step import (
+    EvalStep,
     begin_phases,
-    get_eval_step,
     get_phase_parameters,
     get_train_step,
     next_phase,
@@ -75,7 +75,8 @@ class SpmdModel(ParallelModel):
         seed_dropout(model, self._dropout_rng)
         checkpoint_activations(model, spec.activation_checkpointing)
         self._forward: nn.Module = model
-        self._train_step, self._eval_step = get_train_step(learnable), get_eval_step(learnable)
+        self._train_step = get_train_step(learnable)
+        self._eval_step: EvalStep | None = getattr(learnable, "eval_step", None)
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
         self._counts = StepCounts()

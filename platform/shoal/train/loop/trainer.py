@@ -106,12 +106,11 @@ class Trainer:
         self._loss_check: SplitCheck | None = None
         self._metric_check: SplitCheck | None = None
         if spec.check_loss:
-            num_parts = spec.parallel.accumulate * spec.parallel.num_micro_batches(parts.degrees)
-            num_samples = spec.batch_size // (num_parts * parts.degrees.data * self._num_replicas)
-            name = type(task).__name__
-            self._metric_check = SplitCheck(parts.model, world, name, num_samples, evaluates=True)
+            num_samples = spec.parallel.compute_micro_batch_size(spec.batch_size, parts.degrees) // self._num_replicas
+            options = parts.model, world, type(task).__name__, num_samples
+            self._metric_check = SplitCheck(*options, evaluates=True)
             if spec.splits_batches:
-                self._loss_check = SplitCheck(parts.model, world, name, num_samples)
+                self._loss_check = SplitCheck(*options)
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
