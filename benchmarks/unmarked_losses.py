@@ -32,7 +32,7 @@ def count_verdicts(num_draws: int, first: int, words: tuple[str, ...], env: dict
 
 
 def judge_draws(num_draws: int, env: dict[str, str]) -> list[Row]:
-    parts = (num_draws * 9 // 10, 0, ()), (num_draws // 10, 100_000, TORCHRUN)
+    parts: list[tuple[int, int, tuple[str, ...]]] = [(num_draws * 9 // 10, 0, ()), (num_draws // 10, 100_000, TORCHRUN)]
     with ThreadPoolExecutor() as pool:
         verdicts = sum(pool.map(lambda part: count_verdicts(*part, env), parts), Counter[tuple[str, str]]())
     sums = Counter[str]()

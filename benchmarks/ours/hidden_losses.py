@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     z: Tensor
 
 
-Loss = Callable[[Tensor, Batch], Tensor]
+Loss = Callable[[Any, Batch], Tensor]
 
 
 def each(o: Tensor, b: Batch) -> Tensor:
@@ -73,7 +73,8 @@ def soft_dice(o: Tensor, b: Batch) -> Tensor:
 
 def correlation(o: Tensor, b: Batch) -> Tensor:
     p, t = o[:, 0] - o[:, 0].mean(), b.t[:, 0] - b.t[:, 0].mean()
-    return 1 - (p * t).sum() / (p.norm() * t.norm() + 1e-6)
+    similarity: Tensor = (p * t).sum() / (p.norm() * t.norm() + 1e-6)
+    return 1 - similarity
 
 
 def by_hand_weights(o: Tensor, b: Batch) -> Tensor:
@@ -115,9 +116,9 @@ PLAIN: dict[str, Loss] = {
     "cross_entropy of tokens": lambda o, b: F.cross_entropy(o.flatten(0, 1), b.z.flatten()),
     "cross_entropy of selected": lambda o, b: F.cross_entropy(o[known(b)], b.y[known(b)]),
     "mse_loss": lambda o, b: F.mse_loss(o, b.t),
-    "mse_loss with weight": lambda o, b: F.mse_loss(o, b.t, weight=b.w[:, None].expand_as(o)),
+    "mse_loss with weight": lambda o, b: F.mse_loss(o, b.t, weight=b.w[:, None].expand_as(o)),  # type: ignore[call-arg]
     "l1_loss": lambda o, b: F.l1_loss(o, b.t),
-    "l1_loss with weight": lambda o, b: F.l1_loss(o, b.t, weight=b.w[:, None].expand_as(o)),
+    "l1_loss with weight": lambda o, b: F.l1_loss(o, b.t, weight=b.w[:, None].expand_as(o)),  # type: ignore[call-arg]
     "smooth_l1_loss": lambda o, b: F.smooth_l1_loss(o, b.t),
     "binary_cross_entropy": lambda o, b: F.binary_cross_entropy(o.sigmoid(), b.m.float()),
     "binary_cross_entropy_with_logits": lambda o, b: F.binary_cross_entropy_with_logits(
