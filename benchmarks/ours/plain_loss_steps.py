@@ -23,12 +23,14 @@ from shoal.models.lenet import LeNet
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
+from shoal.train.loop.split_check import SplitCheck
 
-BATCH, WARM = 64, 10
+BATCH, WARM = 64, 20
 
 
 class PlainTask(SmallTask):
     def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._loss = getattr(functional, name)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -48,14 +50,19 @@ def main(name: str, num_steps: int) -> None:
     world = World.from_environment("cpu")
     batch = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,)), torch.randn(BATCH, 10)
     sides = {side: make(name, world, batch, is_active=side == "ours") for side in ("ours", "before")}
+    check = SplitCheck(sides["ours"][0], world, name, BATCH // 4)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for step in range(num_steps + WARM):
         for side in sorted(sides, reverse=bool(step % 2)):
             model, optimizer = sides[side]
             began_s = time.process_time()
+            if side == "ours":
+                check.watch(batch)
             model.train_step(batch, step)
             optimizer.step()
             seconds[side].append(time.process_time() - began_s)
+        if step < WARM:
+            check.judge()
     if world.is_first:
         say(**{side: statistics.median(each[WARM:]) for side, each in seconds.items()})
     for model, _ in sides.values():

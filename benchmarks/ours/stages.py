@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.talk import say
@@ -90,12 +91,24 @@ def main(schedule: str, num_blocks: int) -> None:
     expected = simulate_step(
         spec.schedule, 2, MICRO_BATCHES, [forward_s[each] for each in stages], [backward_s[each] for each in stages]
     )
-    idle_share = pipeline.measure_idle_share()
+    idle_share = measure_idle_share(pipeline)
     if world.is_first:
         cuts = [cut.module for cut in pipeline.partition.split_points]
         found = {"ours": ours_s[WARM_BLOCKS:], "peer": peer_s[WARM_BLOCKS:], "cuts": cuts}
         say(**found, idle_share=idle_share, predicted_idle_share=expected.idle_share)
     world.close()
+
+
+def measure_idle_share(pipeline: PipelineModel) -> float:
+    """The share of the time of all schedules so far in which ranks of this pipeline have waited. Collective.
+
+    The schedules lasted as long as on the rank that was in them for longest: others leave them before their end.
+    """
+    clock, group = pipeline.clock, pipeline._groups.pipeline
+    busy_s, total_s = torch.tensor([clock.busy_s, clock.total_s], dtype=torch.float64).unbind()
+    dist.all_reduce(busy_s, group=group)
+    dist.all_reduce(total_s, dist.ReduceOp.MAX, group=group)
+    return 1.0 - float(busy_s / total_s) / dist.get_world_size(group)
 
 
 def _of_a_micro_batch(clock: StageClock, num_blocks: int) -> tuple[dict[int, float], dict[int, float]]:

@@ -79,6 +79,34 @@ def slice_samples(batch: Any, part: slice) -> Any:
     return _map_leaves(batch, take)
 
 
+def take_samples(batch: Any, rows: list[int]) -> Any:
+    """Some of the samples, in this order, each as often as it is named; of a `SampleBatch`, from the first to the
+    last."""
+
+    def take(leaf: Tensor | SampleBatch) -> Any:
+        if isinstance(leaf, SampleBatch):
+            return leaf.slice_samples(slice(rows[0], rows[-1] + 1))
+        return leaf[rows] if leaf.ndim else leaf
+
+    return _map_leaves(batch, take)
+
+
+def has_own_samples(batch: Any) -> bool:
+    """Whether some samples are those of a `SampleBatch`."""
+    kinds: list[bool] = []
+    _map_leaves(batch, lambda leaf: kinds.append(isinstance(leaf, SampleBatch)))
+    return any(kinds)
+
+
+def join_samples(first: Any, second: Any) -> Any:
+    """The samples of both batches; those of the first alone where their tensors do not fit together."""
+    pairs = list(zip(tensors_of(first), tensors_of(second), strict=False))
+    if not pairs or has_own_samples(first) or any(one.shape[1:] != other.shape[1:] for one, other in pairs):
+        return first
+    joined = iter([torch.cat(pair) if pair[0].ndim else pair[0] for pair in pairs])
+    return map_tensors(first, lambda _: next(joined))
+
+
 def _map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Tensor | SampleBatch):
         return function(batch)

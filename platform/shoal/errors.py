@@ -194,18 +194,20 @@ class TrainError(ShoalError):
 class NotFinite(TrainError):
     """A loss, gradient or weight is NaN or infinite in a step, counted from 1 as in the record and in checkpoints.
 
-    `indices` are the samples of the step's batch, if known.
+    `indices` are the samples of the step's batch, if known; `remedy` is that for what has been found in them.
     """
 
-    def __init__(self, what: str, step: int, indices: list[int] | None, checkpoint: str | None) -> None:
+    def __init__(
+        self, what: str, step: int, indices: list[int] | None, checkpoint: str | None, remedy: str = ""
+    ) -> None:
         self.what, self.step, self.indices, self.checkpoint = what, step, indices, checkpoint
+        self.remedy = remedy or "lower optimizer.learning_rate, set clip_norm, or look at these samples"
         where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
         shown = "" if indices is None else f", samples {_format_indices(indices)}"
-        remedy = "lower optimizer.learning_rate, set clip_norm, or look at these samples"
-        super().__init__(f"{what} is not finite in step {step}{shown}; {where}. {remedy}")
+        super().__init__(f"{what} is not finite in step {step}{shown}; {where}. {self.remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.what, self.step, self.indices, self.checkpoint))
+        return (type(self), (self.what, self.step, self.indices, self.checkpoint, self.remedy))
 
 
 class OutOfMemory(TrainError):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.ours.stages import measure_idle_share
 from cases import SEED, VOCABULARY, WIDTH, Decoder, Factory, build, full, global_batch, make, share, whole_gradients
 from torch import Tensor, nn
 
@@ -65,7 +66,7 @@ def _describe_two_ranks(world: World) -> dict[str, Any]:
         pipeline.load_model_state(saved | {"other": torch.zeros(1)})
     bytes_of = [parameter.untyped_storage().nbytes() for parameter in pipeline.modules[0].parameters()]
     more = {"names": set(saved), "optimizer": set(settings), "bytes": sum(bytes_of)}
-    return found | more | {"waited_s": pipeline.communication_s, "idle": pipeline.measure_idle_share()}
+    return found | more | {"waited_s": pipeline.communication_s, "idle": measure_idle_share(pipeline)}
 
 
 @pytest.fixture(scope="module")

@@ -260,8 +260,16 @@ def test_arguments_that_a_task_does_not_take() -> None:
     [
         ("NoData", "NoData.data gave a list", "return shoal.data.Data(train=...)"),
         ("NoModel", "NoModel.model gave a function", "return a torch.nn.Module"),
-        ("NoLoss", "NoLoss.loss gave a tensor [2]", "return a scalar tensor, the mean over the samples"),
-        ("LossOfOne", "LossOfOne.loss gave a tensor [1]", "return a scalar tensor, the mean over the samples"),
+        (
+            "NoLoss",
+            "NoLoss.loss = 'a tensor [2]': is not a scalar",
+            "return a scalar tensor, the mean over the samples",
+        ),
+        (
+            "LossOfOne",
+            "LossOfOne.loss = 'a tensor [1]': is not a scalar",
+            "return a scalar tensor, the mean over the samples",
+        ),
         (
             "OtherLoss",
             "OtherLoss.metrics has a 'loss', which would take the place of the loss itself",
@@ -269,12 +277,12 @@ def test_arguments_that_a_task_does_not_take() -> None:
         ),
         ("NoMetrics", "NoMetrics.metrics gave a NoneType", "return a dict of scalar tensors by name"),
         ("OneTensor", "OneTensor.inputs gave a Tensor", "return a tuple of the model's arguments"),
-        ("PlainNumber", "PlainNumber.metrics: 'accuracy' gave a float", "return a scalar tensor"),
+        ("PlainNumber", "PlainNumber.metrics: 'accuracy' = 'a float': is not a scalar", "return a scalar tensor"),
     ],
 )
 def test_a_task_that_gives_something_else(task: str, problem: str, remedy: str) -> None:
     error = refused(spec_of(task))
-    assert (error.field, error.value, error.problem) == ("task", f"{HERE}:{task}", problem)
+    assert problem in str(error)
     assert error.remedy.startswith(remedy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from shoal.data import Data
 from shoal.errors import ConfigError, NotFinite, SpecMismatch
 from shoal.parallel import World
 from shoal.train.loop.checkpointing import find_not_finite
+from shoal.train.loop.step_reports import find_bad_value
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -312,6 +314,13 @@ def test_a_loss_that_is_not_finite_stops_it_with_step_samples_and_checkpoint(tmp
     notes = Notes()
     train(tmp_path / "run", spec, notes, notes=str(tmp_path))
     assert notes.events[0] == ("restored", {"step": 4, "damaged": []})  # the last good one
+
+
+def test_a_value_of_the_data_that_is_not_finite_is_named() -> None:
+    samples = [(torch.zeros(3), 1.0), {"x": torch.tensor([[1.0, float("inf")]]), "y": 2}, (torch.zeros(2), math.nan)]
+    assert find_bad_value(samples, [0]) == ""
+    assert "sample 1 of the data has inf in its ['x'] at [0, 1]: repair it" in find_bad_value(samples, [0, 1, 2])
+    assert "sample 2 of the data has nan in its [1] at []:" in find_bad_value(samples, [2])
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ class Loader:
                 the step, and its mean counts with weight 0.
     order:      of a map-style dataset, from a sampler of torch, in place of `shuffle`; a batch sampler's batches are
                 the global ones, of any sizes
-    After each batch: `num_samples`, `last_indices` (of this rank; None for an iterable), `num_global`, `wait_s`.
+    After each batch: `num_samples`, `last_indices` (of this rank; None for an iterable), `num_global`, `wait_s`, and
+    `host_batch`, which is not on the device.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class Loader:
         order: SamplerOrder | None = None,
     ) -> None:
         batch_size, seed = _as_int("batch_size", batch_size), _as_int("seed", seed)
-        self.spec = spec or LoaderSpec()
+        self.source, self.spec = source, spec or LoaderSpec()
         self.device = torch.device(device)
         self.epoch = self.position = 0
         self.wait_s = 0.0
         self.num_samples = self.num_global = 0
         self.last_indices: list[int] | None = None
+        self.host_batch: Batch = None
         share = RankShare(*share)
         self._num_ranks = share.size
         _require_divisible(batch_size, share, drop_last or hasattr(source, "batches"))
@@ -133,7 +135,8 @@ class Loader:
             if isinstance(first, EpochEnd):
                 self._epoch_plan.on_epoch_end(first, self.position)
                 break
-            batch = self._transfer.finish(first.batch)
+            self.host_batch, moving = first.batch
+            batch = self._transfer.finish(moving)
             self._epoch_plan.on_batch_delivered(first, self.position)
             self.position = self._epoch_plan.advance(self.position, first.num_global)
             self.num_samples, self.num_global = first.num_samples, first.num_global
@@ -162,7 +165,7 @@ class Loader:
         while len(self._in_flight) < count and not (self._in_flight and isinstance(self._in_flight[-1], EpochEnd)):
             item = self._feed.next()
             if isinstance(item, ReadBatch):
-                item = item._replace(batch=self._transfer.begin(item.batch))
+                item = item._replace(batch=(item.batch, self._transfer.begin(item.batch)))
             self._in_flight.append(item)
         self._is_feed_positioned = True
         self.wait_s += time.perf_counter() - began_s

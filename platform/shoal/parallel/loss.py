@@ -71,6 +71,7 @@ def require_loss(loss: object, field: str = "Task.loss") -> Loss:
         raise ConfigError(field, "total", f"gave a Mean whose total is a {type(loss.total).__name__}", "give a tensor")
     what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
+    remedy = "return it from stateful_metrics()" if hasattr(loss, "merge_state") else remedy
     raise ConfigError(field, what, "is not a scalar", remedy)
 
 

@@ -1,148 +1,112 @@
 """What a Task's loss divides by, as seen from the torch functions that it calls.
 
 Owns `LossReader`, by which plans that split batches call a loss. A mean of torch's that divides by another number than
-that of the samples is computed as a sum and a count: a loss that is such a mean becomes a `Mean`. Where one is only a
-part of the loss, or where the loss divides by a sum itself, the reader refuses it, unless the check of split losses has
-accepted it. Called by every plan. Communicates nothing; changes no other function's result.
+that of the samples is computed as a sum and a count: a loss that is such a mean, or its product with a number, becomes
+a `Mean`. Any other loss stays as it is: the check of split losses judges it. Called by every plan. Communicates
+nothing; changes no other function's result.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map_only
 
-from shoal.errors import ConfigError
-from shoal.parallel.loss import LOSS, FoundMean
+from shoal.parallel.loss import LOSS, FoundMean, Mean, require_loss, split_mean
 
 T = TypeVar("T")
-REMEDY = "return shoal.Mean(total, count) from it; check_loss=false accepts the mean of the parts"
 _WITH_LABELS = (functional.cross_entropy, functional.nll_loss)
 _WITH_WEIGHTS = (functional.mse_loss, functional.l1_loss)
-_DIVISIONS = {"div", "divide", "true_divide"}
-_COPIES = {"reshape", "view", "squeeze", "contiguous", "clone", "float", "double", "to", "mean", "sum"}
-_LINEAR = {"mul", "multiply", "neg", *_DIVISIONS, *_COPIES}
-_SUMS = {"sum", "nansum", "count_nonzero"}
-_SELECTIONS = {"__getitem__", "masked_select"}
-_TAG = "_shoal_tag"  # an attribute of tensors
-
-
-@dataclass(frozen=True, eq=False)
-class Division:
-    """A division within a loss.
-
-    function: its name
-    count:    scalar: the divisor
-    size:     the count if all terms count equally; None: it depends on the contents of the batch
-    trace:    that has seen it: of earlier ones, which results may hold that a Task keeps, nothing is said
-    """
-
-    function: str
-    count: Tensor
-    size: int | None
-    trace: LossTrace
-
-    def is_uneven(self) -> bool:
-        return self.size is None or int(self.count) != self.size
-
-
-@dataclass(frozen=True)
-class TraceTag:
-    """What is known of a tensor.
-
-    divisions:   those that it depends on
-    is_sum:      a scalar that depends on a sum
-    is_selected: it depends on elements that were selected by a mask
-    mean:        what it is, as long as it has this `version`
-    """
-
-    divisions: tuple[Division, ...] = ()
-    is_sum: bool = False
-    is_selected: bool = False
-    mean: FoundMean | None = None
-    version: int = 0
-
-
-_NOTHING = TraceTag()
-
-
-class MeasuredLoss(NamedTuple):
-    """The loss of a batch.
-
-    weight:   the count of a mean that was found in it; None: a mean over the samples
-    divisors: the sum of what it divides by in parts that are no such mean; 0: it does not
-    """
-
-    value: Tensor
-    weight: Tensor | float | None
-    divisors: float
+_LINEAR = {"mul", "multiply", "neg", "div", "divide", "true_divide", "reshape", "view", "squeeze", "contiguous"}
+_LINEAR |= {"clone", "float", "double", "to", "mean", "sum"}
+_TAG = "_shoal_mean"  # an attribute of tensors: the mean that it is, and its version then
 
 
 class LossReader:
     """Calls a Task's loss, and finds what it divides by.
 
-    is_active:   whether batches are split; otherwise a loss is as the Task gives it
-    is_accepted: whether a loss may divide by other numbers without being a `Mean`: by the spec, or since the check has
-                 seen that the parts of a batch have its mean
+    is_active: whether batches are split; otherwise a loss is as the Task gives it
     """
 
     def __init__(self, model: nn.Module, is_active: bool) -> None:
-        self.is_active, self.is_accepted = is_active, True
+        self.is_active = is_active
         self._has_own_loss = _may_compute_loss(model)
-        self._forward_trace: LossTrace | None = None
 
     def read_outputs(self, forward: Callable[[], T]) -> T:
         """The model's outputs. A model may compute its loss itself."""
         if not (self.is_active and self._has_own_loss):
             return forward()
-        with LossTrace() as self._forward_trace:
+        with LossTrace():
             outputs = forward()
         self._has_own_loss = getattr(outputs, "loss", None) is not None
         return outputs
 
     def read(self, compute: Callable[[], T]) -> T:
-        """What `compute` gives, with each mean that has a count as a `Mean`.
+        """What `compute` gives, with each mean that has a count as a `Mean`."""
+        return find_means(compute) if self.is_active else compute()
 
-        Raises ConfigError for a loss that divides by other numbers, unless it is accepted.
-        """
-        if not self.is_active:
-            return compute()
-        result = find_means(compute, self._forward_trace)
-        if not self.is_accepted:
-            loss: object = result.get(LOSS) if isinstance(result, Mapping) else result
-            loss = loss[1] if isinstance(loss, tuple) else loss
-            for division in filter(Division.is_uneven, get_trace_tag(loss).divisions):
-                problem = f"divides by {division.function}, as a part of the loss, and the run splits its batches"
-                raise ConfigError("Task.loss", division.function, problem, REMEDY)
-        return result
-
-    def measure(self, compute: Callable[[], Any]) -> MeasuredLoss | None:
-        """As `read`, for the check; None for a `Mean` of the Task's own, and for losses of several optimizers."""
-        result = find_means(compute, self._forward_trace)
-        loss = result.get(LOSS) if isinstance(result, Mapping) else result
-        if isinstance(loss, FoundMean):
-            value = loss.value().detach().to(loss.total.dtype)  # which says how exact it is
-            return MeasuredLoss(value, loss.count, 0.0)
-        if not isinstance(loss, Tensor):
-            return None
-        return MeasuredLoss(loss.detach(), None, sum(float(each.count) for each in get_trace_tag(loss).divisions))
+    def measure_loss(self, compute: Callable[[Any], Any], outputs: Any, num_samples: int) -> dict[str, Tensor]:
+        """`measure` of the loss that `compute` gives of the model's outputs, beside which it is differentiated."""
+        leaves: list[Tensor] = []
+        if not self._has_own_loss:
+            outputs, leaves = watch_gradients(outputs)
+        with torch.enable_grad():
+            return measure(lambda: compute(outputs), leaves, num_samples)
 
 
-def find_means(compute: Callable[[], T], forward: LossTrace | None = None) -> T:
-    """The losses that `compute` gives: one, some by name, or one of an optimizer's; means with a count as `Mean`s.
+def watch_gradients(outputs: Any) -> tuple[Any, list[Tensor]]:
+    """Copies of a model's outputs, and what to differentiate by."""
+    leaves: list[Tensor] = []
 
-    forward: of the model's forward pass, if it may have computed the loss
+    def watch(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        leaves.append(tensor.detach().requires_grad_())
+        return leaves[-1].clone()  # which may be changed in place
+
+    with torch.enable_grad():
+        return tree_map_only(Tensor, watch, outputs), leaves
+
+
+def measure(compute: Callable[[], Any], leaves: Sequence[Tensor], num_samples: int) -> dict[str, Tensor]:
+    """[5]: numerator and denominator of the loss, the numerator's derivative when all `leaves` grow in proportion, the
+    sum of the absolute terms of this derivative, and how exact the loss's type is.
+
+    Of several optimizers, the first one's loss.
     """
-    with LossTrace(forward):
+
+    def compute_first() -> Any:
+        result = compute()
+        if isinstance(result, Mapping):
+            return result[LOSS]
+        return next(result)[1] if isinstance(result, Iterator) else result
+
+    loss = require_loss(find_means(compute_first))
+    total = loss.total if isinstance(loss, Mean) else loss * num_samples
+    eps = torch.finfo(total.dtype).eps
+    grown = total.new_zeros(2, dtype=torch.float64)
+    if leaves and total.requires_grad:
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                terms = (gradient * leaf.detach()).double()
+                grown = grown + torch.stack([terms.sum(), terms.abs().sum()])
+    return {LOSS: torch.cat([split_mean(loss, num_samples), grown, grown.new_tensor([eps])])}
+
+
+def find_means(compute: Callable[[], T]) -> T:
+    """The losses that `compute` gives: one, some by name, or one of an optimizer's; means with a count as `Mean`s."""
+    with LossTrace():
         result: Any = compute()
     if isinstance(result, Mapping):
         return {name: _find_mean(each) for name, each in result.items()}  # type: ignore[return-value]
@@ -161,27 +125,20 @@ def _may_compute_loss(model: nn.Module) -> bool:
     return hasattr(type(model), "loss_function")  # those of transformers
 
 
-def get_trace_tag(tensor: object) -> TraceTag:
-    tag: TraceTag = getattr(tensor, _TAG, _NOTHING)
-    return tag
+def _get_mean(tensor: Any) -> FoundMean | None:
+    """The mean that a tensor is, unless it was changed in place since."""
+    mean, version = getattr(tensor, _TAG, (None, 0))
+    return mean if mean is not None and tensor._version == version else None
 
 
 def _find_mean(loss: Any) -> Any:
-    tag = get_trace_tag(loss)
-    if tag.mean is None or loss._version != tag.version or tag.mean.total.requires_grad != loss.requires_grad:
-        return loss  # also if changed in place, or within an autograd function, whose operations have no gradient
-    return tag.mean
+    mean = _get_mean(loss)
+    # Within an autograd function, operations have no gradient.
+    return loss if mean is None or mean.total.requires_grad != loss.requires_grad else mean
 
 
 class LossTrace(TorchFunctionMode):
-    """Follows the calls of torch functions: tags on their results say what they were divided by.
-
-    forward: the trace before, of the same batch
-    """
-
-    def __init__(self, forward: LossTrace | None = None) -> None:
-        super().__init__()
-        self._forward = forward
+    """Follows the calls of torch functions: a result that is a mean with a count has it as an attribute."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -190,61 +147,44 @@ class LossTrace(TorchFunctionMode):
         if func is functional.l1_loss:
             kwargs = {**kwargs, "weight": _find_weight()}
         if func in _WITH_LABELS or func in _WITH_WEIGHTS:
-            mean = self._split_mean(func, args, kwargs)
-            if mean is not None:
-                return mean
+            found = _split_mean(func, args, kwargs)
+            if found is not None:
+                return found
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            self._follow(func, args, kwargs, result)
+        mean = _get_mean(args[0]) if args and func.__name__ in _LINEAR and isinstance(result, Tensor) else None
+        is_scaled = not any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values()))
+        if mean is not None and is_scaled and not result.is_inference():
+            _tag(result, replace(mean, total=func(mean.total, *args[1:], **kwargs)))
         return result
 
-    def _split_mean(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The result of a mean with a count, tagged with both; None: another reduction, or a mean over all elements."""
-        reduction, (_, target) = kwargs.get("reduction", "mean"), args
-        if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
-            reduction = legacy_get_string(kwargs.get("size_average"), kwargs.get("reduce"), emit_warning=False)
-        weight: Any = kwargs.get("weight")
-        size: int | None = None
-        if reduction != "mean" or (func in _WITH_WEIGHTS and weight is None) or torch.is_inference_mode_enabled():
-            return None
-        if func in _WITH_LABELS and target.is_floating_point():  # probabilities of classes: a mean over the samples
-            return None
-        if func in _WITH_WEIGHTS:
-            count = weight.sum()
+
+def _tag(result: Tensor, mean: FoundMean) -> None:
+    setattr(result, _TAG, (mean, result._version))
+
+
+def _split_mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The result of a mean with a count, tagged with both; None: another reduction, or a mean over all elements."""
+    reduction, (_, target) = kwargs.get("reduction", "mean"), args
+    if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        reduction = legacy_get_string(kwargs.get("size_average"), kwargs.get("reduce"), emit_warning=False)
+    weight: Any = kwargs.get("weight")
+    size: int | None = None
+    if reduction != "mean" or (func in _WITH_WEIGHTS and weight is None) or torch.is_inference_mode_enabled():
+        return None
+    if func in _WITH_LABELS and target.is_floating_point():  # probabilities of classes: a mean over the samples
+        return None
+    if func in _WITH_WEIGHTS:
+        count = weight.sum()
+    else:
+        is_counted = target != kwargs.get("ignore_index", -100)
+        if weight is None:
+            count, size = is_counted.sum(), target.numel()
         else:
-            is_counted = target != kwargs.get("ignore_index", -100)
-            if weight is None:
-                is_selected = any(get_trace_tag(each).is_selected for each in args)
-                count, size = is_counted.sum(), None if is_selected else target.numel()
-            else:
-                count = (weight[torch.where(is_counted, target, 0)] * is_counted).sum()
-        total = func(*args, **{**kwargs, "size_average": None, "reduce": None, "reduction": "sum"})
-        result: Tensor = total / count
-        count = count.detach()
-        divisions = (Division(func.__name__, count, size, self),)
-        setattr(result, _TAG, TraceTag(divisions, mean=FoundMean(total, count, size), version=result._version))
-        return result
-
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-        """TraceTag a result by the tags of the arguments."""
-        name, given = func.__name__, list(_iter_tensors((*args, *kwargs.values())))
-        tags = [get_trace_tag(tensor) for tensor in given]
-        is_mask = name in _SELECTIONS and any(each.dtype == torch.bool for each in given[1:])
-        if not (is_mask or name in _SUMS or any(each is not _NOTHING for each in tags)):
-            return
-        divisions = {each: None for tag in tags for each in tag.divisions if each.trace in (self, self._forward)}
-        is_selected = is_mask or any(tag.is_selected for tag in tags)
-        if is_selected and not result.ndim and kwargs.get("reduction", name) == "mean":
-            divisions[Division(f"{name} of selected elements", torch.tensor(given[0].numel()), None, self)] = None
-        if name in _DIVISIONS and len(given) == 2 and tags[1].is_sum:
-            divisions[Division("a sum", given[1].detach(), None, self)] = None
-        is_sum = not result.ndim and (name in _SUMS or any(tag.is_sum for tag in tags))
-        mean, version = None, 0 if result.is_inference() else result._version
-        is_linear = bool(args) and args[0] is given[0] and name in _LINEAR and not result.is_inference()
-        if len(given) == 1 and is_linear and tags[0].mean is not None and tags[0].version == given[0]._version:
-            total = func(tags[0].mean.total, *args[1:], **kwargs)
-            mean = FoundMean(total, tags[0].mean.count, tags[0].mean.size)
-        setattr(result, _TAG, TraceTag(tuple(divisions), is_sum, is_selected and bool(result.ndim), mean, version))
+            count = (weight[torch.where(is_counted, target, 0)] * is_counted).sum()
+    total = func(*args, **{**kwargs, "size_average": None, "reduce": None, "reduction": "sum"})
+    result: Tensor = total / count
+    _tag(result, FoundMean(total, count.detach(), size))
+    return result
 
 
 def _find_weight() -> Tensor | None:
@@ -253,11 +193,3 @@ def _find_weight() -> Tensor | None:
     while frame is not None and frame.f_code is not functional.l1_loss.__code__:
         frame = frame.f_back
     return None if frame is None else frame.f_locals["weight"]
-
-
-def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for each in values:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _iter_tensors(each)

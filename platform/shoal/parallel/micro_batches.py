@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.batch_tree import count_samples, slice_samples
+from torch import Tensor
+
+from shoal.batch_tree import count_samples, map_tensors, slice_samples
 from shoal.errors import PlanError
 
 
@@ -26,7 +28,8 @@ def split_micro_batches(batch: Any, parts: int, *, is_even: bool = True) -> list
     if size < parts or (is_even and size % parts):
         problem = f"cannot be divided into {parts} micro-batches"
         raise PlanError("batch_size", size, problem, "change batch_size, accumulate or micro_batches")
-    return [slice_samples(batch, slice(first, None, parts)) for first in range(parts)]
+    strided = [slice_samples(batch, slice(first, None, parts)) for first in range(parts)]
+    return [map_tensors(each, Tensor.contiguous) for each in strided]  # a Task may take a `view` of its labels
 
 
 def iter_chunks(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:

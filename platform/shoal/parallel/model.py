@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.parallel.loss import Loss, Mean, require_loss
-from shoal.parallel.loss_trace import LossReader, MeasuredLoss
+from shoal.parallel.loss_trace import LossReader
 
 
 class TaskProtocol(Protocol):
@@ -94,21 +94,21 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
+    def evaluate(
+        self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
+    ) -> dict[str, Tensor]:
         """[2] each: sum and count of `loss` and each metric over this rank's share; no gradients. Collective.
 
         observe: receives the outputs and their part of the batch, where this rank has them
+        is_trial: in full precision, of a batch that is not split; the module counts nothing
 
         A share may be smaller than others', or empty (`num_samples` 0: `batch` is then any batch, and is not counted).
         """
 
     @abstractmethod
-    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
-        """The loss of a batch that is not split, in evaluation mode and full precision, without gradients. Collective.
-
-        None where there is none to compare with that of a part of the batch: for a `Mean` of the Task's own, for the
-        losses of several optimizers, and on ranks without the last stage.
-        """
+    def measure_loss(self, batch: Any) -> dict[str, Tensor]:
+        """The loss of a batch that is not split, in evaluation mode and full precision: see `loss_trace.measure`.
+        Nothing on ranks without the last stage. Collective."""
 
     @abstractmethod
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:

@@ -25,11 +25,6 @@ def get_train_step(learnable: object) -> TrainStep | None:
     return getattr(learnable, "train_step", None)
 
 
-def get_eval_step(learnable: object) -> EvalStep | None:
-    """The Task's own `eval_step`; None: its `loss` and `metrics` of the model's outputs are evaluated."""
-    return getattr(learnable, "eval_step", None)
-
-
 def split_losses(result: StepResult) -> tuple[Loss, dict[str, Loss]]:
     """The loss of a step without phases, and the others by name. Raises ConfigError."""
     if isinstance(result, Mapping):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.errors import ConfigError, ShoalError, summarize_error
 from shoal.parallel.state.module_snapshot import eval_mode
@@ -22,6 +23,7 @@ _SHAPES = {  # by the attribute that has the size of an input
     "in_channels": "[N, {}, ..]",
     "num_features": "[N, {}, ..]",
 }
+_ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _RAISED = (RuntimeError, ValueError, IndexError, TypeError)
 
 
@@ -80,6 +82,20 @@ def explain_mismatch(task: Task, model: nn.Module, batch: Any, error: Exception)
     taken = _describe_input(module)
     problem = f"takes {taken}, and got {given}" if taken else f"got {given} ({summarize_error(error)})"
     return ConfigError(f"model.{name}" if name else "model", str(module).partition("\n")[0], problem, shapes)
+
+
+class BroadcastTrap(TorchFunctionMode):
+    """Raises ConfigError where outputs [n, 1] meet targets [n], or the other way round: torch would compare each output
+    with each target. Outputs are known by their gradient."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        pair = [each for each in args if isinstance(each, Tensor)]
+        if func.__name__ in _ELEMENTWISE and len(pair) == 2 and pair[0].requires_grad != pair[1].requires_grad:
+            short, long = sorted((list(each.shape) for each in pair), key=len)
+            if len(short) == 1 < short[0] and long == [*short, 1]:
+                problem = f"compares each of {long} with each of {short}"
+                raise ConfigError("Task.loss", func.__name__, problem, "give both one shape, as outputs.squeeze(1)")
+        return func(*args, **(kwargs or {}))
 
 
 def describe_shapes(batch: Any) -> str:

@@ -181,8 +181,8 @@ class TrainSpec(Spec):
     histograms_every_steps: of weights and gradients, in TensorBoard's files
     selective_backprop:    backward passes of samples with high losses only, as selective_backprop.beta=1
     resume:                a run to continue, by its id, or `latest`
-    check_loss:            in a run that splits its batches, require that the loss of a batch is the mean of its parts'
-                           losses; false: the loss is meant as the mean of what each part gives
+    check_loss:            require that a loss or a metric of several samples is the mean of each one's, where batches
+                           are split or evaluated; false: it is meant as the mean of what each part gives
     average:               decay of an exponential moving average of the weights, to be evaluated and registered
     price_per_device_hour: for cost-to-accuracy and `stop.money`
     wait:                  how long the workers may wait for their places, as 30m or seconds; None: 30m where an

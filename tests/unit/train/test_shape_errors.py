@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -49,6 +50,45 @@ class Pictures(Task):
 def test_a_run_is_refused_with_layer_and_shapes(target: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         validate_run(TrainSpec(task=f"{__name__}:Pictures", args={"target": target}, batch_size=8, stop={"steps": 1}))
+
+
+class Numbers(Task):
+    """Outputs [n, 1] beside targets [n], in ways of which torch compares each with each."""
+
+    forms: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+        "squares": lambda o, y: ((o - y) ** 2).mean(),
+        "targets first": lambda o, y: (y.double() - o).abs().mean(),
+        "times": lambda o, y: (o.sigmoid() * y).mean(),
+        "mse_loss": nn.functional.mse_loss,
+        "columns of targets": lambda o, y: nn.functional.l1_loss(o[:, 0], y[:, None]),
+        "squeezed": lambda o, y: ((o.squeeze(1) - y) ** 2).mean(),
+        "pairs": lambda o, y: (o - o[:, 0]).square().mean() + (y[:, None] == y).float().mean(),
+    }
+
+    def __init__(self, *, form: str) -> None:
+        self.form = form
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def data(self) -> Data:
+        return Data(TensorDataset(torch.zeros(8, 3), torch.zeros(8)))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss: Tensor = self.forms[self.form](outputs, batch[1])
+        return loss
+
+
+@pytest.mark.parametrize("form", Numbers.forms)
+def test_a_loss_that_compares_each_output_with_each_target_is_refused(form: str) -> None:
+    spec = TrainSpec(task=f"{__name__}:Numbers", args={"form": form}, batch_size=8, stop={"steps": 1})
+    if form in ("squeezed", "pairs"):
+        validate_run(spec)
+        return
+    with pytest.raises(
+        ConfigError, match=r"Task\.loss = .* compares each of \[2, 1\] with each of \[2\].*outputs\.squeeze\(1\)"
+    ):
+        validate_run(spec)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ those of a micro-batch, over all data ranks. Called by `parallelize`.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
@@ -28,7 +29,7 @@ from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.dropout import seed_dropout
 from shoal.parallel.layers.precision import autocast
 from shoal.parallel.loss import LOSS, StepCounts, invert_count, require_loss, split_mean
-from shoal.parallel.loss_trace import LossReader, MeasuredLoss, find_means
+from shoal.parallel.loss_trace import LossReader, find_means
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor
@@ -255,15 +256,19 @@ class PipelineModel(ParallelModel):
 
     # -- evaluation
 
-    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
+    def evaluate(
+        self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
+    ) -> dict[str, Tensor]:
         sums: list[Tensor] = []
+        precision = "fp32" if is_trial else self._spec.precision
         self._stage_outputs = {}
         # Data ranks that gather each other's parameters must do so equally often, however many samples they have.
         with eval_mode(self._model), torch.no_grad():
-            for part, share in iter_chunks(batch, 1 if self._degrees.is_sharded else self._num_micro_batches):
-                outputs = self._run_forward(part)
+            is_whole = is_trial or self._degrees.is_sharded
+            for part, share in iter_chunks(batch, 1 if is_whole else self._num_micro_batches):
+                outputs = self._run_forward(part, precision)
                 if self._has_last:
-                    with autocast(self._spec.precision, self._world.device):
+                    with autocast(precision, self._world.device):
                         means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, part))
                     names = list(means)
                     if observe is not None and num_samples:
@@ -281,12 +286,14 @@ class PipelineModel(ParallelModel):
         dist.broadcast(values, last, self._groups.pipeline)
         return dict(zip(self._metric_names, values.unbind(), strict=True))
 
-    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
-        self._stage_outputs = {}
+    def measure_loss(self, batch: Any) -> dict[str, Tensor]:
+        self._stage_outputs, measured = {}, dict[str, Tensor]()
+        learnable = copy.copy(self._learnable)  # whose loss may remember something
         with eval_mode(self._model), torch.no_grad():
             outputs = self._run_forward(batch, "fp32")
-            loss = partial(self._learnable.loss, outputs, batch)
-            measured = self.loss_reader.measure(loss) if self._has_last else None
+            if self._has_last:
+                size = count_samples(batch)
+                measured = self.loss_reader.measure_loss(lambda given: learnable.loss(given, batch), outputs, size)
         self._check_usage([])
         return measured
 
@@ -373,19 +380,6 @@ class PipelineModel(ParallelModel):
         if self._world.device.type != "cpu":
             return float("nan")  # the host does not wait for the device
         return self.clock.total_s - self.clock.busy_s + self._reduced_s
-
-    def measure_idle_share(self) -> float:
-        """The share of the time of all schedules so far in which ranks of this pipeline have waited. Collective.
-
-        The schedules lasted as long as on the rank that was in them for longest: others leave them before their end.
-        """
-        if self._world.device.type != "cpu":
-            return float("nan")
-        group = self._groups.pipeline
-        busy_s, total_s = torch.tensor([self.clock.busy_s, self.clock.total_s], dtype=torch.float64).unbind()
-        dist.all_reduce(busy_s, group=group)
-        dist.all_reduce(total_s, dist.ReduceOp.MAX, group=group)
-        return 1.0 - float(busy_s / total_s) / dist.get_world_size(group)
 
     @property
     def shm_sent_bytes(self) -> float:

@@ -27,7 +27,7 @@ from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import DropoutRng, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
 from shoal.parallel.loss import LOSS, Loss, StepCounts, invert_count, require_loss, split_mean
-from shoal.parallel.loss_trace import LossReader, MeasuredLoss, find_means
+from shoal.parallel.loss_trace import LossReader, find_means, measure
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
 from shoal.parallel.spec import ParallelSpec
@@ -37,8 +37,8 @@ from shoal.parallel.state import gradients
 from shoal.parallel.state import state_dict as state
 from shoal.parallel.state.module_snapshot import eval_mode, get_trainable_parameters, snapshot_module
 from shoal.parallel.task_step import (
+    EvalStep,
     begin_phases,
-    get_eval_step,
     get_phase_parameters,
     get_train_step,
     next_phase,
@@ -75,7 +75,8 @@ class SpmdModel(ParallelModel):
         seed_dropout(model, self._dropout_rng)
         checkpoint_activations(model, spec.activation_checkpointing)
         self._forward: nn.Module = model
-        self._train_step, self._eval_step = get_train_step(learnable), get_eval_step(learnable)
+        self._train_step = get_train_step(learnable)
+        self._eval_step: EvalStep | None = getattr(learnable, "eval_step", None)
         self._phase_parameters: Mapping[str, list[nn.Parameter]] = {}
         self._loss_scale = LossScale() if spec.precision == "fp16" else None
         self._counts = StepCounts()
@@ -234,26 +235,31 @@ class SpmdModel(ParallelModel):
 
     # -- evaluation
 
-    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
-        with eval_mode(self.module), torch.no_grad(), autocast(self._spec.precision, self._world.device):
+    def evaluate(
+        self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
+    ) -> dict[str, Tensor]:
+        precision = "fp32" if is_trial else self._spec.precision
+        with eval_mode(self.module), torch.no_grad(), autocast(precision, self._world.device):
             if self._eval_step is None:
                 outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
                 means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, batch))
             else:  # which may count in the module: not what has no sample
-                module = self.module if num_samples else copy.deepcopy(self.module)
+                module = copy.deepcopy(self.module) if is_trial or not num_samples else self.module
                 outputs, means = None, find_means(partial(self._eval_step, module, batch))
         if observe is not None and num_samples:
             observe(outputs, batch)
         return {name: split_mean(mean, num_samples) for name, mean in means.items()}
 
-    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
+    def measure_loss(self, batch: Any) -> dict[str, Tensor]:
+        size = count_samples(batch)
         with eval_mode(self.module):
             if self._train_step is None:
+                learnable = copy.copy(self._learnable)  # whose loss may remember something
                 with torch.no_grad():
-                    outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
-                    return self.loss_reader.measure(partial(self._learnable.loss, outputs, batch))
+                    outputs = self.loss_reader.read_outputs(lambda: self.module(*learnable.inputs(batch)))
+                return self.loss_reader.measure_loss(lambda given: learnable.loss(given, batch), outputs, size)
             restore = snapshot_module(self.module)  # such a step may fill a queue, say
-            measured = self.loss_reader.measure(partial(self._train_step, self.module, batch))
+            measured = measure(partial(self._train_step, self.module, batch), self._trainable, size)
             restore()
         return measured
 

@@ -27,7 +27,6 @@ from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.comm.world import World
 from shoal.parallel.deferred.weights import DeferredWeights
 from shoal.parallel.layers.compile import compile_forward
-from shoal.parallel.loss_trace import MeasuredLoss
 from shoal.parallel.model import Observer, TaskProtocol
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.base import TimedCollectivesMixin
@@ -78,12 +77,14 @@ class FsdpModel(TimedCollectivesMixin):
         self._usage_check.check(named, self._world.device)
         return loss
 
-    def evaluate(self, batch: Any, num_samples: int, observe: Observer | None = None) -> dict[str, Tensor]:
-        sums = super().evaluate(batch, num_samples, observe)
+    def evaluate(
+        self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
+    ) -> dict[str, Tensor]:
+        sums = super().evaluate(batch, num_samples, observe, is_trial)
         self._usage_check.check([], self._world.device)
         return sums
 
-    def measure_loss(self, batch: Any) -> MeasuredLoss | None:
+    def measure_loss(self, batch: Any) -> dict[str, Tensor]:
         loss = super().measure_loss(batch)
         self._usage_check.check([], self._world.device)
         return loss

@@ -25,7 +25,8 @@ from shoal.data.dataset import is_stream, length_of
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import load_first_batch, make_loader
 from shoal.errors import ConfigError, DataError, OutOfMemory, PlanError, ShoalError, summarize_error
-from shoal.parallel.loss import Mean, require_loss
+from shoal.parallel.loss import require_loss
+from shoal.parallel.loss_trace import watch_gradients
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
@@ -38,7 +39,7 @@ from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
 from shoal.train.reporting.event_log import EventLog
 from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
-from shoal.train.shape_errors import explain_shapes
+from shoal.train.shape_errors import BroadcastTrap, explain_shapes
 from shoal.train.spec import OptimizerSpec, TrainSpec
 from shoal.train.task import Task, build_model, find_task, load_data, make_task, require_source_file
 
@@ -291,23 +292,19 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
         if not isinstance(metrics, Mapping):
             problem = f"{type(task).__name__}.metrics gave a {type(metrics).__name__}"
             raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
-        loss: dict[str, object] = {"loss": task.loss(outputs, batch)} if task.has_loss and not task.eval_step else {}
+        loss: dict[str, object] = {}
+        if task.has_loss and not task.eval_step:
+            with torch.enable_grad(), BroadcastTrap():
+                loss["loss"] = task.loss(watch_gradients(outputs)[0], batch)
         measured = {**loss, **metrics}
         later = task.finish_evaluation()
     if "loss" in metrics:
         problem = f"{type(task).__name__}.metrics has a 'loss', which would take the place of the loss itself"
         raise ConfigError("task", spec.task, problem, "give it another name")
     for name, value in measured.items():
-        if isinstance(value, Mean):
-            require_loss(value, f"{type(task).__name__}.{'loss' if name == 'loss' else f'metrics: {name!r}'}")
-            continue
         # A metric of shape [1] counts as a number; the first step of any plan rejects a loss of that shape.
-        if not isinstance(value, Tensor) or value.numel() != 1 or (name == "loss" and value.ndim):
-            kind = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            called = "loss" if name == "loss" else f"metrics: {name!r}"
-            problem = f"{type(task).__name__}.{called} gave {kind}"
-            remedy = "return a scalar tensor, the mean over the samples, or a shoal.Mean(total, count)"
-            raise ConfigError("task", spec.task, problem, remedy)
+        if name == "loss" or not isinstance(value, Tensor) or value.numel() != 1:
+            require_loss(value, f"{type(task).__name__}.{'loss' if name == 'loss' else f'metrics: {name!r}'}")
     return [*measured, *task.stateful_metrics(), *later]
 
 

@@ -18,26 +18,35 @@ from shoal.data import Loader
 from shoal.errors import ConfigError
 from shoal.parallel.model import ParallelModel
 from shoal.plugins.find import find_extension
+from shoal.train.loop.split_check import SplitCheck
 from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task
 
 
-def evaluate(model: ParallelModel, loader: Loader, stateful: MetricSet | None = None) -> dict[str, float]:
+def evaluate(
+    model: ParallelModel, loader: Loader, stateful: MetricSet | None = None, check: SplitCheck | None = None
+) -> dict[str, float]:
     """The mean loss and metrics over every sample of `loader`, each counted once. Collective.
 
     A `Mean` is the sum of its totals over the sum of its counts; NaN if no sample counts.
 
     stateful: further metrics, over the same samples
+    check:    of means over several batches
 
-    Raises ConfigError for metrics that only some batches have, since their mean would be undefined.
+    Raises ConfigError for metrics that only some batches have, since their mean would be undefined, or that depend on
+    how samples are divided into batches.
     """
     sums: dict[str, Tensor] = {}
     for batch in loader:
+        if check is not None and (loader.num_batches != 1 or model.num_data_ranks > 1):
+            check.watch(loader.host_batch)
         measured = model.evaluate(batch, loader.num_samples, None if stateful is None else stateful.observe)
         if sums and measured.keys() != sums.keys():
             raise _make_uneven_metrics_error(sorted(measured.keys() ^ sums.keys()))
         sums = {name: measured[name] + sums.get(name, 0.0) for name in sums or measured}
     further = {} if stateful is None else {**stateful.compute(), **stateful.finish()}
+    if check is not None and check.judge() and stateful is not None:
+        stateful.finish()  # forget what the Task has counted meanwhile
     names = sorted(sums)
     if not names:
         return further

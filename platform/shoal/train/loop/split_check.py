@@ -1,96 +1,226 @@
-"""The check of a run that splits its batches: that the loss of a batch is the mean of its parts'.
+"""The check that a loss, or a metric, does not depend on how a batch is split: that of several samples is the mean of
+each one's.
 
-Called by the Trainer before a step, from the first one until a batch has shown it. A loss that divides by something
-else than the number of samples would be trained on other gradients than in one process. Costs four forward passes of at
-most a micro-batch each time.
+A loss that divides by something else than the number of samples would be trained on other gradients than in one
+process, and a metric would depend on the batch size. Which do cannot be read from their code, so the check compares
+numbers. Samples show it only if they differ in what is divided by. So the check looks in every batch for *traits* that
+no compared sample had: missing labels (-100, NaN, negative), zeros, one of the first classes.
+
+Called by the Trainer and by evaluations with every batch; `judge` is collective, and called where the ranks exchange
+signals.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from shoal.batch_tree import count_samples, slice_samples
-from shoal.errors import ConfigError
+from shoal.batch_tree import (
+    count_samples,
+    has_own_samples,
+    join_samples,
+    move_to_device,
+    take_samples,
+    tensors_of,
+)
+from shoal.errors import ConfigError, summarize_error
 from shoal.parallel import ParallelModel, World
-from shoal.parallel.loss_trace import REMEDY
-from shoal.parallel.micro_batches import split_micro_batches
+from shoal.parallel.loss import LOSS
 from shoal.random_state import preserve_rng
 
-TOLERANCE = 3e-4  # relative: sums of another order differ by 1e-6
-NUM_ROUNDINGS = 2  # of a loss or a network in a type of less digits, as bf16
-NOISE = 1e-6
-NUM_FIRST = 8  # steps that are all checked; after them, one in each doubling
+NUM_SAMPLES = 6  # that are compared: each alone, and all together
+MAX_GROUPS = 4  # of such samples, of one batch
+TOLERANCE = 1e-4  # relative: a network rounds differently for another number of samples
+NUM_ROUNDINGS = 4  # of a loss or a network in a type of less digits, as bf16
+NUM_CLASSES = 32  # whole numbers below it are told apart; beyond, as those of tokens, they are not
+MANY = 1 << 18  # whole numbers, as of pictures, are not told apart
+LARGE, NUM_LARGE = 1 << 15, 64  # of so many numbers, zeros are looked for in the first batches, and in each doubling
+IGNORED = -100.0
+_TRAINING = (
+    "so the run, which splits batches, would train on other gradients than one process",
+    "return shoal.Mean(total, count) from it; check_loss=false accepts the mean of the parts",
+)
+_EVALUATION = (
+    "so an evaluation of several batches would depend on batch_size",
+    "return shoal.Mean(total, count), or a metric of torchmetrics from stateful_metrics(); "
+    "check_loss=false accepts the mean of the batches",
+)
 
 
-class SplitLossCheck:
-    """Refuses a loss whose value depends on how a batch is split.
+class Trait(NamedTuple):
+    """What samples may differ in: how many elements of a tensor of the batch are so.
 
-    num_parts: micro-batches of a step: the memory may be too small for several at once, so the samples of one are tried
-
-    Until a batch has shown that the parts have the mean of the whole, the model's `loss_reader` refuses whatever may
-    differ. A loss that draws random numbers in evaluation mode cannot be judged, and passes unless the
-    reader refuses it.
+    leaf: the index of the tensor
+    kind: a whole number, or a name of `_MARKS`
     """
 
-    def __init__(self, model: ParallelModel, world: World, task: str, num_parts: int = 1) -> None:
-        self._model, self._world, self._task, self._num_parts = model, world, task, num_parts
-        self._num_steps, self.is_done = 0, False
-        model.loss_reader.is_accepted = False
+    leaf: int
+    kind: int | str
 
-    def before_step(self, batch: Any) -> None:
-        """Collective. Raises ConfigError, on every rank, when the losses of two halves of a part have another mean."""
-        step = self._num_steps
-        self._num_steps += 1
-        if self.is_done or (step >= NUM_FIRST and step & (step - 1)):
+
+_MARKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "missing": torch.isnan,
+    "ignored": lambda leaf: leaf == IGNORED,
+    "negative": lambda leaf: leaf < 0,
+    "zero": lambda leaf: leaf == 0,
+    "varied": torch.nan_to_num,
+}
+
+
+class SplitCheck:
+    """Refuses a loss or metrics that are no means over the samples of a batch.
+
+    task:        its name
+    max_samples: the most that may be measured at once, if more than three
+    evaluates:   check what an evaluation measures, instead of the loss in training
+
+    Values that differ although the samples are the same cannot be compared, and pass.
+    """
+
+    def __init__(
+        self, model: ParallelModel, world: World, task: str, max_samples: int, *, evaluates: bool = False
+    ) -> None:
+        self._model, self._world, self._task, self._evaluates = model, world, task, evaluates
+        self._num_samples = min(NUM_SAMPLES, max(3, max_samples))
+        self._num_batches = 0
+        self._told = set[Trait]()  # that were seen to make no difference
+        self._spread = defaultdict[Trait, float](float)  # the widest that was compared
+        self._spare: Any = None  # a sample of the first batch
+        self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
+
+    def watch(self, batch: Any) -> None:
+        """Look at a batch that is trained on or evaluated, before it is on a device."""
+        if not count_samples(batch):
             return
-        verdicts = self._world.gather(self._compare(batch))
-        for whole, mean in (each for each in verdicts if isinstance(each, tuple)):
-            problem = (
-                f"is {whole:.6g} for a batch and {mean:.6g} as the mean of its halves, so the run, which splits "
-                "batches, would train on other gradients than one process"
-            )
-            raise ConfigError("Task.loss", self._task, problem, REMEDY)
-        self._model.loss_reader.is_accepted = "equal" in verdicts
-        self.is_done = "equal" in verdicts or set(verdicts) == {"no scalar"}
+        index = self._num_batches
+        self._num_batches += 1
+        is_due = not index & (index - 1)
+        untold = list(self._find_untold(batch, is_due or index < NUM_LARGE))
+        if not (untold or is_due):
+            return
+        pool, groups = join_samples(batch, self._spare), [dict[int, None]()]
+        if self._spare is None:
+            self._spare = take_samples(batch, [0])
+        for trait in reversed(untold):  # labels come last
+            counts = count_trait(pool, trait)
+            spread = float(counts.max() - counts.min())
+            if spread and (is_due or spread > 2.0 * self._spread[trait]):
+                pair = dict.fromkeys([int(counts.argmin()), int(counts.argmax())])
+                if len(groups[-1] | pair) > self._num_samples:
+                    groups.append({})
+                if len(groups) > MAX_GROUPS:
+                    break
+                groups[-1] |= pair
+                self._spread[trait] = max(spread, self._spread[trait])
+        for group in groups[:MAX_GROUPS]:
+            if group or is_due:
+                rows = list(group | dict.fromkeys(range(count_samples(pool))))
+                samples = take_samples(pool, rows[: self._num_samples])
+                self._chosen.append((samples, {each: count_trait(samples, each) for each in untold}))
 
-    def _compare(self, batch: Any) -> str | tuple[float, float]:
-        """`equal` if the loss is the mean of its parts, where another loss would not be; `unclear`; `no scalar`, which
-        cannot be compared; or the loss, and another mean of its parts."""
-        size = max(2, count_samples(batch) // self._num_parts)
-        spread = slice_samples(batch, slice(None, None, max(1, count_samples(batch) // size)))
-        few = slice_samples(spread, slice(size))
-        is_split = count_samples(few) > 1
-        halves = split_micro_batches(few, 2, is_even=False) if is_split else [few, few]  # as often on every rank
+    def _find_untold(self, batch: Any, is_thorough: bool) -> Iterator[Trait]:
+        """The traits of elements of the batch that are not told."""
+        for index, leaf in enumerate(list_leaves(batch)):
+            if leaf.is_floating_point() or leaf.numel() >= MANY:
+                low, high = float(leaf.amin()), float(leaf.amax())
+                is_zero = low <= 0.0 <= high and (is_thorough or leaf.numel() < LARGE) and (leaf == 0).any()
+                is_there = {"ignored": low <= IGNORED, "negative": low < 0.0, "zero": is_zero, "varied": low != high}
+                kinds: list[int | str] = [*_MARKS] if low != low else [each for each in is_there if is_there[each]]
+            else:
+                kinds = [each for each in leaf.unique().tolist() if each < NUM_CLASSES]
+            yield from (trait for each in kinds if (trait := Trait(index, each)) not in self._told)
+
+    def judge(self) -> bool:
+        """Compare what was chosen since the last call, if any rank has something; whether there was. Collective.
+
+        Raises ConfigError, on every rank, for what depends on how a batch is split.
+        """
+        chosen, self._chosen = self._chosen, []
+        number = max(self._world.gather(len(chosen)))
+        if not number:
+            return False
+        told, problems = set[Trait](), dict[str, str]()
+        for index in range(number):  # as often on every rank: the model may be divided among them
+            told |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
+        for theirs, others in self._world.gather((told, problems)):
+            self._told |= theirs
+            for name, problem in others.items():
+                why, remedy = _EVALUATION if self._evaluates else _TRAINING
+                subject = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
+                raise ConfigError(*subject, f"{problem}, {why}", remedy)
+        return True
+
+    def _measure(self, batch: Any) -> Mapping[str, Tensor]:
+        batch = move_to_device(batch, self._world.device)
+        if self._evaluates:
+            return self._model.evaluate(batch, count_samples(batch), is_trial=True)
+        return self._model.measure_loss(batch)
+
+    def _compare(self, samples: Any, counts: Mapping[Trait, Tensor], problems: dict[str, str]) -> set[Trait]:
+        """The traits that make no difference. Notes problems, by name."""
+        size = count_samples(samples)
+        times = 1 if size < 3 or has_own_samples(samples) else 2  # since one alone may lose its dimension
         with preserve_rng():
-            measured = [self._model.measure_loss(each) for each in (few, few, *halves)]
-        losses = [each for each in measured if each is not None]
-        if len(losses) < len(measured):
-            return "no scalar"
-        whole, again, *parts = (float(each.value) for each in losses)
-        weights = [
-            float(count_samples(half) if loss.weight is None else loss.weight)
-            for half, loss in zip(halves, losses[2:], strict=True)
-        ]
-        parameters = (each for module in self._model.modules for each in module.parameters())
-        types = {each.dtype for each in (losses[0].value, *parameters) if each.is_floating_point()}
-        if self._model.forward_dtype is not None:
-            types.add(self._model.forward_dtype)
-        tolerance = max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types))
-        if not math.isfinite(whole):
-            return "unclear"
-        if not _is_close(whole, again, parts, tolerance):
-            return "unclear" if losses[0].divisors else "no scalar"
-        mean = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / (sum(weights) or 1.0)
-        if not _is_close(whole, mean, parts, tolerance):
-            return whole, mean
-        first, second = (loss.divisors / count_samples(half) for half, loss in zip(halves, losses[2:], strict=True))
-        is_telling = not (first or second) or abs(first - second) > tolerance * max(first, second)
-        return "equal" if is_telling and not _is_close(parts[0], parts[1], parts, 4 * tolerance) else "unclear"
+            measured = [self._measure(samples), self._measure(samples)]
+            try:
+                for index in range(self._num_samples):
+                    measured.append(self._measure(take_samples(samples, [index % size] * times)))
+            except (RuntimeError, ValueError, IndexError) as error:
+                problems[next(iter(measured[0]), LOSS)] = f"raises {summarize_error(error)!r} for one sample of a batch"
+                return set()
+        told = set(counts) if measured[0] else set[Trait]()
+        for name in measured[0]:
+            figures = torch.stack([pad(each[name].cpu(), (0, 5))[:5] for each in measured[: 2 + size]])
+            total, weight, slope, terms, eps = figures.unbind(1)
+            both = torch.stack([total, slope])  # [2, 2 + n]: of all samples, of all again, and of each
+            whole, again, *_ = means = _divide(both, weight).unbind(1)
+            each = torch.stack(means[2:], 1)
+            mean = _divide(both[:, 2:].sum(1), weight[2:].sum())
+            largest = _divide(torch.stack([total, terms]), weight).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+            margin = max(self._find_tolerance(), NUM_ROUNDINGS * float(eps[0])) * largest + 1e-30
+            if not whole.isfinite().all() or ((whole - again).abs() > margin).any():
+                return set()
+            is_close = ((whole - mean).abs() <= margin).tolist()
+            if not all(is_close):
+                at = is_close.index(False)
+                what = f"{'the gradient ' * at}{whole[at]:.6g} for a batch of {size} samples"
+                problems[name] = f"gives {what}, and {mean[at]:.6g} as the mean of its parts"
+                return set()
+            told &= {
+                trait
+                for trait, count in counts.items()
+                if all(
+                    ((_divide((each * share).sum(1), share.sum()) - each.mean(1)).abs() > 4.0 * margin).any()
+                    for share in (count, 1.0 - count)  # by which a mean would be another one
+                )
+            }
+        return told
+
+    def _find_tolerance(self) -> float:
+        """Relative, of what the model computes."""
+        types = {each.dtype for module in self._model.modules for each in module.parameters()}
+        types |= {self._model.forward_dtype or torch.float32}
+        return max(TOLERANCE, *(NUM_ROUNDINGS * torch.finfo(each).eps for each in types if each.is_floating_point))
 
 
-def _is_close(one: float, other: float, parts: list[float], tolerance: float) -> bool:
-    scale = max(abs(one), *(abs(part) for part in parts if math.isfinite(part)), 0.0)
-    return abs(one - other) <= tolerance * scale + NOISE
+def _divide(total: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(weight == 0, 0.0, total / weight)
+
+
+def list_leaves(batch: Any) -> list[Tensor]:
+    """The tensors of which traits are counted, whose rows are the samples."""
+    size = 0 if has_own_samples(batch) else count_samples(batch)
+    every = [leaf.detach() for leaf in tensors_of(batch) if leaf.ndim and len(leaf) == size and leaf.numel()]
+    return [leaf for leaf in every if not leaf.is_complex() and leaf.layout is torch.strided]
+
+
+def count_trait(batch: Any, trait: Trait) -> Tensor:
+    """[n], float64, on the CPU: the share of each sample's elements that have the trait."""
+    leaf, kind = list_leaves(batch)[trait.leaf], trait.kind
+    marks = _MARKS[kind](leaf) if isinstance(kind, str) else leaf == kind
+    return marks.reshape(len(leaf), -1).double().mean(1).cpu()

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils.data import default_convert
 
 from shoal.parallel.model import ParallelModel
 from shoal.sync.rank_signals import RankSignals
@@ -100,6 +103,17 @@ class LossReport:
             if not is_loss_finite or (each.norm is not None and not bool(torch.isfinite(each.norm))):
                 return each.step, is_loss_finite, each.indices
         return None
+
+
+def find_bad_value(source: Any, indices: Iterable[int]) -> str:
+    """The remedy for the first value of these samples that is not finite; "" if all are."""
+    for index in indices:
+        for path, leaf in tree_leaves_with_path(default_convert(source[index])):
+            values = torch.as_tensor(leaf).double() if isinstance(leaf, Tensor | float) else torch.zeros(())
+            for place in values.isfinite().logical_not().nonzero().tolist():
+                where = f"{values[tuple(place)]} in its {keystr(path)} at {place}"
+                return f"sample {index} of the data has {where}: repair it, or leave it out"
+    return ""
 
 
 class ThroughputMeter:

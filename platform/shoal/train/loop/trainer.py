@@ -30,8 +30,8 @@ from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate, watch_samples
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
-from shoal.train.loop.split_check import SplitLossCheck
-from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, write_histograms
+from shoal.train.loop.split_check import SplitCheck
+from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, find_bad_value, write_histograms
 from shoal.train.loop.stopping import StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -103,10 +103,14 @@ class Trainer:
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
         )
         self._policy = StopPolicy(spec.stop, self._num_workers, spec.price_per_device_hour)
-        self._loss_check: SplitLossCheck | None = None
-        if spec.check_loss and spec.splits_batches:
-            num_parts = spec.parallel.accumulate * spec.parallel.num_micro_batches(parts.degrees)
-            self._loss_check = SplitLossCheck(parts.model, world, type(task).__name__, num_parts)
+        self._loss_check: SplitCheck | None = None
+        self._metric_check: SplitCheck | None = None
+        if spec.check_loss:
+            num_samples = spec.parallel.compute_micro_batch_size(spec.batch_size, parts.degrees) // self._num_replicas
+            options = parts.model, world, type(task).__name__, num_samples
+            self._metric_check = SplitCheck(*options, evaluates=True)
+            if spec.splits_batches:
+                self._loss_check = SplitCheck(*options)
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
@@ -192,7 +196,7 @@ class Trainer:
         self.sync.before_step()
         try:
             if self._loss_check is not None:
-                self._loss_check.before_step(batch)
+                self._loss_check.watch(parts.training.host_batch)
             with self._profiler.step() if self._profiler is not None else nullcontext():
                 if parts.has_phases:
                     self._wait_until_copied()
@@ -299,8 +303,11 @@ class Trainer:
     def _exchange_signals(self) -> RankSignals:
         """Read the steps since the last exchange, and combine all ranks' signals. Raises NotFinite, on all or none.
 
-        Saving, evaluating and reporting wait until this has found every loss so far to be finite.
+        Saving, evaluating and reporting wait until this has found every loss so far to be finite, and not to depend on
+        how its batch was split.
         """
+        if self._loss_check is not None:
+            self._loss_check.judge()
         mine = self._losses.sum_steps()
         signals = self.sync.exchange(
             mine._replace(
@@ -325,7 +332,13 @@ class Trainer:
         guilty = [indices or [] for at, only, indices in reported if (at, only) == (step, is_gradient)]
         indices = sorted({index for each in guilty for index in each})
         what = "the gradient" if is_gradient else "the loss"
-        raise NotFinite(what, step + 1, indices or None, self._checkpoints.describe_newest())
+        remedy = find_bad_value(self._parts.training.source, indices)
+        if not remedy and self.spec.splits_batches:
+            remedy = (
+                "if a part of the batch may have nothing to divide by, return shoal.Mean(total, count); "
+                "else lower optimizer.learning_rate, set clip_norm, or look at these samples"
+            )
+        raise NotFinite(what, step + 1, indices or None, self._checkpoints.describe_newest(), remedy)
 
     def _log(self) -> None:
         self._logged_s = self._elapsed_s
@@ -348,7 +361,7 @@ class Trainer:
         with self._meter.pause(), parts.apply_average():
             self.sync.before_evaluation()
             parts.model.check_buffers()
-            metrics = evaluate(parts.model, parts.validation, parts.stateful)
+            metrics = evaluate(parts.model, parts.validation, parts.stateful, self._metric_check)
             self._write_samples(step, parts.epoch)
         self._progress.evaluated, self._progress.metrics = step, metrics
         self._progress.training_s = self._meter.training_s
