@@ -46,7 +46,8 @@ class TrainingState:
         self._log(self.step, values)
 
     def request_stop(self, reason: str) -> None:
-        """End the run, on all ranks, once they have exchanged this: within half a second. It counts as finished."""
+        """End the run, on all ranks, once they have exchanged this: within half a second, and at the end of an epoch
+        or an evaluation at once. It counts as finished."""
         self.stop_reason = self.stop_reason or reason
 
 
@@ -56,14 +57,20 @@ class Callback:
     def on_begin(self, state: TrainingState) -> None:
         """Before the first step of this attempt: weights and step of a resumed run are restored."""
 
+    def on_gradients(self, state: TrainingState) -> None:
+        """Before each step of the optimizer: the gradients are those of all ranks, and not clipped yet."""
+
     def on_step(self, state: TrainingState) -> None:
         """After each step. Reading `state.loss` waits for the device."""
 
     def on_evaluation(self, state: TrainingState) -> None:
         """After each evaluation."""
 
+    def on_epoch_end(self, state: TrainingState) -> None:
+        """After the last step of an epoch, and the evaluation that follows it."""
+
     def on_end(self, state: TrainingState) -> None:
-        """After the last step and evaluation; not when an error ends the run."""
+        """After the last step and evaluation; not when an error or an interruption ends the run."""
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints hold of it, as JSON: that of the first rank."""
@@ -104,6 +111,12 @@ class CallbackRunner:
         self._state.metrics = metrics
         self._call(Callback.on_begin, step)
 
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def show_gradients(self, step: int) -> None:
+        self._call(Callback.on_gradients, step)
+
     def end_step(self, step: int, loss: Tensor) -> None:
         self._state.loss = loss
         self._call(Callback.on_step, step)
@@ -111,6 +124,9 @@ class CallbackRunner:
     def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.metrics = metrics
         self._call(Callback.on_evaluation, step)
+
+    def end_epoch(self, step: int) -> None:
+        self._call(Callback.on_epoch_end, step)
 
     def end(self, step: int) -> None:
         self._call(Callback.on_end, step)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import shoal.runs
 from shoal.errors import ConfigError
-from shoal.libs.lightning.events import check_module
+from shoal.libs.lightning.hooks import HARMLESS, OBEYED, REFUSED
 from shoal.libs.lightning.schedule import Schedule
 from shoal.libs.lightning.task import LightningTask
 from shoal.libs.lightning.trainer_view import TrainerAttributeError, TrainerView
@@ -194,30 +194,20 @@ def test_a_batch_may_be_a_dict_and_its_entries_are_inputs_if_forward_names_them(
 
 def test_an_attribute_of_the_trainer_that_is_not_there_is_named() -> None:
     view = TrainerView()
-    with pytest.raises(TrainerAttributeError, match=r"self\.trainer\.strategy = None: is not there in a run"):
-        _ = view.strategy
+    with pytest.raises(TrainerAttributeError, match=r"self\.trainer\.accelerator = None: is not there in a run"):
+        _ = view.accelerator
     with pytest.raises(ConfigError, match=r"self\.trainer\.max_epochs.*is known from the module"):
         _ = view.max_epochs
     assert not hasattr(view, "tuner")
 
 
-class Manual(Bare):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Warming(Bare):
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """As a warm-up by hand."""
-
-
-@pytest.mark.parametrize(
-    ("module", "problem"), [(Manual, "takes the steps of its optimizers itself"), (Warming, "has a optimizer_step")]
-)
-def test_a_module_with_steps_of_its_own_is_refused(module: type[Bare], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        check_module(module())
+def test_all_that_lightning_lets_override_is_on_one_list() -> None:
+    """A new version of Lightning fails here, with the names that are not judged yet."""
+    assert OBEYED & HARMLESS == OBEYED & REFUSED.keys() == HARMLESS & REFUSED.keys() == set()
+    kinds = (lightning.LightningModule, lightning.LightningDataModule, lightning.Callback)
+    bases = {base for kind in kinds for base in kind.__mro__ if "lightning" in base.__module__}
+    there = {name for base in bases for name in vars(base) if not name.startswith("_")}
+    assert sorted(there ^ (OBEYED | HARMLESS | REFUSED.keys())) == []
 
 
 def _configure(returned: Any) -> None:
@@ -237,7 +227,6 @@ def _configure(returned: Any) -> None:
     ("returned", "problem"),
     [
         (lambda optimizer: [optimizer, optimizer], "gave 2 optimizers"),
-        (lambda optimizer: ([optimizer], [StepLR(optimizer, 1), StepLR(optimizer, 2)]), "gave 2 schedulers"),
         (lambda optimizer: {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer)}, "none is named"),
     ],
 )
@@ -250,7 +239,7 @@ def test_a_schedule_names_the_metric_that_is_missing() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     schedule = Schedule(ReduceLROnPlateau(optimizer), monitor="val_los")
     with pytest.raises(ConfigError, match=r"lr_scheduler\.monitor = 'val_los'.*there is val_loss"):
-        schedule.advance(10, 1, {"val_loss": 1.0}, lambda scheduler, metric: scheduler.step(metric))
+        schedule.advance(1, {"val_loss": 1.0}, lambda scheduler, metric: scheduler.step(metric))
 
 
 def test_loaders_of_something_else_are_refused() -> None:

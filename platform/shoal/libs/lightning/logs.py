@@ -17,18 +17,20 @@ class Logs:
     """Of the steps of one kind, training or validation, over an epoch.
 
     of_batch: the values of the newest batch, or of the newest hook
+    sizes:    of the newest batch, as far as the module says them
     """
 
     def __init__(self, *, is_training: bool) -> None:
         self._is_training = is_training
         self.of_batch: dict[str, Tensor] = {}
+        self.sizes: dict[str, int] = {}
         self._sums: dict[str, tuple[Tensor | float, float]] = {}  # [] and its weight
         self._metrics: dict[str, Any] = {}
 
     @contextmanager
     def receive(self, module: Any, num_samples: int) -> Iterator[dict[str, Tensor]]:
         """Within, what the module logs is of a batch of so many samples, and in the result."""
-        self.of_batch = {}
+        self.of_batch, self.sizes = {}, {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             self._add(name, value, num_samples, **{**dict(zip(("prog_bar", "logger"), args, strict=False)), **options})
@@ -37,11 +39,13 @@ class Logs:
             for name, value in values.items():
                 log(name, value, *args, **options)
 
+        outer = {name: vars(module).get(name) for name in ("log", "log_dict")}
         module.log, module.log_dict = log, log_dict
         try:
             yield self.of_batch
         finally:
-            del module.log, module.log_dict
+            for name, before in outer.items():
+                delattr(module, name) if before is None else setattr(module, name, before)
 
     def _add(
         self,
@@ -66,6 +70,8 @@ class Logs:
                 self.of_batch[name] = cached.detach().float()
             return
         number = torch.as_tensor(value, dtype=torch.float32).detach()
+        if batch_size is not None:
+            self.sizes[name] = batch_size
         if not self._is_training or on_step is not False:
             self.of_batch[name] = number
         if self._is_training and is_epochs:
@@ -73,16 +79,19 @@ class Logs:
             count = batch_size or num_samples
             self._sums[name] = total + number * count, weight + count
 
-    def finish_epoch(self, num_ranks: int) -> dict[str, float]:
-        """The means and metrics of the epoch, over all ranks, and forget them. Collective.
+    def reset(self) -> None:
+        """Begin an epoch."""
+        for metric in self._metrics.values():
+            metric.reset()
+        self._metrics, self._sums = {}, {}
+
+    def compute(self, num_ranks: int) -> dict[str, float]:
+        """The means and metrics of the epoch so far, over all ranks. Collective.
 
         Those of training that each step logs, too, end in `_epoch`.
         """
         computed = {name: metric.compute() for name, metric in self._metrics.items()}  # over the ranks, by torchmetrics
-        for metric in self._metrics.values():
-            metric.reset()
         named = {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
-        self._metrics, self._sums = {}, {}
         means = average_over_ranks(named, num_ranks)
         values = {**means, **{name: float(value) for name, value in computed.items()}}
         is_stepped = self.of_batch if self._is_training else {}

@@ -53,6 +53,7 @@ class Due(Flag):
     REPORT = auto()
     EVALUATION = auto()
     CHECKPOINT = auto()
+    EPOCH = auto()  # its end, where there are callbacks
 
 
 class Trainer:
@@ -110,6 +111,7 @@ class Trainer:
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
+        self._num_epochs = 0  # finished ones
         self._began_s = time.monotonic()
         self._elapsed_s = self._logged_s = 0.0  # of this attempt, agreed between the ranks: now, at the last report
         self._losses = LossReport()
@@ -148,6 +150,7 @@ class Trainer:
             epoch, within = divmod(step, parts.steps_per_epoch)
             parts.training.seek(epoch, within * self.spec.batch_size)
         position, self._num_evaluations_due = parts.get_schedule_position(step), parts.num_evaluations_due(step)
+        self._num_epochs = int(parts.epoch)
         self._event_log.record_event(
             "training",
             step=step,
@@ -200,6 +203,7 @@ class Trainer:
                     parts.model.check_buffers()
                     self._is_first_step = False
                 self.sync.combine_gradients()
+                self._callbacks.show_gradients(step)
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip_gradients(self.spec.clip_norm)
                 self._wait_until_copied()
@@ -257,6 +261,11 @@ class Trainer:
             self._log()
         if Due.EVALUATION in due or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
+        if Due.EPOCH in due:
+            self._callbacks.end_epoch(step)
+        if stop is None and self._callbacks and due & (Due.EPOCH | Due.EVALUATION):
+            reasons = self.world.gather(self._callbacks.stop_reason)
+            stop = next((self._policy.decide_on_request(step, each) for each in reasons if each), None)
         if signals.stop and stop is None:
             return StopDecision("interrupted", f"interrupted at step {step:,}", step, step)
         if stop is None and (Due.CHECKPOINT in due or self._checkpoints.is_due_after(self._progress.elapsed_s)):
@@ -282,6 +291,9 @@ class Trainer:
         if num_evaluations > self._num_evaluations_due:
             due |= Due.EVALUATION
         self._num_evaluations_due = num_evaluations
+        if self._callbacks and self._parts.epoch >= self._num_epochs + 1:
+            self._num_epochs = int(self._parts.epoch)
+            due |= Due.EPOCH
         return due
 
     @property
@@ -380,7 +392,8 @@ class Trainer:
         self.sync.end()
         if not self.sync.is_chief:
             return TrainResult(self._run_id, stop.reason, stop.detail, stop.step, stop.step, self._elapsed_s)
-        self._callbacks.end(stop.step)
+        if stop.reason != "interrupted":
+            self._callbacks.end(stop.step)
         self._save(must=stop.reason == "interrupted")
         self._checkpoints.wait(must=stop.reason == "interrupted")
         progress, retained_step = self._progress, stop.keep_step
