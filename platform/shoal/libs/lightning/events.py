@@ -75,6 +75,7 @@ class LightningEvents(Callback):
                 if getattr(owner, name)(*first, *args) == -1 and owner is self.module:
                     problem = f"{name} of {type(owner).__name__} gave -1, and a run ends no epoch early"
                     raise ConfigError("task", name, problem, "give the train_dataloader a sampler of fewer samples")
+                self.view.update_metrics(logged)
         computed = {key: torch.tensor(value) for key, value in logs.compute(1).items()}
         return {**logged, **computed}
 
@@ -91,11 +92,8 @@ class LightningEvents(Callback):
         if not model.training:  # the check of a run that splits its batches
             with Logs(is_training=True).receive(model, count_samples(batch)):
                 return {"loss": self._require_loss(_call_step(model, "training_step", batch, 0))[0]}
-        is_first = not self._newest  # of the step's micro-batches
         batch = self._begin_batch(batch)
         loss, logged = self._compute_loss(batch)
-        if is_first:
-            self.call("on_before_zero_grad", *self.view.optimizers)
         self.call("on_before_backward", loss)
         return {"loss": loss, **logged}
 
@@ -181,7 +179,7 @@ class LightningEvents(Callback):
         logged = self.read("on_validation_epoch_end")
         metrics = self._validation.compute(num_ranks)
         self._validation.reset()
-        self.view.update_metrics({**metrics, **logged})
+        self.view.update_metrics(metrics)
         logged |= self.read("on_validation_end")
         self.view.validating = False
         return metrics | average_over_ranks({name: (float(each), 1.0) for name, each in logged.items()}, num_ranks)
@@ -227,7 +225,7 @@ class LightningEvents(Callback):
         """What the module hears of the end of an epoch, also of one that is cut short."""
         view = self.view
         logged = self._training.compute(view.world_size)
-        view.update_metrics({name.removesuffix("_epoch"): value for name, value in logged.items()})
+        view.update_metrics(logged | {name.removesuffix("_epoch"): value for name, value in logged.items()})
         self._record(logged)
         self.call("on_train_epoch_end")
 
@@ -243,7 +241,6 @@ class LightningEvents(Callback):
 
     def _record(self, logged: Mapping[str, Any]) -> None:
         if logged and self.view.training_state is not None:
-            self.view.update_metrics(logged)
             self.view.training_state.log({f"train/{name}": float(value) for name, value in logged.items()})
 
     # -- the Trainer's callback

@@ -52,7 +52,10 @@ REFUSED = {
     "on_validation_model_zero_grad": "leave it out: a run frees its gradients itself",
 }
 # Overridden, they take a part of the step, and the module takes its steps itself, as with manual optimization.
-OF_STEP = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
+OF_STEP = (
+    *("backward", "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "configure_gradient_clipping"),
+    "clip_gradients",
+)
 # Callbacks of Lightning's own: those that only show something have no effect, and others need more of its trainer.
 _OBEYED_CALLBACKS = _split("Callback EarlyStopping LambdaCallback WeightAveraging EMAWeightAveraging")
 _SHOWING_CALLBACKS = _split(

@@ -119,7 +119,7 @@ class TrainerView:
 
     @property
     def global_step(self) -> int:
-        if not self.lightning_module.automatic_optimization:
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             steps: int = self.strategy.num_steps
             return steps
         return 0 if self.training_state is None else self.training_state.step
