@@ -837,7 +837,7 @@ class SkipsBatches(Net):
 class SeveralAutomatic(Net):
     """Lightning refuses it, too."""
 
-    refused = "gave 2 optimizers"
+    refused = "automatic_optimization = False"
 
     def configure_optimizers(self) -> Any:
         return [SGD(self.net[0].parameters(), 0.1), SGD(self.net[2].parameters(), 0.1)]
@@ -933,17 +933,20 @@ def fit_with_lightning(name: str, folder: Path, epochs: int) -> Net:
     return module
 
 
+def make_spec(name: str, epochs: int) -> TrainSpec:
+    values = {"stop": {"epochs": epochs}, "args": {"kind": name}, "device": "cpu", "loader": {"shuffle": False}}
+    return TrainSpec.parse({"task": f"{__name__}:ModuleTask", **values, **KINDS[name].fields})
+
+
 def judge(name: str, folder: Path, epochs: int, fit: Callable[[TrainSpec], Mapping[str, Tensor]]) -> str:
     """`equal`, `refused`, or how a run of Shoal differs from Lightning's.
 
     fit: the run; returns the weights at its end
     """
-    values = {"stop": {"epochs": epochs}, "args": {"kind": name}, "device": "cpu", "loader": {"shuffle": False}}
-    spec = TrainSpec.parse({"task": f"{__name__}:ModuleTask", **values, **KINDS[name].fields})
     created.clear()
     try:
-        weights = fit(spec)
-    except ShoalError as error:
+        weights = fit(make_spec(name, epochs))
+    except (ShoalError, RuntimeError) as error:
         is_named = KINDS[name].refused and KINDS[name].refused in str(error)
         return "refused" if is_named else f"refused otherwise: {error}"
     if KINDS[name].refused:

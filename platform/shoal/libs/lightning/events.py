@@ -9,6 +9,7 @@ import base64
 import inspect
 import io
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,11 @@ from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
 from shoal.errors import ConfigError
-from shoal.extend.parallel import Loss, Mean
+from shoal.extend.parallel import Loss
 from shoal.extend.train import Callback, TrainingState
 from shoal.libs.lightning.hooks import is_overridden
 from shoal.libs.lightning.logs import Logs, average_over_ranks
 from shoal.libs.lightning.own_steps import Strategy
-from shoal.libs.lightning.schedule import read_optimizers
 from shoal.libs.lightning.trainer_view import RunLogger, TrainerView
 
 
@@ -34,7 +34,7 @@ class LightningEvents(Callback):
 
     def __init__(self, view: TrainerView) -> None:
         self.view, self.takes_own_steps = view, False
-        view.strategy = Strategy(view, self.call)
+        view.strategy = view.precision_plugin = Strategy(view, self.call)
         self._training, self._validation = Logs(is_training=True), Logs(is_training=False)
         self._batch_index = self._validation_index = 0
         self._is_within_epoch = False
@@ -48,36 +48,28 @@ class LightningEvents(Callback):
         return self.view.lightning_module
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """Those of the module, whose schedules are noted. Raises ConfigError for a schedule without its metric."""
-        view = self.view
-        view.optimizers, view.lr_scheduler_configs = read_optimizers(self.module.configure_optimizers())
-        for each in view.lr_scheduler_configs if self.module.automatic_optimization else ():
-            if each.reduce_on_plateau and each.monitor is None:
-                problem = f"{type(each.scheduler).__name__} follows a metric, and none is named"
-                remedy = 'give {"scheduler": ..., "monitor": "val_loss"}'
-                raise ConfigError("lr_scheduler.monitor", None, problem, remedy)
-        view.strategy.wrap(view.optimizers)
-        return view.optimizers
+        """Those of the module, whose schedules are noted. Raises Lightning's own errors for what it does not take."""
+        self.view.strategy.configure(self.module.configure_optimizers())
+        return self.view.optimizers
 
     def read(self, name: str, *args: Any) -> dict[str, Tensor]:
         """Call a hook of the callbacks and of the module, and return what it logs."""
-        hooks: list[tuple[Any, tuple[Any, ...]]] = [
-            (each, (self.view, self.module)) for each in self.view.callbacks if hasattr(each, name)
-        ]
-        if is_overridden(self.module, name):
-            is_monitored = name == "on_train_epoch_end"  # an early stopping reads what the module logs there
-            hooks.insert(0 if is_monitored else len(hooks), (self.module, ()))
+        hooks = [partial(getattr(each, name), self.view, self.module) for each in self.view.callbacks]
+        if is_overridden(self.module, name):  # in order; but an early stopping reads what the module logs there
+            hooks.insert(0 if name == "on_train_epoch_end" else len(hooks), getattr(self.module, name))
         if not hooks:
             return {}
         logs = Logs(is_training=False)
-        with logs.receive(self.module, 1) as logged:
-            for owner, first in hooks:
-                if getattr(owner, name)(*first, *args) == -1 and owner is self.module:
-                    problem = f"{name} of {type(owner).__name__} gave -1, and a run ends no epoch early"
+        with logs.receive(self.module, 0) as logged:
+            for hook in hooks:
+                answer = hook(*args)
+                if name == "on_train_batch_start" and answer == -1:
+                    problem = f"{name} of {type(self.module).__name__} gave -1, and a run ends no epoch early"
                     raise ConfigError("task", name, problem, "give the train_dataloader a sampler of fewer samples")
                 self.view.update_metrics(logged)
-        computed = {key: torch.tensor(value) for key, value in logs.compute(1).items()}
-        return {**logged, **computed}
+        logged |= {key: torch.tensor(value) for key, value in logs.compute(1).items()}
+        logs.reset()
+        return logged
 
     def call(self, name: str, *args: Any) -> None:
         """Call a hook in training: what it logs enters the record."""
@@ -91,11 +83,12 @@ class LightningEvents(Callback):
             return self._take_own_step(batch)
         if not model.training:  # the check of a run that splits its batches
             with Logs(is_training=True).receive(model, count_samples(batch)):
-                return {"loss": self._require_loss(_call_step(model, "training_step", batch, 0))[0]}
+                return {"loss": self._require_loss(_call_step(model, "training_step", batch, 0))}
         batch = self._begin_batch(batch)
-        loss, logged = self._compute_loss(batch)
+        returned, logged = self._compute(batch)
+        loss = self._require_loss(returned)
         self.call("on_before_backward", loss)
-        return {"loss": loss, **logged}
+        return logged | {"loss": loss}
 
     def _begin_batch(self, batch: Any) -> Any:
         self._finish_epochs()
@@ -109,47 +102,39 @@ class LightningEvents(Callback):
         self.call("on_train_batch_start", batch, self._batch_index)
         return batch
 
-    def _compute_loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch, and what is logged of it."""
-        module = self.module
-        with self._training.receive(module, count_samples(batch)) as logged:
-            returned = _call_step(module, "training_step", batch, self._batch_index)
+    def _compute(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        """What `training_step` gives, and what it logs."""
+        with self._training.receive(self.module, count_samples(batch)) as logged:
+            returned = _call_step(self.module, "training_step", batch, self._batch_index)
         self.view.update_metrics(logged)
-        if module.automatic_optimization:
-            loss, outputs = self._require_loss(returned)
-        else:
-            losses = self.view.strategy.losses
-            loss = torch.stack(losses).sum() if losses else torch.zeros((), device=module.device)
-            outputs = {} if returned is None else _get_outputs(returned)
+        outputs = dict(returned) if isinstance(returned, Mapping) else {} if returned is None else {"loss": returned}
+        if "loss" in outputs:
+            outputs["loss"] = torch.as_tensor(outputs["loss"]).detach()
         self._newest = (outputs, batch, self._batch_index)
-        return loss, {name: value for name, value in logged.items() if name != "loss"}
+        return returned, logged
 
     def _take_own_step(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
-        view, module = self.view, self.module
-        strategy, logged = view.strategy, dict[str, Tensor]()
-        if not view.optimizers:
-            problem = f"{type(module).__name__} takes its steps itself, with optimizers that only a run has"
-            raise ConfigError("automatic_optimization", module.automatic_optimization, problem, "train it")
-        batch = self._begin_batch(batch)
-        strategy.losses = []
+        module, strategy, logged = self.module, self.view.strategy, dict[str, Tensor]()
+        batch, index = self._begin_batch(batch), self._batch_index
+
+        def compute() -> Tensor:
+            returned, of_batch = self._compute(batch)
+            logged.update(of_batch)
+            [optimizer] = self.view.optimizers
+            self.call("on_before_zero_grad", optimizer)
+            module.optimizer_zero_grad(self.view.current_epoch, index, optimizer)
+            loss = self._require_loss(returned)
+            strategy.backward(loss)
+            return loss.detach()
+
+        strategy.loss = torch.zeros(())
         strategy.exchange_gradients()
         if module.automatic_optimization:
-
-            def compute() -> Tensor:
-                loss, of_batch = self._compute_loss(batch)
-                logged.update(of_batch)
-                self.call("on_before_zero_grad", view.optimizers[0])
-                module.optimizer_zero_grad(view.current_epoch, self._batch_index, view.optimizers[0])
-                strategy.backward(loss)
-                return loss.detach()
-
-            module.optimizer_step(view.current_epoch, self._batch_index, module.optimizers(), compute)
-            loss = strategy.losses[-1]
+            module.optimizer_step(self.view.current_epoch, index, module.optimizers(), compute)
         else:
-            loss, logged = self._compute_loss(batch)
+            _, logged = self._compute(batch)
         strategy.exchange_gradients()
-        yield "loss", loss.detach()
-        yield from logged.items()
+        yield from {**logged, "loss": strategy.loss}.items()
 
     def eval_step(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
         """What `validation_step` logs; a returned tensor is `val_loss`."""
@@ -163,13 +148,12 @@ class LightningEvents(Callback):
         batch, index = self._transfer(batch), self._validation_index
         is_filler = model is not self.module  # a copy, of which nothing counts
         logs = Logs(is_training=False) if is_filler else self._validation
-        values = self.read("on_validation_batch_start", batch, index)
+        values: dict[str, Loss] = {**self.read("on_validation_batch_start", batch, index)}
         with logs.receive(model, count_samples(batch)) as logged:
             returned = _call_step(model, "validation_step", batch, index)
-        values |= {**logged, **self.read("on_validation_batch_end", returned, batch, index)}
+        values |= {"val_loss": returned} if isinstance(returned, Tensor) else {}
         self._validation_index += 1
-        means = {name: Mean(values[name] * size, size) for name, size in logs.sizes.items()}
-        return {**({"val_loss": returned} if isinstance(returned, Tensor) else {}), **values, **means}
+        return {**values, **logged, **self.read("on_validation_batch_end", returned, batch, index)}
 
     def finish_evaluation(self) -> dict[str, float]:
         """The metrics that count over the samples of an evaluation, and what its last hooks log. Collective."""
@@ -184,27 +168,21 @@ class LightningEvents(Callback):
         self.view.validating = False
         return metrics | average_over_ranks({name: (float(each), 1.0) for name, each in logged.items()}, num_ranks)
 
-    def _require_loss(self, returned: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The loss, and the outputs as on_train_batch_end gets them."""
-        outputs = _get_outputs(returned)
-        loss = outputs.get("loss")
+    def _require_loss(self, returned: Any) -> Tensor:
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor):
             problem = f"training_step gave a {type(returned).__name__}"
             raise ConfigError("task", type(self.module).__name__, problem, "return the loss, or a dict with 'loss'")
-        return loss, {**outputs, "loss": loss.detach()}
+        return loss
 
     def _transfer(self, batch: Any) -> Any:
-        device = (self.module.device,)
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-            owner = next((each for each in self._owners if is_overridden(each, name)), None)
-            if owner is not None:
-                batch = getattr(owner, name)(batch, *(device if name == "transfer_batch_to_device" else ()), 0)
+            for owner in (self.view.datamodule, self.module):
+                if is_overridden(owner, name):
+                    device = [self.module.device] if name.startswith("transfer") else []
+                    batch = getattr(owner, name)(batch, *device, 0)
+                    break  # the module's is not called then, as by Lightning
         return batch
-
-    @property
-    def _owners(self) -> tuple[Any, Any]:
-        """Of the hooks about data: a data module's go before the module's."""
-        return self.view.datamodule, self.module
 
     def _finish_batch(self) -> None:
         newest, self._newest = self._newest, ()
@@ -214,12 +192,21 @@ class LightningEvents(Callback):
     # -- schedules and epochs
 
     def _advance(self, interval: str, count: int, *, follows_metric: bool) -> None:
-        for each in self.view.lr_scheduler_configs if self.module.automatic_optimization else ():
-            if each.interval == interval and each.reduce_on_plateau == follows_metric:
-                each.advance(count, self.view.callback_metrics, self._take_scheduler_step)
+        """Take the steps of schedules that are due.
 
-    def _take_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        self.module.lr_scheduler_step(scheduler, metric)
+        count: finished batches of the epoch, or finished epochs of the run, by the interval: as Lightning counts them
+        """
+        metrics = self.view.callback_metrics
+        for each in self.view.lr_scheduler_configs if self.module.automatic_optimization else ():
+            if (each.interval, each.reduce_on_plateau) != (interval, follows_metric) or count % each.frequency:
+                continue
+            metric = metrics.get(each.monitor) if follows_metric else None
+            if metric is not None or not follows_metric:
+                self.module.lr_scheduler_step(each.scheduler, metric)
+            elif each.strict:
+                problem = f"{type(each.scheduler).__name__} follows it, and it is not there"
+                known = f"there is {', '.join(sorted(metrics)) or 'none yet: evaluate or log it'}"
+                raise ConfigError("lr_scheduler.monitor", each.monitor, problem, known)
 
     def _end_epoch(self) -> None:
         """What the module hears of the end of an epoch, also of one that is cut short."""
@@ -248,16 +235,12 @@ class LightningEvents(Callback):
     def on_begin(self, state: TrainingState) -> None:
         view, before = self.view, self._restored
         view.training_state, view.logger = state, RunLogger(state)
-        view.optimizers = view.optimizers or [state.optimizer]
-        view.strategy.wrap(view.optimizers)
+        if not view.optimizers:
+            view.strategy.configure(state.optimizer)
         view.training, self._epoch = True, int(state.epoch + 1e-9)
-        view.current_epoch = self._epoch
-        view.update_metrics(state.metrics)
         self.call("on_fit_start")
         if before:
             self._load(before)
-        if view.current_epoch == self._epoch and view.run is not None and view.run.steps_per_epoch:
-            self._batch_index = round((state.epoch - self._epoch) * view.num_training_batches)
         self.call("on_train_start")
 
     def on_gradients(self, state: TrainingState) -> None:
@@ -277,7 +260,6 @@ class LightningEvents(Callback):
         self.view.update_metrics(state.metrics)
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        self._epoch = int(state.epoch + 1e-9)
         self._finish_epochs()
 
     def on_end(self, state: TrainingState) -> None:
@@ -292,6 +274,14 @@ class LightningEvents(Callback):
             self.view.datamodule.teardown("fit")
         self.call("teardown", "fit")
 
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        """What a checkpoint of Lightning's holds beside the weights and the optimizers."""
+        view = self.view
+        found = {each.state_key: each for each in view.callbacks}
+        found |= {str(index): each.scheduler for index, each in enumerate(view.lr_scheduler_configs)}
+        return found | ({"data": view.datamodule} if is_overridden(view.datamodule, "state_dict") else {})
+
     def state_dict(self) -> dict[str, Any]:
         if self._last_state:
             return self._last_state
@@ -303,11 +293,10 @@ class LightningEvents(Callback):
         state = {
             "checkpoint": checkpoint,
             "metrics": view.callback_metrics,
-            "sums": self._training.state_dict(),
-            "schedules": [each.scheduler.state_dict() for each in view.lr_scheduler_configs],
-            "callbacks": {each.state_key: each.state_dict() for each in view.callbacks},
-            "datamodule": view.datamodule.state_dict() if is_overridden(view.datamodule, "state_dict") else {},
+            "batch_index": self._batch_index,
+            "sums": self._training.sums,
             "steps": view.strategy.num_steps,
+            "parts": {name: each.state_dict() for name, each in self._stateful.items()},
         }
         file = io.BytesIO()
         torch.save(state, file)
@@ -319,20 +308,12 @@ class LightningEvents(Callback):
     def _load(self, state: dict[str, Any]) -> None:
         view = self.view
         view.current_epoch, view.strategy.num_steps = state["checkpoint"]["epoch"], state["steps"]
-        view.callback_metrics = state["metrics"] | view.callback_metrics
-        self._training.load_state_dict(state["sums"])
-        for each, saved in zip(view.lr_scheduler_configs, state["schedules"], strict=True):
-            each.scheduler.load_state_dict(saved)
-        for each in view.callbacks:
-            if saved := state["callbacks"].get(each.state_key):
+        view.callback_metrics = state["metrics"]
+        self._training.sums, self._batch_index = state["sums"], state["batch_index"]
+        for name, each in self._stateful.items():
+            if saved := state["parts"].get(name):
                 each.load_state_dict(saved)
-        if state["datamodule"]:
-            view.datamodule.load_state_dict(state["datamodule"])
         self.read("on_load_checkpoint", state["checkpoint"])
-
-
-def _get_outputs(returned: Any) -> dict[str, Any]:
-    return dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
 
 
 def _call_step(module: Any, name: str, batch: Any, index: int) -> Any:

@@ -52,9 +52,10 @@ REFUSED = {
     "on_validation_model_zero_grad": "leave it out: a run frees its gradients itself",
 }
 # Overridden, they take a part of the step, and the module takes its steps itself, as with manual optimization.
-OF_STEP = (
-    *("backward", "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad", "configure_gradient_clipping"),
-    "clip_gradients",
+OF_STEP = _split(
+    """
+    backward optimizer_step optimizer_zero_grad on_before_zero_grad configure_gradient_clipping clip_gradients
+    """
 )
 # Callbacks of Lightning's own: those that only show something have no effect, and others need more of its trainer.
 _OBEYED_CALLBACKS = _split("Callback EarlyStopping LambdaCallback WeightAveraging EMAWeightAveraging")
@@ -83,11 +84,11 @@ def is_overridden(owner: object, name: str) -> bool:
     return method is not None and not is_lightnings(method)
 
 
-def check_overridden(owner: Any) -> None:
-    """Raises ConfigError for what a run would do otherwise than the module, or the data module, says."""
+def check_overridden(module: Any) -> None:
+    """Raises ConfigError for what a run would do otherwise than the module says."""
     for name, remedy in REFUSED.items():
-        if is_overridden(owner, name):
-            raise ConfigError("task", type(owner).__name__, f"has a {name} of its own, which is not called", remedy)
+        if is_overridden(module, name):
+            raise ConfigError("task", type(module).__name__, f"has a {name} of its own, which is not called", remedy)
 
 
 def read_callbacks(module: Any) -> list[Any]:

@@ -7,12 +7,12 @@ trainer. Called by `LightningEvents`, and by the module. One process, without ac
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 from shoal.extend.train import RunFacts
@@ -21,28 +21,23 @@ from shoal.libs.lightning.logs import average_over_ranks
 from shoal.libs.lightning.trainer_view import TrainerView, make_error
 
 
-def takes_own_steps(module: Any) -> bool:
-    """Whether the module takes its steps itself, rather than returning losses."""
-    return not module.automatic_optimization or any(is_overridden(module, name) for name in OF_STEP)
-
-
-def check_own_steps(module: Any, run: RunFacts) -> None:
-    """Raises ConfigError for a run that would change the steps of such a module."""
-    which = next((name for name in OF_STEP if is_overridden(module, name)), "manual optimization")
-    why = f"{type(module).__name__} takes its steps itself ({which})"
-    remedy = "write a Task with `optimizers` and a `train_step` that yields, for several workers"
-    if run.num_ranks > 1:
-        raise ConfigError("workers", run.num_ranks, why, f"use workers=1, or {remedy}")
-    if run.accumulate > 1:
-        raise ConfigError("parallel.accumulate", run.accumulate, why, "leave it out, and accumulate in training_step")
-    if run.clip_norm is not None and not module.automatic_optimization:
-        raise ConfigError("clip_norm", run.clip_norm, why, "call self.clip_gradients in training_step")
+def takes_own_steps(module: Any, run: RunFacts) -> bool:
+    """Whether the module takes its steps itself, rather than returning losses. Raises ConfigError for a run that would
+    change such steps."""
+    parts = ["manual optimization"] if not module.automatic_optimization else []
+    parts += [name for name in OF_STEP for each in (module, *module.trainer.callbacks) if is_overridden(each, name)]
+    is_clipped = run.clip_norm is not None and not module.automatic_optimization
+    if parts and (run.num_ranks > 1 or run.accumulate > 1 or is_clipped):
+        problem = f"takes its steps itself ({parts[0]}): not with several workers, accumulate, or clip_norm if manual"
+        remedy = "use workers=1, and accumulate and clip in it; or write a Task with `optimizers` and a `train_step`"
+        raise ConfigError("task", type(module).__name__, problem, remedy)
+    return bool(parts)
 
 
 class Strategy:
     """What the methods of a LightningModule use of `self.trainer.strategy`.
 
-    losses:    of the backward passes since the step of the run began
+    loss:      the sum of those with a backward pass since the step of the run began
     num_steps: of all optimizers, over all attempts of the run
     gradients: of the newest step
     """
@@ -50,33 +45,38 @@ class Strategy:
     def __init__(self, view: TrainerView, call: Callable[..., None]) -> None:
         self._view, self._call = view, call
         self._lightning_optimizers: list[Any] = []
-        self.losses: list[Tensor] = []
+        self.loss = torch.zeros(())
         self.num_steps = 0
         self.gradients: list[Tensor | None] = []
 
-    def wrap(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let `self.optimizers()` give these, in Lightning's own class."""
-        [base] = [each for each in type(self.lightning_module).__mro__ if each.__name__ == "LightningModule"]
-        self._lightning_optimizers = [
-            vars(sys.modules[base.__module__])["LightningOptimizer"](each) for each in optimizers
-        ]
+    def configure(self, returned: Any) -> None:
+        """Note the optimizers and schedules, of any form that `configure_optimizers` may return: by Lightning's own
+        code, which raises errors of its own."""
+        view, module = self._view, self.lightning_module
+        [base] = [each for each in type(module).__mro__ if each.__name__ == "LightningModule"]
+        lightning: Any = sys.modules[base.__module__.replace("core.module", "core.optimizer")]
+        if returned is None:
+            return
+        view.optimizers, schedulers, monitor = lightning._configure_optimizers(returned)
+        lightning._validate_multiple_optimizers_support(view.optimizers, module)
+        self._lightning_optimizers = [lightning.LightningOptimizer(each) for each in view.optimizers]
         for each in self._lightning_optimizers:
             each._strategy = self
+        if module.automatic_optimization:
+            view.lr_scheduler_configs = lightning._configure_schedulers_automatic_opt(schedulers, monitor)
+        else:
+            view.lr_scheduler_configs = lightning._configure_schedulers_manual_opt(schedulers)
 
     @property
     def lightning_module(self) -> Any:
         return self._view.lightning_module
-
-    @property
-    def root_device(self) -> Any:
-        return self.lightning_module.device
 
     def backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         """Of `manual_backward`, and of each loss that a training_step returns."""
         self._call("on_before_backward", loss)
         self.lightning_module.backward(loss, *args, **kwargs)
         self._call("on_after_backward")
-        self.losses.append(loss.detach())
+        self.loss = self.loss + loss.detach()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Of `self.optimizers().step()`."""

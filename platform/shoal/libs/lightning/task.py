@@ -31,7 +31,7 @@ from shoal.extend.registry import Signature
 from shoal.extend.train import Callback, RunFacts, Task
 from shoal.libs.lightning.events import LightningEvents
 from shoal.libs.lightning.hooks import check_overridden, is_overridden, read_callbacks
-from shoal.libs.lightning.own_steps import check_own_steps, takes_own_steps
+from shoal.libs.lightning.own_steps import takes_own_steps
 from shoal.libs.lightning.trainer_view import TrainerView
 
 
@@ -72,12 +72,10 @@ class LightningTask(Task):
         network: Any = self.module()
         check_overridden(network)
         events, view = self._events, self._events.view
-        events.takes_own_steps = takes_own_steps(network)
         network.trainer, view.lightning_module = view, network
         if view.run is not None:
-            if events.takes_own_steps:
-                check_own_steps(network, view.run)
             view.callbacks = read_callbacks(network)
+            events.takes_own_steps = takes_own_steps(network, view.run)
             if view.datamodule is not None and is_overridden(network, "prepare_data"):
                 network.prepare_data()
             events.call("setup", "fit")
@@ -88,7 +86,6 @@ class LightningTask(Task):
 
     def data(self) -> Data:
         source, view = self.datamodule(), self._events.view
-        check_overridden(source)
         source.trainer = view
         for name, args in (("prepare_data", ()), ("setup", ("fit",))):
             getattr(source, name, lambda *_: None)(*args)
@@ -117,12 +114,7 @@ class LightningTask(Task):
         return {f"optimizer_{index}": each for index, each in enumerate(events.configure_optimizers())}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
-        found = self._events.configure_optimizers()
-        if len(found) > 1:
-            problem = f"configure_optimizers gave {len(found)} optimizers"
-            remedy = "set automatic_optimization = False, and take their steps in training_step"
-            raise ConfigError("task", type(self).__name__, problem, remedy)
-        return found[0] if found else None
+        return next(iter(self._events.configure_optimizers()), None)
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """Of a dict, what `forward` names; else as of any Task."""

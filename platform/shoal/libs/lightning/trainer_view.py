@@ -88,6 +88,7 @@ class TrainerView:
         self.run: RunFacts | None = None
         self.training_state: TrainingState | None = None
         self.strategy: Any = None
+        self.precision_plugin: Any = None
         self.logger: RunLogger | None = None
         self.lightning_module: Any = None
         self.datamodule: Any = None
@@ -123,10 +124,6 @@ class TrainerView:
             steps: int = self.strategy.num_steps
             return steps
         return 0 if self.training_state is None else self.training_state.step
-
-    @property
-    def precision_plugin(self) -> Any:
-        return self.strategy
 
     @property
     def logged_metrics(self) -> dict[str, Any]:

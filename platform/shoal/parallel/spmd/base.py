@@ -169,8 +169,10 @@ class SpmdModel(ParallelModel):
                 summed += weighted.detach()
             assert name is not None
             if is_record:
-                total += summed if name == LOSS else 0.0
-                self._add_losses({name: summed} if name != LOSS else {})
+                if name == LOSS:
+                    total += summed
+                else:
+                    self._add_losses({name: summed})
                 continue
             summed = self._finish_losses(summed, f"{name}_loss")
             total += summed

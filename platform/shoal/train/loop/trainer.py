@@ -25,7 +25,7 @@ from shoal.parallel import World
 from shoal.runs.event_messages import NO_CHECKPOINT
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
 from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
-from shoal.train.callback import CallbackRunner, TrainingState
+from shoal.train.callback import Callback, CallbackRunner, TrainingState
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate, watch_samples
@@ -111,7 +111,6 @@ class Trainer:
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
-        self._num_epochs = 0  # finished ones
         self._began_s = time.monotonic()
         self._elapsed_s = self._logged_s = 0.0  # of this attempt, agreed between the ranks: now, at the last report
         self._losses = LossReport()
@@ -203,7 +202,7 @@ class Trainer:
                     parts.model.check_buffers()
                     self._is_first_step = False
                 self.sync.combine_gradients()
-                self._callbacks.show_gradients(step)
+                self._callbacks.call(Callback.on_gradients, step)
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip_gradients(self.spec.clip_norm)
                 self._wait_until_copied()
@@ -262,10 +261,10 @@ class Trainer:
         if Due.EVALUATION in due or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
         if Due.EPOCH in due:
-            self._callbacks.end_epoch(step)
-        if stop is None and self._callbacks and due & (Due.EPOCH | Due.EVALUATION):
-            reasons = self.world.gather(self._callbacks.stop_reason)
-            stop = next((self._policy.decide_on_request(step, each) for each in reasons if each), None)
+            self._callbacks.call(Callback.on_epoch_end, step)
+        if stop is None and self._callbacks.callbacks and due & (Due.EPOCH | Due.EVALUATION):
+            why = max(self.world.gather(self._callbacks.stop_reason))
+            stop = self._policy.decide_on_request(step, why) if why else None
         if signals.stop and stop is None:
             return StopDecision("interrupted", f"interrupted at step {step:,}", step, step)
         if stop is None and (Due.CHECKPOINT in due or self._checkpoints.is_due_after(self._progress.elapsed_s)):
@@ -291,7 +290,7 @@ class Trainer:
         if num_evaluations > self._num_evaluations_due:
             due |= Due.EVALUATION
         self._num_evaluations_due = num_evaluations
-        if self._callbacks and self._parts.epoch >= self._num_epochs + 1:
+        if self._callbacks.callbacks and self._parts.epoch >= self._num_epochs + 1:
             self._num_epochs = int(self._parts.epoch)
             due |= Due.EPOCH
         return due
@@ -393,7 +392,7 @@ class Trainer:
         if not self.sync.is_chief:
             return TrainResult(self._run_id, stop.reason, stop.detail, stop.step, stop.step, self._elapsed_s)
         if stop.reason != "interrupted":
-            self._callbacks.end(stop.step)
+            self._callbacks.call(Callback.on_end, stop.step)
         self._save(must=stop.reason == "interrupted")
         self._checkpoints.wait(must=stop.reason == "interrupted")
         progress, retained_step = self._progress, stop.keep_step
