@@ -134,13 +134,27 @@ class Counting(Callback):
     def on_evaluation(self, state: TrainingState) -> None:
         self.calls.append((f"evaluation of {', '.join(sorted(state.metrics))}", state.step))
 
+    def on_epoch_end(self, state: TrainingState) -> None:
+        self.calls.append(("epoch", state.step))
+
     def on_end(self, state: TrainingState) -> None:
         self.calls.append(("end", state.step))
 
 
+class UntilEpoch(Counting):
+    """Stops at the end of the second epoch, on one rank."""
+
+    def on_step(self, state: TrainingState) -> None:
+        assert state.loss is not None
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 2 and state.is_first:
+            state.request_stop("two epochs")
+
+
 class Watched(Distillation):
-    def __init__(self) -> None:
-        self.counting = Counting()
+    def __init__(self, counting: Counting | None = None) -> None:
+        self.counting = counting or Counting()
 
     def callbacks(self) -> list[Callback]:
         return [self.counting]
@@ -195,6 +209,7 @@ def test_a_gan_takes_the_steps_that_its_loop_by_hand_would(tmp_path: Path, accum
     class Noting(GanTask):
         def train_step(self, model: nn.Module, batch: Any) -> Iterator[tuple[str, Tensor]]:
             seen.extend([batch] * model.training)  # the check of split losses takes steps in evaluation mode
+            yield "size", torch.tensor(float(len(batch[0])))
             yield from super().train_step(model, batch)
 
     torch.manual_seed(3)
@@ -210,6 +225,7 @@ def test_a_gan_takes_the_steps_that_its_loop_by_hand_would(tmp_path: Path, accum
     assert len(values["train/discriminator_loss"]) == len(values["train/generator_loss"]) == 6
     total = np.array(values["train/discriminator_loss"]) + values["train/generator_loss"]
     np.testing.assert_allclose(total, values["train/loss"], rtol=1e-6)
+    assert values["train/size"] == [32.0 / accumulate] * 6  # recorded, and not optimized
     assert "validation/distance" in values
     assert "validation/loss" not in values
 
@@ -229,6 +245,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tra
         "metrics": (Distillation(), spec_of(workers=2, **UNEVEN)),
         "distillation": (Distillation(), spec_of(workers=2, **LEARNING)),
         "watched": (Watched(), spec_of(workers=2, stop={"steps": 100_000})),
+        "epochs": (Watched(UntilEpoch()), spec_of(workers=2, stop={"steps": 100_000})),
     }
     return run_ranks(train_cases, 2, tmp_path_factory.mktemp("ranks"), cases)
 
@@ -296,6 +313,7 @@ def test_callbacks_see_the_run_and_may_end_it(tmp_path: Path) -> None:
         ("begin", 0),
         *[("step", step) for step in (1, 2, 3)],
         ("evaluation of auroc, f1, loss", 3),
+        ("epoch", 3),
         ("end", 3),
     ]
     assert values["watched/loss"] == pytest.approx(values["train/loss"])
@@ -305,6 +323,7 @@ def test_a_callback_ends_the_run_on_all_ranks(on_two_ranks: list[dict[str, Train
     results = [rank["watched"][0] for rank in on_two_ranks]
     assert {result.reason for result in results} == {"callback"}
     assert len({result.steps for result in results}) == 1
+    assert [rank["epochs"][0].steps for rank in on_two_ranks] == [6, 6]  # at once
 
 
 def refuse(task: Task, folder: Path, kind: type[Exception], match: str, **changes: Any) -> None:

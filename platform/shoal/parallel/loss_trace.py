@@ -22,7 +22,7 @@ from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map_only
 
-from shoal.parallel.loss import LOSS, FoundMean, Mean, require_loss, split_mean
+from shoal.parallel.loss import LOSS, FoundMean, Mean, get_value, require_loss, split_mean
 
 T = TypeVar("T")
 _WITH_LABELS = (functional.cross_entropy, functional.nll_loss)
@@ -82,14 +82,16 @@ def measure(compute: Callable[[], Any], leaves: Sequence[Tensor], num_samples: i
     """[5]: numerator and denominator of the loss, the numerator's derivative when all `leaves` grow in proportion, the
     sum of the absolute terms of this derivative, and how exact the loss's type is.
 
-    Of several optimizers, the first one's loss.
+    Of several optimizers, the first one's loss; what has no gradient is only recorded.
     """
 
     def compute_first() -> Any:
         result = compute()
         if isinstance(result, Mapping):
             return result[LOSS]
-        return next(result)[1] if isinstance(result, Iterator) else result
+        if not isinstance(result, Iterator):
+            return result
+        return next((each for _, each in result if get_value(each).requires_grad), torch.zeros(()))
 
     loss = require_loss(find_means(compute_first))
     total = loss.total if isinstance(loss, Mean) else loss * num_samples

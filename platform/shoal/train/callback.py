@@ -48,7 +48,8 @@ class TrainingState:
         self._log(self.step, values)
 
     def request_stop(self, reason: str) -> None:
-        """End the run, on all ranks, once they have exchanged this: within half a second. It counts as finished."""
+        """End the run, on all ranks, once they have exchanged this: within half a second, and at the end of an epoch
+        or an evaluation at once. It counts as finished."""
         self.stop_reason = self.stop_reason or reason
 
 
@@ -58,14 +59,21 @@ class Callback:
     def on_begin(self, state: TrainingState) -> None:
         """Before the first step of this attempt: weights and step of a resumed run are restored."""
 
+    def on_gradients(self, state: TrainingState) -> None:
+        """Before each step of the optimizer: the gradients are those of all ranks, and not clipped yet. Where a step
+        has several optimizers, after theirs."""
+
     def on_step(self, state: TrainingState) -> None:
         """After each step. Reading `state.loss` waits for the device."""
 
     def on_evaluation(self, state: TrainingState) -> None:
         """After each evaluation."""
 
+    def on_epoch_end(self, state: TrainingState) -> None:
+        """After the last step of an epoch, and the evaluation that follows it."""
+
     def on_end(self, state: TrainingState) -> None:
-        """After the last step and evaluation; not when an error ends the run."""
+        """After the last step and evaluation; not when an error or an interruption ends the run."""
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints hold of it, as JSON: that of the first rank."""
@@ -79,12 +87,12 @@ class CallbackRunner:
     """The callbacks of one rank, and the run as they see it. Raises ConfigError for an object that is no Callback."""
 
     def __init__(self, callbacks: Sequence[object], state: TrainingState, get_epoch: Callable[[], float]) -> None:
-        self._callbacks: list[Callback] = []
+        self.callbacks: list[Callback] = []
         for each in callbacks:
             if not isinstance(each, Callback):
                 problem = "is no callback"
                 raise ConfigError("Task.callbacks", type(each).__name__, problem, "subclass shoal.train.Callback")
-            self._callbacks.append(each)
+            self.callbacks.append(each)
         self._state, self._get_epoch = state, get_epoch
 
     @property
@@ -94,31 +102,29 @@ class CallbackRunner:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Of each callback, in order."""
-        return [each.state_dict() for each in self._callbacks]
+        return [each.state_dict() for each in self.callbacks]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Give each its state, as long as there are as many as before."""
-        for each, state in zip(self._callbacks, states, strict=False):
+        for each, state in zip(self.callbacks, states, strict=False):
             if state:
                 each.load_state_dict(state)
 
     def begin(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.metrics = metrics
-        self._call(Callback.on_begin, step)
+        self.call(Callback.on_begin, step)
 
     def end_step(self, step: int, loss: Tensor) -> None:
         self._state.loss = loss
-        self._call(Callback.on_step, step)
+        self.call(Callback.on_step, step)
 
     def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.metrics = metrics
-        self._call(Callback.on_evaluation, step)
+        self.call(Callback.on_evaluation, step)
 
-    def end(self, step: int) -> None:
-        self._call(Callback.on_end, step)
-
-    def _call(self, method: Callable[[Callback, TrainingState], None], step: int) -> None:
-        if self._callbacks:
+    def call(self, method: Callable[[Callback, TrainingState], None], step: int) -> None:
+        """Call this method of each."""
+        if self.callbacks:
             self._state.step, self._state.epoch = step, self._get_epoch()
-            for each in self._callbacks:
+            for each in self.callbacks:
                 getattr(each, method.__name__)(self._state)

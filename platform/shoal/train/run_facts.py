@@ -15,7 +15,7 @@ class RunFacts:
     epochs, steps:   when it ends, as far as `stop` says
     steps_per_epoch: None if the data has no length
     batch_size, accumulate, clip_norm, precision: as in the spec
-    rank, num_ranks: this process, and how many take part; (0, 1) of a check before the workers start
+    rank, num_ranks: this process, and how many take part; of a check before the workers start, the first
     """
 
     epochs: float | None

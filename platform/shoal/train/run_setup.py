@@ -9,7 +9,7 @@ from shoal.train.run_facts import RunFacts
 from shoal.train.spec import TrainSpec
 
 
-def make_facts(spec: TrainSpec, steps_per_epoch: int | None, rank: int = 0, num_ranks: int = 1) -> RunFacts:
+def make_facts(spec: TrainSpec, steps_per_epoch: int | None, rank: int, num_ranks: int) -> RunFacts:
     """The facts of a run for its Task."""
     stop, plan = spec.stop, spec.parallel
     settings = (spec.batch_size, plan.accumulate, spec.clip_norm, plan.precision)

@@ -5,122 +5,166 @@ Called by `LightningTask`, for each step and evaluation, and by the Trainer as a
 
 from __future__ import annotations
 
+import base64
 import inspect
-from collections.abc import Mapping
+import io
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
 from shoal.errors import ConfigError
+from shoal.extend.parallel import Loss
 from shoal.extend.train import Callback, TrainingState
+from shoal.libs.lightning.hooks import is_overridden
 from shoal.libs.lightning.logs import Logs, average_over_ranks
-from shoal.libs.lightning.schedule import Schedule
+from shoal.libs.lightning.own_steps import Strategy
 from shoal.libs.lightning.trainer_view import RunLogger, TrainerView
-
-# Overridden, these change what a step does; a run has its own.
-_REFUSED = {
-    "optimizer_step": "a schedule with interval=step, and on_before_optimizer_step, are called",
-    "backward": "return the loss from training_step",
-    "configure_gradient_clipping": "say clip_norm=1.0",
-    "transfer_batch_to_device": "on_after_batch_transfer is called",
-}
-
-
-def is_overridden(owner: object, name: str) -> bool:
-    """Whether it has a method of its own of this name, and not Lightning's."""
-    method = getattr(owner, name, None)
-    return method is not None and not str(method.__module__).startswith(("pytorch_lightning.", "lightning."))
-
-
-def check_module(module: Any) -> None:
-    """Raises ConfigError for what a run would do otherwise than the module says."""
-    name = type(module).__name__
-    if not getattr(module, "automatic_optimization", True):
-        remedy = "write a Task with `optimizers` and a `train_step` that yields"
-        raise ConfigError("automatic_optimization", False, f"{name} takes the steps of its optimizers itself", remedy)
-    for hook, remedy in _REFUSED.items():
-        if is_overridden(module, hook):
-            raise ConfigError("task", name, f"has a {hook} of its own, which is not called", remedy)
 
 
 class LightningEvents(Callback):
-    """Of one module, on one rank."""
+    """Of one module, on one rank.
+
+    takes_own_steps: whether the module does, rather than returning losses
+    """
 
     def __init__(self, view: TrainerView) -> None:
-        self.view, self.schedule = view, None
+        self.view, self.takes_own_steps = view, False
+        view.strategy = view.precision_plugin = Strategy(view, self.call)
         self._training, self._validation = Logs(is_training=True), Logs(is_training=False)
         self._batch_index = self._validation_index = 0
         self._is_within_epoch = False
         self._epoch = 0  # finished ones, whether or not their end has been handled
-        self._last: tuple[Any, ...] = ()  # outputs, batch and its index of the newest step
+        self._newest: tuple[Any, ...] = ()  # outputs, batch and its index of a batch whose end has not been handled
         self._restored: dict[str, Any] = {}
-
-    schedule: Schedule | None
+        self._last_state: dict[str, Any] = {}  # of a run that has ended, before the module has heard of it
 
     @property
     def module(self) -> Any:
         return self.view.lightning_module
 
-    def _call(self, name: str, *args: Any) -> dict[str, Tensor]:
-        """Call a hook of the module, and return what it logs."""
-        if not is_overridden(self.module, name):
+    def configure_optimizers(self) -> list[Optimizer]:
+        """Those of the module, whose schedules are noted. Raises Lightning's own errors for what it does not take."""
+        self.view.strategy.configure(self.module.configure_optimizers())
+        return self.view.optimizers
+
+    def read(self, name: str, *args: Any) -> dict[str, Tensor]:
+        """Call a hook of the callbacks and of the module, and return what it logs."""
+        hooks = [partial(getattr(each, name), self.view, self.module) for each in self.view.callbacks]
+        if is_overridden(self.module, name):  # in order; but an early stopping reads what the module logs there
+            hooks.insert(0 if name == "on_train_epoch_end" else len(hooks), getattr(self.module, name))
+        if not hooks:
             return {}
         logs = Logs(is_training=False)
-        with logs.receive(self.module, 1) as logged:
-            getattr(self.module, name)(*args)
-        return {**logged, **{key: Tensor([value])[0] for key, value in logs.finish_epoch(1).items()}}
+        with logs.receive(self.module, 0) as logged:
+            for hook in hooks:
+                answer = hook(*args)
+                if name == "on_train_batch_start" and answer == -1:
+                    problem = f"{name} of {type(self.module).__name__} gave -1, and a run ends no epoch early"
+                    raise ConfigError("task", name, problem, "give the train_dataloader a sampler of fewer samples")
+                self.view.update_metrics(logged)
+        logged |= {key: torch.tensor(value) for key, value in logs.compute(1).items()}
+        logs.reset()
+        return logged
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a hook in training: what it logs enters the record."""
+        self._record(self.read(name, *args))
 
     # -- steps
 
-    def train_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """The loss, and what is logged of this batch."""
+    def train_step(self, model: nn.Module, batch: Any) -> Any:
+        """The loss, and what is logged of this batch; or a step that the module takes itself."""
+        if self.takes_own_steps:
+            return self._take_own_step(batch)
         if not model.training:  # the check of a run that splits its batches
             with Logs(is_training=True).receive(model, count_samples(batch)):
                 return {"loss": self._require_loss(_call_step(model, "training_step", batch, 0))}
+        batch = self._begin_batch(batch)
+        returned, logged = self._compute(batch)
+        loss = self._require_loss(returned)
+        self.call("on_before_backward", loss)
+        return logged | {"loss": loss}
+
+    def _begin_batch(self, batch: Any) -> Any:
         self._finish_epochs()
+        if self._newest:  # a micro-batch
+            self.call("on_after_backward")
+            self._finish_batch()
         if not self._is_within_epoch:
             self._is_within_epoch = True
-            self._record(self._call("on_train_epoch_start"))
+            self.call("on_train_epoch_start")
         batch = self._transfer(batch)
-        self._call("on_train_batch_start", batch, self._batch_index)
-        with self._training.receive(model, count_samples(batch)) as logged:
-            returned = _call_step(model, "training_step", batch, self._batch_index)
-        loss = self._require_loss(returned)
-        self._call("on_before_zero_grad", *self.view.optimizers)
-        self._call("on_before_backward", loss)
-        if is_overridden(self.module, "on_train_batch_end"):
-            self._last = (returned, batch, self._batch_index)
-        self._batch_index += 1
-        self.view.callback_metrics |= logged
-        return {"loss": loss, **{name: value for name, value in logged.items() if name != "loss"}}
+        self.call("on_train_batch_start", batch, self._batch_index)
+        return batch
 
-    def eval_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def _compute(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        """What `training_step` gives, and what it logs."""
+        with self._training.receive(self.module, count_samples(batch)) as logged:
+            returned = _call_step(self.module, "training_step", batch, self._batch_index)
+        self.view.update_metrics(logged)
+        outputs = dict(returned) if isinstance(returned, Mapping) else {} if returned is None else {"loss": returned}
+        if "loss" in outputs:
+            outputs["loss"] = torch.as_tensor(outputs["loss"]).detach()
+        self._newest = (outputs, batch, self._batch_index)
+        return returned, logged
+
+    def _take_own_step(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
+        module, strategy, logged = self.module, self.view.strategy, dict[str, Tensor]()
+        batch, index = self._begin_batch(batch), self._batch_index
+
+        def compute() -> Tensor:
+            returned, of_batch = self._compute(batch)
+            logged.update(of_batch)
+            [optimizer] = self.view.optimizers
+            self.call("on_before_zero_grad", optimizer)
+            module.optimizer_zero_grad(self.view.current_epoch, index, optimizer)
+            loss = self._require_loss(returned)
+            strategy.backward(loss)
+            return loss.detach()
+
+        strategy.loss = torch.zeros(())
+        strategy.exchange_gradients()
+        if module.automatic_optimization:
+            module.optimizer_step(self.view.current_epoch, index, module.optimizers(), compute)
+        else:
+            _, logged = self._compute(batch)
+        strategy.exchange_gradients()
+        yield from {**logged, "loss": strategy.loss}.items()
+
+    def eval_step(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
         """What `validation_step` logs; a returned tensor is `val_loss`."""
         if not is_overridden(model, "validation_step"):
             return {}
         if not self.view.validating:
             self.view.validating, self._validation_index = True, 0
-            self._call("on_validation_start")
-            self._call("on_validation_epoch_start")
+            self.view.strategy.gradients = []  # as Lightning does
+            self.call("on_validation_start")
+            self.call("on_validation_epoch_start")
         batch, index = self._transfer(batch), self._validation_index
         is_filler = model is not self.module  # a copy, of which nothing counts
         logs = Logs(is_training=False) if is_filler else self._validation
-        self._call("on_validation_batch_start", batch, index)
+        values: dict[str, Loss] = {**self.read("on_validation_batch_start", batch, index)}
         with logs.receive(model, count_samples(batch)) as logged:
             returned = _call_step(model, "validation_step", batch, index)
-        self._call("on_validation_batch_end", returned, batch, index)
+        values |= {"val_loss": returned} if isinstance(returned, Tensor) else {}
         self._validation_index += 1
-        return {"val_loss": returned, **logged} if isinstance(returned, Tensor) else dict(logged)
+        return {**values, **logged, **self.read("on_validation_batch_end", returned, batch, index)}
 
     def finish_evaluation(self) -> dict[str, float]:
         """The metrics that count over the samples of an evaluation, and what its last hooks log. Collective."""
         if not self.view.validating:
             return {}
         num_ranks = self.view.world_size
-        logged = self._call("on_validation_epoch_end")
-        metrics = self._validation.finish_epoch(num_ranks)
-        logged |= self._call("on_validation_end")
+        logged = self.read("on_validation_epoch_end")
+        metrics = self._validation.compute(num_ranks)
+        self._validation.reset()
+        self.view.update_metrics(metrics)
+        logged |= self.read("on_validation_end")
         self.view.validating = False
         return metrics | average_over_ranks({name: (float(each), 1.0) for name, each in logged.items()}, num_ranks)
 
@@ -132,97 +176,144 @@ class LightningEvents(Callback):
         return loss
 
     def _transfer(self, batch: Any) -> Any:
-        for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            for owner in (self.module, self.view.datamodule):
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            for owner in (self.view.datamodule, self.module):
                 if is_overridden(owner, name):
-                    batch = getattr(owner, name)(batch, 0)
+                    device = [self.module.device] if name.startswith("transfer") else []
+                    batch = getattr(owner, name)(batch, *device, 0)
+                    break  # the module's is not called then, as by Lightning
         return batch
 
-    def take_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        if is_overridden(self.module, "lr_scheduler_step"):
-            self.module.lr_scheduler_step(scheduler, metric)
-        else:
-            scheduler.step(*(() if metric is None else (metric,)))
+    def _finish_batch(self) -> None:
+        newest, self._newest = self._newest, ()
+        self._batch_index += 1
+        self.call("on_train_batch_end", *newest)
 
-    # -- epochs
+    # -- schedules and epochs
+
+    def _advance(self, interval: str, count: int, *, follows_metric: bool) -> None:
+        """Take the steps of schedules that are due.
+
+        count: finished batches of the epoch, or finished epochs of the run, by the interval: as Lightning counts them
+        """
+        metrics = self.view.callback_metrics
+        for each in self.view.lr_scheduler_configs if self.module.automatic_optimization else ():
+            if (each.interval, each.reduce_on_plateau) != (interval, follows_metric) or count % each.frequency:
+                continue
+            metric = metrics.get(each.monitor) if follows_metric else None
+            if metric is not None or not follows_metric:
+                self.module.lr_scheduler_step(each.scheduler, metric)
+            elif each.strict:
+                problem = f"{type(each.scheduler).__name__} follows it, and it is not there"
+                known = f"there is {', '.join(sorted(metrics)) or 'none yet: evaluate or log it'}"
+                raise ConfigError("lr_scheduler.monitor", each.monitor, problem, known)
+
+    def _end_epoch(self) -> None:
+        """What the module hears of the end of an epoch, also of one that is cut short."""
+        view = self.view
+        logged = self._training.compute(view.world_size)
+        view.update_metrics(logged | {name.removesuffix("_epoch"): value for name, value in logged.items()})
+        self._record(logged)
+        self.call("on_train_epoch_end")
 
     def _finish_epochs(self) -> None:
-        """Handle the ends of the epochs that are over: after their evaluation, or before the next step."""
+        """Handle the ends of the epochs that are over."""
         view = self.view
         while view.current_epoch < self._epoch:
-            self._record(self._call("on_train_epoch_end"))
-            logged = self._training.finish_epoch(view.world_size)
-            self._record(logged)
-            view.callback_metrics |= {name.removesuffix("_epoch"): value for name, value in logged.items()}
-            self._advance(view.current_epoch + 1, follows_metric=True)
+            self._end_epoch()
+            self._training.reset()
+            self._advance("epoch", view.current_epoch + 1, follows_metric=True)
             view.current_epoch += 1
             self._batch_index, self._is_within_epoch = 0, False
 
-    def _advance(self, epoch: int, *, follows_metric: bool) -> None:
-        if self.schedule is not None and self.schedule.reduce_on_plateau == follows_metric:
-            metrics = self.view.callback_metrics
-            self.schedule.advance(self.view.global_step, epoch, metrics, self.take_scheduler_step)
-
     def _record(self, logged: Mapping[str, Any]) -> None:
-        if logged and self.view.state is not None:
-            values = {name: float(value) for name, value in logged.items()}
-            self.view.callback_metrics |= values
-            self.view.state.log({f"train/{name}": value for name, value in values.items()})
+        if logged and self.view.training_state is not None:
+            self.view.training_state.log({f"train/{name}": float(value) for name, value in logged.items()})
 
     # -- the Trainer's callback
 
     def on_begin(self, state: TrainingState) -> None:
-        view = self.view
-        view.state, view.logger, view.optimizers = state, RunLogger(state), [state.optimizer]
+        view, before = self.view, self._restored
+        view.training_state, view.logger = state, RunLogger(state)
+        if not view.optimizers:
+            view.strategy.configure(state.optimizer)
         view.training, self._epoch = True, int(state.epoch + 1e-9)
-        view.current_epoch = self._restored.get("epoch", self._epoch)
-        view.callback_metrics |= self._restored.get("metrics", {}) | state.metrics
-        self._training.load_state_dict(self._restored.get("sums", {}))
-        if self.schedule is not None:
-            view.lr_scheduler_configs = [self.schedule]
-            self.schedule.begin(state.step, self._epoch, self.take_scheduler_step)
-            self.schedule.load_state_dict(self._restored.get("schedule", {}))
-        if view.current_epoch == self._epoch and view.run is not None and view.run.steps_per_epoch:
-            self._batch_index = round((state.epoch - self._epoch) * view.num_training_batches)
-        state.optimizer.register_step_pre_hook(self._before_optimizer_step)
-        self._call("on_fit_start")
-        self._call("on_train_start")
+        self.call("on_fit_start")
+        if before:
+            self._load(before)
+        self.call("on_train_start")
 
-    def _before_optimizer_step(self, optimizer: Any, *_: Any) -> None:
-        self._call("on_after_backward")
-        self._call("on_before_optimizer_step", optimizer)
+    def on_gradients(self, state: TrainingState) -> None:
+        if not self.takes_own_steps:
+            self.call("on_after_backward")
+            self.call("on_before_optimizer_step", *self.view.optimizers)
 
     def on_step(self, state: TrainingState) -> None:
         self._epoch = int(state.epoch + 1e-9)
-        self._advance(self._epoch, follows_metric=False)
-        if self.schedule is not None and self.schedule.interval == "step":
-            self._advance(self._epoch, follows_metric=True)
-        if self._last:
-            self._call("on_train_batch_end", *self._last)
-            self._last = ()
+        self._advance("step", self._batch_index + 1, follows_metric=False)
+        if self._epoch > self.view.current_epoch:
+            self._advance("epoch", self.view.current_epoch + 1, follows_metric=False)
+        self._finish_batch()
+        self._advance("step", self._batch_index, follows_metric=True)
 
     def on_evaluation(self, state: TrainingState) -> None:
-        self.view.callback_metrics |= state.metrics
-        self._epoch = int(state.epoch + 1e-9)
+        self.view.update_metrics(state.metrics)
+
+    def on_epoch_end(self, state: TrainingState) -> None:
         self._finish_epochs()
 
     def on_end(self, state: TrainingState) -> None:
         self._finish_epochs()
-        self._call("on_train_end")
-        self._call("on_fit_end")
+        self._last_state = self.state_dict()
+        if self._is_within_epoch:
+            self._end_epoch()
+        self.call("on_train_end")
+        self.call("on_fit_end")
         self.view.training = False
-        for owner in (self.module, self.view.datamodule):
-            if is_overridden(owner, "teardown"):
-                owner.teardown("fit")
+        if is_overridden(self.view.datamodule, "teardown"):
+            self.view.datamodule.teardown("fit")
+        self.call("teardown", "fit")
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        """What a checkpoint of Lightning's holds beside the weights and the optimizers."""
+        view = self.view
+        found = {each.state_key: each for each in view.callbacks}
+        found |= {str(index): each.scheduler for index, each in enumerate(view.lr_scheduler_configs)}
+        return found | ({"data": view.datamodule} if is_overridden(view.datamodule, "state_dict") else {})
 
     def state_dict(self) -> dict[str, Any]:
-        view = self.view
-        metrics = {name: float(value) for name, value in view.callback_metrics.items()}
-        schedule, sums = {} if self.schedule is None else self.schedule.state_dict(), self._training.state_dict()
-        return {"epoch": view.current_epoch, "metrics": metrics, "sums": sums, "schedule": schedule}
+        if self._last_state:
+            return self._last_state
+        view, weights = self.view, self.module.state_dict()
+        checkpoint = {"epoch": view.current_epoch, "global_step": view.global_step, "state_dict": weights}
+        self.read("on_save_checkpoint", checkpoint)
+        if checkpoint["state_dict"] is weights:  # of a callback that swaps them, both are saved
+            del checkpoint["state_dict"]
+        state = {
+            "checkpoint": checkpoint,
+            "metrics": view.callback_metrics,
+            "batch_index": self._batch_index,
+            "sums": self._training.sums,
+            "steps": view.strategy.num_steps,
+            "parts": {name: each.state_dict() for name, each in self._stateful.items()},
+        }
+        file = io.BytesIO()
+        torch.save(state, file)
+        return {"state": base64.b64encode(file.getvalue()).decode()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._restored = state
+        self._restored = torch.load(io.BytesIO(base64.b64decode(state["state"])), "cpu", weights_only=True)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        view = self.view
+        view.current_epoch, view.strategy.num_steps = state["checkpoint"]["epoch"], state["steps"]
+        view.callback_metrics = state["metrics"]
+        self._training.sums, self._batch_index = state["sums"], state["batch_index"]
+        for name, each in self._stateful.items():
+            if saved := state["parts"].get(name):
+                each.load_state_dict(saved)
+        self.read("on_load_checkpoint", state["checkpoint"])
 
 
 def _call_step(module: Any, name: str, batch: Any, index: int) -> Any:

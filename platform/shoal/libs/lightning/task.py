@@ -20,16 +20,18 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.errors import ConfigError
 from shoal.extend.data import Data
+from shoal.extend.parallel import Loss
 from shoal.extend.registry import Signature
 from shoal.extend.train import Callback, RunFacts, Task
-from shoal.libs.lightning.events import LightningEvents, check_module, is_overridden
-from shoal.libs.lightning.schedule import read_optimizers
+from shoal.libs.lightning.events import LightningEvents
+from shoal.libs.lightning.hooks import check_overridden, is_overridden, read_callbacks
+from shoal.libs.lightning.own_steps import takes_own_steps
 from shoal.libs.lightning.trainer_view import TrainerView
 
 
@@ -40,8 +42,9 @@ class LightningTask(Task):
     endpoint are those of the module's `forward`, if it has one. `optimizer=` of the spec counts where
     `configure_optimizers` gives none; a schedule of the module's needs `schedule.name=constant`, the default.
 
-    As with every step of a Task's own, each rank has the full model. Raises ConfigError for several optimizers, manual
-    optimization, and hooks that replace parts of a step.
+    As with every step of a Task's own, each rank has the full model. A module that takes its steps itself (manual
+    optimization, an `optimizer_step` of its own) is trained in one process. Raises ConfigError for what `hooks` says is
+    refused.
     """
 
     _loop: LightningEvents | None = None
@@ -67,11 +70,15 @@ class LightningTask(Task):
 
     def model(self) -> nn.Module:
         network: Any = self.module()
-        check_module(network)
-        view = self._events.view
+        check_overridden(network)
+        events, view = self._events, self._events.view
         network.trainer, view.lightning_module = view, network
-        if view.run is not None and is_overridden(network, "setup"):
-            network.setup("fit")
+        if view.run is not None:
+            view.callbacks = read_callbacks(network)
+            events.takes_own_steps = takes_own_steps(network, view.run)
+            if view.datamodule is not None and is_overridden(network, "prepare_data"):
+                network.prepare_data()
+            events.call("setup", "fit")
         if is_overridden(network, "configure_model"):
             network.configure_model()
         built: nn.Module = network
@@ -88,21 +95,26 @@ class LightningTask(Task):
         view.datamodule = source if type(self).datamodule is not LightningTask.datamodule else None
         return Data(view.train_dataloader, view.val_dataloaders)
 
-    def train_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """The loss of `training_step`, and what it logs."""
+    def train_step(self, model: nn.Module, batch: Any) -> Any:
+        """The loss of `training_step`, and what it logs; or the steps that the module takes itself."""
         return self._events.train_step(model, batch)
 
-    def eval_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:  # type: ignore[override]
+    def eval_step(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
         """What `validation_step` logs; a returned tensor is `val_loss`."""
         return self._events.eval_step(model, batch)
 
     def finish_evaluation(self) -> Mapping[str, float]:
         return self._events.finish_evaluation()
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer] | None:
+        """Those of a module that takes its steps itself."""
         events = self._events
-        optimizer, events.schedule = read_optimizers(events.module.configure_optimizers(), type(self).__name__)
-        return optimizer
+        if not events.takes_own_steps:
+            return None
+        return {f"optimizer_{index}": each for index, each in enumerate(events.configure_optimizers())}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
+        return next(iter(self._events.configure_optimizers()), None)
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """Of a dict, what `forward` names; else as of any Task."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from shoal.errors import ConfigError
@@ -36,7 +38,7 @@ class RunLogger:
         """Nothing: the record has the Task's arguments."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _make_error("self.logger", name, "log numbers with self.log, or pictures as PNG in TrainingState.folder")
+        raise make_error("self.logger", name, "log numbers with self.log, or pictures as PNG in TrainingState.folder")
 
 
 def _count_batches(run: RunFacts) -> float:
@@ -70,17 +72,23 @@ _OF_STATE: dict[str, Callable[[Any], Any]] = {
 class TrainerView:
     """One run, for the module and data module of one Task. Lightning's documentation of Trainer has the attributes.
 
-    current_epoch: the epoch that has begun, until its end has been handled
-    state:         None before the first step
+    current_epoch:  the epoch that has begun, until its end has been handled
+    training_state: None before the first step
+    strategy:       an `own_steps.Strategy`
     """
 
-    training = validating = sanity_checking = testing = predicting = fast_dev_run = False
-    checkpoint_callback = early_stopping_callback = progress_bar_callback = None
+    training = validating = sanity_checking = testing = predicting = fast_dev_run = barebones = False
+    checkpoint_callback = early_stopping_callback = progress_bar_callback = gradient_clip_algorithm = None
     node_rank = 0
+    val_check_interval = 1.0
+    check_val_every_n_epoch = 1
+    state = SimpleNamespace(fn="fit", stage="train")
 
     def __init__(self) -> None:
         self.run: RunFacts | None = None
-        self.state: TrainingState | None = None
+        self.training_state: TrainingState | None = None
+        self.strategy: Any = None
+        self.precision_plugin: Any = None
         self.logger: RunLogger | None = None
         self.lightning_module: Any = None
         self.datamodule: Any = None
@@ -112,7 +120,10 @@ class TrainerView:
 
     @property
     def global_step(self) -> int:
-        return 0 if self.state is None else self.state.step
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            steps: int = self.strategy.num_steps
+            return steps
+        return 0 if self.training_state is None else self.training_state.step
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
@@ -120,20 +131,27 @@ class TrainerView:
 
     progress_bar_metrics = logged_metrics
 
+    def update_metrics(self, values: Mapping[str, Any]) -> None:
+        """Of `callback_metrics`, which are tensors."""
+        self.callback_metrics |= {name: torch.as_tensor(each, dtype=torch.float32) for name, each in values.items()}
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "should_stop":
             super().__setattr__(name, value)
-        elif value and self.state is not None:
-            self.state.request_stop("the module has set trainer.should_stop")
+        elif value and self.training_state is not None:
+            self.training_state.request_stop("the module has set trainer.should_stop")
 
     def __getattr__(self, name: str) -> Any:
-        for table, known, since in ((_OF_RUN, self.run, "the module's setup"), (_OF_STATE, self.state, "on_fit_start")):
+        for table, known, since in (
+            (_OF_RUN, self.run, "the module's setup"),
+            (_OF_STATE, self.training_state, "on_fit_start"),
+        ):
             if name in table:
                 if known is None:
                     raise ConfigError(f"self.trainer.{name}", None, f"is known from {since} on")
                 return table[name](known)
         remedy = "docs/libs/lightning.md has what there is; a Task's own methods and the spec have the rest"
-        raise _make_error("self.trainer", name, remedy)
+        raise make_error("self.trainer", name, remedy)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -142,7 +160,7 @@ class TrainerView:
         return type(self), ()
 
 
-def _make_error(owner: str, name: str, remedy: str) -> AttributeError:
+def make_error(owner: str, name: str, remedy: str) -> AttributeError:
     if name.startswith("__"):
         return AttributeError(name)
     return TrainerAttributeError(f"{owner}.{name}", None, "is not there in a run of Shoal", remedy)

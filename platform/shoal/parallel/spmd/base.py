@@ -26,7 +26,7 @@ from shoal.parallel.layers.batch_norm import DataGroup, globalise_batch_norm
 from shoal.parallel.layers.compile import compile_module
 from shoal.parallel.layers.dropout import DropoutRng, seed_dropout
 from shoal.parallel.layers.precision import LossScale, autocast
-from shoal.parallel.loss import LOSS, Loss, StepCounts, invert_count, require_loss, split_mean
+from shoal.parallel.loss import LOSS, Loss, StepCounts, get_value, invert_count, require_loss, split_mean
 from shoal.parallel.loss_trace import LossReader, find_means, measure
 from shoal.parallel.micro_batches import split_micro_batches
 from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
@@ -162,10 +162,19 @@ class SpmdModel(ParallelModel):
                 if phase is None:
                     return total
                 name, loss = phase
+                if is_record := name not in self._phase_parameters and not get_value(loss).requires_grad:
+                    summed += weight * get_value(loss).detach()
+                    continue
                 weighted = self._counts.weigh(f"{name}_loss", loss, weight, count_samples(part))
                 weighted.backward(inputs=get_phase_parameters(self._phase_parameters, name))
                 summed += weighted.detach()
             assert name is not None
+            if is_record:
+                if name == LOSS:
+                    total += summed
+                else:
+                    self._add_losses({name: summed})
+                continue
             summed = self._finish_losses(summed, f"{name}_loss")
             total += summed
             self._add_losses({f"{name}_loss": summed})

@@ -140,7 +140,7 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
         batch, steps_per_epoch = load_first_batch(data, min(samples, 2)), loader.num_batches
     finally:
         loader.close()
-    task.setup(make_facts(spec, steps_per_epoch))
+    task.setup(make_facts(spec, steps_per_epoch, 0, spec.workers))
     _require_inputs(task, spec, batch)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)

@@ -25,7 +25,7 @@ from shoal.parallel import World
 from shoal.runs.event_messages import NO_CHECKPOINT
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
 from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
-from shoal.train.callback import CallbackRunner, TrainingState
+from shoal.train.callback import Callback, CallbackRunner, TrainingState
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate, watch_samples
@@ -53,6 +53,7 @@ class Due(Flag):
     REPORT = auto()
     EVALUATION = auto()
     CHECKPOINT = auto()
+    EPOCH = auto()  # its end, where there are callbacks
 
 
 class Trainer:
@@ -153,6 +154,7 @@ class Trainer:
             epoch, within = divmod(step, parts.steps_per_epoch)
             parts.training.seek(epoch, within * self.spec.batch_size)
         position, self._num_evaluations_due = parts.get_schedule_position(step), parts.num_evaluations_due(step)
+        self._num_epochs = int(parts.epoch)
         self._event_log.record_event(
             "training",
             step=step,
@@ -205,6 +207,7 @@ class Trainer:
                     parts.model.check_buffers()
                     self._is_first_step = False
                 self.sync.combine_gradients()
+                self._callbacks.call(Callback.on_gradients, step)
                 if self.spec.clip_norm is not None:
                     norm = parts.model.clip_gradients(self.spec.clip_norm)
                 self._wait_until_copied()
@@ -262,6 +265,11 @@ class Trainer:
             self._log()
         if Due.EVALUATION in due or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
+        if Due.EPOCH in due:
+            self._callbacks.call(Callback.on_epoch_end, step)
+        if stop is None and self._callbacks.callbacks and due & (Due.EPOCH | Due.EVALUATION):
+            why = max(self.world.gather(self._callbacks.stop_reason))
+            stop = self._policy.decide_on_request(step, why) if why else None
         if signals.stop and stop is None:
             return StopDecision("interrupted", f"interrupted at step {step:,}", step, step)
         if stop is None and (Due.CHECKPOINT in due or self._checkpoints.is_due_after(self._progress.elapsed_s)):
@@ -287,6 +295,9 @@ class Trainer:
         if num_evaluations > self._num_evaluations_due:
             due |= Due.EVALUATION
         self._num_evaluations_due = num_evaluations
+        if self._callbacks.callbacks and self._parts.epoch >= self._num_epochs + 1:
+            self._num_epochs = int(self._parts.epoch)
+            due |= Due.EPOCH
         return due
 
     @property
@@ -394,7 +405,8 @@ class Trainer:
         self.sync.end()
         if not self.sync.is_chief:
             return TrainResult(self._run_id, stop.reason, stop.detail, stop.step, stop.step, self._elapsed_s)
-        self._callbacks.end(stop.step)
+        if stop.reason != "interrupted":
+            self._callbacks.call(Callback.on_end, stop.step)
         self._save(must=stop.reason == "interrupted")
         self._checkpoints.wait(must=stop.reason == "interrupted")
         progress, retained_step = self._progress, stop.keep_step

@@ -76,10 +76,11 @@ def make_optimizer(
             problem = f"{type(task).__name__} has an optimizer of its own, which ignores this field"
             remedy = "make it an argument of the Task, as in args.rate=..., or let its `optimizer` return None"
             raise ConfigError(f"optimizer.{name}", value, problem, remedy)
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        problem = f"{type(optimizer).__name__} computes the loss again by itself, several times a step"
-        raise ConfigError("task", type(task).__name__, problem, "use an optimiser whose step needs no closure")
+    for each in optimizer.members.values() if isinstance(optimizer, OptimizerGroup) else (optimizer,):
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            problem = f"{type(each).__name__} computes the loss again by itself, several times a step"
+            raise ConfigError("task", type(task).__name__, problem, "use an optimiser whose step needs no closure")
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     return optimizer
