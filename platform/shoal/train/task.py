@@ -32,7 +32,7 @@ from shoal.train.callback import Callback
 from shoal.train.run_facts import RunFacts
 from shoal.train.stateful_metric import StatefulMetric
 
-JOBS = Path("jobs")
+JOBS, MAIN = Path("jobs"), "__main__"
 _SOURCE, _MODULES = "__source__", "__modules__"  # of a file's module: its text, and those it imports, as loaded
 _texts: dict[str, bytes] = {}  # of the modules that any of these import, as this process has loaded them
 
@@ -81,6 +81,11 @@ class Task:
     eval_step: a method `eval_step(self, model, batch)` for evaluations other than `loss` and `metrics` of the model's
            outputs, which are not computed then; None: those. It returns what `metrics` does
     """
+
+    def __init_subclass__(cls, **fields: Any) -> None:
+        super().__init_subclass__(**fields)
+        if cls.__module__ == MAIN:
+            _read_program()
 
     args: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = {}
@@ -297,6 +302,8 @@ def unload_if_changed(reference: str) -> None:
     loaded = None if path is None else sys.modules.get(_module_name(path))
     if loaded is not None and loaded.__file__ != str(path):
         loaded = None  # of another file of this name
+    if loaded is not None and loaded.__name__ == MAIN:
+        return
     if path is None or (loaded is None and not _texts) or (loaded is not None and _SOURCE not in vars(loaded)):
         return
     try:
@@ -333,6 +340,30 @@ def get_source(reference: str) -> str | None:
         return None
     source: str = vars(_load_module(reference, reference.partition(":")[0]))[_SOURCE]
     return source
+
+
+def _read_program() -> None:
+    """Remember the text of the running script, which may be edited while it runs."""
+    main = sys.modules[MAIN]
+    file = Path(getattr(main, "__file__", None) or "")
+    if file.suffix == ".py" and file.is_file():
+        setattr(main, _SOURCE, file.read_text())
+
+
+def get_program_text() -> str | None:
+    """The text of the running script, as it was where it defined its last Task; None of a notebook."""
+    return getattr(sys.modules[MAIN], _SOURCE, None)
+
+
+def adopt_program() -> str:
+    """Take the running script for the module of its file, which is not loaded again; returns the word for it."""
+    main = sys.modules[MAIN]
+    if main.__spec__ is not None:  # of `python -m`
+        sys.modules[main.__spec__.name] = main
+        return main.__spec__.name
+    path = Path(main.__file__ or "").resolve()
+    sys.modules[_module_name(path)] = main
+    return str(path)
 
 
 def _load_module(reference: str, location: str) -> ModuleType:
@@ -384,7 +415,7 @@ def _import_module(reference: str, location: str) -> ModuleType:
     remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
     if not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError("task", reference, "is no file and no module", remedy)
-    if location == "__main__":
+    if location == MAIN:
         problem = "is of the program that runs now, from which nobody else could build the network"
         raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
     try:

@@ -1,20 +1,27 @@
-"""Turns a Task class that was defined in a notebook or in the running script into a file for other processes.
+"""Names a Task class of the running program, so that other processes can build it. Called by `shoal.fit`.
 
-Called by `shoal.fit`, which names every Task by a word. The file has the class and everything of the running program
-that it uses: imports, functions, classes, and constants with a literal form. Any other object, such as a DataLoader,
-stays in the program: methods that only training calls may use it there.
+A script that starts its training under `if __name__ == "__main__":` is a file that can be imported, and so it is.
+Anything else would train again, or has no file: a script without the guard, a notebook, a program on stdin. Of these a
+file is written, with the class and everything of the running program that it uses: imports, functions, classes, and
+constants, as literals or pickled. Any other object, such as a DataLoader, stays in the program: methods that only
+training calls may use it there.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import builtins
 import hashlib
 import inspect
+import io
 import linecache
+import pickle
 import symtable
 import sys
 import textwrap
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -23,9 +30,9 @@ from shoal.atomic_file import replace_synced
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, load_task_file
+from shoal.train.task import MAIN, Task, adopt_program, get_program_text, load_task_file
 
-MAIN = "__main__"
+MAX_PICKLE_BYTES = 2**16  # of a constant: data is not code
 _STAYING = "__staying__"  # of a file's module: the names of its ProgramObjects
 _TRAINING_ONLY = frozenset(
     (
@@ -57,10 +64,32 @@ def get_task_path(task: type[Task]) -> str:
     if "<locals>" in task.__qualname__:
         raise ConfigError("task", task.__qualname__, "is defined within a function", "define it at the top level")
     if task.__module__ == MAIN:
-        return f"{_write_source(task)}:{task.__name__}"
+        text = get_program_text()
+        word = adopt_program() if text and _is_importable(text) else _write_source(task)
+        return f"{word}:{task.__name__}"
     file = getattr(sys.modules[task.__module__], "__file__", None)
     is_of_file = task.__module__.startswith("shoal_task_") and file is not None
     return f"{file if is_of_file else task.__module__}:{task.__name__}"
+
+
+def _is_importable(text: str) -> bool:
+    """Whether the script can be imported: it now runs what stands below its guard, and uses nothing of there above."""
+    main, frame = vars(sys.modules[MAIN]), inspect.currentframe()
+    while frame is not None and (frame.f_globals is not main or frame.f_code.co_name != "<module>"):
+        frame = frame.f_back
+    tree = ast.parse(text)
+    guards = [each for each in tree.body if isinstance(each, ast.If) and "__name__" in ast.unparse(each.test)]
+    if frame is None or not any(each.lineno <= frame.f_lineno <= (each.end_lineno or 0) for each in guards):
+        return False
+    changed = {name for each in ast.walk(tree) if isinstance(each, ast.Global) for name in each.names}
+    tree.body = [each for each in tree.body if each not in guards]
+    above = ast.unparse(tree)
+    below = symtable.symtable(ast.unparse(ast.Module([*guards], [])), "<task>", "exec").get_symbols()
+    there = {each.get_name() for each in symtable.symtable(above, "<task>", "exec").get_symbols() if each.is_assigned()}
+    changed |= {each.get_name() for each in below if each.is_assigned()} - there
+    steps = [ast.unparse(each) for each in tree.body if not isinstance(each, ast.ClassDef | ast.FunctionDef)]
+    takes_arguments = any("parse_args(" in each or "sys.argv" in each for each in steps)
+    return not takes_arguments and changed.isdisjoint(_global_names(above))
 
 
 def build_standalone_source(task: type[Task]) -> str:
@@ -71,7 +100,7 @@ def build_standalone_source(task: type[Task]) -> str:
 def _build_source(task: type[Task]) -> tuple[str, list[str]]:
     """The text, and the names of the objects that stay in the program."""
     main, staying = sys.modules[MAIN], list[str]()
-    head, body = _collect_definitions(task, main, set(), staying)
+    head, body = _collect_definitions(task, main, {}, staying)
     if staying:
         head.append(f"from {__name__} import {ProgramObject.__name__}")
         body[:0] = [f"{name} = {ProgramObject.__name__}({name!r})" for name in staying]
@@ -102,10 +131,13 @@ def require_standalone(spec: TrainSpec) -> None:
 
 
 def _collect_definitions(
-    found: type | FunctionType, main: ModuleType, seen: set[str], staying: list[str]
+    found: type | FunctionType, main: ModuleType, seen: dict[str, bool], staying: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Import lines, and definitions in an order in which each follows its dependencies. Adds to `staying`."""
-    seen.add(found.__name__)
+    """Import lines, and definitions in an order in which each follows its dependencies. Adds to `staying`.
+
+    seen: names, and whether their definition is complete
+    """
+    seen[found.__name__] = False
     text = _get_source_text(found)
     may_stay = _list_training_names(text) if isinstance(found, type) and issubclass(found, Task) else frozenset()
     head: list[str] = []
@@ -113,26 +145,32 @@ def _collect_definitions(
     for name in _global_names(text):
         if name in seen or name not in vars(main):
             continue
-        value = vars(main)[name]
+        value, line, needed = vars(main)[name], "", list[type | FunctionType]()
         if getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
-            more_head, more_body = _collect_definitions(value, main, seen, staying)
-            head += more_head
-            body += more_body
+            needed = [value]
         else:
-            seen.add(name)
-            try:
-                line = _import_line(name, value)
-            except ConfigError:
-                if name not in may_stay:
-                    raise
+            seen[name] = True
+            line = _import_line(name, value)
+            if not line and name in may_stay:
                 staying.append(name)
                 continue
-            (head if line.startswith(("import ", "from ")) else body).append(line)
-    return head, [*body, text]
+            if not line:
+                line, needed = _pickle_constant(name, value)
+                head.append(f"from {__name__} import {unpickle.__name__}")
+        for each in needed:
+            if not seen.get(each.__name__, True):  # a constant that is to come before what it names
+                raise _make_refusal(name, value)
+            if each.__name__ not in seen:
+                more_head, more_body = _collect_definitions(each, main, seen, staying)
+                head += more_head
+                body += more_body
+        (head if line.startswith(("import ", "from ")) else body).append(line)
+    seen[found.__name__] = True
+    return head, [*filter(None, body), text]
 
 
 def _import_line(name: str, value: Any) -> str:
-    """The statement that defines `value` as `name` in another process. Raises ConfigError."""
+    """The statement that defines `value` as `name` in another process; "" where it has no literal form."""
     if isinstance(value, ModuleType):
         parent, _, last = value.__name__.rpartition(".")
         if last == name and parent:
@@ -146,8 +184,50 @@ def _import_line(name: str, value: Any) -> str:
             return f"{name} = {value!r}"
     except (ValueError, SyntaxError):
         pass
+    return ""
+
+
+def _pickle_constant(name: str, value: Any) -> tuple[str, list[type | FunctionType]]:
+    """The statement that defines it in another process, and classes and functions of the program that it names. Raises
+    ConfigError."""
+    needed: list[type | FunctionType] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, each: object) -> str | None:
+            if not isinstance(each, type | FunctionType) or each.__module__ != MAIN:
+                return None
+            own: object = vars(sys.modules[MAIN]).get(each.__name__)
+            if own is not each:  # a lambda, say
+                raise pickle.PicklingError
+            needed.append(each)
+            return each.__name__
+
+    written = io.BytesIO()
+    with suppress(Exception):  # a user's object may raise anything
+        Pickler(written, 4).dump(value)
+        if written.tell() <= MAX_PICKLE_BYTES:
+            shown = " ".join(repr(value)[:80].split())
+            text = base64.b64encode(written.getvalue()).decode()
+            return f"{name} = {unpickle.__name__}({text!r}, globals())  # {shown}", needed
+    raise _make_refusal(name, value)
+
+
+def _make_refusal(name: str, value: object) -> ConfigError:
     problem = f"is used by the Task, and is a {type(value).__name__} that only this program has"
-    raise ConfigError(name, type(value).__name__, problem, "make it within the Task, or put the Task into a file")
+    remedy = "make it within the Task, or put the Task into a file"
+    if get_program_text() is not None:
+        remedy = 'make it above `if __name__ == "__main__":`, and call `fit` below'
+    return ConfigError(name, type(value).__name__, problem, remedy)
+
+
+def unpickle(text: str, names: Mapping[str, Any]) -> Any:
+    """A constant that `_pickle_constant` has written into a file. names: those of the file"""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, name: str) -> Any:
+            return names[name]
+
+    return Unpickler(io.BytesIO(base64.b64decode(text))).load()
 
 
 def _list_training_names(text: str) -> frozenset[str]:
