@@ -47,6 +47,7 @@ class Registration:
     args:    the arguments with which every host builds the model
     files:   further files of the version, by name
     lineage: of the version: what the model was made from
+    problem: why an endpoint would refuse the model, which is then no champion; "" where nothing is known
     convert: from the tensors that were trained to those that are registered; None: they are the same
     """
 
@@ -54,6 +55,7 @@ class Registration:
     files: Mapping[str, bytes] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    problem: str = ""
 
 
 class Task:
@@ -118,6 +120,11 @@ class Task:
         `data`, when a run begins: they join its arguments, so that every worker, every resume and the registered model
         has the same."""
         return {}
+
+    def adopt_fitted(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The `fit_args` among the arguments of another version, as its network needs them for this Task's data: so it
+        is measured on the same rows. {}: it cannot be."""
+        return {name: theirs[name] for name in self.fit_args()}
 
     def data(self) -> Data:
         """The datasets."""
