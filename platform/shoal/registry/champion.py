@@ -30,12 +30,14 @@ def judge_champion(
 
     Two versions are comparable if both have the metric, measured on the same data: the fingerprints of all parts but
     those for training and test agree. A better one becomes the champion; an equal one, and one that cannot be compared,
-    does not.
+    does not. What is registered by hand, without a criterion, does.
 
     scores: the metric by version, of champions that were measured again on the data of the new one
     """
     if now is None:
         return True, f"champion is {new.version}, the first"
+    if criterion is None and new.run_id is None:
+        return True, f"champion is {new.version} now, which no run has made"
     if (reason := _find_obstacle(new, now, criterion, scores)) or criterion is None:
         move = f"`shoal models promote {new.name}@{new.version}` makes it the champion"
         return False, f"champion stays {now.version}: {reason}; {move}"
