@@ -86,8 +86,8 @@ class Task:
 
     def __init_subclass__(cls, **fields: Any) -> None:
         super().__init_subclass__(**fields)
-        if cls.__module__ == MAIN:
-            _read_program()
+        if cls.__module__ == MAIN and (file := vars(sys.modules[MAIN]).get("__file__") or "").endswith(".py"):
+            setattr(sys.modules[MAIN], _SOURCE, Path(file).read_text())  # it may be edited while it runs
 
     args: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = {}
@@ -122,9 +122,9 @@ class Task:
         return {}
 
     def adopt_fitted(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The `fit_args` among the arguments of another version, as its network needs them for this Task's data: so it
-        is measured on the same rows. {}: it cannot be."""
-        return {name: theirs[name] for name in self.fit_args()}
+        """The `fit_args` among the arguments of another version, as its network needs them for this Task's data: to be
+        written with `fit_args`, so that the other is measured on the same rows."""
+        return {}
 
     def data(self) -> Data:
         """The datasets."""
@@ -349,14 +349,6 @@ def get_source(reference: str) -> str | None:
     return source
 
 
-def _read_program() -> None:
-    """Remember the text of the running script, which may be edited while it runs."""
-    main = sys.modules[MAIN]
-    file = Path(getattr(main, "__file__", None) or "")
-    if file.suffix == ".py" and file.is_file():
-        setattr(main, _SOURCE, file.read_text())
-
-
 def get_program_text() -> str | None:
     """The text of the running script, as it was where it defined its last Task; None of a notebook."""
     return getattr(sys.modules[MAIN], _SOURCE, None)
@@ -365,12 +357,10 @@ def get_program_text() -> str | None:
 def adopt_program() -> str:
     """Take the running script for the module of its file, which is not loaded again; returns the word for it."""
     main = sys.modules[MAIN]
-    if main.__spec__ is not None:  # of `python -m`
-        sys.modules[main.__spec__.name] = main
-        return main.__spec__.name
     path = Path(main.__file__ or "").resolve()
-    sys.modules[_module_name(path)] = main
-    return str(path)
+    module = _module_name(path) if main.__spec__ is None else main.__spec__.name  # of `python -m`
+    sys.modules[module] = main
+    return str(path) if main.__spec__ is None else module
 
 
 def _load_module(reference: str, location: str) -> ModuleType:

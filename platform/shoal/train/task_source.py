@@ -20,9 +20,10 @@ import pickle
 import symtable
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_stack
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -32,7 +33,7 @@ from shoal.home import home
 from shoal.train.spec import TrainSpec
 from shoal.train.task import MAIN, Task, adopt_program, get_program_text, load_task_file
 
-MAX_PICKLE_BYTES = 2**16  # of a constant: data is not code
+MAX_PICKLE_BYTES = 2**16  # of a constant, in base64: data is not code
 _STAYING = "__staying__"  # of a file's module: the names of its ProgramObjects
 _TRAINING_ONLY = frozenset(
     (
@@ -74,27 +75,18 @@ def get_task_path(task: type[Task]) -> str:
 
 def _is_importable(text: str) -> bool:
     """Whether the script can be imported: it now runs what stands below its guard, and uses nothing of there above."""
-    main, frame = vars(sys.modules[MAIN]), inspect.currentframe()
-    while frame is not None and (frame.f_globals is not main or frame.f_code.co_name != "<module>"):
-        frame = frame.f_back
-    tree = ast.parse(text)
-    guards = [each for each in tree.body if isinstance(each, ast.If) and "__name__" in ast.unparse(each.test)]
-    if frame is None or not any(each.lineno <= frame.f_lineno <= (each.end_lineno or 0) for each in guards):
-        return False
-    changed = {name for each in ast.walk(tree) if isinstance(each, ast.Global) for name in each.names}
-    tree.body = [each for each in tree.body if each not in guards]
-    above = ast.unparse(tree)
-    below = symtable.symtable(ast.unparse(ast.Module([*guards], [])), "<task>", "exec").get_symbols()
-    there = {each.get_name() for each in symtable.symtable(above, "<task>", "exec").get_symbols() if each.is_assigned()}
-    changed |= {each.get_name() for each in below if each.is_assigned()} - there
-    steps = [ast.unparse(each) for each in tree.body if not isinstance(each, ast.ClassDef | ast.FunctionDef)]
+    main, body = vars(sys.modules[MAIN]), ast.parse(text).body
+    running = (at for frame, at in walk_stack(None) if frame.f_globals is main and frame.f_code.co_name == "<module>")
+    line = next(running, 0)
+    guards = [each for each in body if isinstance(each, ast.If) and "__name__" in ast.unparse(each.test)]
+    above = [each for each in body if each not in guards]
+    steps = [ast.unparse(each) for each in above if not isinstance(each, ast.ClassDef | ast.FunctionDef)]
     takes_arguments = any("parse_args(" in each or "sys.argv" in each for each in steps)
-    return not takes_arguments and changed.isdisjoint(_global_names(above))
-
-
-def build_standalone_source(task: type[Task]) -> str:
-    """Python text that defines the class, with everything that it uses of `__main__`. Raises ConfigError."""
-    return _build_source(task)[0]
+    source = ast.unparse(ast.Module(above, []))
+    made = {each.get_name() for each in symtable.symtable(source, "", "exec").get_symbols() if each.is_assigned()}
+    changed = {name for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Global) for name in each.names}
+    is_alone = main.keys() & {*_global_names(source)} <= made - changed
+    return is_alone and not takes_arguments and any(each.lineno <= line <= (each.end_lineno or 0) for each in guards)
 
 
 def _build_source(task: type[Task]) -> tuple[str, list[str]]:
@@ -187,45 +179,32 @@ def _import_line(name: str, value: Any) -> str:
     return ""
 
 
-def _pickle_constant(name: str, value: Any) -> tuple[str, list[type | FunctionType]]:
-    """The statement that defines it in another process, and classes and functions of the program that it names. Raises
+def _pickle_constant(name: str, value: Any) -> tuple[str, list[Any]]:
+    """The statement that defines it in another process, and the classes of the program that it names. Raises
     ConfigError."""
-    needed: list[type | FunctionType] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, each: object) -> str | None:
-            if not isinstance(each, type | FunctionType) or each.__module__ != MAIN:
-                return None
-            own: object = vars(sys.modules[MAIN]).get(each.__name__)
-            if own is not each:  # a lambda, say
-                raise pickle.PicklingError
-            needed.append(each)
-            return each.__name__
-
-    written = io.BytesIO()
     with suppress(Exception):  # a user's object may raise anything
-        Pickler(written, 4).dump(value)
-        if written.tell() <= MAX_PICKLE_BYTES:
-            shown = " ".join(repr(value)[:80].split())
-            text = base64.b64encode(written.getvalue()).decode()
-            return f"{name} = {unpickle.__name__}({text!r}, globals())  # {shown}", needed
+        text, named = base64.b64encode(pickle.dumps(value, 4)).decode(), list[Any]()
+        unpickle(text, lambda each: named.append(vars(sys.modules[MAIN])[each]) or named[-1])  # type: ignore[func-returns-value]
+        if len(text) <= MAX_PICKLE_BYTES:
+            return f"{name} = {unpickle.__name__}({text!r}, globals().get)", named
     raise _make_refusal(name, value)
 
 
 def _make_refusal(name: str, value: object) -> ConfigError:
     problem = f"is used by the Task, and is a {type(value).__name__} that only this program has"
-    remedy = "make it within the Task, or put the Task into a file"
-    if get_program_text() is not None:
-        remedy = 'make it above `if __name__ == "__main__":`, and call `fit` below'
-    return ConfigError(name, type(value).__name__, problem, remedy)
+    is_script = get_program_text() is not None
+    remedy = (
+        'make it above `if __name__ == "__main__":`, and call `fit` below' if is_script else "make it within the Task"
+    )
+    return ConfigError(name, type(value).__name__, problem, f"{remedy}, or put the Task into a file")
 
 
-def unpickle(text: str, names: Mapping[str, Any]) -> Any:
-    """A constant that `_pickle_constant` has written into a file. names: those of the file"""
+def unpickle(text: str, find: Callable[[str], Any]) -> Any:
+    """A constant that `_pickle_constant` has written. find: gives classes and functions of the program"""
 
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, name: str) -> Any:
-            return names[name]
+        def find_class(self, module: str, name: str) -> Any:
+            return find(name) if module == MAIN else super().find_class(module, name)
 
     return Unpickler(io.BytesIO(base64.b64decode(text))).load()
 

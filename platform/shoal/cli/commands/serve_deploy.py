@@ -63,9 +63,7 @@ MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
     "--replicas", type=click.IntRange(1, MAX_REPLICAS), help="Processes, each with every model.  [default: 1]"
 )
 @click.option("--into", metavar="ENDPOINT", help="Add the models to a running endpoint.")
-@click.option(
-    "--follow", type=click.Choice(["switch", "canary"]), help="How a moved alias is followed: canary tries it first."
-)
+@click.option("--follow", type=click.Choice(["switch", "canary"]), help="How to follow an alias that has moved.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for the endpoint.")
 def deploy(
@@ -82,10 +80,10 @@ def deploy(
 
     A cluster has any number of endpoints, each with a name of its own: the first has the root of their address, each
     later one the path /NAME. An endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows
-    an alias: promote another version, and the endpoint switches to it; with --follow canary a tenth of the requests try
-    it first, and the guard judges. NAME@latest so follows every new version. NAME alone is the present newest version, and
-    stays. Words A.B=C set fields of the endpoint (all in docs/reference/fields.md); a YAML file can hold the full spec.
-    A remote cluster takes models from its own registry, and the current folder is uploaded.
+    an alias: promote another version, and the endpoint switches to it. With --follow canary a tenth of the requests try
+    it first, and the guard judges. NAME@latest follows every new version; NAME alone is the newest of now, and stays.
+    Words A.B=C set fields of the endpoint (all in docs/reference/fields.md); a YAML file holds the full spec. A remote
+    cluster takes models from its own registry, and the current folder is uploaded.
 
     \b
     Examples:

@@ -84,7 +84,7 @@ def finalize_run(
         from shoal.train.launch.champion_score import score_champion  # loads parts of torch
 
         about = (checked.factory, checked.signature, checked.fingerprint, recorder)
-        version = register_model(spec, outcome, *about, scores=score_champion(spec, outcome, checked))
+        version = register_model(spec, outcome, *about, scores=score_champion(spec, outcome.metrics, checked))
     if missed:
         recorder.finish(Status.NOT_REACHED, missed)
     return version

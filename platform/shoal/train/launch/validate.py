@@ -275,7 +275,7 @@ def _require_optimizer_fits(task: Task, spec: TrainSpec, model: nn.Module) -> No
     if spec.has_replicas:
         find_synchronizer(spec.applied_sync)
         spec.applied_sync.check_model(optimizer)
-    elif is_own and is_split and not _is_elementwise(optimizer, model):
+    elif is_split and not _is_elementwise(optimizer, model):
         problem = f"steps with a part of each parameter, and {type(optimizer).__name__} needs whole ones"
         raise PlanError("parallel", degrees.description, problem, "use parallel=ddp, or another optimizer, as AdamW")
 
