@@ -43,8 +43,11 @@ def fit(
               `device="cuda"`, `resume=RUN_ID`
 
     With `workers=1` it trains in this process, without Ray; with more, in Ray workers, parallelised by `parallel`
-    ("ddp", "fsdp", "tensor", "pipeline", or degrees). Ctrl-C saves a checkpoint and returns; `resume=result.run_id`
-    continues.
+    ("ddp", "fsdp", "tensor", "pipeline", or degrees).
+
+    Ctrl-C and SIGTERM save a checkpoint, and then end the program as they end any: by KeyboardInterrupt, and by status
+    143. The last line says what continues: the same call, and `resume=RUN_ID`. Where the program has a handler of its
+    own, that is called once all is saved; if it returns, so does this, and `result.is_interrupted`.
 
     Returns the outcome: `result.metrics` of the retained network, `result.model` for `shoal.load`, `result.run_id` for
     `shoal.load_run`.
@@ -59,22 +62,26 @@ def fit(
         result = shoal.fit(Line, stop={"epochs": 20})
     """
     from shoal.train.launch.local import fit_locally
+    from shoal.train.launch.training_run import end_program
     from shoal.train.task_source import require_standalone
 
     spec = make_train_spec(task, fields)
     if spec.workers == 1 and not spec.has_replicas:
         result = fit_locally(spec, registers=register, predicts=False, say=say)
-        if say and result.is_interrupted:
-            say(f'Go on with: the same call, and resume="{result.run_id}"')
-        return result
-    require_standalone(spec)
-    attachment.acquire()
-    try:
-        from shoal.flows.training import JOB, train_on_cluster  # imports ray: see `serve`
+    else:
+        require_standalone(spec)
+        attachment.acquire()
+        try:
+            from shoal.flows.training import JOB, train_on_cluster  # imports ray: see `serve`
 
-        return train_on_cluster(spec, JOB, registers=register)
-    finally:
-        attachment.release()
+            result = train_on_cluster(spec, JOB, registers=register)
+        finally:
+            attachment.release()
+    remedy = f'Go on with: the same call, and resume="{result.run_id}"' if result.is_interrupted else ""
+    if say and remedy:
+        say(remedy)
+    end_program(result.signal, remedy)
+    return result
 
 
 def make_train_spec(task: type[Task] | Task | str | TrainSpec, fields: Mapping[str, Any]) -> TrainSpec:

@@ -99,6 +99,63 @@ def test_alone_to_the_end_with_ctrl_c_between(
     assert losses_of(resumed) == losses_of(undisturbed)  # to the bit
 
 
+SCRIPT = """
+import os, signal, shoal
+from train_task import Toy
+
+class Stopped(Toy):
+    number, steps = 0, 0
+
+    def loss(self, outputs, batch):
+        Stopped.steps += 1
+        if Stopped.steps == 4 and Stopped.number:
+            os.kill(os.getpid(), Stopped.number)
+        return super().loss(outputs, batch)
+
+def kill_late(line):
+    if "registered" in line:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def fit(number, say=None, steps=2000, **fields):
+    Stopped.number, Stopped.steps = number, 0
+    return shoal.fit(Stopped, name="stopped", stop={"steps": steps}, batch_size=32, threads=1, say=say, **fields)
+
+if __name__ == "__main__":
+    try:  # as a notebook, which goes on
+        fit(signal.SIGINT)
+    except KeyboardInterrupt as interrupt:
+        print(interrupt, "/", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, frame: print("own handler", number))
+    result = fit(signal.SIGTERM)
+    print(result.is_interrupted, result.model)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        fit(0, kill_late, steps=4)  # the run has ended, and the program is to end all the same
+    except SystemExit as end:
+        print(end, shoal.Registry().get("stopped").ref)
+    fit(signal.SIGTERM, print, resume=result.run_id)
+    print("served the older version")
+"""
+
+
+def test_a_signal_saves_and_then_ends_the_program_that_called_fit(tmp_path: Path) -> None:
+    (tmp_path / "search.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TASK.parent), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "search.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("Go on with: the same call, and resume=")
+    assert first.endswith(" / True")
+    assert rest[:3] == ["own handler 15", "True ", "143 stopped@1"]
+    head, run_id, _ = rest[-1].split('"')  # nothing of the program followed
+    assert head == "Go on with: the same call, and resume="
+    again = shoal.runs.load(run_id)
+    assert again.last_events()["restored"]["step"] == 4
+    assert [each.status for each in shoal.runs.list_runs()].count(Status.STOPPED) == 2
+
+
 @pytest.mark.soak
 def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

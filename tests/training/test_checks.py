@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -135,6 +136,15 @@ class OtherLoss(Toy):
         return {"loss": outputs.mean()}
 
 
+class Own(Toy):
+    def __init__(self, name: str = "AdamW") -> None:
+        super().__init__()
+        self.name = name
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.name)(parameters, lr=0.01)  # type: ignore[no-any-return]
+
+
 class Unsplittable(Toy):
     """Three outputs, which no two ranks can share."""
 
@@ -205,6 +215,17 @@ def test_what_is_good_is_known_before_it_starts() -> None:
 def test_a_plan_that_does_not_fit(changes: dict[str, Any], field: str, value: object, remedy: str) -> None:
     error = refused(spec_of(**changes), PlanError)
     assert (error.field, error.value, error.remedy) == (field, value, remedy)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "tensor"])
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
+def test_an_optimizer_that_needs_whole_parameters(name: str, parallel: str) -> None:
+    error = refused(spec_of("Own", args={"name": name}, workers=2, parallel=parallel), PlanError)
+    assert error.field == "parallel"
+    assert f"{name} needs whole ones" in error.problem
+    assert error.remedy == "use parallel=ddp, or another optimizer, as AdamW"
+    for fitting in ({"args": {"name": name}, "parallel": "ddp"}, {"args": {"name": "AdamW"}, "parallel": parallel}):
+        validate_run(spec_of("Own", workers=2, **fitting))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import shoal
 import shoal.runs
 from shoal.errors import ConfigError
 from shoal.loaded.__main__ import main as loaded_main
@@ -28,7 +29,7 @@ from shoal.train.spec import TrainSpec
 from shoal.train.task import find_task
 from shoal.weights import WeightSnapshot, tensor_files
 from shoal.weights.tensor_files import list_files, open_tensors
-from train_task import Toy
+from train_task import Points, Toy
 
 TASK = Path(__file__).parents[1] / "train_task.py"
 
@@ -295,6 +296,42 @@ def test_a_run_that_is_worse_than_the_champion_says_so(capsys: pytest.CaptureFix
     assert shoal.runs.load(bad.run_id).last_events()["registered"] == {"model": "toy@2", "decision": bad.decision}
     assert fit_locally(spec.override(["aliases=[champion]"])).decision == ""
     assert Registry().get("toy@champion").version == 3
+
+
+MONTHLY = """
+from shoal.data import Data
+from train_task import Points, Toy
+
+class Monthly(Toy):
+    def __init__(self, month=2, **args):
+        super().__init__(**args)
+        self.month = month
+
+    def data(self):
+        return Data(train=Points(self.count, 1), validation=Points(50, self.month))
+"""
+
+
+def test_the_champion_is_measured_on_the_rows_of_the_next_month(tmp_path: Path) -> None:
+    file = tmp_path / "monthly.py"
+    file.write_text(MONTHLY)
+    spec = spec_of(task=f"{file}:Monthly", name="monthly").override(["optimizer.learning_rate=0.05", "stop.epochs=3"])
+    assert fit_locally(spec).decision == "champion is 1, the first"
+    rows = list(Points(50, 3))
+    inputs, classes = torch.stack([each[0] for each in rows]), torch.stack([each[2] for each in rows])
+    network = shoal.load("monthly@1").model
+    with torch.no_grad():
+        theirs = float(torch.nn.functional.cross_entropy(network(inputs), classes))
+    worse = fit_locally(spec.override(["args.month=3", "optimizer.learning_rate=1e-9"]))
+    shown = f"loss {theirs:.3g} < {worse.metrics['loss']:.3g} on the validation data of 2"
+    assert worse.decision == f"champion stays 1: {shown}"
+    better = fit_locally(spec.override(["args.month=4", "stop.epochs=9"]))
+    assert better.decision.startswith("champion is 3 now: loss ")
+    assert better.decision.endswith(" on the validation data of 3")
+    file.write_text(f"{MONTHLY}\n# which may prepare its inputs otherwise\n")
+    edited = fit_locally(spec.override(["args.month=5", "stop.epochs=9"]))
+    assert edited.decision.startswith("champion stays 3: loss ")
+    assert edited.decision.endswith("; `shoal models promote monthly@4` makes it the champion")
 
 
 def test_a_version_whose_code_is_not_all_stored_is_told_at_the_end_of_its_run(

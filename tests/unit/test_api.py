@@ -64,7 +64,7 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.train.task import make_task
-from shoal.train.task_source import build_standalone_source, get_task_path
+from shoal.train.task_source import get_task_path
 
 WIDTH = 3
 x = torch.arange(8.0).reshape(8, 1)
@@ -94,7 +94,7 @@ class Line(shoal.Task):
 
 class Uses(Line):
     def model(self):
-        return nn.Linear(*x_of_the_program.shape)
+        return nn.Linear(*widths)
 
 
 class Trains(Line):
@@ -103,13 +103,14 @@ class Trains(Line):
 
 
 x_of_the_program = x
+widths = (each for each in [8, 1])
 """
 
 
 ENDING = """
 print(get_task_path(Line))
 try:
-    build_standalone_source(Uses)
+    get_task_path(Uses)
 except shoal.errors.ConfigError as error:
     print(error)
 word = get_task_path(Trains)
@@ -140,9 +141,12 @@ def test_a_task_of_the_running_program_becomes_a_file_that_stands_alone_or_is_re
     from shoal.train.task import make_task
 
     assert len(list(make_task(shoal.TrainSpec(task=word).task, {}).model().parameters())) == 4
-    assert refused.startswith("x_of_the_program = ")  # only the running program has it
-    assert "Tensor" in refused
-    assert "put the Task into a file" in refused
+    assert refused.startswith(
+        "widths = 'generator': is used by the Task, and is a generator that only this program has"
+    )
+    assert refused.endswith(
+        'make it above `if __name__ == "__main__":`, and call `fit` below, or put the Task into a file'
+    )
     # What only methods of training use stays in the program; other processes can build the model.
     assert "workers = 2: train in other processes, which do not have x_of_the_program of this program" in alone
     task = make_task(staying, {})

@@ -196,6 +196,8 @@ def join_cluster(cluster: ClusterHandle) -> Iterator[None]:
             _read_ray_settings()
             try:
                 connect()
+                if is_main and not callable(handler):  # Ray's exits with 15
+                    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
                 yield
             finally:
                 disconnect()

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,7 +235,7 @@ class RayBackend:
                 if time.monotonic() > deadline:
                     raise KeyboardInterrupt
             try:
-                return fit.get_outcome()
+                return replace(fit.get_outcome(), signal=asked.number)
             except RankLost:
                 if asked.is_set() or self._should_stop():
                     raise KeyboardInterrupt from None  # the user stopped it: no further attempt
@@ -247,7 +247,7 @@ class RayBackend:
     def _attempt_replicas(self) -> TrainResult:
         launch = find_launcher(self.spec)
         with shutdown_event() as asked:
-            return launch(
+            result = launch(
                 self.spec,
                 self.recorder.id,
                 self.recorder.folder,
@@ -256,6 +256,7 @@ class RayBackend:
                 self._send_heartbeat,
                 on_cluster=True,
             )
+            return replace(result, signal=asked.number)
 
     def _send_heartbeat(self) -> bool:
         """Whether one was due. Raises RunError when another process has resumed the run."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.registry.manifest import Manifest
@@ -22,44 +23,51 @@ class Criterion(NamedTuple):
     is_higher_better: bool
 
 
-def judge_champion(new: Manifest, now: Manifest | None, criterion: Criterion | None) -> tuple[bool, str]:
+def judge_champion(
+    new: Manifest, now: Manifest | None, criterion: Criterion | None, scores: Mapping[int, float] = MappingProxyType({})
+) -> tuple[bool, str]:
     """Whether a new version becomes the champion in place of the present one, and the reason in a line.
 
     Two versions are comparable if both have the metric, measured on the same data: the fingerprints of all parts but
-    those for training and test agree. A better one becomes the champion, an equal one does not; of those that cannot be
-    compared the newer one does.
+    those for training and test agree. A better one becomes the champion; an equal one, and one that cannot be compared,
+    does not. What is registered by hand, without a criterion, does.
+
+    scores: the metric by version, of champions that were measured again on the data of the new one
     """
     if now is None:
         return True, f"champion is {new.version}, the first"
-    reason = _find_obstacle(new, now, criterion)
-    if reason or criterion is None:
-        return True, f"champion is {new.version} now, the newest: {reason}"
+    if criterion is None and new.run_id is None:
+        return True, f"champion is {new.version} now, which no run has made"
+    if (reason := _find_obstacle(new, now, criterion, scores)) or criterion is None:
+        move = f"`shoal models promote {new.name}@{new.version}` makes it the champion"
+        return False, f"champion stays {now.version}: {reason}; {move}"
     metric, sign = criterion.metric, 1.0 if criterion.is_higher_better else -1.0
-    ours, theirs = new.metrics[metric], now.metrics[metric]
+    ours, theirs = new.metrics[metric], scores.get(now.version, now.metrics.get(metric, math.nan))
     is_better = sign * ours > sign * theirs or (math.isnan(theirs) and not math.isnan(ours))
     head = f"champion is {new.version} now" if is_better else f"champion stays {now.version}"
     first, second = (ours, theirs) if is_better else (theirs, ours)
     relation = "=" if first == second else ">" if first > second else "<" if first < second else "beside"
-    return is_better, f"{head}: {metric} {' '.join(_tell_apart(first, relation, second))}"
+    on = f" on the validation data of {new.version}" if now.version in scores else ""
+    return is_better, f"{head}: {metric} {' '.join(_tell_apart(first, relation, second))}{on}"
 
 
-def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None) -> str:
+def _find_obstacle(new: Manifest, now: Manifest, criterion: Criterion | None, scores: Mapping[int, float]) -> str:
     """Why the two cannot be compared; "" where they can."""
     if criterion is None:
-        return f"no metric compares it with {now.version}"
-    if missing := [each.version for each in (new, now) if criterion.metric not in each.metrics]:
+        return f"no metric compares {new.version} with it"
+    measured = [new] if now.version in scores else [new, now]
+    if missing := [each.version for each in measured if criterion.metric not in each.metrics]:
         return f"{missing[0]} has no {criterion.metric} to compare"
-    if _select_measured(new.data) != _select_measured(now.data):
-        ours, theirs = new.metrics[criterion.metric], now.metrics[criterion.metric]
-        is_worse = (ours < theirs) == criterion.is_higher_better and ours != theirs
-        end = f"; `shoal models rollback {new.name}` takes {now.version} again" if is_worse else ""
-        said = _tell_apart(ours, "is of other data than", theirs)
-        return " ".join((criterion.metric, *said, f"of {now.version}{end}"))
+    if now.version not in scores and not is_same_data(new.data, now.data):
+        said = _tell_apart(new.metrics[criterion.metric], "is of other data than", now.metrics[criterion.metric])
+        return " ".join((criterion.metric, *said))
     return ""
 
 
-def _select_measured(data: Mapping[str, str]) -> dict[str, str]:
-    return {part: fingerprint for part, fingerprint in data.items() if part not in _LEARNT_FROM}
+def is_same_data(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
+    """Whether metrics of two versions were measured on the same data, by its fingerprints."""
+    first, second = ({part: each for part, each in data.items() if part not in _LEARNT_FROM} for data in (ours, theirs))
+    return first == second
 
 
 def _tell_apart(first: float, relation: str, second: float) -> tuple[str, str, str]:

@@ -99,17 +99,19 @@ class Registry:
         example: Mapping[str, object] = MappingProxyType({}),
         aliases: Sequence[str] | None = None,
         criterion: Criterion | None = None,
-        verifies_code: bool = False,
+        scores: Mapping[int, float] = MappingProxyType({}),
+        problem: str = "",
     ) -> ModelVersion:
         """Add the next version of `name`, and point `aliases` at it. The snapshot's payload is of the model's format.
         Of a WeightFile no file is read whole.
 
         files:     further ones of the version, by name, without folders
         example:   a row of a request, for those who try it
-        aliases:   those that name it from now on; (): none does; None: `champion`, unless the present one is as good by
-                   `criterion` (see `judge_champion`). The version's `decision` says which it is
-        verifies_code: let another process build a version with code of the user's, and answer an example, as it always
-                   does where weights are not finite. A version that fails has a `problem`, and is not the `champion`
+        aliases:   those that name it from now on; (): none does; None: `champion`, if there is none, or it is better by
+                   `criterion` and `scores` (see `judge_champion`). The version's `decision` says which it is
+        problem:   why an endpoint would refuse it, where that is known. Else another process builds a version with code
+                   of the user's, or with weights that are not finite, and lets it answer an example. A version with a
+                   `problem` is not the `champion`
 
         The number of a removed version, or of a killed registration, is not used again. Raises ConfigError for an
         invalid name, alias or format and for a name that differs from another's in capitals alone, WeightsError for a
@@ -143,20 +145,25 @@ class Registry:
                     self.store.write(f"{name}/{version}/{file}", content)
                 described = manifest.model_dump_json(indent=2, exclude=None if parts else {"parts"})
                 self.store.create(f"{name}/{version}/{_MANIFEST}", described.encode())  # the last one
-                problem = self._verify(manifest, snapshot, verifies_code)
-                decision = self._promote_new(manifest, aliases, criterion, problem)
+                problem = problem or self._verify(manifest, snapshot)
+                decision = self._promote_new(manifest, aliases, problem, criterion, scores)
         except OSError as error:
             raise RegistryError(f"{name!r} cannot be registered in {self.location}: {error}") from error
         return replace(self.get(f"{name}@{version}"), decision=decision, problem=problem)
 
-    def _verify(self, new: Manifest, snapshot: WeightSnapshot, verifies_code: bool) -> str:
+    def _verify(self, new: Manifest, snapshot: WeightSnapshot) -> str:
         """Why an endpoint would refuse a new version; "" where it would not, or was not tried."""
         suspect = snapshot.find_not_finite() if new.model.format == "module" else ""
         version = ModelVersion(new.name, new.version, new, (), self.store)
-        return find_load_error(version, suspect, with_code=verifies_code)
+        return find_load_error(version, suspect, with_code=True)
 
     def _promote_new(
-        self, new: Manifest, aliases: Sequence[str] | None, criterion: Criterion | None, problem: str
+        self,
+        new: Manifest,
+        aliases: Sequence[str] | None,
+        problem: str,
+        criterion: Criterion | None,
+        scores: Mapping[int, float],
     ) -> str:
         """Move the aliases of a new version; returns what became of the champion, "" where that was not asked."""
         decision = ""
@@ -169,7 +176,7 @@ class Registry:
                 head = f"champion stays {champion}" if champion else "there is no champion"
                 decision = f"{head}: an endpoint would refuse {new.version}: {problem}"
             elif aliases is None:
-                becomes, decision = judge_champion(new, self._find_champion(new.name, now), criterion)
+                becomes, decision = judge_champion(new, self._find_champion(new.name, now), criterion, scores)
                 moved = (CHAMPION,) if becomes else ()
             return now.with_version(new.version).with_promotion(new.version, moved, time.time())
 

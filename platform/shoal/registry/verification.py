@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 
+from shoal.registry.model_code import OURS
 from shoal.registry.version import ModelVersion
 
 VARIABLE = "SHOAL_VERIFY"  # 0: no version is checked
@@ -23,10 +24,11 @@ def find_load_error(version: ModelVersion, suspect: str, *, with_code: bool) -> 
     of Python and torch.
 
     suspect:   a tensor that is not finite, as only that of a mask may be: such a version is tried
-    with_code: so is one with code of the user's: all other code is installed wherever Shoal is
+    with_code: so is one with code of the user's, or of other packages: Shoal's own is installed wherever it is served
     """
-    code = version.manifest.model.code
-    is_own = "source" in version.manifest.model.kwargs or (code is not None and bool(code.files))
+    model = version.manifest.model
+    is_own = "source" in model.kwargs or (model.code is not None and bool(model.code.files))
+    is_own = is_own or (model.factory != "" and not model.factory.startswith(f"{OURS}."))
     if not (suspect or (with_code and is_own)) or os.environ.get(VARIABLE) == "0":
         return ""
     if version.manifest.size_bytes > MAX_BYTES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
+from signal import SIGINT
 
 from shoal.cluster.job_main import ALL, HELP, print_help
 from shoal.config import last_override
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
     if missed := describe_missed_target(spec, outcome):
         print(missed, file=sys.stderr, flush=True)
         return NotReached.EXIT_STATUS
-    return 130 if outcome.is_interrupted else 0
+    return 128 + (outcome.signal or SIGINT) if outcome.is_interrupted else 0
 
 
 def _show_help(arguments: list[str]) -> int:

@@ -32,7 +32,7 @@ from shoal.train.callback import Callback
 from shoal.train.run_facts import RunFacts
 from shoal.train.stateful_metric import StatefulMetric
 
-JOBS = Path("jobs")
+JOBS, MAIN = Path("jobs"), "__main__"
 _SOURCE, _MODULES = "__source__", "__modules__"  # of a file's module: its text, and those it imports, as loaded
 _texts: dict[str, bytes] = {}  # of the modules that any of these import, as this process has loaded them
 
@@ -47,6 +47,7 @@ class Registration:
     args:    the arguments with which every host builds the model
     files:   further files of the version, by name
     lineage: of the version: what the model was made from
+    problem: why an endpoint would refuse the model, which is then no champion; "" where nothing is known
     convert: from the tensors that were trained to those that are registered; None: they are the same
     """
 
@@ -54,6 +55,7 @@ class Registration:
     files: Mapping[str, bytes] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    problem: str = ""
 
 
 class Task:
@@ -81,6 +83,11 @@ class Task:
     eval_step: a method `eval_step(self, model, batch)` for evaluations other than `loss` and `metrics` of the model's
            outputs, which are not computed then; None: those. It returns what `metrics` does
     """
+
+    def __init_subclass__(cls, **fields: Any) -> None:
+        super().__init_subclass__(**fields)
+        if cls.__module__ == MAIN and (file := vars(sys.modules[MAIN]).get("__file__") or "").endswith(".py"):
+            setattr(sys.modules[MAIN], _SOURCE, Path(file).read_text())  # it may be edited while it runs
 
     args: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = {}
@@ -112,6 +119,11 @@ class Task:
         """Arguments that follow from the data, such as encoders that are fitted to it; {}: none. Called once, after
         `data`, when a run begins: they join its arguments, so that every worker, every resume and the registered model
         has the same."""
+        return {}
+
+    def adopt_fitted(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The `fit_args` among the arguments of another version, as its network needs them for this Task's data: to be
+        written with `fit_args`, so that the other is measured on the same rows."""
         return {}
 
     def data(self) -> Data:
@@ -297,6 +309,8 @@ def unload_if_changed(reference: str) -> None:
     loaded = None if path is None else sys.modules.get(_module_name(path))
     if loaded is not None and loaded.__file__ != str(path):
         loaded = None  # of another file of this name
+    if loaded is not None and loaded.__name__ == MAIN:
+        return
     if path is None or (loaded is None and not _texts) or (loaded is not None and _SOURCE not in vars(loaded)):
         return
     try:
@@ -333,6 +347,20 @@ def get_source(reference: str) -> str | None:
         return None
     source: str = vars(_load_module(reference, reference.partition(":")[0]))[_SOURCE]
     return source
+
+
+def get_program_text() -> str | None:
+    """The text of the running script, as it was where it defined its last Task; None of a notebook."""
+    return getattr(sys.modules[MAIN], _SOURCE, None)
+
+
+def adopt_program() -> str:
+    """Take the running script for the module of its file, which is not loaded again; returns the word for it."""
+    main = sys.modules[MAIN]
+    path = Path(main.__file__ or "").resolve()
+    module = _module_name(path) if main.__spec__ is None else main.__spec__.name  # of `python -m`
+    sys.modules[module] = main
+    return str(path) if main.__spec__ is None else module
 
 
 def _load_module(reference: str, location: str) -> ModuleType:
@@ -384,7 +412,7 @@ def _import_module(reference: str, location: str) -> ModuleType:
     remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
     if not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError("task", reference, "is no file and no module", remedy)
-    if location == "__main__":
+    if location == MAIN:
         problem = "is of the program that runs now, from which nobody else could build the network"
         raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
     try:

@@ -1,21 +1,29 @@
-"""Turns a Task class that was defined in a notebook or in the running script into a file for other processes.
+"""Names a Task class of the running program, so that other processes can build it. Called by `shoal.fit`.
 
-Called by `shoal.fit`, which names every Task by a word. The file has the class and everything of the running program
-that it uses: imports, functions, classes, and constants with a literal form. Any other object, such as a DataLoader,
-stays in the program: methods that only training calls may use it there.
+A script that starts its training under `if __name__ == "__main__":` is a file that can be imported, and so it is.
+Anything else would train again, or has no file: a script without the guard, a notebook, a program on stdin. Of these a
+file is written, with the class and everything of the running program that it uses: imports, functions, classes, and
+constants, as literals or pickled. Any other object, such as a DataLoader, stays in the program: methods that only
+training calls may use it there.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import builtins
 import hashlib
 import inspect
+import io
 import linecache
+import pickle
 import symtable
 import sys
 import textwrap
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from traceback import walk_stack
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,9 +31,9 @@ from shoal.atomic_file import replace_synced
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.train.spec import TrainSpec
-from shoal.train.task import Task, load_task_file
+from shoal.train.task import MAIN, Task, adopt_program, get_program_text, load_task_file
 
-MAIN = "__main__"
+MAX_PICKLE_BYTES = 2**16  # of a constant, in base64: data is not code
 _STAYING = "__staying__"  # of a file's module: the names of its ProgramObjects
 _TRAINING_ONLY = frozenset(
     (
@@ -57,21 +65,34 @@ def get_task_path(task: type[Task]) -> str:
     if "<locals>" in task.__qualname__:
         raise ConfigError("task", task.__qualname__, "is defined within a function", "define it at the top level")
     if task.__module__ == MAIN:
-        return f"{_write_source(task)}:{task.__name__}"
+        text = get_program_text()
+        word = adopt_program() if text and _is_importable(text) else _write_source(task)
+        return f"{word}:{task.__name__}"
     file = getattr(sys.modules[task.__module__], "__file__", None)
     is_of_file = task.__module__.startswith("shoal_task_") and file is not None
     return f"{file if is_of_file else task.__module__}:{task.__name__}"
 
 
-def build_standalone_source(task: type[Task]) -> str:
-    """Python text that defines the class, with everything that it uses of `__main__`. Raises ConfigError."""
-    return _build_source(task)[0]
+def _is_importable(text: str) -> bool:
+    """Whether the script can be imported: it now runs what stands below its guard, and uses nothing of there above."""
+    main, body = vars(sys.modules[MAIN]), ast.parse(text).body
+    running = (at for frame, at in walk_stack(None) if frame.f_globals is main and frame.f_code.co_name == "<module>")
+    line = next(running, 0)
+    guards = [each for each in body if isinstance(each, ast.If) and "__name__" in ast.unparse(each.test)]
+    above = [each for each in body if each not in guards]
+    steps = [ast.unparse(each) for each in above if not isinstance(each, ast.ClassDef | ast.FunctionDef)]
+    takes_arguments = any("parse_args(" in each or "sys.argv" in each for each in steps)
+    source = ast.unparse(ast.Module(above, []))
+    made = {each.get_name() for each in symtable.symtable(source, "", "exec").get_symbols() if each.is_assigned()}
+    changed = {name for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Global) for name in each.names}
+    is_alone = main.keys() & {*_global_names(source)} <= made - changed
+    return is_alone and not takes_arguments and any(each.lineno <= line <= (each.end_lineno or 0) for each in guards)
 
 
 def _build_source(task: type[Task]) -> tuple[str, list[str]]:
     """The text, and the names of the objects that stay in the program."""
     main, staying = sys.modules[MAIN], list[str]()
-    head, body = _collect_definitions(task, main, set(), staying)
+    head, body = _collect_definitions(task, main, {}, staying)
     if staying:
         head.append(f"from {__name__} import {ProgramObject.__name__}")
         body[:0] = [f"{name} = {ProgramObject.__name__}({name!r})" for name in staying]
@@ -102,10 +123,13 @@ def require_standalone(spec: TrainSpec) -> None:
 
 
 def _collect_definitions(
-    found: type | FunctionType, main: ModuleType, seen: set[str], staying: list[str]
+    found: type | FunctionType, main: ModuleType, seen: dict[str, bool], staying: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Import lines, and definitions in an order in which each follows its dependencies. Adds to `staying`."""
-    seen.add(found.__name__)
+    """Import lines, and definitions in an order in which each follows its dependencies. Adds to `staying`.
+
+    seen: names, and whether their definition is complete
+    """
+    seen[found.__name__] = False
     text = _get_source_text(found)
     may_stay = _list_training_names(text) if isinstance(found, type) and issubclass(found, Task) else frozenset()
     head: list[str] = []
@@ -113,26 +137,32 @@ def _collect_definitions(
     for name in _global_names(text):
         if name in seen or name not in vars(main):
             continue
-        value = vars(main)[name]
+        value, line, needed = vars(main)[name], "", list[type | FunctionType]()
         if getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
-            more_head, more_body = _collect_definitions(value, main, seen, staying)
-            head += more_head
-            body += more_body
+            needed = [value]
         else:
-            seen.add(name)
-            try:
-                line = _import_line(name, value)
-            except ConfigError:
-                if name not in may_stay:
-                    raise
+            seen[name] = True
+            line = _import_line(name, value)
+            if not line and name in may_stay:
                 staying.append(name)
                 continue
-            (head if line.startswith(("import ", "from ")) else body).append(line)
-    return head, [*body, text]
+            if not line:
+                line, needed = _pickle_constant(name, value)
+                head.append(f"from {__name__} import {unpickle.__name__}")
+        for each in needed:
+            if not seen.get(each.__name__, True):  # a constant that is to come before what it names
+                raise _make_refusal(name, value)
+            if each.__name__ not in seen:
+                more_head, more_body = _collect_definitions(each, main, seen, staying)
+                head += more_head
+                body += more_body
+        (head if line.startswith(("import ", "from ")) else body).append(line)
+    seen[found.__name__] = True
+    return head, [*filter(None, body), text]
 
 
 def _import_line(name: str, value: Any) -> str:
-    """The statement that defines `value` as `name` in another process. Raises ConfigError."""
+    """The statement that defines `value` as `name` in another process; "" where it has no literal form."""
     if isinstance(value, ModuleType):
         parent, _, last = value.__name__.rpartition(".")
         if last == name and parent:
@@ -146,8 +176,37 @@ def _import_line(name: str, value: Any) -> str:
             return f"{name} = {value!r}"
     except (ValueError, SyntaxError):
         pass
+    return ""
+
+
+def _pickle_constant(name: str, value: Any) -> tuple[str, list[Any]]:
+    """The statement that defines it in another process, and the classes of the program that it names. Raises
+    ConfigError."""
+    with suppress(Exception):  # a user's object may raise anything
+        text, named = base64.b64encode(pickle.dumps(value, 4)).decode(), list[Any]()
+        unpickle(text, lambda each: named.append(vars(sys.modules[MAIN])[each]) or named[-1])  # type: ignore[func-returns-value]
+        if len(text) <= MAX_PICKLE_BYTES:
+            return f"{name} = {unpickle.__name__}({text!r}, globals().get)", named
+    raise _make_refusal(name, value)
+
+
+def _make_refusal(name: str, value: object) -> ConfigError:
     problem = f"is used by the Task, and is a {type(value).__name__} that only this program has"
-    raise ConfigError(name, type(value).__name__, problem, "make it within the Task, or put the Task into a file")
+    is_script = get_program_text() is not None
+    remedy = (
+        'make it above `if __name__ == "__main__":`, and call `fit` below' if is_script else "make it within the Task"
+    )
+    return ConfigError(name, type(value).__name__, problem, f"{remedy}, or put the Task into a file")
+
+
+def unpickle(text: str, find: Callable[[str], Any]) -> Any:
+    """A constant that `_pickle_constant` has written. find: gives classes and functions of the program"""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return find(name) if module == MAIN else super().find_class(module, name)
+
+    return Unpickler(io.BytesIO(base64.b64decode(text))).load()
 
 
 def _list_training_names(text: str) -> frozenset[str]:

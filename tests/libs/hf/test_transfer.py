@@ -53,6 +53,30 @@ def test_a_folder_that_went_through_the_registry_gives_the_same_logits(kind: str
         push(found, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "why"),
+    [
+        ("mamba", {}, "MambaForCausalLM writes no text: it has an attention that cannot be exchanged"),
+        (
+            "bart",
+            {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1},
+            "has an attention that cannot be exchanged",
+        ),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "has attention with s_aux"),
+        ("gemma2", {"head_dim": 8}, "has attention with softcap"),
+    ],
+)
+def test_a_family_that_writes_no_text_is_no_champion(kind: str, more: dict[str, int], why: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "model", kind, **more)
+    asked = ["models", "pull", str(tmp_path / "model"), "--name", "odd"]
+    ran = CliRunner().invoke(cli, asked)
+    assert ran.exit_code == 0, ran.output
+    assert "odd@1 is registered; there is no champion: an endpoint would refuse 1: " in ran.output
+    assert why in ran.output
+    assert "an endpoint answers its tensors: shoal serve deploy odd@1" in ran.output
+    assert not Registry().has("odd@champion")
+
+
 def test_weights_of_16_bits_stay_so(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "model")

@@ -410,6 +410,21 @@ def test_a_resumed_run_has_its_encoders_and_rows_though_the_file_has_grown(
         fit_locally(spec_from_overrides([f"resume={first.run_id}", "stop.steps=6"]))
 
 
+def test_the_champion_reads_the_rows_of_the_next_month_by_its_own_encoders(
+    customers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
+    words = ["task=table", "target=churned", "threads=1", "batch_size=32", "stop.convergence=null", "stop.epochs=null"]
+    words += ["stop.steps=2", f"network={json.dumps(SMALL)}", "trees=false", "name=customers"]
+    fit_locally(spec_from_overrides([*words, f"data={customers}"]))
+    later = write_csv(tmp_path / "later.csv", make_columns(80))
+    assert fit_locally(spec_from_overrides([*words, f"data={later}"])).decision.endswith("on the validation data of 2")
+    grown = make_columns(80)
+    grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
+    odd = write_csv(tmp_path / "odd.csv", grown)  # a word that the champion does not know
+    assert "is of other data than" in fit_locally(spec_from_overrides([*words, f"data={odd}"])).decision
+
+
 def test_trees_are_fitted_after_training_within_a_limit_and_end_on_a_signal(
     customers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -233,7 +233,7 @@ root, value, num_versions = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(num_versions)):
-    Registry(root).register("cartpole", WeightSnapshot.of(1, {"w": np.array([float(value)])}), run_id=value,
+    Registry(root).register("cartpole", WeightSnapshot.of(1, {"w": np.array([float(value)])}), run_id=value, aliases=["champion"],
                                   model=ModelFactory(factory="a:b"), signature=Signature(inputs=[], outputs=[]))
 """
 
@@ -588,9 +588,12 @@ def test_weights_that_numpy_has_no_datatype_for_are_not_called_damaged() -> None
 ACCURACY, LOSS = Criterion("accuracy", is_higher_better=True), Criterion("loss", is_higher_better=False)
 
 
-def judged(registry: Registry, accuracy: float, data: str = "a", criterion: Criterion | None = ACCURACY) -> str:
-    metrics = {"accuracy": accuracy, "loss": -accuracy}
-    made = register(registry, 1, metrics=metrics, data={"train": "any", "validation": data}, criterion=criterion)
+def judged(
+    registry: Registry, accuracy: float, data: str = "a", criterion: Criterion | None = ACCURACY, **fields: Any
+) -> str:
+    metrics, fields = {"accuracy": accuracy, "loss": -accuracy}, {"run_id": "a run", **fields}
+    data_of = {"train": "any", "validation": data}
+    made = register(registry, 1, metrics=metrics, data=data_of, criterion=criterion, **fields)
     assert registry.get("cartpole").ref == made.ref  # the newest is `latest`, whatever the champion is
     assert made.aliases == (("champion",) if registry.get("cartpole@champion").ref == made.ref else ())
     return made.decision
@@ -607,18 +610,33 @@ def test_the_champion_is_the_best_by_the_metric_on_the_same_data(any_registry: R
     assert any_registry.aliases("cartpole").list_promoted("champion") == [1, 2, 6]  # it can go back through the best
 
 
-def test_what_cannot_be_compared_is_the_champion_and_says_why(registry: Registry) -> None:
+def test_what_cannot_be_compared_is_not_the_champion_and_says_how_it_becomes_it(registry: Registry) -> None:
     judged(registry, 0.9)
-    said = (
-        "champion is 2 now, the newest: accuracy 0.1 is of other data than 0.9 of 1; `shoal models rollback cartpole` t"
-    )
-    assert judged(registry, 0.1, data="b").startswith(said)
-    recall = Criterion("recall", is_higher_better=True)
-    assert judged(registry, 0.1, "b", recall) == "champion is 3 now, the newest: 3 has no recall to compare"
-    assert judged(registry, 0.1, "b", None) == "champion is 4 now, the newest: no metric compares it with 3"
-    assert judged(registry, math.nan, "b") == "champion stays 4: accuracy 0.1 beside nan"
-    registry.rollback("cartpole")
-    assert judged(registry, 0.1, "b") == "champion stays 3: accuracy 0.1 = 0.1"  # against the one that answers now
+    for data, criterion, why in (
+        ("b", ACCURACY, "accuracy 0.1 is of other data than 0.9"),
+        ("a", Criterion("recall", is_higher_better=True), "2 has no recall to compare"),
+        ("a", None, "no metric compares 4 with it"),
+    ):
+        version = registry.get("cartpole").version + 1
+        how = f"; `shoal models promote cartpole@{version}` makes it the champion"
+        assert (
+            judged(registry, 0.1, data, criterion) == f"champion stays 1: {why.replace('2 has', f'{version} has')}{how}"
+        )
+    registry.promote("cartpole@2")
+    assert judged(registry, 0.1, "b") == "champion stays 2: accuracy 0.1 = 0.1"  # against the one that answers now
+
+
+def test_a_champion_that_is_measured_again_is_compared_by_that(registry: Registry) -> None:
+    judged(registry, 0.9)
+    ending = "on the validation data of"
+    assert judged(registry, 0.7, "b", scores={1: 0.8}) == f"champion stays 1: accuracy 0.8 > 0.7 {ending} 2"
+    assert judged(registry, 0.7, "b", scores={9: 0.1}).startswith("champion stays 1: accuracy 0.7 is of other data")
+    assert judged(registry, 0.7, "b", scores={1: 0.6}) == f"champion is 4 now: accuracy 0.7 > 0.6 {ending} 4"
+
+
+def test_what_no_run_has_made_is_the_champion(registry: Registry) -> None:
+    assert register(registry, 1).decision == "champion is 1, the first"
+    assert register(registry, 2).decision == "champion is 2 now, which no run has made"
 
 
 def test_aliases_that_are_said_move_whatever_the_metrics_are(registry: Registry) -> None:

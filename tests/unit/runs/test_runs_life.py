@@ -57,6 +57,7 @@ def test_every_move_between_states_is_allowed_or_raises() -> None:
         (KeyboardInterrupt(), Status.STOPPED, "interrupted"),
         (SystemExit(0), Status.FINISHED, None),
         (SystemExit(3), Status.FAILED, "SystemExit: 3"),
+        (SystemExit(143), Status.STOPPED, "interrupted"),  # SIGTERM
     ],
 )
 def test_the_end_of_the_body_is_the_end_of_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.controller.change_request import parse_change
 from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.state import Deployment
+from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec import model_source
 from shoal.serve.spec.model_source import RegistryCatalogue
 from shoal.store import Store
@@ -92,6 +94,47 @@ def test_the_latest_is_followed_where_it_is_deployed_and_else_the_newest_of_now(
         with pytest.raises(InferenceError) as caught:
             parse_change({"action": "canary", "model": "m", "version": version, "percent": 1})
         assert caught.value.status == 400
+
+
+def test_a_version_that_is_followed_as_a_canary_takes_over_once_the_guard_has_seen_enough_of_it(
+    cluster: Cluster,
+) -> None:
+    options = {**OPTIONS, "follow": "canary"}
+    cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
+    counted = {name: ModelStatistics("m") for name in cluster.replicas}
+
+    def follow(version: int) -> tuple[Phase, int, int]:
+        cluster.catalogue.stack.append(version)
+        cluster.settle()
+        return cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate
+
+    def answer(version: int, num_requests: int, status: int = 200) -> tuple[Phase, int]:
+        for name, replica in cluster.replicas.items():
+            for _ in range(num_requests):
+                counted[name].count_request(version, status, 0.01)
+            heard = replica.report()
+            models = {"m": replace(heard.models["m"], counts=counted[name].snapshot())}
+            cluster.controller.report(replace(heard, models=models))
+        cluster.now_s += 1.0
+        for replica in cluster.replicas.values():
+            cluster.poll(replica)
+            cluster.controller.report(replica.report())
+        return cluster.rollout.phase, cluster.rollout.stable
+
+    assert follow(2) == (Phase.CANARY, 1, 2)
+    assert cluster.rollout.shares.percent == 10.0
+    assert answer(2, 0) == (Phase.CANARY, 1)  # what was counted before
+    assert answer(2, 24) == (Phase.CANARY, 1)
+    answer(2, 1)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.catalogue.stack) == (Phase.STEADY, 2, [1, 2])
+    assert follow(3) == (Phase.CANARY, 2, 3)
+    assert follow(2) == (Phase.STEADY, 2, 0)  # the alias has gone back
+    assert follow(4) == (Phase.CANARY, 2, 4)
+    answer(4, 0)
+    answer(4, 60, 500)
+    cluster.settle()
+    assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 2, 4)
 
 
 def test_an_alias_that_the_registry_takes_for_none_ends_a_promotion(

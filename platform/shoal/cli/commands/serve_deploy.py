@@ -64,6 +64,7 @@ MODULE, END_MODULE = "shoal.flows.serving", "shoal.flows.serving_end"
 )
 @click.option("--allow-origin", multiple=True, metavar="ORIGIN", help="Web pages that may call it, repeated; * is all.")
 @click.option("--into", metavar="ENDPOINT", help="Add the models to a running endpoint.")
+@click.option("--follow", type=click.Choice(["switch", "canary"]), help="How to follow an alias that has moved.")
 @click.option("--address", help="The cluster.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
 @click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for the endpoint.")
 def deploy(
@@ -73,6 +74,7 @@ def deploy(
     replicas: int | None,
     allow_origin: tuple[str, ...],
     into: str | None,
+    follow: str | None,
     address: str | None,
     timeout_s: float,
 ) -> None:
@@ -80,13 +82,15 @@ def deploy(
 
     A cluster has any number of endpoints, each with a name of its own: the first has the root of their address, each
     later one the path /NAME. An endpoint stays until `shoal serve delete`, or until the cluster goes down. It follows
-    an alias: promote another version, and the endpoint switches to it. NAME alone is the present newest version, and
-    stays. Words A.B=C set fields of the endpoint (all in docs/reference/fields.md); a YAML file can hold the full spec.
-    A remote cluster takes models from its own registry, and the current folder is uploaded.
+    an alias: promote another version, and the endpoint switches to it. With --follow canary a tenth of the requests try
+    it first, and the guard judges. NAME@latest follows every new version; NAME alone is the newest of now, and stays.
+    Words A.B=C set fields of the endpoint (all in docs/reference/fields.md); a YAML file holds the full spec. A remote
+    cluster takes models from its own registry, and the current folder is uploaded.
 
     \b
     Examples:
       shoal serve deploy fashion@champion
+      shoal serve deploy fashion@latest --follow canary
       shoal serve deploy fashion tabular@2 --name shop --replicas 2 endpoint.model.deadline_s=0.1
       shoal serve deploy fashion endpoint.models.fashion.precision=bf16
       shoal serve deploy lenet@3 --into shop endpoint.model.deadline_s=0.1
@@ -94,6 +98,7 @@ def deploy(
       shoal serve deploy fashion --port 8000 --address http://head.example:8265
     """
     origins = json.dumps(allow_origin) if allow_origin else None
+    arguments += () if follow is None else (f"endpoint.model.follow={follow}",)
     if into is not None:
         own = {"name": name, "port": port, "replicas": replicas, "allow-origin": origins, "address": address}
         _deploy_into(into, arguments, own, timeout_s)

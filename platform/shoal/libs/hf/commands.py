@@ -58,6 +58,10 @@ def pull(folder: str, name: str, kind: str, dtype: str, alias: str, base: str) -
       shoal models pull our-team/smollm2 --name smollm2 --dtype bfloat16
     """
     version = register_folder(folder, name, kind, dtype, alias, base)
+    if version.problem:
+        click.echo(f"{version.ref} is registered; {version.decision}")
+        click.echo(f"It can be tuned, and an endpoint answers its tensors: shoal serve deploy {version.ref}")
+        return
     click.echo(f"{version.name}@{alias} is {version.ref} now. Serve it: shoal serve deploy {version.name}@{alias}")
     about = version.manifest
     if "base" in about.lineage and about.model.kwargs["task"] == KINDS["causal_lm"]:

@@ -9,6 +9,7 @@ tokens, V words of the vocabulary, C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from shoal.libs.hf.pictures import make_picture_transform
 from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
 from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
 from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
+from shoal.plugins.find import load_sound_extensions
 
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
 LORA_RATE, FULL_RATE, BATCH_SIZE = 2e-4, 2e-5, 8
@@ -313,6 +315,13 @@ class CausalLM(_TextTask):
 
     def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
         return texts.encode_language(records, spec)
+
+    def registration(self) -> Registration:
+        found = super().registration()
+        with torch.device("meta"):
+            network = self._build()
+        problems = [find(network, found.files) for find in load_sound_extensions("shoal.text_problems").values()]
+        return replace(found, problem="".join(problems))
 
     @property
     def _output_shape(self) -> list[int]:

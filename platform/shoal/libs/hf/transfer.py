@@ -164,6 +164,7 @@ def _register(
             files=travelling.files,
             lineage={**travelling.lineage, **lineage},
             aliases=aliases,
+            problem=travelling.problem,
         )
 
 

@@ -9,6 +9,7 @@ LIBRARY = Library(
     extensions={
         "shoal.next_commands": {"language": "shoal.libs.language.command:suggest_commands"},
         "shoal.protocols": {"language": "shoal.libs.language.app:make_app"},
+        "shoal.text_problems": {"language": "shoal.libs.language.served.prepared:find_problem"},
         "shoal.texts": {
             "check": "shoal.libs.language.local:check_version",
             "local": "shoal.libs.language.local:LocalTexts",

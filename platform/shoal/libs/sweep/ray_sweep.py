@@ -137,7 +137,7 @@ def _run_trials(
     setting.stop_file.unlink(missing_ok=True)
     try:
         tuner.fit()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
         _save_trials(setting)
         raise
 

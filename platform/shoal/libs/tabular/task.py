@@ -94,6 +94,9 @@ class TableTask(Task):
             return {}
         return {"encoders": self.encoders.model_dump(mode="json", exclude_defaults=True)}
 
+    def adopt_fitted(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"encoders": {**theirs["encoders"], "num_rows": self.encoders.num_rows}}
+
     def model(self) -> nn.Module:
         encoders = self.encoders
         return TableNetwork(encoders.num_numbers, encoders.category_sizes, encoders.num_outputs, **self._network)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sqlite3
 import sys
 import threading
@@ -265,13 +266,13 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Record the end of the run: finished, not reached, failed with the body's error, or stopped by Ctrl-C."""
+        """Record the end of the run: finished, not reached, failed with the body's error, or stopped by a signal."""
         try:
             if self._status in TERMINAL:
                 return
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 self.finish(Status.FINISHED)
-            elif isinstance(error, KeyboardInterrupt):
+            elif isinstance(error, KeyboardInterrupt) or getattr(error, "code", 0) == 128 + signal.SIGTERM:
                 self.finish(Status.STOPPED, "interrupted")
             else:
                 is_missed = isinstance(error, NotReached)

@@ -67,6 +67,8 @@ def next_for_alias(model: ModelState) -> BeginRollout | AbandonRollout | Promote
     ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
     if rollout.phase is Phase.STAGING:
         return AbandonRollout(f"{ref} is version {meant} now") if meant != rollout.candidate else None
+    if rollout.phase is Phase.CANARY and rollout.kind == "follow":
+        return AbandonRollout(f"{ref} is version {meant} now") if meant != rollout.candidate else None
     if meant in (rollout.stable, rollout.refused, *model.rejected):
         return None
     if rollout.phase is Phase.CANARY:

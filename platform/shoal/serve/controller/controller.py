@@ -46,6 +46,7 @@ LEASE_S = 6.0  # a replica without a report for this long is no longer waited fo
 STAGE_TIMEOUT_S = 600.0
 MAX_POLL_S = 2.0  # of one `follow`; well below the lease
 RECORD_FAILURE_S = 600.0
+FOLLOWED = TrafficShares(percent=10.0)  # of a version that an alias means, with `follow: canary`
 
 
 class EndpointController:
@@ -198,6 +199,8 @@ class EndpointController:
             model.meant, model.rejected = meant, []
             self.adjust_rollout(name, rollout)
         match alias_sync.next_for_alias(model):
+            case AbandonRollout(reason) if model.rollout.phase is Phase.CANARY:
+                self.drop_candidate(name, "rollback", "registry", reason)
             case AbandonRollout(reason):
                 self.abandon_candidate(name, "registry", reason)
             case alias_sync.PromoteCandidate(why) if self.has_candidate(name):
@@ -205,7 +208,9 @@ class EndpointController:
                 with suppress(InferenceError):  # the registry is gone since the last query: the next tick tries again
                     self.flip(name)
             case alias_sync.BeginRollout(kind, why):
-                self.begin_rollout(name, meant, Goal.FLIP, kind=kind, by="registry", why=why)
+                is_tried = kind == "follow" and model.deployment.options.get("follow") == "canary"
+                goal, shares = (Goal.CANARY, FOLLOWED) if is_tried else (Goal.FLIP, NO_SHARES)
+                self.begin_rollout(name, meant, goal, kind=kind, by="registry", why=why, shares=shares)
 
     def _advance_all(self) -> None:
         for name in list(self.state.models):
@@ -223,6 +228,8 @@ class EndpointController:
             guard, evidence = self.collect_evidence(name)
             if reason := find_staging_error(name, rollout, reports) or judge(guard, evidence):
                 self.drop_candidate(name, "rollback", "guard", reason)
+            elif rollout.kind == "follow" and evidence.requests >= guard.min_requests and self.has_candidate(name):
+                self.flip(name)
         elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
             waited_s = self._clock() - self.store.phases[name].since_s
             step = self.assignments.prepare(name)

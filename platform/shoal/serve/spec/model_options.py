@@ -91,6 +91,8 @@ class ModelOptions(Spec):
     warm_up:        run the forward at every power of two of the batch before the version is ready
     pin:            loaded on every replica and never dropped, where `endpoint.memory` limits the loaded models
     text:           of a language model: see `TextOptions`
+    follow:         how an alias that moves is followed: `canary` gives its version a tenth of the requests, until
+                    `guard.min_requests` of them have brought nothing against it; `NAME@latest` follows every new one
     held_versions:  of a live model: versions retained for a rollback, half a minute apart, in addition to the answering
                     one and the one before
     """
@@ -113,6 +115,7 @@ class ModelOptions(Spec):
     finite: bool = True
     warm_up: bool = True
     pin: bool = False
+    follow: Literal["switch", "canary"] = "switch"
     held_versions: int = Field(default=2, ge=0, le=10_000)
     guard: GuardOptions = GuardOptions()
     text: TextOptions = TextOptions()

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -77,6 +78,7 @@ def register_model(
     recorder: RunRecorder,
     lineage: Mapping[str, object] | None = None,
     criterion: Criterion | None = None,
+    scores: Mapping[int, float] = MappingProxyType({}),
 ) -> ModelVersion:
     """Register the network that a run retained, and record that.
 
@@ -84,6 +86,7 @@ def register_model(
     data:      fingerprints of the datasets, by part
     lineage:   where a search has found it
     criterion: by which it may become the champion; None: as the spec says
+    scores:    of champions, see `Registry.register`
 
     Raises RegistryError, and ConfigError for a name or alias that does not fit.
     """
@@ -111,7 +114,8 @@ def register_model(
         example=example,
         aliases=spec.aliases,
         criterion=criterion or spec.choose_criterion(outcome.metrics),
-        verifies_code=True,
+        scores=scores,
+        problem=travelling.problem if travelling else "",
     )
     recorder.record_model(version.name, version.version, version.aliases, version.decision)
     if not signature.inputs:

@@ -81,7 +81,10 @@ def finalize_run(
     if registers:
         if missed:  # what follows champion keeps what it has
             spec = spec.model_copy(update={"aliases": [alias for alias in spec.aliases or () if alias != CHAMPION]})
-        version = register_model(spec, outcome, checked.factory, checked.signature, checked.fingerprint, recorder)
+        from shoal.train.launch.champion_score import score_champion  # loads parts of torch
+
+        about = (checked.factory, checked.signature, checked.fingerprint, recorder)
+        version = register_model(spec, outcome, *about, scores=score_champion(spec, outcome.metrics, checked))
     if missed:
         recorder.finish(Status.NOT_REACHED, missed)
     return version

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -78,7 +79,8 @@ def fit_locally(
 ) -> TrainResult:
     """Train in this process, one of torchrun's ranks or the only one, and return the outcome.
 
-    Ctrl-C saves a checkpoint and ends the run as stopped. Raises ShoalError, which the record has as well.
+    Ctrl-C and SIGTERM save a checkpoint and end the run as stopped; the caller ends the program by the outcome's
+    `signal`. Raises ShoalError, which the record has as well.
 
     registers: register the network at the end
     renews:    reload a changed file of the Task that this process has loaded before; False when several runs
@@ -120,7 +122,7 @@ def fit_locally(
             metrics = f"; {format_metrics(outcome.metrics)}" if outcome.metrics else ""
             tell(f"run {run_id}: {outcome.detail}, {outcome.seconds:.1f} s{metrics}\n{outcome.registration}".rstrip())
         world.barrier()
-        return outcome
+        return replace(outcome, signal=stop.number)
 
 
 def _open_record(spec: TrainSpec, job: str, world: World, closing: ExitStack) -> tuple[str, RunRecorder | None]:

@@ -135,14 +135,20 @@ class TrainingRun:
                     raise
 
 
+class Shutdown(threading.Event):
+    """Set by a signal. number: the signal's; 0 before it"""
+
+    number = 0
+
+
 @contextmanager
-def shutdown_event() -> Iterator[threading.Event]:
+def shutdown_event() -> Iterator[Shutdown]:
     """An event that Ctrl-C and SIGTERM set, and a run reads between steps. A second Ctrl-C raises KeyboardInterrupt.
 
     Under torchrun a second Ctrl-C is ignored: each rank receives one from the terminal and one from torchrun, which has
     a timeout of its own. Outside the main thread, which alone receives signals, the event is never set.
     """
-    asked = threading.Event()
+    asked = Shutdown()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -150,6 +156,7 @@ def shutdown_event() -> Iterator[threading.Event]:
     def note(signum: int, frame: object) -> None:
         if asked.is_set() and TORCHRUN not in os.environ:
             raise KeyboardInterrupt
+        asked.number = signum
         asked.set()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -158,3 +165,18 @@ def shutdown_event() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_program(number: int, message: str = "") -> None:
+    """End this program as Python ends on the signal `number`, if it is one: a run has only deferred it.
+
+    Ctrl-C raises KeyboardInterrupt with the message, SIGTERM SystemExit with status 143. A handler of the program's own
+    is called instead, and may return.
+    """
+    handler = signal.getsignal(number) if number else None
+    if handler is signal.default_int_handler:
+        raise KeyboardInterrupt(message)
+    if callable(handler):
+        handler(number, None)
+    elif number:
+        raise SystemExit(128 + number)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer, Rprop
 
 import shoal.runs
 from shoal.cost.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
@@ -259,7 +260,9 @@ def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> Non
 def _require_optimizer_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
     """What workers, replicas and servers would find once they have started."""
     is_own = type(task).optimizer is not Task.optimizer or type(task).optimizers is not Task.optimizers
-    if not spec.has_replicas and (not is_own or spec.optimizer == OptimizerSpec()):
+    degrees = spec.parallel.resolve_dims(spec.workers)
+    is_split = degrees.is_sharded or degrees.tensor > 1
+    if not spec.has_replicas and (not is_own or (spec.optimizer == OptimizerSpec() and not is_split)):
         return
     if spec.has_replicas and spec.optimizer.name in ("adam_8bit", "adamw_8bit"):
         problem = "has states in blocks of eight bits, which replicas and servers do not exchange"
@@ -273,6 +276,19 @@ def _require_optimizer_fits(task: Task, spec: TrainSpec, model: nn.Module) -> No
     if spec.has_replicas:
         find_synchronizer(spec.applied_sync)
         spec.applied_sync.check_model(optimizer)
+    elif is_split and not _is_elementwise(optimizer, model):
+        problem = f"steps with a part of each parameter, and {type(optimizer).__name__} needs whole ones"
+        raise PlanError("parallel", degrees.description, problem, "use parallel=ddp, or another optimizer, as AdamW")
+
+
+def _is_elementwise(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether each state of a parameter is a number, or has its shape: a step of the smallest matrix shows it."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    parameter = min(trained, key=lambda each: (sum(size > 1 for size in each.shape) < 2, each.numel()))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [each for each in optimizer.state[parameter].values() if isinstance(each, Tensor) and each.numel() > 1]
+    return not isinstance(optimizer, Rprop) and all(each.shape == parameter.shape for each in states)
 
 
 def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:

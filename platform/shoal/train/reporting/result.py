@@ -19,6 +19,7 @@ class TrainResult:
     weights:  the safetensors file of that network, or the index of several; None when the run was interrupted
     model:    the reference of the registered version, as `line@3`; "" without one
     decision: which version is the champion since then, and why
+    signal:   the number of the signal that came meanwhile, at which the program is to end; 0 for none
     """
 
     run_id: str
@@ -31,6 +32,7 @@ class TrainResult:
     weights: Path | None = None
     model: str = ""
     decision: str = ""
+    signal: int = 0
 
     @property
     def registration(self) -> str:

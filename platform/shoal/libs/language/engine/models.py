@@ -150,6 +150,10 @@ class TransformersModel(CausalModel):
             raise ConfigError("model", name, "has positions that depend on the length of the text")
         if not getattr(type(module), "_supports_attention_backend", False):
             raise ConfigError("model", name, "has an attention that cannot be exchanged")
+        if any(each.endswith("sinks") for each, _ in module.named_parameters()):
+            raise ConfigError("model", name, "has attention with s_aux")
+        if getattr(text, "attn_logit_softcapping", None) is not None:
+            raise ConfigError("model", name, "has attention with softcap")
         _register_attention()
         if config._attn_implementation != ATTENTION:  # as it is in a copy
             module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
@@ -215,8 +219,7 @@ def _attend(
 
         attended = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
         return attended[0], None
-    for name in ("softcap", "s_aux", "position_bias"):
-        if others.get(name) is not None:
-            raise ConfigError("model", type(module).__name__, f"has attention with {name}")
+    if others.get("position_bias") is not None:
+        raise ConfigError("model", type(module).__name__, "has attention with position_bias")
     window = others.get("sliding_window")
     return work.attend(module.layer_idx, query[0], key[0], value[0], scaling, window)[None], None

@@ -28,7 +28,7 @@ from shoal.errors import ConfigError
 from shoal.extend.models import Decoder
 from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.serve import LoadedModel, ModelOptions
-from shoal.libs.language.engine.models import open_model
+from shoal.libs.language.engine.models import TransformersModel, open_model
 
 logger = logging.getLogger(__name__)
 CACHE_SHARE = 0.5  # of the memory, for the cache of a model without `text.length`
@@ -129,6 +129,20 @@ class VersionPreparation:
 def has_tokenizer(files: Container[str]) -> bool:
     """Whether the files of these names hold one."""
     return any(each in files for each in _TOKENIZER_FILES)
+
+
+def find_problem(network: nn.Module, files: Container[str]) -> str:
+    """Why an engine writes no text with a causal network of transformers, whose weights may be absent, and the files of
+    its version; "" where it does, or has no tokenizer to do so."""
+    if not has_tokenizer(files):
+        return ""
+    if (module := share_module(network)) is None:
+        return f"{type(network).__name__} writes no text: it is no language model"
+    try:
+        TransformersModel(module)
+    except ConfigError as error:
+        return f"{type(network).__name__} writes no text: it {error.problem}"
+    return ""
 
 
 def share_module(module: nn.Module) -> nn.Module | None:

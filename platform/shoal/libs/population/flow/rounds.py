@@ -301,7 +301,7 @@ class PopulationRun(ABC, Generic[SpecT]):
         """Register weights as the next version of `name`, and record that. entry: further arguments of the registry."""
         spec = self.spec
         entry |= {"aliases": spec.aliases, "criterion": Criterion(spec.metric, spec.is_higher_better)}
-        version = Registry().register(name, snapshot, run_id=recorder.id, verifies_code=True, **entry)
+        version = Registry().register(name, snapshot, run_id=recorder.id, **entry)
         recorder.record_model(version.name, version.version, version.aliases, version.decision)
         if version.problem:
             self._log.record_event("unservable", model=version.ref, error=version.problem)
