@@ -101,8 +101,10 @@ def _describe(front: Front, folder: Path) -> dict[str, object]:
         verify = f" ca-file {folder / CLIENT_CA_FILE} verify required no-tls-tickets" if front.client_ca else ""
         for protocol, offered in (("http", "h2,http/1.1"), ("grpc", "h2")):
             options[protocol] = f" ssl crt {folder / CERTIFICATE_FILE} alpn {offered}{verify}"
-    # Two sockets for ::, so that clients of IPv4 have addresses of IPv4.
-    hosts, v6only = (["0.0.0.0", "::"], " v6only") if front.host == "::" else ([front.host], "")
+    # Two sockets for ::, so that clients of IPv4 have addresses of IPv4. The kernel has v6only for any other address of
+    # IPv6 as well, and HAProxy takes over its predecessor's socket only if the configuration says the same.
+    hosts = ["0.0.0.0", "::"] if front.host == "::" else [front.host]
+    v6only = " v6only" if ":" in front.host else ""
     return {
         "hosts": hosts,
         "options": {protocol: v6only + text for protocol, text in options.items()},

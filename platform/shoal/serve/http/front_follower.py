@@ -87,7 +87,7 @@ class FrontFollower:
     async def _leave(self, mark: Mark | None) -> None:
         """Leave the connections to HAProxy. mark: the present one"""
         assert self._front is not None
-        self._front.leave()
+        self._front.is_leaving = True
         if mark is None or self._names_us(mark):  # or another replica has paused the front
             await asyncio.to_thread(pause_front, self._folder, False)
         self._mark = None
