@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import os
 import resource
 import signal
 import socket
@@ -20,6 +21,7 @@ from shoal.cluster.ingress import connection_guard
 from shoal.cluster.ingress.connection_guard import ConnectionGuard
 from shoal.serve.http.direct_protocol import DirectProtocol
 from shoal.serve.http.front_protocol import SPARE_FILES, DirectFront, FrontProtocol
+from shoal.serve.http.stream_guard import StreamGuard
 from waiting import wait_for
 
 ANSWER_S = 60.0
@@ -34,7 +36,7 @@ class Line:
         self.resume = asyncio.Event()
         guard = SimpleNamespace(
             is_alive=True,
-            waiting=[],
+            flush=lambda: True,
             mark_idle=lambda *_: None,
             return_connection=lambda _, read: self.returned.append(read),
             release=lambda _: None,
@@ -271,11 +273,24 @@ def test_a_guard_that_reads_nothing_stops_nobody(tmp_path: Path, monkeypatch: py
             guard.return_connection(guard.hold(accepted), read)
             accepted.close()
             guard.process.send_signal(signal.SIGCONT)
-            wait_for(lambda: guard.flush() or not guard.waiting)
+            wait_for(guard.flush)
             assert haproxy.answer(len(read)) == read
             assert client.recv(1000) == b"answered"
         guard.control.close()
         wait_for(lambda: not guard.is_alive)
+
+
+def test_nor_does_one_of_streams() -> None:
+    guard = StreamGuard()
+    guard.process.wait(30)  # it forks
+    os.killpg(guard.process.pid, signal.SIGSTOP)
+    with closing(socket.create_server(("127.0.0.1", 0))) as stream:
+        transport = SimpleNamespace(get_extra_info=lambda _: stream, get_write_buffer_size=lambda: 0)
+        while held := guard.hold(b"end", transport):
+            held.release()
+    os.killpg(guard.process.pid, signal.SIGCONT)
+    wait_for(guard.flush)
+    guard.control.close()
 
 
 def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

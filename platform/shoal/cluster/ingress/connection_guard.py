@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import fcntl
 import mmap
-import os
 import socket
 import struct
-import subprocess
 import sys
 import termios
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, suppress
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cluster.ingress.backup_listener import MAX_HTTP, MAX_RETURNED
+from shoal.cluster.ingress.guard_process import GuardProcess
 from shoal.cluster.ingress.haproxy_config import build_error
 from shoal.cluster.ingress.shared_listener import RETURN_SOCKET, pause_front, read_mark
 from shoal.cluster.ingress.time_limits import CLIENT_SILENCE_S
@@ -38,8 +37,7 @@ from shoal.cluster.ingress.time_limits import CLIENT_SILENCE_S
 if TYPE_CHECKING:
     import asyncio
 
-COMMAND = "import sys; sys.path.append({root!r}); from shoal.cluster.ingress.connection_guard import main; main()"
-HOLD, RELEASE, READ, RETURN = b"+-.<"
+HOLD, RELEASE, RETURN = b"+-<"
 HEAD = struct.Struct("<BI")  # of a message: what to do, and the connection's number
 MAX_MESSAGE_BYTES = 65_536
 # Of each connection two pairs of bytes read and written: at both it is idle. The replica writes them in turns.
@@ -51,25 +49,14 @@ RECEIVED, NOT_SENT, SENT = struct.Struct("=Q"), struct.Struct("=I"), struct.Stru
 RECEIVED_AT, NOT_SENT_AT, SENT_AT, TCP_INFO_BYTES = 128, 144, 200, 216
 
 
-class ConnectionGuard:
-    """The replica's side: starts the guard, and hands it sockets. Never waits for the guard: messages that it does not
-    read are `waiting`, until `flush`."""
+class ConnectionGuard(GuardProcess):
+    """The replica's side: starts the guard, and hands it sockets."""
 
     def __init__(self, folder: Path, server: str) -> None:
         """folder: of HAProxy's configuration; server: host:port of the replica's own server, as its mark has it"""
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.control.setblocking(False)
-        self.waiting: deque[tuple[bytes, socket.socket | None]] = deque()
-        states = os.memfd_create("connections")
-        os.truncate(states, STATES_BYTES)
-        self._states = memoryview(mmap.mmap(states, STATES_BYTES)).cast("Q")
+        super().__init__(__name__, STATES_BYTES, str(folder), server)
+        self.states = self.states.cast("Q")
         self._free = list(range(MAX_HTTP + 1))
-        command = COMMAND.format(root=str(Path(__file__).parents[3]))
-        words = [sys.executable, "-I", "-S", "-c", command, str(theirs.fileno()), str(states), str(folder), server]
-        fds = (theirs.fileno(), states)
-        self.process = subprocess.Popen(words, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
-        os.close(states)
 
     @property
     def is_alive(self) -> bool:
@@ -79,51 +66,30 @@ class ConnectionGuard:
         """Hold a connection; returns its number. Of more than `MAX_HTTP` one is returned at once."""
         number = self._free.pop()
         for at in range(NUM_COUNTS):
-            self._states[NUM_COUNTS * number + at] = 0
-        self._send(HEAD.pack(HOLD, number), connection)
+            self.states[NUM_COUNTS * number + at] = 0
+        self.send(HEAD.pack(HOLD, number), connection.fileno())
         return number
 
     def mark_idle(self, number: int, read: int, written: int) -> None:
         """Call it before a connection becomes idle: with what will have been read of it and written by then."""
         older = NUM_COUNTS * number
-        if self._states[older + 1] > self._states[older + 3]:
+        if self.states[older + 1] > self.states[older + 3]:
             older += 2
-        self._states[older + 1] = NEVER  # this process may be killed in between
-        self._states[older] = read
-        self._states[older + 1] = written
+        self.states[older + 1] = NEVER  # this process may be killed in between
+        self.states[older] = read
+        self.states[older + 1] = written
 
     def release(self, number: int) -> None:
         """Let go of a connection that the replica closes."""
-        self._send(HEAD.pack(RELEASE, number))
+        self.send(HEAD.pack(RELEASE, number))
         self._free.append(number)
 
     def return_connection(self, number: int, read: bytes) -> None:
         """Have HAProxy answer a connection from now on. read: what the client has sent and nobody answered"""
         for at in range(0, len(read), MAX_MESSAGE_BYTES):
-            self._send(HEAD.pack(READ, number) + read[at : at + MAX_MESSAGE_BYTES])
-        self._send(HEAD.pack(RETURN, number))
+            self.send(HEAD.pack(RETURN, number) + read[at : at + MAX_MESSAGE_BYTES])
+        self.send(HEAD.pack(RETURN, number))
         self._free.append(number)
-
-    def _send(self, message: bytes, connection: socket.socket | None = None) -> None:
-        if self.waiting or not self._pass(message, connection):
-            self.waiting.append((message, connection and connection.dup()))
-
-    def _pass(self, message: bytes, connection: socket.socket | None) -> bool:
-        """False: the guard has not read the earlier ones."""
-        try:
-            socket.send_fds(self.control, [message], [] if connection is None else [connection.fileno()])
-        except BlockingIOError:
-            return False
-        except OSError:  # the guard was killed
-            pass
-        return True
-
-    def flush(self) -> None:
-        """Send what waits, as far as the guard reads it."""
-        while self.waiting and self._pass(*self.waiting[0]):
-            _, connection = self.waiting.popleft()
-            if connection is not None:
-                connection.close()
 
 
 class _Guard:
@@ -148,8 +114,8 @@ class _Guard:
                 self._connections[number] = socket.socket(fileno=fds[0])
             elif what == RELEASE:
                 self._connections.pop(number).close()
-            elif what == READ:
-                self._read[number] += message[HEAD.size :]
+            elif read := message[HEAD.size :]:
+                self._read[number] += read
             else:
                 self._begin(self._pass_on(self._connections.pop(number), self._read.pop(number, b"")))
         with suppress(OSError):  # HAProxy is gone as well
@@ -262,7 +228,6 @@ def count_bytes(connection: socket.socket) -> tuple[int, int]:
     return received - unread, sent - again + NOT_SENT.unpack_from(info, NOT_SENT_AT)[0]
 
 
-def main() -> None:
-    control, states, folder, server = sys.argv[1:]
+def main(control: str, states: str, folder: str, server: str) -> None:
     table = memoryview(mmap.mmap(int(states), STATES_BYTES)).cast("Q")
     _Guard(socket.socket(fileno=int(control)), table, Path(folder), server).run()

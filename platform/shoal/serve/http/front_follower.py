@@ -95,6 +95,5 @@ class FrontFollower:
 
     def _close_listeners(self) -> None:
         assert self._front is not None
-        for each in self._listeners.values():
-            self._front.stop_listening(each)
-        self._listeners = {}
+        while self._listeners:
+            self._front.stop_listening(self._listeners.popitem()[1])

@@ -27,7 +27,6 @@ from shoal.serve.protocol.access import FORWARDED_FROM_HEADER
 CHECK_S = 1.0
 STUCK_CHECKS = 3  # in a row, in which the guard has left a message unread
 HALF_CLOSED_S = 0.1  # in which a client that has ended its side may have its answer
-MAX_ACCEPTED = 32  # in one turn of the loop
 SPARE_FILES = 256  # of those that the process may open: for all but clients
 MAX_HEAD_BYTES = 4096  # of a plain request: HAProxy adds headers, and the endpoint limits them
 # The head of a request that HAProxy and this server read alike, if each header of `ONCE` is there once at most.
@@ -52,7 +51,6 @@ class DirectFront:
         self._max_connections = min(MAX_HTTP, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
         self.connections: set[FrontProtocol] = set()
         self._accepted: set[asyncio.Task[Any]] = set()
-        self._listeners: set[socket.socket] = set()
         self._num_stuck = 0
         self._server, self._loop = server, asyncio.get_running_loop()
         self._timer = self._loop.call_later(CHECK_S, self._check)
@@ -60,36 +58,19 @@ class DirectFront:
     def listen(self, listener: socket.socket) -> None:
         """Accept connections. The guard has each one before anything else is done with it."""
         listener.setblocking(False)
-        self._listeners.add(listener)
         self._loop.add_reader(listener, self._accept, listener)
 
     def stop_listening(self, listener: socket.socket) -> None:
         self._loop.remove_reader(listener)
-        self._listeners.remove(listener)
         listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(MAX_ACCEPTED):
-            if self.guard.waiting:  # clients wait at the socket, where HAProxy may accept them
-                for each in self._listeners:
-                    self._loop.remove_reader(each)
-                self._loop.add_writer(self.guard.control, self._resume)
-                return
-            try:
-                connection, _address = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):  # HAProxy had it, or the client has gone
-                return
-            self._connect(connection)
-
-    def _resume(self) -> None:
-        """Accept again once the guard has read what waits."""
-        self.guard.flush()
-        if not self.guard.waiting:
-            self._loop.remove_writer(self.guard.control)
-            for each in self._listeners:
-                self._loop.add_reader(each, self._accept, each)
-
-    def _connect(self, connection: socket.socket) -> None:
+        if not self.guard.flush():  # clients wait at the socket, where HAProxy may accept them
+            return
+        try:
+            connection, _address = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # HAProxy had it, or the client has gone
+            return
         number = self.guard.hold(connection)
         if len(self.connections) + len(self._accepted) >= self._max_connections:
             self.guard.return_connection(number, b"")
@@ -112,8 +93,7 @@ class DirectFront:
         now_s = self._loop.time()
         for each in list(self.connections):
             each.check(now_s)
-        self.guard.flush()
-        self._num_stuck = self._num_stuck + 1 if self.guard.waiting else 0
+        self._num_stuck = 0 if self.guard.flush() else self._num_stuck + 1
         if self._num_stuck >= STUCK_CHECKS:
             self.guard.process.kill()  # `FrontFollower` then leaves the clients to HAProxy
 
@@ -134,7 +114,6 @@ class FrontProtocol(DirectProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._from = (FORWARDED_FROM_HEADER, self.client[0].encode() if self.client else b"")
         self._front.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -181,7 +160,7 @@ class FrontProtocol(DirectProtocol):
                 self._refuse(503)
 
     def on_headers_complete(self) -> None:
-        self.headers.append(self._from)
+        self.headers.append((FORWARDED_FROM_HEADER, self.client[0].encode() if self.client else b""))
         super().on_headers_complete()
         if self._front.is_leaving:
             self.cycle.keep_alive = False
@@ -238,7 +217,7 @@ class FrontProtocol(DirectProtocol):
         """End what has made no progress for too long. Called once a second."""
         cycle: Any = self.cycle
         unread_bytes = self.transport.get_write_buffer_size()
-        if self._pending:
+        if self._pending and self._is_idle():
             self._proceed(is_late=True)
         elif self._seen != (seen := (unread_bytes, self._num_written, self._num_read)):
             self._seen, self._seen_s = seen, now_s
