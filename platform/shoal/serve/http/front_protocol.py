@@ -13,7 +13,7 @@ import re
 import resource
 import socket
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from shoal.cluster.ingress.backup_listener import MAX_HTTP
@@ -234,13 +234,16 @@ class FrontProtocol(DirectProtocol):
 def find_plain(data: bytes) -> tuple[int, bool]:
     """The bytes of the plain request that `data` begins with, and whether it may begin: HAProxy, too, waits for the
     first bytes of a body. 0: it is none; 1: it may become one."""
-    if data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) < 0:
+    end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
+    if end < 4:
         return int(len(data) < MAX_HEAD_BYTES), False
-    match = PLAIN.match(data)
-    if match is None:
-        return 0, False
-    hosts, lengths, connections = map(match[0].lower().count, ONCE)
-    if hosts != 1 or lengths > 1 or connections > 1:
-        return 0, False
-    size = match.end() + int(match["length"] or 0)
-    return size, len(data) >= min(size, BUFFER_BYTES)
+    size = measure_plain(data[:end])
+    return size, 0 < min(size, BUFFER_BYTES) <= len(data)
+
+
+@lru_cache(maxsize=256)  # a client's heads are alike
+def measure_plain(head: bytes) -> int:
+    """The bytes of the plain request that has this head; 0: it is none."""
+    match = PLAIN.fullmatch(head)
+    counts = [head.lower().count(name) for name in ONCE]
+    return len(head) + int(match["length"] or 0) if match and counts[0] == max(counts) == 1 else 0
