@@ -66,16 +66,10 @@ def install_front(front: Front, folder: Path) -> None:
     replace_synced(folder / FRONT_FILE, json.dumps(_describe(front, folder)).encode())
 
 
-def read_front_spec(folder: Path) -> str:
-    """`Front.spec` of the front in this folder, or "{}" without one."""
+def read_front_field(folder: Path, name: str) -> str:
+    """`Front.spec` or `Front.node` of the front in this folder; "" without one."""
     path = folder / FRONT_FILE
-    return str(json.loads(path.read_text())["spec"]) if path.exists() else "{}"
-
-
-def read_front_node(folder: Path) -> str:
-    """`Front.node` of the front in this folder; "" without one."""
-    path = folder / FRONT_FILE
-    return str(json.loads(path.read_text()).get("node", "")) if path.exists() else ""
+    return str(json.loads(path.read_text()).get(name, "")) if path.exists() else ""
 
 
 def write_certificate(pem: bytes, client_ca: bytes, folder: Path) -> None:
