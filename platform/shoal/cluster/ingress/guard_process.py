@@ -23,7 +23,7 @@ class GuardProcess:
     """The replica's side. The guard runs `main` of a module, with the number of a socket whose other side is the
     replica's and ends with it, and that of the shared memory."""
 
-    def __init__(self, module: str, states_bytes: int, *words: str) -> None:
+    def __init__(self, module: str, states_bytes: int, *arguments: str) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self.waiting: deque[tuple[bytes, list[int]]] = deque()
@@ -33,7 +33,7 @@ class GuardProcess:
         command = COMMAND.format(root=str(Path(__file__).parents[3]), module=module)
         fds = theirs.fileno(), states
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", command, *map(str, fds), *words],
+            [sys.executable, "-I", "-S", "-c", command, *map(str, fds), *arguments],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
