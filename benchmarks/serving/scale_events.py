@@ -1,15 +1,20 @@
 """Answers of 50 s while replicas come and go, and an endpoint whose only replica is killed: none is cut, none hangs.
 
-    python -m benchmarks.serving.scale_events [--runs N] [--quick]
+    python -m benchmarks.serving.scale_events [--runs N] [--quick] [--only events kills]
 
 Beside Ray Serve with its own HAProxy, as shipped, in one run. Streams (ours over gRPC, the peer's over HTTP) begin all
 along the scale events, and each has an answer a second; so do requests on connections that are kept. Then the only
 replica is killed (SIGKILL) while requests of 1 kB and 1 MB are in hand, on fresh and on kept connections, and cannot
 start again for a minute, in which each second one request of each kind is sent.
+
+`kills`, in a file of its own: clients send one small request after the other, while the only replica of ours is killed
+again and again, on IPv4 and on IPv6. A client connects anew where an answer said so; each fourth client also after each
+fourth answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import itertools
 import json
@@ -53,8 +58,11 @@ class Extent:
     event_s: float = 2.5
     restart_s: float = 60.0
 
+    num_kills: int = 20
+    num_kept: int = 200
 
-QUICK = Extent(num_streams=20, stream_s=10, num_events=6, event_s=2.0, restart_s=10.0)
+
+QUICK = Extent(num_streams=20, stream_s=10, num_events=6, event_s=2.0, restart_s=10.0, num_kills=3)
 
 
 @dataclass
@@ -127,10 +135,11 @@ class Server:
 
 
 @contextmanager
-def server_of(kind: str, folder: Path) -> Iterator[Server]:
+def server_of(kind: str, folder: Path, answer_s: float = ANSWER_S, host: str = "127.0.0.1") -> Iterator[Server]:
     mine = folder / os.urandom(2).hex()
     mine.mkdir()
-    words = [OUR_PYTHON, "-m", "benchmarks.serving.scaled", kind, str(mine), str(mine / "start"), str(ANSWER_S)]
+    words = [OUR_PYTHON, "-m", "benchmarks.serving.scaled", kind, str(mine), str(mine / "start")]
+    words += [str(answer_s), host]
     with Child(words, mine, {"SHOAL_HOME": str(mine / "home")}, mine / "r", goodbye_s=30.0) as child:
         yield Server(child, child.answer(START_S), mine / "start")
 
@@ -204,6 +213,81 @@ def measure_kill(server: Server, extent: Extent, found: Found) -> None:
     found.slowest_s = max(took_s for _, took_s in results)
 
 
+class Asking:
+    """Clients that ask one request after the other, until `stop`. `became`: what became of each."""
+
+    def __init__(self, server: Server) -> None:
+        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [0.0]}
+        body = json.dumps({"inputs": [tensor]})
+        head = f"POST {server.url.path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._url, self._request = server.url, (head + body).encode()
+        self.became: Counter[str] = Counter()
+        self.is_over = False
+        self.num_answered: list[int] = []  # of each client
+
+    async def ask(self, number: int) -> None:
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        while not self.is_over:
+            kind = "kept" if streams else "new"
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    streams = streams or await asyncio.open_connection(self._url.hostname, self._url.port)
+                    streams[1].write(self._request)
+                    head = await streams[0].readuntil(b"\r\n\r\n")
+                    (length,) = (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+                    await streams[0].readexactly(int(length.split()[1]))
+            except (OSError, EOFError, TimeoutError) as error:
+                self.became[f"{kind}: {type(error).__name__}"] += 1
+                closes = True
+            else:
+                status, closes = head.split()[1].decode(), b"connection: close" in head.lower()
+                self.became[f"{kind}: {status}"] += 1
+                self.num_answered[number] += status == "200"
+            if streams and (closes or (number % 4 == 0 and self.num_answered[number] % 4 == 0)):
+                streams[1].close()
+                streams = None
+            if closes:
+                await asyncio.sleep(0.05)
+
+    async def wait_for_answers(self) -> None:
+        before = list(self.num_answered)
+        async with asyncio.timeout(START_S):
+            while any(now - then < 5 for then, now in zip(before, self.num_answered, strict=True)):
+                await asyncio.sleep(0.05)
+
+
+async def measure_kills(server: Server, extent: Extent) -> Counter[str]:
+    asking = Asking(server)
+    asking.num_answered = [0] * extent.num_kept
+    async with asyncio.TaskGroup() as clients:
+        for number in range(extent.num_kept):
+            clients.create_task(asking.ask(number))
+        for _ in range(extent.num_kills):
+            await asking.wait_for_answers()
+            await asyncio.sleep(1.0)  # more than the replica needs to take over from HAProxy, ten times
+            (victim,) = server.child.processes("ray::ServeReplica")
+            held = [each for each in victim.net_connections("tcp") if each.laddr.port == server.url.port]
+            asking.became["connections at the replica when it was killed"] += len(held)
+            victim.kill()
+        await asking.wait_for_answers()
+        asking.is_over = True
+    return asking.became
+
+
+def measure_all_kills(folder: Path, extent: Extent) -> list[Row]:
+    rows = []
+    for host in ("127.0.0.1", "::1"):
+        with server_of("ours", folder, 0.0, host) as server:
+            became = asyncio.run(measure_kills(server, extent))
+        print(host, became, flush=True)
+        told = ("kept: 200", "kept: 503", "new: 200", "new: 503")
+        lost = sum(num for what, num in became.items() if ": " in what and what not in told)
+        name = f"{extent.num_kills} times kill -9 of the only replica at {host} under {extent.num_kept} clients"
+        rows.append(compare(f"{name}: requests without an answer", "requests", "lower", [lost], bar=0.0,
+                            bar_kind="value", note=str(dict(became))))  # fmt: skip
+    return rows
+
+
 def measure(kind: str, folder: Path, extent: Extent) -> Found:
     found = Found()
     with server_of(kind, folder) as server:
@@ -245,14 +329,17 @@ def rows_of(ours: list[Found], peer: list[Found], extent: Extent) -> list[Row]:
 
 
 def main() -> None:
-    chosen = options(__doc__, runs=1)
+    chosen = options(__doc__, runs=1, only=("events", "kills"))
     extent = QUICK if chosen.quick else Extent()
     found: dict[str, list[Found]] = {"ours": [], "peer": []}
     with scratch() as folder:
-        for _ in range(chosen.runs):
-            for kind, runs in found.items():
-                runs.append(measure(kind, folder, extent))
-    write("serving_scale_events", rows_of(found["ours"], found["peer"], extent), chosen.results)
+        if "events" in chosen.only:
+            for _ in range(chosen.runs):
+                for kind, runs in found.items():
+                    runs.append(measure(kind, folder, extent))
+            write("serving_scale_events", rows_of(found["ours"], found["peer"], extent), chosen.results)
+        if "kills" in chosen.only:
+            write("serving_kills", measure_all_kills(folder, extent), chosen.results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """An endpoint whose replicas are added and removed on request, ours or plain Ray Serve's, for `scale_events`.
 
-    python -m benchmarks.serving.scaled ours|peer FOLDER START ANSWER_S
+    python -m benchmarks.serving.scaled ours|peer FOLDER START ANSWER_S [HOST]
 
 Its model waits `ANSWER_S` before each answer, and none is made while the file START is there. The peer is Ray Serve
 with its own HAProxy, as shipped; a stream of it is `/stream?NUM`. Says its addresses; answers
@@ -46,7 +46,7 @@ def await_start(file: str) -> None:
         time.sleep(0.05)
 
 
-def serve_ours(start: str, answer_s: float, closing: ExitStack) -> dict[str, str]:
+def serve_ours(start: str, answer_s: float, host: str, closing: ExitStack) -> dict[str, str]:
     from shoal.cluster.embedded_cluster import start_cluster
 
     cluster = closing.enter_context(start_cluster(num_cpus=8))
@@ -70,7 +70,7 @@ def serve_ours(start: str, answer_s: float, closing: ExitStack) -> dict[str, str
     Registry().register(NAME, weights, model=factory, signature=Signature(inputs=[x], outputs=[y]))
     serve.RunTarget = functools.partial(serve.RunTarget, external_scaler_enabled=True)  # type: ignore[misc,assignment]
     options = {"max_batch_size": MOST_ROWS}
-    spec = EndpointSpec.parse({"name": NAME, "grpc_port": 0, "num_cpus": 0.1, "model": options})
+    spec = EndpointSpec.parse({"name": NAME, "host": host, "grpc_port": 0, "num_cpus": 0.1, "model": options})
     endpoint = deploy(spec, [model_from_ref(NAME)])
     closing.callback(endpoint.close)
     return {"url": f"{endpoint.url}/v2/models/{NAME}/infer", "grpc": endpoint.grpc, "deployment": "replica"}
@@ -132,10 +132,10 @@ def scale(deployment: str, num_replicas: int, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def main(kind: str, folder: str, start: str, answer_s: float) -> None:
+def main(kind: str, folder: str, start: str, answer_s: float, host: str = "127.0.0.1") -> None:
     with ExitStack() as closing:
         if kind == "ours":
-            served = serve_ours(start, answer_s, closing)
+            served = serve_ours(start, answer_s, host, closing)
         else:
             served = serve_peer(folder, start, answer_s, closing)
         say(**served)
@@ -145,4 +145,4 @@ def main(kind: str, folder: str, start: str, answer_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), *sys.argv[5:])

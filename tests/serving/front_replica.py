@@ -1,9 +1,10 @@
-"""A replica's server that follows HAProxy, as a process: `python -m serving.front_replica PORT FOLDER HEAD_S`.
+"""A replica's server that follows HAProxy, as a process: `python -m serving.front_replica PORT FOLDER [rest]`.
 
-`/slow`, and any change, is answered after a minute; `/part` with a part of an answer, and then no more, and `/stream`
-with the same in chunks, guarded; `/drip` with a part every half a second; any other path with the path, and whether
-HAProxy has passed the request on. SIGTERM stops the server. HEAD_S: how long a head may take. Says `alone` once HAProxy
-accepts no more, and `written` after the part of `/stream`.
+`rest`: it answers as an endpoint of the model `m`, and of `slow`, which never answers, and adds the header `is-direct`
+where HAProxy has not passed the request on. Else `/slow`, and any change, is answered after a minute; `/part` with a
+part of an answer, and then no more, and `/stream` with the same in chunks, guarded; `/drip` with a part every half a
+second; any other path with the path, and whether HAProxy has passed the request on. SIGTERM stops the server. Says
+`alone` once HAProxy accepts no more, and `written` after the part of `/stream`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from typing import Any
 import uvicorn
 import uvicorn.config
 
+from serving.fake_host import FakeHost, FakeModel
+from serving.replica_server import LIMITS
 from shoal.serve.http import fast_path, front_protocol
+from shoal.serve.http.app import RestApp
 from shoal.serve.http.front_follower import FrontFollower
 from shoal.serve.http.stream_guard import guard_stream
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 
 ANSWER_S = 2.0
 LAST = b"4\r\nlast\r\n0\r\n\r\n"
@@ -55,14 +61,33 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def build_rest() -> Application:
+    slow = FakeModel("slow")
+    slow.hold = asyncio.Event()
+    host, access = FakeHost(FakeModel("m"), slow), AccessControl(None, [])
+    app = EndpointApp(RestApp(host, access, limits=LIMITS), host, access, LIMITS)
+
+    async def answer_marked(scope: Any, receive: Any, send: Any) -> None:
+        is_direct = b"x-request-disconnect-disabled" not in dict(scope["headers"])
+
+        async def send_marked(message: Any) -> None:
+            if is_direct and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"is-direct", b"1")]
+            await send(message)
+
+        await (answer if scope["path"] == "/-/healthz" else app)(scope, receive, send_marked)
+
+    return answer_marked
+
+
 def say(word: str) -> None:
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 
 
-async def main(port: int, folder: Path) -> None:
-    fast_path.install_application(answer)
-    server = uvicorn.Server(uvicorn.Config(answer, port=port, lifespan="off", log_level="critical"))
+async def main(port: int, folder: Path, application: Application) -> None:
+    fast_path.install_application(application)
+    server = uvicorn.Server(uvicorn.Config(application, port=port, lifespan="off", log_level="critical"))
     follower = FrontFollower(server, (), port, folder, ANSWER_S)
     serving = asyncio.create_task(server.serve())
     while not server.started:
@@ -75,5 +100,5 @@ async def main(port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    front_protocol.REQUEST_TIMEOUT_S = float(sys.argv[3])
-    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2])))
+    front_protocol.REQUEST_TIMEOUT_S = 1.0
+    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2]), build_rest() if sys.argv[3:] else answer))

@@ -12,6 +12,7 @@ from typing import Self
 from serve_template import serves_config
 from shoal.cluster.ingress.front import Front, install_front
 from shoal.cluster.ingress.serve_environment import prepare_ingress, serve_environment
+from shoal.cluster.ingress.shared_listener import ADMIN_SOCKET
 from shoal.cluster.ports import find_free_port
 from shoal_program import logs
 from waiting import wait_for
@@ -53,22 +54,32 @@ class HaproxyProcess:
             (self.files / "node" / "a.sock").symlink_to(folder / "a.sock")
         self._host = "::1" if front is not None and front.host == "::1" else "127.0.0.1"
         self.port, self.grpc_port = find_free_port(), find_free_port()
-        file = folder / "haproxy.cfg"
-        file.write_text(
-            serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port, fallback_port)
-        )
+        self._config = serves_config(folder, self.port, replica_port, self.grpc_port, grpc_replica_port, fallback_port)
         (folder / "server-state").touch()
         wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
         edited = folder / "edited"
         edited.write_text(wrapper.read_text().replace("exec ", f"sed -i '{edits}' \"$config\"\nexec "))
         self._log = (self.folder / "log").open("wb")
-        self.process = subprocess.Popen(["sh", edited, "-db", "-f", file], stdout=self._log, stderr=self._log)
-        logs[f"HAProxy {self.process.pid}"] = self.folder / "log"
+        self._edited = edited
+        self._start()
         try:
             wait_for(self._listens, what="HAProxy")
         except BaseException:
             self.close()
             raise
+
+    def _start(self, *options: str | Path) -> None:
+        file = self.folder / "haproxy.cfg"
+        file.write_text(self._config)
+        words = ["sh", self._edited, "-db", "-f", file, *options]
+        self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
+        logs[f"HAProxy {self.process.pid}"] = self.folder / "log"
+
+    def reload(self) -> None:
+        """Start a successor, which takes over the sockets, as Serve does when replicas have changed."""
+        with self.process as earlier:
+            self._start("-x", self.folder / ADMIN_SOCKET, "-sf", str(earlier.pid))
+            logs.pop(f"HAProxy {earlier.pid}")
 
     def __enter__(self) -> Self:
         return self
@@ -93,4 +104,4 @@ class HaproxyProcess:
             socket.create_connection((self._host, self.port), END_S).close()
         except ConnectionRefusedError:
             return False
-        return True
+        return (self.folder / ADMIN_SOCKET).exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import ssl
 import time
@@ -23,6 +24,7 @@ from serving.fake_replica import FakeReplica
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from shoal.client import Client
 from shoal.cluster.ingress.front import CertificateFiles, Front
+from shoal.cluster.ingress.shared_listener import take_listeners
 from shoal.cluster.ingress.tls import CertificateWatch, install_certificate, read_certificate
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ClusterError, ConfigError
@@ -98,6 +100,23 @@ def test_https_at_addresses_of_both_kinds(
             assert seen["shoal-from"] == address
         with pytest.raises((OSError, ssl.SSLError)):
             echo(HTTPConnection(addresses[0], started.port, timeout=ANSWER_S))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::", "::1"])
+def test_a_successor_has_the_same_sockets(replica: FakeReplica, host: str) -> None:
+    """Else those of the one before end, with the clients that wait at them."""
+    with haproxy(replica, Front(host=host)) as started:
+        before = find_sockets(started)
+        started.reload()
+        assert find_sockets(started) == before
+
+
+def find_sockets(started: HaproxyProcess) -> set[int]:
+    listeners = take_listeners(started.folder, started.port)
+    found = {os.fstat(each.fileno()).st_ino for each in listeners}
+    for each in listeners:
+        each.close()
+    return found
 
 
 def test_the_protocol_is_chosen_by_alpn_and_grpc_is_encrypted(replica: FakeReplica, authority: Authority) -> None:

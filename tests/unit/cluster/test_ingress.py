@@ -19,7 +19,7 @@ from certificates import Authority
 from serve_template import serves_config
 from shoal.cluster.ingress import haproxy_config
 from shoal.cluster.ingress.every_node import list_addresses, read_front, refuse_health, use_node_address
-from shoal.cluster.ingress.front import Front, install_front, read_front_node, read_front_spec
+from shoal.cluster.ingress.front import Front, install_front, read_front_field
 from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE, prepare_ingress, serve_environment
 from shoal.cluster.ingress.tls import choose_name, load_installed, read_certificate
 from shoal.errors import ClusterError, ConfigError
@@ -228,7 +228,7 @@ def test_a_node_listens_where_its_own_front_says(
 ) -> None:
     if front is not None:
         install_front(front, tmp_path)
-        assert read_front_node(tmp_path) == front.node
+        assert read_front_field(tmp_path, "node") == front.node
     found = read_front(tmp_path / "front.json", node)
     assert list_addresses(found or {}, serves, "80", CLOSED) == addresses
 
@@ -287,7 +287,7 @@ def test_a_good_one_is_read_without_what_haproxy_would_stumble_over(authority: A
     install_front(Front(pem=found.pem, client_ca=found.client_ca, spec="{a: 1}"), folder)
     assert load_installed(folder) == found
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    assert read_front_spec(folder) == "{a: 1}"
+    assert read_front_field(folder, "spec") == "{a: 1}"
     install_front(Front(), folder)
     assert [path.name for path in folder.iterdir()] == ["front.json"]
 

@@ -105,7 +105,10 @@ def is_backup(line: str) -> bool:
 
 
 def may_sleep(application: str, errors: str) -> bool:
-    """Whether an application without a replica is asleep: see `serve_environment.hold_while_asleep`."""
+    """Whether an application without a replica is asleep: see `serve_environment.hold_while_asleep`.
+
+    errors: the folder of HAProxy's own answers, or another file beside it
+    """
     return find_mark(application, errors).exists()
 
 

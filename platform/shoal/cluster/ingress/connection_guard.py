@@ -1,10 +1,11 @@
 """Holds the clients' connections of a replica that answers at HAProxy's own port: none is cut when the replica ends.
 
 A process beside the replica, the *guard*, holds a duplicate of each connection's socket. Of a replica that ends or is
-killed it resumes HAProxy's front, and then each connection by the state that the replica has left in shared memory:
+killed it resumes HAProxy's front, and then each connection by what the replica has read and written of it. The kernel
+has counted it, and the replica has said in shared memory at which counts the connection is idle:
 
 - idle, also with a request that the replica has not read: passed on to HAProxy (`RETURN_SOCKET`), byte by byte;
-- with a request in hand, and nothing of its answer written: 503, and come again, as HAProxy says it;
+- more is read, and no more written: 503, and come again, as HAProxy says it;
 - with a part of an answer written: closed, as HAProxy does it.
 
 A replica may return a connection while it runs. The guard imports the standard library only, and asyncio when it has
@@ -13,20 +14,22 @@ something to do. `serve.http.front_protocol` calls `ConnectionGuard`, on the eve
 
 from __future__ import annotations
 
+import fcntl
 import mmap
-import os
 import socket
 import struct
-import subprocess
 import sys
+import termios
 import threading
-from collections.abc import Coroutine
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cluster.ingress.backup_listener import MAX_HTTP, MAX_RETURNED
+from shoal.cluster.ingress.guard_process import GuardProcess
 from shoal.cluster.ingress.haproxy_config import build_error
 from shoal.cluster.ingress.shared_listener import RETURN_SOCKET, pause_front, read_mark
 from shoal.cluster.ingress.time_limits import CLIENT_SILENCE_S
@@ -34,59 +37,58 @@ from shoal.cluster.ingress.time_limits import CLIENT_SILENCE_S
 if TYPE_CHECKING:
     import asyncio
 
-COMMAND = "import sys; sys.path.append({root!r}); from shoal.cluster.ingress.connection_guard import main; main()"
 HOLD, RELEASE, RETURN = b"+-<"
 HEAD = struct.Struct("<BI")  # of a message: what to do, and the connection's number
-MAX_MESSAGE_BYTES = 100_000  # a client of HTTP/2 sends 65,535 of a body, and heads, before it has heard of the server
-IN_HAND, IS_CHANGE, NUM_FLAGS = 1, 2, 2  # of a connection's state; above them the bytes written before this request
-# Linux's tcp_info: not sent yet, sent, sent again.
-NOT_SENT, SENT = struct.Struct("=I"), struct.Struct("=QQ")
-NOT_SENT_AT, SENT_AT, TCP_INFO_BYTES = 144, 200, 216
+MAX_MESSAGE_BYTES = 65_536
+# Of each connection two pairs of bytes read and written: at both it is idle. The replica writes them in turns.
+NUM_COUNTS = 4
+STATES_BYTES = 8 * NUM_COUNTS * (MAX_HTTP + 1)
+NEVER = 2**64 - 1
+# Linux's tcp_info: received, not sent yet, sent, sent again.
+RECEIVED, NOT_SENT, SENT = struct.Struct("=Q"), struct.Struct("=I"), struct.Struct("=QQ")
+RECEIVED_AT, NOT_SENT_AT, SENT_AT, TCP_INFO_BYTES = 128, 144, 200, 216
 
 
-class ConnectionGuard:
-    """The replica's side: starts the guard, and hands it sockets.
-
-    states: of each connection `bytes written << NUM_FLAGS | flags`
-    """
+class ConnectionGuard(GuardProcess):
+    """The replica's side: starts the guard, and hands it sockets."""
 
     def __init__(self, folder: Path, server: str) -> None:
         """folder: of HAProxy's configuration; server: host:port of the replica's own server, as its mark has it"""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        states = os.memfd_create("connections")
-        os.truncate(states, 8 * (MAX_HTTP + 1))
-        self.states = memoryview(mmap.mmap(states, 8 * (MAX_HTTP + 1))).cast("Q")
+        super().__init__(__name__, STATES_BYTES, str(folder), server)
+        self.states = self.states.cast("Q")
         self._free = list(range(MAX_HTTP + 1))
-        command = COMMAND.format(root=str(Path(__file__).parents[3]))
-        words = [sys.executable, "-I", "-S", "-c", command, str(theirs.fileno()), str(states), str(folder), server]
-        fds = (theirs.fileno(), states)
-        self._process = subprocess.Popen(words, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
-        os.close(states)
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def hold(self, connection: socket.socket) -> int:
         """Hold a connection; returns its number. Of more than `MAX_HTTP` one is returned at once."""
         number = self._free.pop()
-        self.states[number] = 0
-        with suppress(OSError):  # the guard was killed
-            socket.send_fds(self._control, [HEAD.pack(HOLD, number)], [connection.fileno()])
+        for at in range(NUM_COUNTS):
+            self.states[NUM_COUNTS * number + at] = 0
+        self.send(HEAD.pack(HOLD, number), connection.fileno())
         return number
+
+    def mark_idle(self, number: int, read: int, written: int) -> None:
+        """Call it before a connection becomes idle: with what will have been read of it and written by then."""
+        older = NUM_COUNTS * number
+        if self.states[older + 1] > self.states[older + 3]:
+            older += 2
+        self.states[older + 1] = NEVER  # this process may be killed in between
+        self.states[older] = read
+        self.states[older + 1] = written
 
     def release(self, number: int) -> None:
         """Let go of a connection that the replica closes."""
-        self._send(RELEASE, number)
+        self.send(HEAD.pack(RELEASE, number))
+        self._free.append(number)
 
     def return_connection(self, number: int, read: bytes) -> None:
         """Have HAProxy answer a connection from now on. read: what the client has sent and nobody answered"""
-        self._send(RETURN, number, read)
-
-    def _send(self, what: int, number: int, read: bytes = b"") -> None:
-        with suppress(OSError):
-            self._control.send(HEAD.pack(what, number) + read)
+        for at in range(0, len(read), MAX_MESSAGE_BYTES):
+            self.send(HEAD.pack(RETURN, number) + read[at : at + MAX_MESSAGE_BYTES])
+        self.send(HEAD.pack(RETURN, number))
         self._free.append(number)
 
 
@@ -96,6 +98,7 @@ class _Guard:
     def __init__(self, control: socket.socket, states: memoryview, folder: Path, server: str) -> None:
         self._control, self._states, self._folder, self._server = control, states, folder, server
         self._connections: dict[int, socket.socket] = {}
+        self._read: defaultdict[int, bytes] = defaultdict(bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._capacity: asyncio.Semaphore | None = None  # of HAProxy's, whose queue of connections is short
         self._pending: list[Future[None]] = []
@@ -111,14 +114,16 @@ class _Guard:
                 self._connections[number] = socket.socket(fileno=fds[0])
             elif what == RELEASE:
                 self._connections.pop(number).close()
+            elif read := message[HEAD.size :]:
+                self._read[number] += read
             else:
-                self._begin(self._pass_on(self._connections.pop(number), message[HEAD.size :]))
+                self._begin(self._pass_on(self._connections.pop(number), self._read.pop(number, b"")))
         with suppress(OSError):  # HAProxy is gone as well
             mark = read_mark(self._folder)
             if mark is not None and mark.server == self._server:
                 pause_front(self._folder, False)
         for number, connection in self._connections.items():
-            self._begin(self._end(connection, self._states[number]))
+            self._begin(self._end(connection, self._states[NUM_COUNTS * number :][:NUM_COUNTS].tolist()))
         wait(self._pending)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -130,58 +135,68 @@ class _Guard:
         self._pending = [each for each in self._pending if not each.done()]
         self._pending.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    async def _end(self, connection: socket.socket, state: int) -> None:
-        """End a connection of a replica that has ended."""
-        written = state >> NUM_FLAGS
-        if count_written(connection) != written:
-            connection.close()
-        elif state & IN_HAND:
-            await self._refuse(connection, bool(state & IS_CHANGE))
-        else:
+    async def _end(self, connection: socket.socket, idle: list[int]) -> None:
+        """End a connection of a replica that has ended. idle: its counts in `_states`"""
+        read, written = count_bytes(connection)
+        if [read, written] in (idle[:2], idle[2:]):
             await self._pass_on(connection, b"")
-
-    async def _refuse(self, connection: socket.socket, is_change: bool) -> None:
-        import asyncio
-
-        answer = build_error(503, closes=True)
-        if is_change:  # it may have been made: nothing may repeat it by itself
-            answer = answer.replace(b"retry-after: 1\r\n", b"")
-        with suppress(OSError, TimeoutError):
-            reader, writer = await asyncio.open_connection(sock=connection)
-            writer.write(answer)
-            writer.write_eof()
-            async with asyncio.timeout(CLIENT_SILENCE_S):
-                while await reader.read(MAX_MESSAGE_BYTES):  # unread input would take the answer back
-                    pass
-        connection.close()
+        elif written in idle[1::2]:
+            async with open_streams(connection) as streams:
+                await refuse(*streams)
+        else:
+            connection.close()
 
     async def _pass_on(self, connection: socket.socket, read: bytes) -> None:
-        """Connect HAProxy to the client once that has sent something."""
+        """Connect HAProxy to the client once that has sent something, and pass on what they send, until HAProxy ends
+        it."""
         import asyncio
 
-        with suppress(OSError, TimeoutError):
-            reader, writer = await asyncio.open_connection(sock=connection)
+        assert self._capacity is not None
+        addresses = describe_addresses(connection)
+        async with open_streams(connection) as (reader, writer):
             async with asyncio.timeout(CLIENT_SILENCE_S):
                 first = read or await reader.read(MAX_MESSAGE_BYTES)
-            assert self._capacity is not None
-            if first:
-                async with self._capacity:
-                    await self._exchange(reader, writer, describe_addresses(connection) + first)
-            writer.close()
-        connection.close()
+            if not first:
+                return
+            async with self._capacity:
+                try:
+                    from_haproxy, to_haproxy = await asyncio.open_unix_connection(self._folder / RETURN_SOCKET)
+                except OSError:  # HAProxy has died, and Serve starts it again
+                    await refuse(reader, writer)
+                    return
+                to_haproxy.write(addresses + first)
+                upwards = asyncio.ensure_future(copy(reader, to_haproxy))
+                try:
+                    await copy(from_haproxy, writer)
+                finally:
+                    upwards.cancel()
+                    to_haproxy.close()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes) -> None:
-        """Pass on what a client and HAProxy send each other, until HAProxy ends it."""
-        import asyncio
 
-        from_haproxy, to_haproxy = await asyncio.open_unix_connection(self._folder / RETURN_SOCKET)
-        to_haproxy.write(first)
-        upwards = asyncio.ensure_future(copy(reader, to_haproxy))
+@asynccontextmanager
+async def open_streams(connection: socket.socket) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Streams of a client's connection, which are closed once the client has all that was written, or has gone."""
+    import asyncio
+
+    reader, writer = await asyncio.open_connection(sock=connection)
+    with suppress(OSError, TimeoutError):
         try:
-            await copy(from_haproxy, writer)
+            yield reader, writer
         finally:
-            upwards.cancel()
-            to_haproxy.close()
+            writer.close()  # by its transport: the loop would mistake another one for a socket that was closed as such
+            async with asyncio.timeout(CLIENT_SILENCE_S):
+                await writer.wait_closed()
+
+
+async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Have the client come again."""
+    import asyncio
+
+    writer.write(build_error(503, closes=True))
+    writer.write_eof()
+    async with asyncio.timeout(CLIENT_SILENCE_S):
+        while await reader.read(MAX_MESSAGE_BYTES):  # unread input would take the answer back
+            pass
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -201,14 +216,18 @@ def describe_addresses(connection: socket.socket) -> bytes:
     return f"PROXY {kind} {hosts} {theirs[1]} {ours[1]}\r\n".encode()
 
 
-def count_written(connection: socket.socket) -> int:
-    """How many bytes have been written into a connection of TCP, by any process."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+def count_bytes(connection: socket.socket) -> tuple[int, int]:
+    """How many bytes have been read from a connection of TCP, and written into it, by any process."""
+    received = -1
+    while True:  # what comes in between is counted by one of the two
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        if received == (received := RECEIVED.unpack_from(info, RECEIVED_AT)[0]):
+            break
+        unread = int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
     sent, again = SENT.unpack_from(info, SENT_AT)
-    return int(sent - again + NOT_SENT.unpack_from(info, NOT_SENT_AT)[0])
+    return received - unread, sent - again + NOT_SENT.unpack_from(info, NOT_SENT_AT)[0]
 
 
-def main() -> None:
-    control, states, folder, server = sys.argv[1:]
-    table = memoryview(mmap.mmap(int(states), 8 * (MAX_HTTP + 1))).cast("Q")
+def main(control: str, states: str, folder: str, server: str) -> None:
+    table = memoryview(mmap.mmap(int(states), STATES_BYTES)).cast("Q")
     _Guard(socket.socket(fileno=int(control)), table, Path(folder), server).run()

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.atomic_file import create_private, make_folder
+from shoal.atomic_file import replace_synced
 from shoal.cluster.ingress.haproxy_config import FRONT_FILE
+from shoal.cluster.ingress.shared_listener import TIMEOUT_S, ask_haproxy
 from shoal.errors import ConfigError
 
 CERTIFICATE_FILE, CLIENT_CA_FILE = "front.pem", "client-ca.pem"
 MAX_PROXIES = 8  # trusted proxies in a row before a client
-ADMIN_TIMEOUT_S = 5.0
 # The subject of the client's certificate, whose control characters RFC 2253 escapes.
 _ADD_SUBJECT = (
     'http-request set-header shoal-from "%[req.fhdr(shoal-from)] %[ssl_c_s_dn(,0,rfc2253)]" if { ssl_c_used }'
@@ -62,37 +62,23 @@ class Front:
 
 def install_front(front: Front, folder: Path) -> None:
     """Write the front into the folder of HAProxy's files."""
-    make_folder(folder)
     write_certificate(front.pem, front.client_ca, folder)
-    _replace(folder / FRONT_FILE, json.dumps(_describe(front, folder)).encode())
+    replace_synced(folder / FRONT_FILE, json.dumps(_describe(front, folder)).encode())
 
 
-def read_front_spec(folder: Path) -> str:
-    """`Front.spec` of the front in this folder, or "{}" without one."""
+def read_front_field(folder: Path, name: str) -> str:
+    """`Front.spec` or `Front.node` of the front in this folder; "" without one."""
     path = folder / FRONT_FILE
-    return str(json.loads(path.read_text())["spec"]) if path.exists() else "{}"
-
-
-def read_front_node(folder: Path) -> str:
-    """`Front.node` of the front in this folder; "" without one."""
-    path = folder / FRONT_FILE
-    return str(json.loads(path.read_text()).get("node", "")) if path.exists() else ""
+    return str(json.loads(path.read_text()).get(name, "")) if path.exists() else ""
 
 
 def write_certificate(pem: bytes, client_ca: bytes, folder: Path) -> None:
     """Write, or remove, the files that HAProxy reads when it starts."""
     for name, content in ((CERTIFICATE_FILE, pem), (CLIENT_CA_FILE, client_ca)):
         if content:
-            _replace(folder / name, content)
+            replace_synced(folder / name, content)
         else:
             (folder / name).unlink(missing_ok=True)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    incoming = path.with_name(f".incoming-{path.name}")
-    incoming.unlink(missing_ok=True)
-    create_private(incoming).write_bytes(content)
-    incoming.replace(path)
 
 
 def _describe(front: Front, folder: Path) -> dict[str, object]:
@@ -101,8 +87,10 @@ def _describe(front: Front, folder: Path) -> dict[str, object]:
         verify = f" ca-file {folder / CLIENT_CA_FILE} verify required no-tls-tickets" if front.client_ca else ""
         for protocol, offered in (("http", "h2,http/1.1"), ("grpc", "h2")):
             options[protocol] = f" ssl crt {folder / CERTIFICATE_FILE} alpn {offered}{verify}"
-    # Two sockets for ::, so that clients of IPv4 have addresses of IPv4.
-    hosts, v6only = (["0.0.0.0", "::"], " v6only") if front.host == "::" else ([front.host], "")
+    # Two sockets for ::, so that clients of IPv4 have addresses of IPv4. The kernel has v6only for any other address of
+    # IPv6 as well, and HAProxy takes over its predecessor's socket only if the configuration says the same.
+    hosts = ["0.0.0.0", "::"] if front.host == "::" else [front.host]
+    v6only = " v6only" if ":" in front.host else ""
     return {
         "hosts": hosts,
         "options": {protocol: v6only + text for protocol, text in options.items()},
@@ -154,7 +142,7 @@ def require_listenable(host: str, ports: Mapping[str, int | None]) -> None:
 def is_listening(host: str, port: int) -> bool:
     """Whether this host accepts connections at this address."""
     try:
-        with socket.create_connection((host, port), ADMIN_TIMEOUT_S):
+        with socket.create_connection((host, port), TIMEOUT_S):
             return True
     except OSError:
         return False
@@ -162,14 +150,9 @@ def is_listening(host: str, port: int) -> bool:
 
 def is_routed(application: str, admin_socket: Path) -> bool:
     """Whether HAProxy, asked at its socket, sends requests to a replica of this application of Serve's."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ADMIN_TIMEOUT_S)
-        try:
-            connection.connect(str(admin_socket))
-            connection.sendall(b"show stat\n")
-            with connection.makefile() as answer:
-                rows = list(csv.DictReader(answer))
-        except OSError:  # it is starting
-            return False
+    try:
+        rows = list(csv.DictReader(ask_haproxy(admin_socket, "show stat").splitlines()))
+    except OSError:  # it is starting
+        return False
     servers = [row for row in rows if row["# pxname"] == f"http-{application}" and row["act"] == "1"]
     return any(row["status"].startswith("UP") for row in servers if row["svname"] != "BACKEND")

@@ -157,7 +157,8 @@ def hold_while_asleep(
     Takes effect when the application's replicas change next. Idempotent. Does nothing where `environment` lacks the
     variables of `serve_environment`.
     """
-    if not (is_on and BINARY_VARIABLE in environment and _find_mark(environment, application).exists()):
+    has_mark = BINARY_VARIABLE in environment and backup_listener.may_sleep(application, environment[BINARY_VARIABLE])
+    if not (is_on and has_mark):
         _mark_application(environment, "asleep", application, "" if is_on else None)
     known = "".join(f"{key.upper()}\n" for key in sorted(keys))
     _mark_application(environment, "keys", application, known if is_on and known else None)
@@ -194,14 +195,13 @@ def write_sleep_mark(
 
     Takes effect at once. Returns False, and does nothing, for an application that may not sleep, or not yet.
     """
-    if BINARY_VARIABLE not in environment or not (mark := _find_mark(environment, application)).exists():
+    if BINARY_VARIABLE not in environment:
+        return False
+    mark = backup_listener.find_mark(application, environment[BINARY_VARIABLE])
+    if not mark.exists():
         return False
     replace_synced(mark, f"{math.ceil(refused_until_s)} {start_s:.3f} {began_at_s:.3f}".encode())
     return True
-
-
-def _find_mark(environment: Mapping[str, str], application: str) -> Path:
-    return Path(environment[BINARY_VARIABLE]).parent / "asleep" / application
 
 
 def haproxy_program() -> str:

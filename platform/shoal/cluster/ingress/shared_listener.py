@@ -12,6 +12,8 @@ import json
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,33 +56,37 @@ def pause_front(folder: Path, is_paused: bool) -> None:
     """Let HAProxy accept no connection of the front for HTTP, and close those that it has with their next answer; or
     accept them again."""
     most, change = (0, "add acl {} on") if is_paused else (MAX_HTTP, "clear acl {}")
-    _ask(folder, f"set maxconn frontend http_frontend {most}; {change.format(folder / PAUSED_FILE)}")
+    ask_haproxy(
+        folder / ADMIN_SOCKET, f"set maxconn frontend http_frontend {most}; {change.format(folder / PAUSED_FILE)}"
+    )
 
 
 def is_running(mark: Mark, folder: Path) -> bool:
     """Whether the HAProxy of the mark has the admin socket; its predecessor has it until then."""
-    match = re.search(r"^Pid: (\d+)$", _ask(folder, "show info"), re.MULTILINE)
+    match = re.search(r"^Pid: (\d+)$", ask_haproxy(folder / ADMIN_SOCKET, "show info"), re.MULTILINE)
     return match is not None and int(match[1]) == mark.pid
 
 
-def _ask(folder: Path, command: str) -> str:
-    with _connect(folder) as connection:
+def ask_haproxy(admin: Path, command: str) -> str:
+    """HAProxy's answer at its admin socket. Raises OSError."""
+    with _connect(admin) as connection:
         connection.sendall(f"{command}\n".encode())
-        with connection.makefile() as answer:
+        with connection.makefile(errors="replace") as answer:
             return answer.read()
 
 
-def _connect(folder: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(TIMEOUT_S)
-    connection.connect(str(folder / ADMIN_SOCKET))
-    return connection
+@contextmanager
+def _connect(admin: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(str(admin))
+        yield connection
 
 
 def take_listeners(folder: Path, port: int) -> list[socket.socket]:
     """Duplicates of HAProxy's sockets that listen at a port. Raises OSError."""
     sockets: list[socket.socket] = []
-    with _connect(folder) as connection:
+    with _connect(folder / ADMIN_SOCKET) as connection:
         connection.sendall(b"_getsocks\n")
         count = connection.recv(4)
         num = int.from_bytes(count, sys.byteorder)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +21,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 from shoal.cluster.ingress.front import CERTIFICATE_FILE, CLIENT_CA_FILE, CertificateFiles, write_certificate
+from shoal.cluster.ingress.shared_listener import ask_haproxy
 from shoal.errors import ClusterError, ConfigError
 
-SOCKET_TIMEOUT_S = 2.0
 MAX_CONTENT_BYTES = 30 * 1024  # of a file that a command on the admin socket replaces: below `tune.bufsize`
 END = b"-----END CERTIFICATE-----\n"
 DAY_S = 86_400.0
@@ -166,7 +165,7 @@ def _is_in_use(certificate: Certificate, folder: Path) -> bool:
         wanted[f"ca-file {folder / CLIENT_CA_FILE}"] = certificate.client_ca
     for admin in _list_sockets(folder):
         for name, content in wanted.items():
-            shown = _command(admin, f"show ssl {name}\n")
+            shown = _command(admin, f"show ssl {name}")
             certificates = x509.load_pem_x509_certificates(content)
             fingerprints = [each.fingerprint(hashes.SHA1()).hex().upper() for each in certificates]  # HAProxy's form
             if shown and not all(each in shown for each in fingerprints):
@@ -181,27 +180,22 @@ def _list_sockets(folder: Path) -> list[Path]:
 
 def _replace(admin: Path, file: Path, kind: str, content: bytes) -> None:
     answers = (
-        _command(admin, f"set ssl {kind} {file} <<\n{content.decode()}\n"),
-        _command(admin, f"commit ssl {kind} {file}\n"),
+        _command(admin, f"set ssl {kind} {file} <<\n{content.decode()}"),
+        _command(admin, f"commit ssl {kind} {file}"),
     )
     if any(answers) and "Success!" not in answers[1]:
-        _command(admin, f"abort ssl {kind} {file}\n")
+        _command(admin, f"abort ssl {kind} {file}")
         raise ClusterError(f"HAProxy does not take {file.name}: {' '.join(' '.join(answers).split())}")
 
 
 def _command(admin: Path, command: str) -> str:
     """The answer of HAProxy; "" when none runs there: it reads the files when it starts. Raises ClusterError."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(SOCKET_TIMEOUT_S)
-        try:
-            connection.connect(str(admin))
-            connection.sendall(command.encode())
-            with connection.makefile("rb") as answer:
-                return answer.read().decode(errors="replace")
-        except (FileNotFoundError, ConnectionRefusedError):
-            return ""
-        except OSError as error:
-            raise ClusterError(f"HAProxy does not answer at {admin} ({error})") from None
+    try:
+        return ask_haproxy(admin, command)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return ""
+    except OSError as error:
+        raise ClusterError(f"HAProxy does not answer at {admin} ({error})") from None
 
 
 def _parse_chain(field: str, path: str) -> list[x509.Certificate]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.serve.protocol.request_lifecycle import (
@@ -97,6 +95,9 @@ class DirectProtocol(HttpToolsProtocol):
         cycle.announce_incomplete()
         return True
 
+    def before_write(self, num_bytes: int, is_last: bool) -> None:
+        """Called before a part of an answer is written."""
+
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if self.transport.is_closing():
@@ -148,8 +149,7 @@ class DirectProtocol(HttpToolsProtocol):
         earlier = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         # It replaces uvicorn's own cycle: uvicorn reads and sets the same attributes.
-        headers = self.server_state.default_headers
-        cycle: Any = DirectCycle(scope, self.transport, self.flow, keep_alive, headers, self.on_response_complete)
+        cycle: Any = DirectCycle(scope, self, keep_alive)
         self.cycle = cycle
         if earlier is None or earlier.response_complete:
             self._start(cycle, DirectProtocol.application)
@@ -176,11 +176,10 @@ class DirectCycle:
         "_flow",
         "_guarded",
         "_head",
-        "_headers",
         "_is_body_delivered",
         "_is_chunked",
         "_is_incomplete",
-        "_on_finished",
+        "_protocol",
         "_transport",
         "body",
         "disconnected",
@@ -191,17 +190,9 @@ class DirectCycle:
         "scope",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        scope: Any,
-        transport: asyncio.Transport,
-        flow: FlowControl,
-        keep_alive: bool,
-        headers: list[tuple[bytes, bytes]],
-        finished: Callable[[], None],
-    ) -> None:
-        self.scope, self._transport, self._flow = scope, transport, flow
-        self._headers, self._on_finished = headers, finished
+    def __init__(self, scope: Any, protocol: DirectProtocol, keep_alive: bool) -> None:
+        self.scope, self._protocol = scope, protocol
+        self._transport, self._flow = protocol.transport, protocol.flow
         self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
         self.body, self.more_body = bytearray(), True
         self._is_body_delivered = self._closing = self._is_incomplete = self._is_chunked = False
@@ -266,6 +257,8 @@ class DirectCycle:
             content = b"%x\r\n%b\r\n%b" % (len(content), content, end) if content else end
         if self._guarded is not None:
             self._guarded.begin_write()
+        has_more = message.get("more_body", False)
+        self._protocol.before_write(sum(map(len, self._head)) + len(content), not has_more)
         if self._head:
             if len(content) < HIGH_WATER_BYTES:
                 self._head.append(content)
@@ -274,7 +267,7 @@ class DirectCycle:
             self._head = []
         if content:
             self._transport.write(content)
-        if message.get("more_body", False):
+        if has_more:
             if self._guarded is not None:
                 self._guarded.end_write()
         else:
@@ -284,14 +277,14 @@ class DirectCycle:
                 # The kernel discards an unread answer when a connection closes with unread input.
                 lingers = self.more_body and not (self._is_incomplete or self._transport.is_closing())
                 self._transport.write_eof() if lingers else self._transport.close()
-            self._on_finished()
+            self._protocol.on_response_complete()
 
     def _start_response(self, message: Message) -> None:
         if guard := message.get("guard"):
             self._guarded = guard(self._transport)
         head = [STATUS_LINES[message["status"]]]
         is_chunked = True
-        for name, value in (*self._headers, *message["headers"]):
+        for name, value in (*self._protocol.server_state.default_headers, *message["headers"]):
             head += (name, b": ", value, b"\r\n")
             if name == b"connection" and value == b"close":
                 self.keep_alive = False

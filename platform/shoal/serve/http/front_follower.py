@@ -87,7 +87,7 @@ class FrontFollower:
     async def _leave(self, mark: Mark | None) -> None:
         """Leave the connections to HAProxy. mark: the present one"""
         assert self._front is not None
-        self._front.leave()
+        self._front.is_leaving = True
         if mark is None or self._names_us(mark):  # or another replica has paused the front
             await asyncio.to_thread(pause_front, self._folder, False)
         self._mark = None
@@ -95,6 +95,5 @@ class FrontFollower:
 
     def _close_listeners(self) -> None:
         assert self._front is not None
-        for each in self._listeners.values():
-            self._front.stop_listening(each)
-        self._listeners = {}
+        while self._listeners:
+            self._front.stop_listening(self._listeners.popitem()[1])

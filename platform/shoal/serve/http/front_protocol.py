@@ -1,9 +1,9 @@
-"""A client's connection at a replica that answers at HAProxy's own port: what HAProxy does there for a client.
+"""A client's connection at a replica that answers at HAProxy's own port.
 
-`DirectFront` has the connections, and looks at each once a second: heads that do not come, answers that nobody reads or
-that take too long. What `DirectProtocol` does not answer takes Serve's way, without the headers that steer it. A
-connection that this server cannot answer (HTTP/2, one too many) is returned to HAProxy, as are the idle ones of a
-server that stops. `cluster.ingress.connection_guard` sees to the rest when this process is killed.
+The replica answers plain requests alone (`PLAIN`). A connection whose next bytes are anything else, or do not come, is
+returned to HAProxy with them, so that they have HAProxy's own answer. So are the idle connections of a server that
+stops. `DirectFront` has the connections, and looks at each once a second: requests that are not whole, answers that
+nobody reads or that take too long. `cluster.ingress.connection_guard` sees to the rest when this process is killed.
 """
 
 from __future__ import annotations
@@ -12,31 +12,36 @@ import asyncio
 import re
 import resource
 import socket
-from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 from shoal.cluster.ingress.backup_listener import MAX_HTTP
-from shoal.cluster.ingress.connection_guard import IN_HAND, IS_CHANGE, MAX_MESSAGE_BYTES, NUM_FLAGS, ConnectionGuard
+from shoal.cluster.ingress.connection_guard import ConnectionGuard
 from shoal.cluster.ingress.haproxy_config import PATHS_OF_CHANGES, REQUEST_TIMEOUT_S, build_error
 from shoal.cluster.ingress.serve_environment import BUFFER_BYTES
-from shoal.cluster.ingress.time_limits import CHANGE_S, CLIENT_SILENCE_S
-from shoal.serve.http.direct_protocol import SERVE_PATH_PREFIX, DirectProtocol
+from shoal.cluster.ingress.time_limits import CLIENT_SILENCE_S
+from shoal.serve.http.direct_protocol import DirectProtocol
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER
 
 CHECK_S = 1.0
-MAX_ACCEPTED = 32  # in one turn of the loop
+STUCK_CHECKS = 3  # in a row, in which the guard has left a message unread
+HALF_CLOSED_S = 0.1  # in which a client that has ended its side may have its answer
 SPARE_FILES = 256  # of those that the process may open: for all but clients
-HTTP2 = b"PRI * HTTP/2.0"  # how a connection of HTTP/2 begins
-STEERS_SERVE = re.compile(
-    rb"x-(request-timeout-seconds|request-id|session-id|shoal-asleep|serve-router-.*|forwarded-.*)"
-    rb"|serve[_-]multiplexed[_-]model[_-]id|forwarded|upgrade"
+MAX_HEAD_BYTES = 4096  # of a plain request: HAProxy adds headers, and the endpoint limits them
+# The head of a request that HAProxy and this server read alike, if each header of `ONCE` is there once at most.
+PLAIN = re.compile(
+    rb"(?:GET|POST) (?!/-/|%b)/[\w.~:@!$&'()*+,;=/-]*(?:\?[\w.~:@!$&'()*+,;=/?%%-]*)? HTTP/1\.1\r\n"
+    rb"(?i:(?:host: *(?:[\w.-]+|\[[\da-f:.]+\])(?::\d+)?|connection: *(?:keep-alive|close)"
+    rb"|content-length: *(?P<length>\d{1,15})|(?!(?:host|connection|content-length|transfer-encoding|te|trailer|upgrade"
+    rb"|http2-settings|expect|keep-alive|proxy-connection|shoal-from):)[!#$%%&'*+.^`|~\w-]+:[\t -~]*)\r\n){1,40}\r\n"
+    % PATHS_OF_CHANGES[1:].encode()
 )
-CHANGES = re.compile(PATHS_OF_CHANGES)
+ONCE = b"\r\nhost:", b"\r\ncontent-length:", b"\r\nconnection:"
 
 
 class DirectFront:
-    """The clients' connections of one server of uvicorn's. `is_leaving`: each ends with its next answer.
+    """The clients' connections of one server of uvicorn's. `is_leaving`: each is returned when it is idle.
 
     answer_s: the longest that an answer may take
     """
@@ -46,6 +51,7 @@ class DirectFront:
         self._max_connections = min(MAX_HTTP, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
         self.connections: set[FrontProtocol] = set()
         self._accepted: set[asyncio.Task[Any]] = set()
+        self._num_stuck = 0
         self._server, self._loop = server, asyncio.get_running_loop()
         self._timer = self._loop.call_later(CHECK_S, self._check)
 
@@ -59,30 +65,22 @@ class DirectFront:
         listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(MAX_ACCEPTED):
-            try:
-                connection, _address = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):  # HAProxy had it, or the client has gone
-                return
-            self._connect(connection)
-
-    def _connect(self, connection: socket.socket) -> None:
+        if not self.guard.flush():  # clients wait at the socket, where HAProxy may accept them
+            return
+        try:
+            connection, _address = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # HAProxy had it, or the client has gone
+            return
         number = self.guard.hold(connection)
         if len(self.connections) + len(self._accepted) >= self._max_connections:
             self.guard.return_connection(number, b"")
             connection.close()
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        make = partial(FrontProtocol, self, self._server, number)
+        make = partial(FrontProtocol, self, self._server, connection, number)
         accepted = self._loop.create_task(self._loop.connect_accepted_socket(make, connection))
         self._accepted.add(accepted)
         accepted.add_done_callback(self._accepted.discard)
-
-    def leave(self) -> None:
-        """Have all connections end with their next answer."""
-        self.is_leaving = True
-        for each in self.connections:
-            each.leave()
 
     def close(self) -> None:
         """Stop the connections that have come since the server began to stop."""
@@ -95,171 +93,157 @@ class DirectFront:
         now_s = self._loop.time()
         for each in list(self.connections):
             each.check(now_s)
-
-
-class CountingTransport:
-    """A connection's transport, with the bytes written into it."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self.written = 0
-        self._write = transport.write
-        for name in ("abort", "close", "get_write_buffer_size", "is_closing", "pause_reading", "resume_reading"):
-            setattr(self, name, getattr(transport, name))
-        self.get_extra_info, self.write_eof = transport.get_extra_info, transport.write_eof
-
-    def write(self, data: bytes) -> None:
-        self.written += len(data)
-        self._write(data)
+        self._num_stuck = 0 if self.guard.flush() else self._num_stuck + 1
+        if self._num_stuck >= STUCK_CHECKS:
+            self.guard.process.kill()  # `FrontFollower` then leaves the clients to HAProxy
 
 
 class FrontProtocol(DirectProtocol):
-    """One connection."""
+    """One connection. uvicorn's parser gets one plain request at a time."""
 
-    _began = _is_change = _is_returned = _has_completed_head = False
-    _head = b""  # of a request, as long as it is incomplete; none if it began with the end of another one
-    _num_head_bytes = 0
-    _seen: tuple[Any, int, int] = (None, 0, 0)  # what the last check saw, and since when
+    _pending = b""  # what has come, and is of no request that has begun
+    _num_read = _num_missing = 0  # bytes: of all that has come; of the body of the request that has begun
+    _num_written = _num_answered = 0  # bytes: of all answers; when the last one had ended
+    _is_returned = False
+    _seen: tuple[Any, ...] = ()  # what the last check saw, and since when
     _seen_s = 0.0
 
-    def __init__(self, front: DirectFront, server: Any, number: int) -> None:
+    def __init__(self, front: DirectFront, server: Any, connection: socket.socket, number: int) -> None:
         super().__init__(server.config, server.server_state, server.lifespan.state)
-        self._front, self._number = front, number
-        self._guard, self._states = front.guard, front.guard.states
-        self.ws_protocol_class = None
+        self._front, self._guard, self._socket, self._number = front, front.guard, connection, number
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        counting: Any = CountingTransport(transport)
-        super().connection_made(counting)
-        self._from = (FORWARDED_FROM_HEADER, self.client[0].encode() if self.client else b"")
+        super().connection_made(transport)
         self._front.connections.add(self)
-        self._seen_s = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._front.connections.discard(self)
         if not self._is_returned:
             self._guard.release(self._number)
+            with suppress(OSError):  # the client has gone
+                self._socket.shutdown(socket.SHUT_RDWR)  # else it ends when the guard has read that it ends
 
     def data_received(self, data: bytes) -> None:
-        transport: Any = self.transport
-        was_within = self._is_within_head()
-        was_idle = not was_within and self._is_idle()
-        is_http2 = not self._began and data.startswith(HTTP2)
-        self._began = True
-        if is_http2 or (was_idle and self._front.is_leaving and self._may_return(data)):  # maybe for a new endpoint
-            self._return(data)
-            return
-        if was_idle:
-            self._states[self._number] = transport.written << NUM_FLAGS | IN_HAND
-        self._has_completed_head = False
-        super().data_received(data)
-        # Not a head that follows another request in this data: that one would be answered twice.
-        if (was_within or was_idle) and not self._has_completed_head and self._is_within_head():
-            self._num_head_bytes += len(data)
-            if was_idle or self._head:
-                self._head += data
-            if self._num_head_bytes > BUFFER_BYTES:
-                self._refuse(400)
-
-    def _is_within_head(self) -> bool:
-        """Whether the head of a request has come in part."""
-        cycle: Any = self.cycle
-        return self.scope is not None and (cycle is None or cycle.scope is not self.scope)
+        self._num_read += len(data)
+        if self._num_missing:
+            part, data = data[: self._num_missing], data[self._num_missing :]
+            self._num_missing -= len(part)
+            super().data_received(part)
+        if data:
+            self._pending += data
+            self._proceed()
 
     def _is_idle(self) -> bool:
         cycle: Any = self.cycle
-        return cycle is None or (cycle.response_complete and not cycle.more_body)
+        return not self._num_missing and (cycle is None or cycle.response_complete)
+
+    def _proceed(self, is_late: bool = False) -> None:
+        """Begin the next request, or return the connection with it. is_late: it is not awaited any longer"""
+        data, transport = self._pending, self.transport
+        if transport.is_closing():
+            return
+        if not self._is_idle():
+            self.flow.pause_reading()  # until the answer has ended
+            return
+        size, is_whole = find_plain(data)
+        is_answered = not transport.get_write_buffer_size()
+        is_leaving = self._front.is_leaving and is_answered and self._guard.is_alive
+        if is_whole and not is_leaving:
+            self._pending = data[size:]
+            self._num_missing = max(0, size - len(data))
+            super().data_received(data[:size])
+        elif is_answered and (size == 0 or is_late or is_leaving):
+            if self._guard.is_alive:
+                self._return()
+            else:
+                self._refuse(503)
 
     def on_headers_complete(self) -> None:
-        headers, url = self.headers, self.url
-        self._head, self._num_head_bytes, self._has_completed_head = b"", 0, True
-        headers.append(self._from)
-        upgrades = self.parser.should_upgrade()
-        if url.startswith(SERVE_PATH_PREFIX):
-            self.url = b"/closed"
-        elif upgrades or self.expect_100_continue or b"%" in url or not url.startswith(b"/"):
-            headers[:] = [each for each in headers if STEERS_SERVE.fullmatch(each[0]) is None]
-            headers.append((b"x-request-disconnect-disabled", b"?1"))
+        self.headers.append((FORWARDED_FROM_HEADER, self.client[0].encode() if self.client else b""))
         super().on_headers_complete()
-        path = self.scope["path"]
-        if path.startswith("/-/"):  # in another form
-            self.scope["path"] = "/closed"
-        elif ("rollout" in path or "repository" in path) and CHANGES.match(path):
-            self._is_change = True
-            self._states[self._number] |= IS_CHANGE
-        if upgrades or self._front.is_leaving:
+        if self._front.is_leaving:
             self.cycle.keep_alive = False
+
+    def before_write(self, num_bytes: int, is_last: bool) -> None:
+        self._num_written += num_bytes
+        if is_last and not self._num_missing:
+            self._guard.mark_idle(self._number, self._num_read - len(self._pending), self._num_written)
 
     def on_response_complete(self) -> None:
-        transport: Any = self.transport
-        # With more of the body to come, a number that is wrong: the guard then closes the connection.
-        written = 0 if self.cycle.more_body and not self.pipeline else transport.written
-        has_more = self.pipeline or self._is_within_head()
-        self._states[self._number] = written << NUM_FLAGS | (IN_HAND if has_more else 0)
-        self._is_change = False
+        self._num_answered = self._num_written
         super().on_response_complete()
+        if self._pending:
+            self._proceed()
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what is not HTTP."""
-        self._refuse(400)
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """HAProxy takes such a client for one that has gone, unless it has its answer already."""
+        if not self._num_read:
+            self._refuse(400)
+        elif self._pending:
+            self._proceed(is_late=True)
+        elif not self._is_idle() and not self._num_missing:
+            self.cycle.keep_alive = False
+            self.loop.call_later(HALF_CLOSED_S, self._give_up, self.cycle, 400)
+            return True
+        return None
 
     def _refuse(self, code: int) -> None:
-        transport: Any = self.transport
-        if transport.written == self._states[self._number] >> NUM_FLAGS:  # not into an answer that has begun
-            transport.write(build_error(code, closes=True))
-        transport.close()
+        if self._num_written == self._num_answered:  # not into an answer that has begun
+            self.transport.write(build_error(code, closes=True))
+        self.transport.close()
 
-    def leave(self) -> None:
-        """Have the connection end with its next answer."""
-        if not self._is_idle():
-            self.cycle.keep_alive = False
+    def _give_up(self, cycle: Any, code: int) -> None:
+        """End a request that has no whole answer yet."""
+        if not cycle.response_complete:
+            cycle.disconnected = True  # for the application
+            cycle.message_event.set()
+            self._refuse(code)
 
     def shutdown(self) -> None:
         """Called by uvicorn when its server stops."""
         if self._is_idle() and not self.transport.get_write_buffer_size():
-            if self._head or not self._is_within_head():
-                self._return(self._head)
-            else:
-                self._refuse(503)
+            self._return()
         else:
             super().shutdown()
 
-    def _may_return(self, read: bytes) -> bool:
-        is_answered = not self.transport.get_write_buffer_size()
-        return is_answered and len(read) < MAX_MESSAGE_BYTES and self._guard.is_alive
-
-    def _return(self, read: bytes) -> None:
-        if not self._is_returned and len(read) < MAX_MESSAGE_BYTES:
+    def _return(self) -> None:
+        if not self._is_returned:
             self._is_returned = True
-            self._guard.return_connection(self._number, read)
+            self._guard.return_connection(self._number, self._pending)
         self.transport.abort()
 
     def check(self, now_s: float) -> None:
         """End what has made no progress for too long. Called once a second."""
-        transport: Any = self.transport
-        seen: tuple[Any, int, int] = (self.scope, transport.get_write_buffer_size(), transport.written)
-        if seen[0] is not self._seen[0] or seen[1:] != self._seen[1:]:
+        cycle: Any = self.cycle
+        unread_bytes = self.transport.get_write_buffer_size()
+        if self._pending and self._is_idle():
+            self._proceed(is_late=True)
+        elif self._seen != (seen := (unread_bytes, self._num_written, self._num_read)):
             self._seen, self._seen_s = seen, now_s
-            return
-        limit_s, end = self._find_limit(seen[1])
-        if now_s - self._seen_s > limit_s:
-            end()
+        elif unread_bytes:
+            if now_s - self._seen_s > CLIENT_SILENCE_S:
+                self.transport.abort()
+        elif cycle is None:
+            if now_s - self._seen_s > REQUEST_TIMEOUT_S:
+                self._refuse(408)
+        elif not cycle.more_body and now_s - self._seen_s > self._front.answer_s:  # the application sees to a body
+            self._give_up(cycle, 504)
 
-    def _find_limit(self, unread_bytes: int) -> tuple[float, Callable[[], None]]:
-        """How long the present state may last, and what ends it."""
-        cycle: Any = self.cycle
-        if unread_bytes:
-            return CLIENT_SILENCE_S, self.transport.abort
-        if self._is_within_head() and self._is_idle():
-            return REQUEST_TIMEOUT_S, lambda: self._refuse(408)
-        if cycle is None:
-            return REQUEST_TIMEOUT_S, self.transport.close
-        if cycle.response_complete or cycle.more_body:  # closed by `DirectProtocol`, or watched by the application
-            return float("inf"), self.transport.close
-        return CHANGE_S if self._is_change else self._front.answer_s, self._time_out
 
-    def _time_out(self) -> None:
-        cycle: Any = self.cycle
-        cycle.disconnected = True  # for the application
-        cycle.message_event.set()
-        self._refuse(504)
+def find_plain(data: bytes) -> tuple[int, bool]:
+    """The bytes of the plain request that `data` begins with, and whether it may begin: HAProxy, too, waits for the
+    first bytes of a body. 0: it is none; 1: it may become one."""
+    end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
+    if end < 4:
+        return int(len(data) < MAX_HEAD_BYTES), False
+    size = measure_plain(data[:end])
+    return size, 0 < min(size, BUFFER_BYTES) <= len(data)
+
+
+@lru_cache(maxsize=256)  # a client's heads are alike
+def measure_plain(head: bytes) -> int:
+    """The bytes of the plain request that has this head; 0: it is none."""
+    match = PLAIN.fullmatch(head)
+    counts = [head.lower().count(name) for name in ONCE]
+    return len(head) + int(match["length"] or 0) if match and counts[0] == max(counts) == 1 else 0

@@ -3,8 +3,9 @@
 A killed process says no more. Its kernel closes its connections in the middle of an answer. HAProxy then resets the
 client's stream, which gRPC reports as CANCELLED, and closes that of a text. So another process, the *guard*, holds a
 duplicate of the socket of each stream that is being answered, with its last bytes. It starts with a replica's first
-stream and runs this file. When the replica's end of their socket closes, the guard writes these bytes to each stream in
-the replica's place, unless a part had been written incompletely.
+stream. When the replica's end of their socket closes, the guard writes these bytes to each stream in
+the replica's place, unless a part had been written incompletely. A stream that begins while the guard reads nothing
+has none.
 
 An application names `guard_stream(end)` at the start of a stream, and the connection calls it, on the event loop.
 Imports the standard library only, for the guard's sake.
@@ -15,8 +16,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,47 +23,35 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
+from shoal.cluster.ingress.guard_process import GuardProcess
+
 MAX_STREAMS = 16_384  # more at once end as without a guard
 LINGER_S = 2.0  # in which HAProxy reads the end; a socket that is closed with unread input would take it back
 MAX_END_BYTES = 4096
 
 
-class StreamGuard:
+class StreamGuard(GuardProcess):
     """The replica's side: starts the guard, and hands it sockets."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        states = os.memfd_create("streams")
-        os.truncate(states, MAX_STREAMS)
-        self.states = mmap.mmap(states, MAX_STREAMS)  # of each stream 1 while a message may have been written in part
+        super().__init__(__name__, MAX_STREAMS)  # of each stream 1 while a message may have been written in part
         self._free = list(range(MAX_STREAMS))
-        command = [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), str(states)]
-        fds = (theirs.fileno(), states)
-        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
-        threading.Thread(target=process.wait, daemon=True).start()  # it forks, and ends: not as a zombie
-        theirs.close()
-        os.close(states)
+        threading.Thread(target=self.process.wait, daemon=True).start()  # it forks, and ends: not as a zombie
 
     def hold(self, end: bytes, transport: Any) -> GuardedStream | None:
-        if not self._free or len(end) > MAX_END_BYTES:
+        if not self.flush() or not self._free or len(end) > MAX_END_BYTES:
             return None
         number = self._free.pop()
         self.states[number] = 1
-        with suppress(OSError):
-            message = number.to_bytes(4, "big") + end
-            socket.send_fds(self._control, [message], [transport.get_extra_info("socket").fileno()])
+        self.send(number.to_bytes(4, "big") + end, transport.get_extra_info("socket").fileno())
         return GuardedStream(self, number, transport)
 
     def release(self, number: int) -> None:
-        with suppress(OSError):  # the guard was killed
-            self._control.send(number.to_bytes(4, "big"))
+        self.send(number.to_bytes(4, "big"))
         self._free.append(number)
 
 
-@cache
-def _start_guard() -> StreamGuard:
-    """The guard of this process."""
-    return StreamGuard()
+_start_guard = cache(StreamGuard)  # of this process
 
 
 def guard_stream(end: bytes) -> Callable[[Any], GuardedStream | None]:
@@ -128,5 +115,6 @@ def run_guard(control: socket.socket, states: mmap.mmap) -> None:
                     break
 
 
-if __name__ == "__main__" and os.fork() == 0:  # no child of the replica's, since Ray kills those before it
-    run_guard(socket.socket(fileno=int(sys.argv[1])), mmap.mmap(int(sys.argv[2]), MAX_STREAMS))
+def main(control: str, states: str) -> None:
+    if os.fork() == 0:  # no child of the replica's, since Ray kills those before it
+        run_guard(socket.socket(fileno=int(control)), mmap.mmap(int(states), MAX_STREAMS))

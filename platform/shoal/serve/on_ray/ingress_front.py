@@ -26,8 +26,7 @@ from shoal.cluster.ingress.front import (
     install_front,
     is_listening,
     is_routed,
-    read_front_node,
-    read_front_spec,
+    read_front_field,
     require_listenable,
 )
 from shoal.cluster.ingress.serve_environment import (
@@ -109,8 +108,8 @@ def join_ingress(spec: EndpointSpec) -> None:
     if is_on_head():
         return
     reach, folder = _get_reach(spec), find_ingress_folder()
-    is_installed = read_front_node(folder) == ray.get_runtime_context().get_node_id()
-    if not is_installed or read_front_spec(folder) != reach.model_dump_json():
+    is_installed = read_front_field(folder, "node") == ray.get_runtime_context().get_node_id()
+    if not is_installed or read_front_field(folder, "spec") != reach.model_dump_json():
         _install_on_node(reach, {})
     hold_while_asleep(os.environ, spec.name, spec.may_sleep, spec.key_digests)
     limit_answers(os.environ, spec.name, spec.answer_s)
@@ -122,7 +121,8 @@ def adopt_front(spec: EndpointSpec) -> EndpointSpec:
     """The spec with the front of the endpoint that it joins. Raises ConfigError for fields that differ from it."""
     if BINARY_VARIABLE not in os.environ:
         return spec.adopt_reach(Reach())
-    return spec.adopt_reach(Reach.from_yaml(call_on_head(lambda: read_front_spec(find_ingress_folder()))))
+    front = call_on_head(lambda: read_front_field(find_ingress_folder(), "spec"))
+    return spec.adopt_reach(Reach.from_yaml(front or "{}"))
 
 
 def _get_reach(spec: EndpointSpec) -> Reach:

@@ -1,0 +1,162 @@
+"""Requests as bytes, plain and out of the ordinary, with what each is called: for tests of what answers at a port.
+
+A request without `connection: close` leaves its connection open. `ENDS`: the client then ends its side; HAProxy takes
+that for a client that has gone, unless the answer is there before.
+"""
+
+from __future__ import annotations
+
+import json
+
+INFER, SLOW = "/v2/models/m/infer", "/v2/models/slow/infer"
+BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [0, 0, 7]}]})
+HOST, LENGTH = "host: a", f"content-length: {len(BODY)}"
+ENDS = "the client ends its side: "
+
+
+def ask(line: str, *headers: str, body: str = "") -> bytes:
+    return "\r\n".join([line, *headers, "", body]).encode("latin-1")
+
+
+def get(*headers: str, path: str = "/v2/health/live", version: str = "HTTP/1.1", method: str = "GET") -> bytes:
+    return ask(f"{method} {path} {version}", *headers)
+
+
+def post(*headers: str, body: str = BODY, path: str = INFER, version: str = "HTTP/1.1") -> bytes:
+    return ask(f"POST {path} {version}", *headers, body=body)
+
+
+def chunked(*chunks: str, coding: str = "chunked", end: str = "0\r\n\r\n", path: str = INFER) -> bytes:
+    body = "".join(f"{len(chunk):x}\r\n{chunk}\r\n" for chunk in chunks)
+    return post(HOST, f"transfer-encoding: {coding}", body=body + end, path=path)
+
+
+H2C = ("upgrade: h2c", "http2-settings: AAMAAABkAAQCAAAAAAIAAAAA", "connection: Upgrade, HTTP2-Settings")
+PLAIN = {
+    "GET": get(HOST),
+    "GET that closes": get(HOST, "connection: close"),
+    "GET with a query": get(HOST, path="/v2/health/live?a=b&c"),
+    "GET of no path": get(HOST, path="/nowhere"),
+    "GET of a path for POST": get(HOST, path=INFER),
+    "GET with a length of 0": get(HOST, "content-length: 0"),
+    "GET with a body": post(HOST, LENGTH).replace(b"POST", b"GET", 1),
+    "host with a port": get("Host: a.example:80"),
+    "host of IPv6": get("HOST:[::1]:80"),
+    "POST": post(HOST, LENGTH),
+    "POST as curl": post(HOST, "User-Agent: curl/8.0", "Accept: */*", "Content-Type: application/json", LENGTH),
+    "POST that keeps alive": post(HOST, LENGTH, "Connection: keep-alive"),
+    "POST of no JSON": post(HOST, "content-length: 3", body="{,}"),
+    "POST of another tensor": post(HOST, "content-length: 13", body='{"inputs":[]}'),
+    "POST of no model": post(HOST, LENGTH, path="/v2/models/none/infer"),
+    "POST of an unknown coding": post(HOST, LENGTH, "content-encoding: br"),
+    "POST without a body": post(HOST, body=""),
+    "POST of 40 kB": post(HOST, "content-length: 40000", body=BODY.ljust(40_000)),
+    "POST of 2 MB": post(HOST, "content-length: 2000000", body=" " * 2_000_000),
+    "long path": get(HOST, path=f"/{'a' * 1025}"),
+    "two plain ones": post(HOST, LENGTH) + get(HOST, "connection: close"),
+}
+ODD = {
+    "h2c": get(HOST, *H2C),
+    "POST with h2c": post(HOST, LENGTH, *H2C),
+    "POST with h2c that keeps alive": post(HOST, LENGTH, "connection: keep-alive, Upgrade", "upgrade: h2c"),
+    "WebSocket": get(HOST, "connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13"),
+    "upgrade without connection": post(HOST, LENGTH, "upgrade: websocket"),
+    "connection without upgrade": post(HOST, LENGTH, "connection: upgrade"),
+    "connection names a header": get(HOST, "connection: close, x", "x: y"),
+    "two hosts": get(HOST, "host: b"),
+    "two hosts alike": get(HOST, HOST),
+    "no host": get(),
+    "empty host": get("host:"),
+    "host with a path": get("host: a/b"),
+    "host with a user": get("host: b@a"),
+    "host and target differ": get("host: b", path="http://a/v2/health/live"),
+    "absolute target": get(HOST, path="http://a/v2/health/live"),
+    "target without a slash": get(HOST, path="v2/health/live"),
+    "empty target": get(HOST, path=""),
+    "target with a fragment": get(HOST, path="/v2/health/live#a"),
+    "target with a quote": get(HOST, path='/v2/"health'),
+    "target of Latin": get(HOST, path="/v2/\xe9"),
+    "target with a control": get(HOST, path="/v2/\x01"),
+    "target with a space": get(HOST, path="/v2/health/live a"),
+    "encoded target": get(HOST, path="/v2/health%2Flive"),
+    "broken encoding": get(HOST, path="/v2/%zz"),
+    "path of Serve": get(HOST, path="/-/healthz"),
+    "path of Serve, encoded": get(HOST, path="/%2D/routes"),
+    "asterisk": get(HOST, path="*", method="OPTIONS"),
+    "CONNECT": get(HOST, path="a:80", method="CONNECT"),
+    "HEAD": get(HOST, method="HEAD"),
+    "OPTIONS": get(HOST, method="OPTIONS"),
+    "PUT": post(HOST, LENGTH).replace(b"POST", b"PUT", 1),
+    "DELETE": get(HOST, method="DELETE"),
+    "TRACE": get(HOST, method="TRACE"),
+    "method of nobody": get(HOST, method="BREW"),
+    "method in small letters": get(HOST, method="get"),
+    "method with a comma": get(HOST, method="G,ET"),
+    "HTTP/1.0": get(HOST, version="HTTP/1.0"),
+    "HTTP/1.0 that keeps alive": post(HOST, LENGTH, "connection: keep-alive", version="HTTP/1.0"),
+    "HTTP/0.9": b"GET /v2/health/live\r\n\r\n",
+    "HTTP/1.2": get(HOST, version="HTTP/1.2"),
+    "HTTP/2.0 in a line": get(HOST, version="HTTP/2.0"),
+    "HTTP/9": get(HOST, version="HTTP/9"),
+    "version of another protocol": get(HOST, version="ICY/1.1"),
+    "chunks": chunked(BODY[:5], BODY[5:]),
+    "chunks with a trailer": chunked(BODY, end="0\r\nshoal-from: forged\r\n\r\n"),
+    "chunks with an extension": chunked(BODY).replace(b"\r\n{", b";a=b\r\n{", 1),
+    "chunks of no number": post(HOST, "transfer-encoding: chunked", body=f"xyz\r\n{BODY}\r\n0\r\n\r\n"),
+    "chunks of a huge number": post(HOST, "transfer-encoding: chunked", body="fffffffffffffffff\r\n"),
+    "chunk longer than it says": post(HOST, "transfer-encoding: chunked", body=f"2\r\n{BODY}\r\n0\r\n\r\n"),
+    "gzip, chunked": chunked(BODY, coding="gzip, chunked"),
+    "chunked, gzip": chunked(BODY, coding="chunked, gzip"),
+    "identity": chunked(BODY, coding="identity"),
+    "xchunked": chunked(BODY, coding="xchunked"),
+    "Chunked": chunked(BODY, coding="Chunked"),
+    "two codings": post(HOST, "transfer-encoding: chunked", "transfer-encoding: chunked", body="0\r\n\r\n"),
+    "chunks and a length": post(HOST, LENGTH, "transfer-encoding: chunked", body="0\r\n\r\n"),
+    "chunks in HTTP/1.0": post(HOST, "transfer-encoding: chunked", body="0\r\n\r\n", version="HTTP/1.0"),
+    "two lengths": post(HOST, LENGTH, "content-length: 1"),
+    "two lengths alike": post(HOST, LENGTH, LENGTH),
+    "list of lengths": post(HOST, f"content-length: {len(BODY)}, {len(BODY)}"),
+    "length with a sign": post(HOST, f"content-length: +{len(BODY)}"),
+    "negative length": post(HOST, "content-length: -1"),
+    "length of no number": post(HOST, "content-length: many"),
+    "empty length": post(HOST, "content-length:"),
+    "length beyond 64 bits": post(HOST, "content-length: 99999999999999999999"),
+    "length over the limit": post(HOST, "content-length: 4000000"),
+    "expect": post(HOST, LENGTH, "expect: 100-continue"),
+    "expect of another kind": post(HOST, LENGTH, "expect: a-miracle"),
+    "folded header": get(HOST, "x: a", " b"),
+    "fold before all headers": get(" x: a", HOST),
+    "space before the colon": get(HOST, "x : a"),
+    "space before the colon of the length": post(HOST, f"content-length : {len(BODY)}"),
+    "header without a colon": get(HOST, "x"),
+    "header without a name": get(HOST, ": a"),
+    "name of Latin": get(HOST, "\xe9: a"),
+    "value of Latin": get(HOST, "x: \xe9"),
+    "value with a zero": get(HOST, "x: a\x00b"),
+    "value with a control": get(HOST, "x: a\x01b"),
+    "lone carriage return": get(HOST, "x: a\rb: c"),
+    "lone line feeds": get(HOST).replace(b"\r\n", b"\n"),
+    "line before the request": b"\r\n" + get(HOST),
+    "sixty-three headers": get(HOST, *(f"x-{at}: y" for at in range(62))),
+    "seventy headers": get(HOST, *(f"x-{at}: y" for at in range(70))),
+    "9 kB of headers": get(HOST, f"x: {'y' * 9_000}"),
+    "40 kB of headers": get(HOST, f"x: {'y' * 40_000}"),
+    "headers that steer Serve": get(HOST, "x-request-id: {}", "serve_multiplexed_model_id: m", "forwarded: for=b"),
+    "address of its own": get(HOST, "shoal-from: forged"),
+    "change": post(HOST, "content-length: 2", body="{}", path="/shoal/v1/rollout"),
+    "nonsense": b"nonsense\r\n\r\n",
+    "a line, and no more": b"nonsense\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "half of a head": get(HOST)[:-2],
+    "half of a body": post(HOST, LENGTH, body=BODY[:9]),
+    "a plain one, then an odd one": post(HOST, LENGTH) + post(HOST, LENGTH, *H2C),
+    "a plain one, then nonsense": get(HOST) + b"nonsense\r\n\r\n",
+    "a plain one, then half": get(HOST) + get(HOST)[:9],
+    "silence": b"",
+    f"{ENDS}POST that takes long": post(HOST, LENGTH, path=SLOW),
+    f"{ENDS}half of a head": get(HOST)[:-2],
+    f"{ENDS}half of a body": post(HOST, LENGTH, body=BODY[:9]),
+    f"{ENDS}half of a large body": post(HOST, "content-length: 90000", body=" " * 50_000),
+    f"{ENDS}chunks that take long": chunked(BODY, path=SLOW),
+    f"{ENDS}nothing": b"",
+}
