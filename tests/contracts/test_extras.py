@@ -134,7 +134,7 @@ MISSING = [
     ("pandas", "from shoal.flows.training import RayBackend; RayBackend.attempt(RUN, None)", "train"),
     ("obstore", "from shoal.store import open_store; open_store('s3://bucket')", "store"),
     ("llguidance", "from shoal.libs.language.engine.grammar import GrammarCompiler as G; G(None, 1, ())", "language"),
-    ("sklearn", "from shoal.libs.population.evolution.bandit import Bandit; Bandit(None)", "recipes"),
+    ("sklearn", "import shoal.libs.tabular.transformer", "recipes"),
 ]
 PROGRAM = f"""
 import sys

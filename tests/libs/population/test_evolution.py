@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -10,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.gaussian_process import GaussianProcessRegressor
 
 from shoal.errors import ConfigError, TrainError
 from shoal.libs.population.evolution import Decisions, Evolution, EvolutionSpec, build_evolution
-from shoal.libs.population.evolution import bandit as bandits
-from shoal.libs.population.evolution.bandit import Bandit, condition_on_mean, fit, standardize_ranks
 from shoal.libs.population.evolution.halving import Halving
 from shoal.search.space import SearchSpace
 
@@ -24,18 +20,11 @@ RATE = SearchSpace.parse({"optimizer.learning_rate": "log(1e-4,1)"})
 MIXED = SearchSpace.parse(
     {"rate": "log(1e-4,1)", "noise": "uniform(0,0.3)", "width": "int(1,9)", "act": ["relu", "tanh"]}
 )
-NAMES = ("pbt", "pb2", "halving", "random_search")
+NAMES = ("pbt", "halving", "random_search")
 
 
 def build(name: str, space: SearchSpace = RATE, members: int = 8, rounds: int | None = 40, **fields: Any) -> Evolution:
     return build_evolution(EvolutionSpec.parse({"name": name, **fields}), space, members, num_rounds=rounds, seed=3)
-
-
-@pytest.fixture
-def _quick_bandit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four processes to choose from in place of 80, where it does not matter which one is best."""
-    for name, grid in (("LENGTHS", (0.2, 0.8)), ("NOISES", (0.1,)), ("FORGETTING", (0.0, 0.1))):
-        monkeypatch.setattr(bandits, name, grid)
 
 
 def apply(decisions: Decisions, values: Values) -> Values:
@@ -120,15 +109,14 @@ def test_pbt_waits_for_its_rounds_and_leaves_the_last_round_alone() -> None:
     assert decided == [False, False, True, False, False, False]
 
 
-@pytest.mark.parametrize("name", ["pbt", "pb2"])
-def test_a_member_without_a_number_is_retired_and_replaced_at_once(name: str) -> None:
-    evolution = build(name, every=5)
+def test_a_member_without_a_number_is_retired_and_replaced_at_once() -> None:
+    evolution = build("pbt", every=5)
     scores = [1.0, math.nan, 3.0, math.inf, 5.0, 6.0, 7.0, 8.0]
     decisions = evolution.next(1, scores, evolution.sample())
     assert decisions.retired == (1, 3)
     assert [loser for loser, _ in decisions.copies] == [1, 3] == sorted(decisions.changes)
     assert {winner for _, winner in decisions.copies} <= {6, 7}
-    decided = build(name, members=4).next(1, [math.nan, 1.0, 2.0, 3.0], evolution.sample()[:4])
+    decided = build("pbt", members=4).next(1, [math.nan, 1.0, 2.0, 3.0], evolution.sample()[:4])
     assert [loser for loser, _ in decided.copies] == [0], "it counts as the worst: the quantile is one member"
 
 
@@ -145,7 +133,6 @@ def test_a_population_without_any_number_ends_with_the_cause(name: str) -> None:
         evolution.next(2, [math.nan] * 8, evolution.sample())
 
 
-@pytest.mark.usefixtures("_quick_bandit")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_winner_is_ever_a_loser_and_values_stay_in_the_space(name: str) -> None:
     rng = np.random.default_rng(0)
@@ -179,85 +166,6 @@ def test_random_search_changes_nothing_and_stops_what_failed() -> None:
 def to_json(state: Mapping[str, Any]) -> Mapping[str, Any]:
     restored: Mapping[str, Any] = json.loads(json.dumps(state, allow_nan=False))
     return restored
-
-
-# -- PB2 --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_gaussian_process_interpolates_and_knows_what_it_does_not_know() -> None:
-    inputs = np.column_stack([np.linspace(0, 1, 12), np.zeros(12)])
-    targets = np.sin(6 * inputs[:, 0])
-    targets = (targets - targets.mean()) / targets.std()
-    process, far = fit(inputs, targets), np.array([[3.0, 0.0]])
-    mean, deviation = process.predict(inputs, return_std=True)
-    assert mean == pytest.approx(targets, abs=0.1)
-    assert deviation.max() < 0.1
-    assert process.predict(far, return_std=True)[1][0] > 0.9  # the prior's is 1
-    again = condition_on_mean(process, far)
-    assert again.predict(far, return_std=True)[1][0] < 0.5
-    assert again.predict(inputs) == pytest.approx(mean, abs=1e-6)
-
-
-def test_the_gaussian_process_equals_the_textbook() -> None:
-    """Rasmussen & Williams, equations 2.25, 2.26 and 2.30, with plain inverses and the kernel of the docstring."""
-    rng = np.random.default_rng(0)
-    x, times, targets = rng.random((20, 3)), rng.integers(0, 5, 20).astype(float), rng.normal(size=20)
-    asked = rng.random((4, 3))
-
-    def kernel(a: np.ndarray, u: Any, b: np.ndarray, v: Any, length: float, forgetting: float) -> np.ndarray:
-        distance = np.linalg.norm(a[:, None] - b[None], axis=2)
-        ages = np.abs(np.subtract.outer(u, v))
-        return np.asarray(np.exp(-(distance**2) / (2 * length**2)) * (1 - forgetting) ** (ages / 2))
-
-    def measure_likelihood(hyper_parameters: tuple[float, float, float]) -> float:
-        length, forgetting, noise = hyper_parameters
-        covariance = kernel(x, times, x, times, length * math.sqrt(3), forgetting) + noise * np.eye(20)
-        return float(-0.5 * targets @ np.linalg.inv(covariance) @ targets - 0.5 * np.linalg.slogdet(covariance)[1])
-
-    grid = itertools.product((0.1, 0.2, 0.4, 0.8, 1.6), (0.0, 0.02, 0.1, 0.3), (1e-3, 1e-2, 0.1, 0.5))
-    length, forgetting, noise = max(grid, key=measure_likelihood)
-    process = fit(np.column_stack([x, times]), targets)
-    inverse = np.linalg.inv(kernel(x, times, x, times, length * math.sqrt(3), forgetting) + noise * np.eye(20))
-    cross = kernel(asked, np.full(4, 5.0), x, times, length * math.sqrt(3), forgetting)
-    mean, deviation = process.predict(np.column_stack([asked, np.full(4, 5.0)]), return_std=True)
-    assert mean == pytest.approx(cross @ inverse @ targets, abs=1e-6)
-    assert deviation**2 == pytest.approx(1 - np.einsum("mn,nk,mk->m", cross, inverse, cross), abs=1e-6)
-
-
-def test_old_observations_are_forgotten_where_the_world_changes() -> None:
-    inputs = np.column_stack([np.tile(np.linspace(0, 1, 8), 6), np.repeat(np.arange(6.0), 8)])
-    wandering = fit(inputs, standardize_ranks(np.sin(3 * inputs[:, 0] + 1.5 * inputs[:, 1])))
-    steady = fit(inputs, standardize_ranks(np.sin(3 * inputs[:, 0])))
-
-    def correlate(process: GaussianProcessRegressor) -> float:  # of a position with itself, one round later
-        return float(process.kernel_([[0.0, 0.0]], [[0.0, 1.0]])[0, 0])
-
-    assert correlate(wandering) < math.sqrt(1 - 0.02) <= correlate(steady)
-
-
-def test_ranks_become_normal_quantiles() -> None:
-    assert standardize_ranks(np.array([10.0, -1e9, 20.0])) == pytest.approx([0.0, -0.6745, 0.6745], abs=1e-3)
-
-
-def test_the_bandit_proposes_what_gains() -> None:
-    bandit, rng = Bandit(MIXED), np.random.default_rng(0)
-    for time in range(5):
-        for values in (MIXED.sample(rng) for _ in range(12)):
-            gain = -abs(math.log10(values["rate"] / 0.01)) + (0.5 if values["act"] == "tanh" else 0.0)
-            bandit.observe(values, 0.5, time, gain)
-    parent = {"rate": 0.3, "noise": 0.1, "width": 3, "act": "relu"}
-    proposals = [bandit.propose(parent, 0.5, 5, [], np.random.default_rng(seed)) for seed in range(10)]
-    assert sum(each["act"] == "tanh" for each in proposals) >= 9
-    assert np.median([abs(math.log10(each["rate"] / 0.01)) for each in proposals]) < 0.5
-
-
-@pytest.mark.usefixtures("_quick_bandit")
-def test_pb2_finds_the_rate_that_gains_most() -> None:
-    world = World(build("pb2", members=8), near(0.01))
-    for _ in range(14):
-        world.step()
-    best = world.values[int(np.argmax(world.scores))]["optimizer.learning_rate"]
-    assert abs(math.log10(best / 0.01)) < 0.3
 
 
 # -- halving ----------------------------------------------------------------------------------------------------------
@@ -311,7 +219,6 @@ def test_halving_stops_a_member_without_a_number() -> None:
     ("name", "members", "rounds", "fields", "part"),
     [
         ("pbt", 1, 10, {}, "needs 2 at least"),
-        ("pb2", 1, 10, {}, "needs 2 at least"),
         ("halving", 2, 10, {}, "needs 3 at least"),
         ("halving", 9, None, {}, "number of rounds"),
         ("halving", 9, 4, {"every": 4}, "at most 3"),
@@ -338,7 +245,6 @@ def test_one_member_can_search_at_random() -> None:
 WIDTHS = SearchSpace.parse({"args.width": [4, 8], "optimizer.learning_rate": "log(1e-4,1)"})
 
 
-@pytest.mark.usefixtures("_quick_bandit")
 @pytest.mark.parametrize("name", NAMES)
 def test_architectures_take_no_rows_from_each_other_and_a_killed_run_decides_the_same(name: str) -> None:
     world, twin = (World(build(name, WIDTHS, 12), near(0.01)) for _ in range(2))
@@ -358,7 +264,6 @@ def test_architectures_take_no_rows_from_each_other_and_a_killed_run_decides_the
         assert twin.values == world.values
 
 
-@pytest.mark.usefixtures("_quick_bandit")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_without_any_score_begins_again(name: str) -> None:
     evolution = build(name, WIDTHS, 8)
@@ -373,5 +278,5 @@ def test_an_architecture_without_any_score_begins_again(name: str) -> None:
     for round_number in range(2, 12):  # and goes on as the others do
         decisions = evolution.next(round_number, [round_number + each for each in range(8)], values)
         values = apply(decisions, values)
-    if name in ("pbt", "pb2"):
+    if name == "pbt":
         assert {loser for loser, _ in decisions.copies} & set(lost)

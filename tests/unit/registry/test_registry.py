@@ -233,8 +233,9 @@ root, value, num_versions = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(num_versions)):
-    Registry(root).register("cartpole", WeightSnapshot.of(1, {"w": np.array([float(value)])}), run_id=value, aliases=["champion"],
-                                  model=ModelFactory(factory="a:b"), signature=Signature(inputs=[], outputs=[]))
+    weights = WeightSnapshot.of(1, {"w": np.array([float(value)])})
+    model, signature = ModelFactory(factory="a:b"), Signature(inputs=[], outputs=[])
+    Registry(root).register("cartpole", weights, run_id=value, aliases=["champion"], model=model, signature=signature)
 """
 
 

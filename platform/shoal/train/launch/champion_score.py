@@ -55,7 +55,7 @@ def _evaluate(version: ModelVersion, spec: TrainSpec, checked: ValidatedRun) -> 
         raise ConfigError("task", version.ref, "is of another Task or text, or has encoders of its own")
     task = make_task(spec.task, {**spec.args, **task.adopt_fitted(factory.kwargs["args"])})
     data = load_data(task, spec.task)
-    task.setup(make_facts(spec, checked.steps_per_epoch))
+    task.setup(make_facts(spec, checked.steps_per_epoch, 0, 1))
     rows: Any = data.validation
     if f"{type(rows).__name__} {fingerprint(rows)}" != checked.fingerprint["validation"]:
         raise ConfigError("data.validation", version.ref, "has other rows with its encoders")

@@ -17,14 +17,13 @@ import numpy as np
 from shoal.errors import ConfigError
 from shoal.libs.population.evolution.evolution import Decisions, Evolution, RandomSearch, Standing
 from shoal.libs.population.evolution.halving import Halving
-from shoal.libs.population.evolution.pbt import PB2, PBT
+from shoal.libs.population.evolution.pbt import PBT
 from shoal.libs.population.evolution.spec import EvolutionSpec
 from shoal.search.space import Options, SearchSpace, Values
 
 ARCHITECTURE = "args."  # the beginning of the paths that decide it: arguments of the Task
 EVOLUTIONS: dict[str, type[Evolution]] = {
     "pbt": PBT,
-    "pb2": PB2,
     "halving": Halving,
     "random_search": RandomSearch,
 }

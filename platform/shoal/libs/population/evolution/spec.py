@@ -9,11 +9,10 @@ from pydantic import Field, model_validator
 
 from shoal.config import Spec
 
-EvolutionName = Literal["pbt", "pb2", "halving", "random_search"]
+EvolutionName = Literal["pbt", "halving", "random_search"]
 
 _FIELDS: dict[str, tuple[str, ...]] = {
     "pbt": ("every", "quantile", "factors", "resample"),
-    "pb2": ("every", "quantile", "factors", "resample"),
     "halving": ("every", "reduction", "refill"),
     "random_search": (),
 }
@@ -23,13 +22,11 @@ class EvolutionSpec(Spec):
     """`evolution=pbt`, or `evolution.name=pbt evolution.quantile=0.2`.
 
     name:     pbt: the worst members copy the best ones and perturb their hyper-parameters (1711.09846)
-              pb2: the same, with hyper-parameters that a Gaussian process proposes (2002.02518)
               halving: the best 1/`reduction` of each age goes on, others make room for new ones (1810.05934)
               random_search: each keeps the hyper-parameters that it drew
     every:    rounds between two decisions; halving: the age of a member in rounds when it is first compared
     quantile: of the members, those that are replaced, and those that are copied
-    factors:  with one of which a perturbed hyper-parameter is multiplied; pb2 perturbs only until its Gaussian
-              process has observations
+    factors:  with one of which a perturbed hyper-parameter is multiplied
     resample: the probability that a hyper-parameter is drawn anew instead
     reduction: halving: η of the paper
     refill:   halving: whether a new member takes the row of one that was stopped
