@@ -180,15 +180,6 @@ def test_no_answer_is_cut_by_the_return_of_its_connection(monkeypatch: pytest.Mo
     run(test, monkeypatch)
 
 
-def test_all_that_a_client_of_http2_sends_first_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(line: Line) -> None:
-        first = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(80_000)
-        await line.send(first)
-        assert line.returned == [first]
-
-    run(test, monkeypatch)
-
-
 class Haproxy:
     """Where a guard returns connections to, in the present folder."""
 
