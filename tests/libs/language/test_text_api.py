@@ -367,6 +367,9 @@ def test_keys_models_and_rates(models: Models) -> None:
     app = make_tiny_app(models, keys)
     assert Client(app).post("/v1/completions", b"x" * 99)[0] == 401
     client = Client(app, "k" * 20)
+    client._head *= 2
+    assert "several keys" in client.post("/v1/completions", PATHS["completions"])[2]["error"]["message"]
+    client = Client(app, "k" * 20)
     assert [each["id"] for each in asyncio.run(client.call("GET", "/v1/models"))[2]["data"]] == ["tiny"]
     assert client.post("/v1/completions", PATHS["completions"])[0] == 403
     assert Client(app).post("/v1/messages", CHAT | {"max_tokens": 1}, x_api_key="k" * 20)[0] == 200

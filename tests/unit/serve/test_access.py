@@ -135,7 +135,8 @@ def test_the_end_of_a_key_is_a_date_a_time_or_a_duration_and_stays_where_it_was(
     assert first.expires is not None
     assert before_s - 1 <= first.expires.timestamp() - 30 * 86_400 <= time.time()
     assert parse(first.model_dump(mode="json")["expires"]).expires == parse(first.expires).expires == first.expires
-    for wrong in ("soon", "", [30]):
+    assert parse("20270131").expires == parse("2027-01-31").expires
+    for wrong in ("soon", "", [30], 30):
         with pytest.raises(ConfigError, match="expires = "):
             parse(wrong)
 

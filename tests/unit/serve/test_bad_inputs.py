@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -30,6 +31,7 @@ BAD: dict[Any, list[Any]] = {
     int: [*NO_NUMBER, 1.5, -1, float("nan"), float("inf")],
     float: [*NO_NUMBER, float("nan"), float("inf"), float("-inf")],
     bool: ["", "maybe", 2, [], {}, None],
+    datetime: [*NO_NUMBER, 30, "2027-13-01"],
     str: [1, True, 1.5, [], {}, None],
     SecretStr: [1, True, [], {}, "", "two words", "\n", "ä"],
     list: ["", "text", 1, True, {"a": 1}, [1], None],

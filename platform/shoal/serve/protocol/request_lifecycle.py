@@ -221,7 +221,7 @@ class EndpointApp:
             await send(message)
 
         if "*" in self._origins or origin.decode("latin-1") in self._origins:
-            more += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"*")]
+            more += [(b"access-control-allow-origin", origin or b"*"), (b"access-control-expose-headers", b"*")]
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in given:
                 more.append((b"access-control-allow-headers", given.get(b"access-control-request-headers", b"")))
                 await share({"type": "http.response.start", "status": 200, "headers": PREFLIGHT})

@@ -30,10 +30,12 @@ def require_usable_secret(secret: SecretStr) -> SecretStr:
     return secret
 
 
-def _read_time(given: object) -> object:
-    """A duration counts from now, once: the spec has the time."""
+def _read_time(given: object) -> datetime:
+    """A duration counts from now, once: the spec has the time. (For pydantic 20270131 were a second of 1970.)"""
     seconds = parse_duration(str(given))
-    return given if seconds is None else datetime.now(UTC).replace(microsecond=0) + timedelta(0, seconds)
+    if seconds is None:
+        return datetime.fromisoformat(str(given))
+    return datetime.now(UTC).replace(microsecond=0) + timedelta(0, seconds)
 
 
 Expiry = Annotated[
