@@ -33,6 +33,9 @@ class PlainTask(SmallTask):
         super().__init__(name)
         self._loss = getattr(functional, name)
 
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        return (batch[0],)
+
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return self._loss(outputs, batch[1] if self._loss is functional.cross_entropy else batch[2])
 

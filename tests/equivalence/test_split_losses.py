@@ -450,7 +450,7 @@ ALLOWED = {**{name: {"equal", "refused", "refused though right"} for name in OTH
 @pytest.mark.parametrize("name", LOSSES)
 def test_random_splits_are_never_silent_and_wrong(name: str) -> None:
     index = list(LOSSES).index(name)
-    assert {judge(name, 1000 * index + seed) for seed in range(2)} <= ALLOWED[name]
+    assert judge(name, 1000 * index) in ALLOWED[name]
 
 
 FOR_TWO = [name for name in LOSSES if name not in OF_MODELS][::8]

@@ -100,7 +100,7 @@ class ParallelModel(ABC):
         """[2] each: sum and count of `loss` and each metric over this rank's share; no gradients. Collective.
 
         observe: receives the outputs and their part of the batch, where this rank has them
-        is_trial: in full precision, of a batch that is not split; the module counts nothing
+        is_trial: in full precision, of a batch that is not split
 
         A share may be smaller than others', or empty (`num_samples` 0: `batch` is then any batch, and is not counted).
         """

@@ -253,7 +253,7 @@ class SpmdModel(ParallelModel):
                 outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
                 means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, batch))
             else:  # which may count in the module: not what has no sample
-                module = copy.deepcopy(self.module) if is_trial or not num_samples else self.module
+                module = self.module if num_samples else copy.deepcopy(self.module)
                 outputs, means = None, find_means(partial(self._eval_step, module, batch))
         if observe is not None and num_samples:
             observe(outputs, batch)

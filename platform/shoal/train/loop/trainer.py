@@ -109,7 +109,8 @@ class Trainer:
         if spec.check_loss:
             num_samples = spec.parallel.compute_micro_batch_size(spec.batch_size, parts.degrees) // self._num_replicas
             options = parts.model, world, type(task).__name__, num_samples
-            self._metric_check = SplitCheck(*options, evaluates=True)
+            if task.eval_step is None:  # which may count something that only it knows to forget
+                self._metric_check = SplitCheck(*options, evaluates=True)
             if spec.splits_batches:
                 self._loss_check = SplitCheck(*options)
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
