@@ -82,7 +82,7 @@ class TrainerView:
     node_rank = 0
     val_check_interval = 1.0
     check_val_every_n_epoch = 1
-    state = SimpleNamespace(fn="fit", stage="train")
+    state = SimpleNamespace(fn="fit")
 
     def __init__(self) -> None:
         self.run: RunFacts | None = None
