@@ -34,7 +34,7 @@ NAMES = (
         "finetune",
         "finetune_fsdp",
     ),
-    *("trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
+    *("lightning_modules", "trees", "trees.compiled", "asynchronous", "sync_accuracy", "pull_push", "hogwild"),
     *("population", "population_pbt", "som", "recommender", "optimise"),
     *(
         "failing_starts",

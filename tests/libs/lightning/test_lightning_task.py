@@ -19,6 +19,7 @@ from programs import run_ranks
 from shoal.errors import ConfigError
 from shoal.libs.lightning.events import LightningEvents
 from shoal.libs.lightning.hooks import HARMLESS, OBEYED, REFUSED
+from shoal.libs.lightning.logs import Logs
 from shoal.libs.lightning.task import LightningTask
 from shoal.libs.lightning.trainer_view import TrainerAttributeError, TrainerView
 from shoal.parallel import World
@@ -245,6 +246,17 @@ def test_a_batch_may_be_a_dict_and_its_entries_are_inputs_if_forward_names_them(
     network = task.model()
     assert [each is batch["x"] for each in task.inputs(batch)] == [True] * len(taken)
     assert [each.name for each in infer_signature(task, network, batch).inputs] == taken
+
+
+def test_a_value_that_one_step_logs_is_that_of_the_next_steps_too() -> None:
+    """Else it would count as zero in the means of a record."""
+    module, logs = Bare(), Logs(is_training=True)
+    for index in range(3):
+        with logs.receive(module, 1) as logged:
+            if index == 0:
+                module.log("rare", 5.0)
+            module.log("index", index)
+    assert {name: float(value) for name, value in logged.items()} == {"rare": 5.0, "index": 2.0}
 
 
 def test_an_attribute_of_the_trainer_that_is_not_there_is_named() -> None:

@@ -17,7 +17,8 @@ from shoal.extend.parallel import Mean
 class Logs:
     """Of the steps of one kind, training or validation, over an epoch.
 
-    of_batch: the values of the newest batch, or of the newest hook
+    of_batch: the values of the newest batch, or of the newest hook; of training also those that earlier steps logged
+              alone, since a record has the means over steps
     sums:     and weights of an epoch's means so far
     """
 
@@ -30,7 +31,7 @@ class Logs:
     @contextmanager
     def receive(self, module: Any, num_samples: int) -> Iterator[dict[str, Any]]:
         """Within, what the module logs is of a batch of so many samples, or of a hook, and in the result."""
-        self.of_batch = {}
+        self.of_batch = self.of_batch if self._is_training else {}
 
         def log(name: str, value: Any, prog_bar: bool = False, logger: bool = True, **options: Any) -> None:
             self._add(name, value, num_samples, **options)

@@ -18,7 +18,7 @@ from shoal.errors import ConfigError
 from shoal.extend.train import RunFacts
 from shoal.libs.lightning.hooks import OF_STEP, is_overridden
 from shoal.libs.lightning.logs import average_over_ranks
-from shoal.libs.lightning.trainer_view import TrainerView, make_error
+from shoal.libs.lightning.trainer_view import TrainerView
 
 
 def takes_own_steps(module: Any, run: RunFacts) -> bool:
@@ -78,7 +78,7 @@ class Strategy:
         self._call("on_after_backward")
         self.loss = self.loss + loss.detach()
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Of `self.optimizers().step()`."""
         module = self.lightning_module
 
@@ -94,7 +94,7 @@ class Strategy:
         self.num_steps += 1
         return result
 
-    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+    def clip_gradients(self, optimizer: Any, clip_val: float, gradient_clip_algorithm: str) -> None:
         """Of `self.clip_gradients`."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if clip_val > 0:
@@ -108,10 +108,7 @@ class Strategy:
         for each, gradient in zip(parameters, before, strict=True):
             each.grad = gradient
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+    def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
         """Of EarlyStopping. Collective."""
         share = average_over_ranks({"": (float(decision), 1.0)}, self._view.world_size)[""]
         return share == 1.0 if all else share > 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        raise make_error("self.trainer.strategy", name, "leave it to the run")

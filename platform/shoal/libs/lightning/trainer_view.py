@@ -38,7 +38,7 @@ class RunLogger:
         """Nothing: the record has the Task's arguments."""
 
     def __getattr__(self, name: str) -> Any:
-        raise make_error("self.logger", name, "log numbers with self.log, or pictures as PNG in TrainingState.folder")
+        raise _make_error("self.logger", name, "log numbers with self.log, or pictures as PNG in TrainingState.folder")
 
 
 def _count_batches(run: RunFacts) -> float:
@@ -77,12 +77,12 @@ class TrainerView:
     strategy:       an `own_steps.Strategy`
     """
 
-    training = validating = sanity_checking = testing = predicting = fast_dev_run = barebones = False
+    training = validating = sanity_checking = testing = predicting = fast_dev_run = False
     checkpoint_callback = early_stopping_callback = progress_bar_callback = gradient_clip_algorithm = None
     node_rank = 0
     val_check_interval = 1.0
     check_val_every_n_epoch = 1
-    state = SimpleNamespace(fn="fit", stage="train")
+    state = SimpleNamespace(fn="fit")
 
     def __init__(self) -> None:
         self.run: RunFacts | None = None
@@ -151,7 +151,7 @@ class TrainerView:
                     raise ConfigError(f"self.trainer.{name}", None, f"is known from {since} on")
                 return table[name](known)
         remedy = "docs/libs/lightning.md has what there is; a Task's own methods and the spec have the rest"
-        raise make_error("self.trainer", name, remedy)
+        raise _make_error("self.trainer", name, remedy)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -160,7 +160,7 @@ class TrainerView:
         return type(self), ()
 
 
-def make_error(owner: str, name: str, remedy: str) -> AttributeError:
+def _make_error(owner: str, name: str, remedy: str) -> AttributeError:
     if name.startswith("__"):
         return AttributeError(name)
     return TrainerAttributeError(f"{owner}.{name}", None, "is not there in a run of Shoal", remedy)

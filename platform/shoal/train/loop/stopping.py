@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Any, Literal
 
 from shoal.errors import ConfigError
@@ -17,6 +18,16 @@ from shoal.runs.formatting import format_duration, format_number
 from shoal.train.spec import ConvergenceSpec, StopSpec
 
 Reason = Literal["steps", "epochs", "wall_s", "money", "target", "convergence", "callback", "interrupted"]
+
+
+class Due(Flag):
+    """What follows a step. Each needs the ranks' signals first."""
+
+    EXCHANGE = auto()
+    REPORT = auto()
+    EVALUATION = auto()
+    CHECKPOINT = auto()
+    EPOCH = auto()  # its end, where there are callbacks
 
 
 @dataclass(frozen=True)

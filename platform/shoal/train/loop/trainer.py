@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from enum import Flag, auto
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from shoal.train.loop.evaluation import evaluate, watch_samples
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
 from shoal.train.loop.split_check import SplitCheck
 from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, find_bad_value, write_histograms
-from shoal.train.loop.stopping import StopDecision, StopPolicy
+from shoal.train.loop.stopping import Due, StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
 from shoal.train.reporting.event_log import EventLog, NullLog
 from shoal.train.reporting.result import TrainResult
@@ -44,16 +43,6 @@ from shoal.weights.tensor_files import list_with_index, write_tensors
 WEIGHTS_FILE = "model.safetensors"
 UPLOAD_TIMEOUT_S = 600.0  # of the last checkpoints, at the end of a run
 INTERRUPTED_UPLOAD_S = 8.0  # before Ray kills an interrupted job
-
-
-class Due(Flag):
-    """What follows a step. Each needs the ranks' signals first."""
-
-    EXCHANGE = auto()
-    REPORT = auto()
-    EVALUATION = auto()
-    CHECKPOINT = auto()
-    EPOCH = auto()  # its end, where there are callbacks
 
 
 class Trainer:
@@ -412,12 +401,10 @@ class Trainer:
         self._checkpoints.wait(must=stop.reason == "interrupted")
         progress, retained_step = self._progress, stop.keep_step
         if stop.reason == "interrupted":
-            outcome = TrainResult(
-                self._run_id, stop.reason, stop.detail, progress.step, retained_step, progress.elapsed_s
-            )
+            cut = TrainResult(self._run_id, stop.reason, stop.detail, progress.step, retained_step, progress.elapsed_s)
             self._event_log.record_event("stopped", reason=stop.reason, detail=stop.detail, step=stop.step)
             self._checkpoints.finish_uploads(INTERRUPTED_UPLOAD_S)
-            return outcome
+            return cut
         metrics = progress.metrics
         if retained_step != progress.step:
             best = self._checkpoints.load_best()
