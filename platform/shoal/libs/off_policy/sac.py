@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from shoal.extend.rl import (
     SINGLE,
@@ -193,7 +192,7 @@ class SAC(ReplayAlgorithm[Replay]):
         loss.backward(inputs=parameters)  # unlike `autograd.grad`, lays gradients out as the fused optimizer needs them
         num_mine = len(share.arrays["noise"])
         sums = group.sum_gradients(parameters, metrics, num_mine, share.num_items)
-        norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None]).norm()
         require_finite([*sums.values(), norm.item()])
         if not is_trial:
             optimizer.step()
