@@ -145,7 +145,7 @@ def test_a_segment_whose_slot_others_have_is_kept_and_taken_later() -> None:
             parts.queue.put(("other", 1), 1 + len(parts.queue), segment())
         idle.send(segment())
         idle.drain(0.5)
-        assert (idle.num_unacknowledged, idle.reconnects, idle.has_credit) == (1, 1, False)
+        assert (len(idle._outbox), idle.reconnects, idle.has_credit) == (1, 1, False)
         assert parts.queue.take("learner", BatchRequest(1, 1000, 100, 0.0))
         assert idle.drain(60)
         busy.send(segment())

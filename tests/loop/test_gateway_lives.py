@@ -225,7 +225,7 @@ def test_actors_go_on_at_a_gateway_of_another_host(tmp_path: Path) -> None:
             actor.send(segment())
         key, port = (actor.actor_id, actor.incarnation), first.gateway.port
         wait_for(lambda: first.ledger.get_account(key).received == 5)
-        assert actor.num_unacknowledged == 2
+        assert len(actor._outbox) == 2
         first.gateway.close()
         store.is_down = False
         with serving(None, store, port=port) as second:
@@ -289,7 +289,7 @@ def test_a_session_that_begins_again_is_asked_for_what_is_not_in_the_store(tmp_p
         account = parts.ledger.get_account((actor.actor_id, actor.incarnation))
         wait_for(lambda: account.received == 2)
         actor.connect()
-        assert actor.num_unacknowledged == 1
+        assert len(actor._outbox) == 1
         wait_for(lambda: account.duplicates == 1)
         store.is_down = False
         assert actor.drain(60)

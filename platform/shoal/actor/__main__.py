@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a part of a Dict that the run leaves out (repeat it)",
     )
-    parser.add_argument("--actor-id", help="unique in the run; default: host name and process id")
+    parser.add_argument("--actor-id", type=_parse_nonempty, help="unique in the run; default: host name and process id")
     parser.add_argument(
         "--envs", type=_make_minimum_parser(1, int), default=1, help="environments, which act as one batch (default 1)"
     )
@@ -148,6 +148,12 @@ def _make_minimum_parser(least: Number, kind: Callable[[str], Number]) -> Callab
         raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} on")
 
     return parse
+
+
+def _parse_nonempty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
 
 
 def _exit_on_stdin_close() -> None:

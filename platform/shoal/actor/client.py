@@ -260,10 +260,6 @@ class ActorClient:
         """Whether actors pause while they have no credit, so that every step is of the newest weights."""
         return self._welcome is not None and self._welcome.synchronous
 
-    @property
-    def num_unacknowledged(self) -> int:
-        return len(self._outbox)
-
     # -- the socket, always under the lock ----------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], object], timeout_s: float | None, what: str) -> None:

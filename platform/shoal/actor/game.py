@@ -6,7 +6,6 @@ takes what has arrived. Called by games, through `shoal.connect`; imports neithe
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -113,7 +112,7 @@ class EpisodeActor(ABC, Generic[C, E]):
         """An observation as segments have it. Raises InvalidSegment, which names its number and the episode."""
         spec = self.client.spec
         flat = flatten_observation(spec, observation)
-        require_numbers("observation", flat, episode, math.prod(spec.observation.shape))
+        require_numbers("observation", flat, episode, int(np.prod(spec.observation.shape)))
         return flat
 
     def _find(self, episode: Hashable) -> E:

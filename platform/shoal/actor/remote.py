@@ -171,7 +171,7 @@ class RemoteActor(EpisodeActor[RemoteClient, _Episode]):
         while answer is None or answer.reason in _LOST:
             asked = self._begin(asked.total + asked.reward, asked.is_assisted)
             answer = self._receive(asked, self._send(asked, observation, mask))
-        _require_taken(answer, self._episodes.get(episode))
+        _require_taken(answer, self._episodes.get(episode, asked))
         if answer.action is None:
             raise ProtocolViolation("malformed", "the gateway gave no action")
         is_assisted = asked.is_assisted or taken is not None
@@ -246,12 +246,12 @@ def _to_numbers(action: Any) -> Any:
     return (numbers.astype(np.uint8) if numbers.dtype.kind == "b" else numbers).ravel().tolist()
 
 
-def _require_taken(answer: ActionMessage, playing: _Episode | None) -> None:
+def _require_taken(answer: ActionMessage, playing: _Episode) -> None:
     """Raise InvalidSegment, ConfigError or ProtocolViolation for a step that the gateway has not taken. A reward that
     it has not is forgotten."""
     if answer.reason == "invalid":
         field, _, problem = (answer.detail or "observation or reward: is outside of the spec").partition(": ")
-        if field == "reward" and playing is not None:
+        if field == "reward":
             playing.reward = 0.0
         raise InvalidSegment("invalid_range", field, f"{problem}, so the gateway has not taken it")
     if answer.reason == "too_many_episodes":

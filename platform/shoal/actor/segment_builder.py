@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,13 @@ def require_numbers(field: str, values: Any, agent: Hashable, size: int = 1) -> 
     if array.dtype.kind in "biuf" and np.abs(array).max(initial=0) <= LARGEST_FLOAT32:
         return
     for index, each in enumerate(array.ravel()):
-        is_number = isinstance(each, int | float | np.number | np.bool_)
-        if not is_number or not abs(each) <= LARGEST_FLOAT32:
-            position = f"{field}[{index}]" if array.ndim else field
-            problem = "no number" if not is_number else "NaN" if each != each else "infinite in float32"
-            raise InvalidSegment(DropReason.NON_FINITE, position + of_agent, problem)
+        problem, is_number = "no number", isinstance(each, Real)
+        if is_number:
+            if abs(each) <= LARGEST_FLOAT32:
+                continue
+            problem = "NaN" if each != each else "infinite in float32"
+        position = f"{field}[{index}]" if array.ndim else field
+        raise InvalidSegment(DropReason.NON_FINITE, position + of_agent, problem)
 
 
 class _RowBuffer:

@@ -224,12 +224,12 @@ def test_a_run_learns_from_the_episodes_of_another_before_any_game(tmp_path: Pat
 
 @pytest.fixture
 def recorded() -> str:
-    """A run with an episode that returns 8 and one that returns -8."""
+    """A run with an episode that returns 8, one that returns -8, and one that was under way when its gateway began."""
     with shoal.runs.create("job", "env: CartPole-v1") as run:
         pass
     assert "has recorded no episodes: gateway.record=1%" in call(run.id).output
     poor = end(8, -8.0, 8, rewards=np.full(8, -1.0, np.float32))
-    record(make_site(run.folder), end(8, 8.0, 8, actions=np.arange(8) % 2), poor)
+    record(make_site(run.folder), end(4, 12.0, 12), end(8, 8.0, 8, actions=np.arange(8) % 2), poor)
     return run.id
 
 
@@ -240,6 +240,7 @@ def call(*words: str) -> Result:
 def test_the_command_lists_exports_and_takes_the_good_ones_along(tmp_path: Path, recorded: str) -> None:
     listed = call(recorded).output.splitlines()
     assert listed[1].split() == ["policy", "2", "2", "16", "0"]
+    assert listed[-1].startswith("left out, of those drawn: at least 1")
     name = listed[4].split()[0]
     exported = json.loads(call(recorded, "--export", name).stdout)
     assert exported["actions"] == [0, 1] * 4
