@@ -199,7 +199,7 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 def read_column(values: pa.Array, column: str, kind: str, first_row: int = 0) -> np.ndarray:
     """A table's column [rows] as of a kind: its cells are read as those of a row, each different one once. Raises
     DataError."""
-    if kind != "word" and (pa.types.is_primitive(values.type) or pa.types.is_null(values.type)):
+    if kind != "word" and pa.types.is_primitive(values.type):
         return to_floats64("column", pa.table({column: values}))[:, 0]
     if pa.types.is_nested(values.type):
         return decode_column(column, kind, values.to_pylist(), first_row)
@@ -216,7 +216,7 @@ def read_column(values: pa.Array, column: str, kind: str, first_row: int = 0) ->
             return numbers
         cells = values if pa.types.is_dictionary(values.type) else pa.compute.dictionary_encode(values)
         read = decode_column(column, kind, [*cells.dictionary.to_pylist(), None])
-    except DataError:
+    except (DataError, pa.ArrowNotImplementedError):  # of lists
         return decode_column(column, kind, values.to_pylist(), first_row)  # names the row
     found: np.ndarray = read[pa.compute.fill_null(cells.indices, len(read) - 1).to_numpy(zero_copy_only=False)]
     return found
@@ -309,11 +309,7 @@ def _numbers(values: pa.Array, datatype: str) -> np.ndarray:
     if not is_truth and pa.compute.any(_mask_non_boolean(values)).as_py():
         raise ValueError("there are numbers other than 0 and 1")
     if datatype != "BF16" and NUMPY_DTYPES[datatype].kind in "iub":
-        kind = pa.from_numpy_dtype(NUMPY_DTYPES[datatype])
-        try:
-            exact = values.cast(kind, safe=True)
-        except pa.ArrowInvalid:  # a text such as 1.0
-            exact = values.cast(pa.float64()).cast(kind, safe=True)
+        exact = values.cast(pa.from_numpy_dtype(NUMPY_DTYPES[datatype]), safe=True)
         whole: np.ndarray = exact.to_numpy(zero_copy_only=False)
         return whole
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)

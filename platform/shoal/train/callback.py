@@ -35,13 +35,13 @@ class TrainingState:
     optimizer: Optimizer
     is_first: bool
     folder: Path
+    should_stop: Callable[[], bool] = lambda: False
+    _log: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
     step: int = 0
     epoch: float = 0.0
     loss: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str = ""
-    should_stop: Callable[[], bool] = lambda: False
-    _log: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add metrics to the run's record, at the present step. Does nothing on other ranks than the first."""

@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from pyarrow import parquet
 
 import shoal.data
 import shoal.runs
+from serving.replica_set import ReplicaSet, ask
 from shoal.data import fingerprint
 from shoal.errors import ConfigError, DataError
 from shoal.extend.serve import ModelOptions, RegisteredModel, decode_rows
@@ -27,6 +29,7 @@ from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.task import TableTask
 from shoal.registry import Registry
+from shoal.serve.spec.model_source import model_from_ref
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
 
@@ -79,7 +82,6 @@ def test_kinds_are_inferred_and_ids_and_constants_are_excluded_with_a_note(custo
         "country word 0 xx left out: it has the same value in every row; columns.country=word takes it in",
         "churned word 0 yes, no the target",
     ]
-    assert [each.partition(":")[0] for each in found.encoders.excluded] == ["customer", "country"]
     assert (found.num_training, len(found.validation)) == (48, 12)
     assert len(found.train) >= 2048
     taken = table(customers, "churned", columns={"customer": "number", "age": "word"}, leave_out=["left"])
@@ -122,6 +124,8 @@ def test_a_validation_file_is_the_same_to_a_table_that_grows(tmp_path: Path, cus
     more = write_csv(tmp_path / "more.csv", make_columns(90))
     found, grown = (table(each, "churned", validation=later) for each in (customers, more))
     drawn, again = table(more, "churned"), table(more, "churned", leave_out=["age"], columns={"customer": "number"})
+    typed = table(pa.table(make_columns()), "churned", validation=later)  # of other types than the file's texts
+    assert typed.encoders.columns == found.encoders.columns
     assert fingerprint(drawn.validation) == fingerprint(again.validation) != fingerprint(found.validation)
     assert fingerprint(found.validation) == fingerprint(grown.validation)  # so the champion is the better one
     assert fingerprint(found.train) != fingerprint(grown.train)
@@ -286,8 +290,8 @@ def test_files_as_people_have_them_have_their_kinds_and_each_row_is_a_request(ma
         assert sorted(asked[name].tolist()) == sorted(wanted.tolist())
 
 
-@pytest.mark.parametrize("name", ["german", "without_names", "many_lines"])
-def test_a_batch_prediction_keeps_each_cell_as_it_is_and_names_the_classes(
+@pytest.mark.parametrize("name", ["german", "with_mark", "without_names", "many_lines"])
+async def test_a_batch_prediction_keeps_each_cell_and_an_endpoint_answers_each_raw_row_as_it_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shoal.runs, "write_report_at_end", lambda run_id: None)
@@ -301,6 +305,12 @@ def test_a_batch_prediction_keeps_each_cell_as_it_is_and_names_the_classes(
     rows, target = messy_files.read_rows(file), str(file.target)
     assert [{each: row[f"input_{each}" if each == target else each] for each in rows[0]} for row in answered] == rows
     assert {*answered[0]["probability"]} == {row[target] for row in rows}
+    async with ReplicaSet(model_from_ref("parcels")) as endpoint:
+        [replica] = await endpoint.start()
+        asked = await ask(replica, "POST", "/v2/models/parcels/rows", messy_files.read_rows(file, "utf-8"))
+    assert asked.status == 200, asked.body
+    assert [row[target] for row in asked.body] == [row[target] for row in answered]
+    assert asked.headers[b"shoal-ignored-fields"].decode() == quote(target)
 
 
 def test_members_are_averaged_in_evaluations_and_apart_in_training(customers: str) -> None:

@@ -19,7 +19,6 @@ from shoal.extend.data import Data
 from shoal.frame import GAPS, MARKS
 from shoal.libs.tabular.encoders import ColumnEncoder, Encoders, Target
 from shoal.libs.tabular.reading import Values, choose_kinds, extract_values, find_unusable, read_table
-from shoal.open_inference.tables import is_text
 
 with needs_extra("data"):
     import pyarrow as pa
@@ -123,42 +122,24 @@ def table(
         kinds = {each.name: each.full_kind for each in given.columns}
         _require_columns(full, [*kinds])
     values = {name: extract_values(name, full.column(name), kind) for name, kind in kinds.items()}
-    remarks, notes = dict[str, str](), list[str]()
+    notes = list[str]()
     if given is None:
         remarks = {name: note for name, (_, note) in chosen.items() if note} | dict.fromkeys(leave_out, "left out")
-        inferred = {name: kind for name, kind in kinds.items() if name not in explicit}
-        remarks |= {
-            name: f"left out: it {reason}; {quote(f'columns.{name}={kind}')} takes it in"
-            for name, kind in inferred.items()
-            if (reason := find_unusable(name, values[name][:num_rows], kind))
-        }
+        remarks |= _find_unusable(values, kinds, explicit, num_rows)
         all_kinds = kinds | {target: chosen[target][0]}
         notes = _describe_columns(full, values, all_kinds, remarks | {target: "the target"})
         kinds = {name: kind for name, kind in kinds.items() if not remarks.get(name, "").startswith("left out")}
         if not kinds:
             raise DataError("data", "table", f"has no column from which to predict {target}", "\n".join(notes))
     answers, is_class = _extract_target(full, target, chosen[target], target in explicit, given)
-    is_known = answers != np.array(None) if is_class else ~np.isnan(answers)
-    if not is_known.all():
-        notes.append(f"{(~is_known).sum():,} rows have no {target}")
-    rows = np.flatnonzero(is_known)
-    is_training = rows < num_rows
-    if held_back is None:
-        order = None
-        if order_by:
-            order = extract_values(order_by, full.column(order_by), chosen[order_by][0] or "number")[rows]
-        is_training = ~_hold_back(answers[rows], is_class, validation, split, order)
-    if not is_training.any() or is_training.all():
-        shown = validation if isinstance(validation, str | float) else type(validation).__name__
-        raise DataError("validation", shown, f"leaves one part of {len(rows)} rows empty", "give another share")
-    rows = np.concatenate([rows[is_training], rows[~is_training]])
+    order = extract_values(order_by, full.column(order_by), chosen[order_by][0] or "number") if order_by else None
+    rows, num_training = _divide(answers, is_class, num_rows, validation, split, order)
+    if num_unknown := len(answers) - len(rows):
+        notes.append(f"{num_unknown:,} rows have no {target}")
     values = {name: values[name][rows] for name in kinds} | {target: answers[rows]}
-    num_training = int(is_training.sum())
     if given is None:
         goal = _fit_target(target, is_class, values[target], num_training)
-        fitted = _fit(num_rows, goal, kinds, values, num_training, unknown, transformer)
-        excluded = [f"{name}: {why}" for name, why in remarks.items() if name not in kinds]
-        given = fitted.model_copy(update={"excluded": excluded})
+        given = _fit(num_rows, goal, kinds, values, num_training, unknown, transformer)
     return _encode(given, values, num_training, full, rows, notes)
 
 
@@ -190,13 +171,11 @@ def _append(full: pa.Table, other: pa.Table) -> pa.Table:
     if missing:
         raise DataError("validation", missing[0], "is not among its columns", f"it has {', '.join(other.column_names)}")
     other = other.select(full.column_names)
-    for at, (one, two) in enumerate(zip(full, other, strict=True)):
-        if is_text(one) != is_text(two):  # of a CSV file, and of one with types
-            full, other = (
-                each.set_column(at, each.column_names[at], each[at].cast(pa.string())) for each in (full, other)
-            )
     try:
-        return pa.concat_tables([full, other], promote_options="permissive")
+        if full.schema.types != other.schema.types:  # as those of a CSV file, whose cells are texts
+            texts = pa.schema([(name, pa.string()) for name in full.column_names])
+            full, other = full.cast(texts), other.cast(texts)
+        return pa.concat_tables([full, other])
     except pa.ArrowException as error:
         remedy = "write both tables with the same types"
         raise DataError("validation", "table", f"has other types than data: {error}", remedy) from error
@@ -243,6 +222,34 @@ def _extract_target(
         return extract_values(target, column, kind), False
     words = [each and each not in GAPS and each for each in extract_values(target, column, "word").tolist()]
     return np.array([(each.lower() if kind == "truth" else each) if each else None for each in words], object), True
+
+
+def _divide(
+    answers: Values, is_class: bool, num_rows: int, validation: Any, split: int, order: Values | None
+) -> tuple[np.ndarray, int]:
+    """The rows with an answer, those of training first, and how many these are; the table has `num_rows`, and after
+    them those of another."""
+    rows = np.flatnonzero(answers != np.array(None) if is_class else ~np.isnan(answers))
+    is_training = rows < num_rows
+    if isinstance(validation, int | float):
+        is_training = ~_hold_back(
+            answers[rows], is_class, validation, split, order[rows] if order is not None else None
+        )
+    if not is_training.any() or is_training.all():
+        shown = validation if isinstance(validation, str | float) else type(validation).__name__
+        raise DataError("validation", shown, f"leaves one part of {len(rows)} rows empty", "give another share")
+    return np.concatenate([rows[is_training], rows[~is_training]]), int(is_training.sum())
+
+
+def _find_unusable(
+    values: Mapping[str, Values], kinds: Mapping[str, str], explicit: Mapping[str, str], num_rows: int
+) -> dict[str, str]:
+    """Why columns that teach nothing are left out, unless their kinds are explicit."""
+    return {
+        name: f"left out: it {reason}; {quote(f'columns.{name}={kind}')} takes it in"
+        for name, kind in kinds.items()
+        if name not in explicit and (reason := find_unusable(name, values[name][:num_rows], kind))
+    }
 
 
 def _hold_back(answers: Values, is_class: bool, share: float, seed: int, order: Values | None) -> np.ndarray:

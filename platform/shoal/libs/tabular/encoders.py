@@ -151,7 +151,7 @@ class Encoders(Spec):
 
     num_rows:    of the table when they were fitted: a resumed run reads these, even if the file has grown
     differences: pairs of dates, and the scale of the seconds from the first to the second
-    excluded:    columns that are no inputs, each with the reason
+    excluded:    of versions that were fitted before the run's record listed the columns
     pickle: of a transformer of scikit-learn, in place of the columns' own encoders: in base64
     """
 

@@ -58,12 +58,12 @@ def score_trees(table: Table, should_stop: Callable[[], bool] = lambda: False) -
         answers = encoders.target.encode(table.select(part)[encoders.target.name])
         chosen = np.random.default_rng(0).permutation(len(answers))[:MAX_ROWS]
         arrays |= {part: _make_features(table, part)[chosen], f"{part}_y": answers[chosen]}
-    kind = "HistGradientBoostingClassifier" if encoders.target.classes else "HistGradientBoostingRegressor"
+    kind, metric = ("Classifier", "accuracy") if encoders.target.classes else ("Regressor", "r2")
     with TemporaryDirectory() as folder:
         file, output = Path(folder) / "rows.npz", Path(folder) / "output"
         np.savez(file, **arrays)
         with output.open("wb") as opened:
-            command = [sys.executable, "-m", "shoal.libs.tabular", str(file), kind]
+            command = [sys.executable, "-m", "shoal.libs.tabular", str(file), f"HistGradientBoosting{kind}"]
             child = subprocess.Popen(command, stdout=opened, stderr=subprocess.STDOUT)
         begun_s = time.monotonic()
         try:
@@ -77,7 +77,7 @@ def score_trees(table: Table, should_stop: Callable[[], bool] = lambda: False) -
         why = last or f"ended after {time.monotonic() - begun_s:.0f} s"
         _log.warning("gradient-boosted trees are left out of the comparison: %s", why)
         return {}
-    return {f"validation/{'accuracy' if encoders.target.classes else 'r2'}_trees": float(last)}
+    return {f"validation/{metric}_trees": float(last)}
 
 
 def _make_features(table: Table, part: Part) -> np.ndarray:

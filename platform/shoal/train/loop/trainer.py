@@ -108,8 +108,7 @@ class Trainer:
         self._began_s = time.monotonic()
         self._elapsed_s = self._logged_s = 0.0  # of this attempt, agreed between the ranks: now, at the last report
         self._losses = LossReport()
-        own = (parts.model.modules, parts.optimizer, world.is_first, folder)
-        state = TrainingState(*own, should_stop=should_stop, _log=self._report)
+        state = TrainingState(parts.model.modules, parts.optimizer, world.is_first, folder, should_stop, self._report)
         self._callbacks = CallbackRunner(task.callbacks(), state, lambda: parts.epoch)
 
     def run(self) -> TrainResult:
