@@ -76,14 +76,15 @@ def get_task_path(task: type[Task]) -> str:
 def _is_importable(text: str) -> bool:
     """Whether the script can be imported: it now runs what stands below its guard, and uses nothing of there above."""
     main, body = vars(sys.modules[MAIN]), ast.parse(text).body
-    running = (at for frame, at in walk_stack(None) if frame.f_globals is main and frame.f_code.co_name == "<module>")
-    line = next(running, 0)
+    stack = walk_stack(inspect.currentframe())
+    line = next((at for frame, at in stack if frame.f_globals is main and frame.f_code.co_name == "<module>"), 0)
     guards = [each for each in body if isinstance(each, ast.If) and "__name__" in ast.unparse(each.test)]
     above = [each for each in body if each not in guards]
     steps = [ast.unparse(each) for each in above if not isinstance(each, ast.ClassDef | ast.FunctionDef)]
     takes_arguments = any("parse_args(" in each or "sys.argv" in each for each in steps)
     source = ast.unparse(ast.Module(above, []))
-    made = {each.get_name() for each in symtable.symtable(source, "", "exec").get_symbols() if each.is_assigned()}
+    symbols = symtable.symtable(source, "", "exec").get_symbols()
+    made = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()} | {"__file__"}
     changed = {name for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Global) for name in each.names}
     is_alone = main.keys() & {*_global_names(source)} <= made - changed
     return is_alone and not takes_arguments and any(each.lineno <= line <= (each.end_lineno or 0) for each in guards)
