@@ -152,7 +152,7 @@ def _collect_definitions(
                 head.append(f"from {__name__} import {unpickle.__name__}")
         for each in needed:
             if not seen.get(each.__name__, True):  # a constant that is to come before what it names
-                raise _make_refusal(name, value)
+                raise _make_error(name, value)
             if each.__name__ not in seen:
                 more_head, more_body = _collect_definitions(each, main, seen, staying)
                 head += more_head
@@ -188,10 +188,10 @@ def _pickle_constant(name: str, value: Any) -> tuple[str, list[Any]]:
         unpickle(text, lambda each: named.append(vars(sys.modules[MAIN])[each]) or named[-1])  # type: ignore[func-returns-value]
         if len(text) <= MAX_PICKLE_BYTES:
             return f"{name} = {unpickle.__name__}({text!r}, globals().get)", named
-    raise _make_refusal(name, value)
+    raise _make_error(name, value)
 
 
-def _make_refusal(name: str, value: object) -> ConfigError:
+def _make_error(name: str, value: object) -> ConfigError:
     problem = f"is used by the Task, and is a {type(value).__name__} that only this program has"
     is_script = get_program_text() is not None
     remedy = (
