@@ -128,7 +128,7 @@ for name, files in shapes.items():
     if (child := os.fork()) == 0:
         run(name, files)
         os._exit(0)
-    os.waitpid(child, 0)
+    assert not os.waitpid(child, 0)[1], name
 """
 LOAD = """
 import sys

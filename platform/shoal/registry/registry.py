@@ -127,9 +127,7 @@ class Registry:
             parts, contents = _list_contents(snapshot, get_payload_file(model.format))
             manifest = Manifest(
                 format=MANIFEST_FORMAT if parts else 1,
-                name=name,
-                version=version,
-                created_at=time.time(),
+                name=name, version=version, created_at=time.time(),
                 run_id=run_id, weights_version=snapshot.version,
                 sha256=snapshot.sha256,
                 size_bytes=snapshot.size_bytes,

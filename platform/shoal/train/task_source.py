@@ -76,14 +76,15 @@ def get_task_path(task: type[Task]) -> str:
 def _is_importable(text: str) -> bool:
     """Whether the script can be imported: it now runs what stands below its guard, and uses nothing of there above."""
     main, body = vars(sys.modules[MAIN]), ast.parse(text).body
-    running = (at for frame, at in walk_stack(None) if frame.f_globals is main and frame.f_code.co_name == "<module>")
-    line = next(running, 0)
+    stack = walk_stack(inspect.currentframe())
+    line = next((at for frame, at in stack if frame.f_globals is main and frame.f_code.co_name == "<module>"), 0)
     guards = [each for each in body if isinstance(each, ast.If) and "__name__" in ast.unparse(each.test)]
     above = [each for each in body if each not in guards]
     steps = [ast.unparse(each) for each in above if not isinstance(each, ast.ClassDef | ast.FunctionDef)]
     takes_arguments = any("parse_args(" in each or "sys.argv" in each for each in steps)
     source = ast.unparse(ast.Module(above, []))
-    made = {each.get_name() for each in symtable.symtable(source, "", "exec").get_symbols() if each.is_assigned()}
+    symbols = symtable.symtable(source, "", "exec").get_symbols()
+    made = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()} | {"__file__"}
     changed = {name for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Global) for name in each.names}
     is_alone = main.keys() & {*_global_names(source)} <= made - changed
     return is_alone and not takes_arguments and any(each.lineno <= line <= (each.end_lineno or 0) for each in guards)
@@ -151,7 +152,7 @@ def _collect_definitions(
                 head.append(f"from {__name__} import {unpickle.__name__}")
         for each in needed:
             if not seen.get(each.__name__, True):  # a constant that is to come before what it names
-                raise _make_refusal(name, value)
+                raise _make_error(name, value)
             if each.__name__ not in seen:
                 more_head, more_body = _collect_definitions(each, main, seen, staying)
                 head += more_head
@@ -187,10 +188,10 @@ def _pickle_constant(name: str, value: Any) -> tuple[str, list[Any]]:
         unpickle(text, lambda each: named.append(vars(sys.modules[MAIN])[each]) or named[-1])  # type: ignore[func-returns-value]
         if len(text) <= MAX_PICKLE_BYTES:
             return f"{name} = {unpickle.__name__}({text!r}, globals().get)", named
-    raise _make_refusal(name, value)
+    raise _make_error(name, value)
 
 
-def _make_refusal(name: str, value: object) -> ConfigError:
+def _make_error(name: str, value: object) -> ConfigError:
     problem = f"is used by the Task, and is a {type(value).__name__} that only this program has"
     is_script = get_program_text() is not None
     remedy = (

@@ -430,8 +430,8 @@ def test_the_champion_reads_the_rows_of_the_next_month_by_its_own_encoders(
     later = write_csv(tmp_path / "later.csv", make_columns(80))
     assert fit_locally(spec_from_overrides([*words, f"data={later}"])).decision.endswith("on the validation data of 2")
     grown = make_columns(80)
-    grown["plan"] = [*make_columns()["plan"], *["gold"] * 20]
-    odd = write_csv(tmp_path / "odd.csv", grown)  # a word that the champion does not know
+    grown["churned"] = [*make_columns()["churned"], *["maybe"] * 20]
+    odd = write_csv(tmp_path / "odd.csv", grown)  # a class that the champion does not know
     assert "is of other data than" in fit_locally(spec_from_overrides([*words, f"data={odd}"])).decision
 
 
