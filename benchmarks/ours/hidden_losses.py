@@ -89,7 +89,7 @@ def balanced(o: Tensor, b: Batch) -> Tensor:
 
 def list_of_rows(o: Tensor, b: Batch) -> Tensor:
     terms = [F.cross_entropy(o[i], b.y[i]) for i in range(len(o)) if b.y[i] != IGNORED]
-    return torch.stack(terms).sum() / len(terms)
+    return torch.stack(terms).sum() / len(terms) if terms else o.sum() * torch.nan
 
 
 def ranked(o: Tensor, b: Batch) -> Tensor:

@@ -25,7 +25,7 @@ from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
 from shoal.train.loop.split_check import SplitCheck
 
-BATCH, WARM = 64, 20
+BATCH, WARM = 64, 70
 
 
 class PlainTask(SmallTask):

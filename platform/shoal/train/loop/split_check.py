@@ -38,6 +38,7 @@ MAX_GROUPS = 4  # of such samples, of one batch
 TOLERANCE = 1e-4  # relative: a network rounds differently for another number of samples
 NUM_ROUNDINGS = 4  # of a loss or a network in a type of less digits, as bf16
 NUM_CLASSES = 32  # whole numbers below it are told apart; beyond, as those of tokens, they are not
+FEW = 1 << 10  # whole numbers that are quicker listed
 MANY = 1 << 18  # whole numbers, as of pictures, are not told apart
 LARGE, NUM_LARGE = 1 << 15, 64  # of so many numbers, zeros are looked for in the first batches, and in each doubling
 IGNORED = -100.0
@@ -88,7 +89,7 @@ class SplitCheck:
         self._model, self._world, self._task, self._evaluates = model, world, task, evaluates
         self._num_samples = min(NUM_SAMPLES, max(3, max_samples))
         self._num_batches = 0
-        self._told = set[Trait]()  # that were seen to make no difference
+        self._told = defaultdict[int, set[int | str]](set)  # kinds that were seen to make no difference, by tensor
         self._spread = defaultdict[Trait, float](float)  # the widest that was compared
         self._spare: Any = None  # a sample of the first batch
         self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
@@ -130,10 +131,11 @@ class SplitCheck:
                 low, high = float(leaf.amin()), float(leaf.amax())
                 is_zero = low <= 0.0 <= high and (is_thorough or leaf.numel() < LARGE) and (leaf == 0).any()
                 is_there = {"ignored": low <= IGNORED, "negative": low < 0.0, "zero": is_zero, "varied": low != high}
-                kinds: list[int | str] = [*_MARKS] if low != low else [each for each in is_there if is_there[each]]
+                kinds: set[int | str] = set(_MARKS) if low != low else {each for each in is_there if is_there[each]}
             else:
-                kinds = [each for each in leaf.unique().tolist() if each < NUM_CLASSES]
-            yield from (trait for each in kinds if (trait := Trait(index, each)) not in self._told)
+                kinds = set(leaf.flatten().tolist() if leaf.numel() < FEW else leaf.unique().tolist())
+            news = kinds - self._told[index]
+            yield from (Trait(index, each) for each in news if isinstance(each, str) or each < NUM_CLASSES)
 
     def judge(self) -> bool:
         """Compare what was chosen since the last call, if any rank has something; whether there was. Collective.
@@ -148,7 +150,8 @@ class SplitCheck:
         for index in range(number):  # as often on every rank: the model may be divided among them
             told |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
         for theirs, others in self._world.gather((told, problems)):
-            self._told |= theirs
+            for trait in theirs:
+                self._told[trait.leaf].add(trait.kind)
             for name, problem in others.items():
                 why, remedy = _EVALUATION if self._evaluates else _TRAINING
                 subject = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
@@ -165,13 +168,16 @@ class SplitCheck:
         """The traits that make no difference. Notes problems, by name."""
         size = count_samples(samples)
         times = 1 if size < 3 or has_own_samples(samples) else 2  # since one alone may lose its dimension
+        measured: list[Mapping[str, Tensor]] = []
+        rows = [[index % size] * times for index in range(self._num_samples)]
         with preserve_rng():
-            measured = [self._measure(samples), self._measure(samples)]
             try:
-                for index in range(self._num_samples):
-                    measured.append(self._measure(take_samples(samples, [index % size] * times)))
+                for part in (samples, samples, *(take_samples(samples, each) for each in rows)):
+                    measured.append(self._measure(part))
             except (RuntimeError, ValueError, IndexError) as error:
-                problems[next(iter(measured[0]), LOSS)] = f"raises {summarize_error(error)!r} for one sample of a batch"
+                if len(measured) > 1:  # otherwise it raises for samples that were put together, too
+                    why = f"raises {summarize_error(error)!r} for one sample of a batch"
+                    problems[next(iter(measured[0]), LOSS)] = why
                 return set()
         told = set(counts) if measured[0] else set[Trait]()
         for name in measured[0]:
@@ -215,7 +221,7 @@ def _divide(total: Tensor, weight: Tensor) -> Tensor:
 def list_leaves(batch: Any) -> list[Tensor]:
     """The tensors of which traits are counted, whose rows are the samples."""
     size = 0 if has_own_samples(batch) else count_samples(batch)
-    every = [leaf.detach() for leaf in tensors_of(batch) if leaf.ndim and len(leaf) == size and leaf.numel()]
+    every = [leaf for leaf in tensors_of(batch) if leaf.ndim and len(leaf) == size and leaf.numel()]
     return [leaf for leaf in every if not leaf.is_complex() and leaf.layout is torch.strided]
 
 
