@@ -262,6 +262,27 @@ def test_of_two_gateways_of_a_run_the_earlier_ends(tmp_path: Path) -> None:
     second.queue.close()
 
 
+def test_a_group_that_the_earlier_gateway_deletes_while_the_log_is_read_is_not_missed(tmp_path: Path) -> None:
+    class Deleting(FolderStore):
+        def list_entries(self, *args: Any) -> list[Any]:
+            entries = super().list_entries(*args)
+            self.delete([entries[0].key] if len(entries) > 1 else [])
+            return entries
+
+    first = Host(FolderStore(tmp_path))
+    first.put_logged(A, 1)
+    before = lease(first)
+    batch = before.take(0)
+    assert batch is not None
+    before.complete(batch, [None], [])
+    before.acknowledge()
+    first.put_logged(A, 2)
+    abandon(first)
+    second = Host(Deleting(tmp_path))
+    assert values_of(lease(second, position=before.request.position).take(0)) == [2]
+    second.queue.close()
+
+
 def test_while_the_store_takes_nothing_nothing_is_acknowledged_or_learnt(tmp_path: Path) -> None:
     store = DyingStore(tmp_path, float("inf"))
     host = Host(store, capacity=4)

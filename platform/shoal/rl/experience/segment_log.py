@@ -117,7 +117,8 @@ class SegmentLog:
             keys = [each.key for each in self._store.list_entries() if each.key.endswith(_SUFFIX)]
             new = {number: key for key in keys if (number := int(key.removesuffix(_SUFFIX))) not in groups}
             with ThreadPoolExecutor(8) as readers:
-                groups.update(zip(new, readers.map(self._read_group, new.values()), strict=True))
+                read = zip(new, readers.map(self._read_group, new.values()), strict=True)
+                groups.update((number, group) for number, group in read if group is not None)
             self.next_number = max(groups, default=0) + 1
             try:
                 self.append(Group(FORMAT, self._writer))
@@ -156,8 +157,13 @@ class SegmentLog:
         for number in consumed:
             del self._ends[number]
 
-    def _read_group(self, key: str) -> Group:
-        location, payload = f"{self._store.url}/{key}", self._store.read(key)
+    def _read_group(self, key: str) -> Group | None:
+        """None: the gateway before has deleted it meanwhile."""
+        location = f"{self._store.url}/{key}"
+        try:
+            payload = self._store.read(key)
+        except FileNotFoundError:
+            return None
         try:
             fields = msgspec.msgpack.decode(payload)
             if is_newer_format(fields["format"], FORMAT):
