@@ -34,7 +34,9 @@ def count_verdicts(num_draws: int, first: int, words: tuple[str, ...], env: dict
 def judge_draws(num_draws: int, env: dict[str, str]) -> list[Row]:
     parts: list[tuple[int, int, tuple[str, ...]]] = [(num_draws * 9 // 10, 0, ()), (num_draws // 10, 100_000, TORCHRUN)]
     with ThreadPoolExecutor() as pool:
-        verdicts = sum(pool.map(lambda part: count_verdicts(*part, env), parts), Counter[tuple[str, str]]())
+        verdicts = sum(
+            pool.map(lambda part: count_verdicts(part[0], part[1], part[2], env), parts), Counter[tuple[str, str]]()
+        )
     sums = Counter[str]()
     for (_, verdict), number in verdicts.items():
         sums[verdict] += number

@@ -37,7 +37,8 @@ class PlainTask(SmallTask):
         return (batch[0],)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return self._loss(outputs, batch[1] if self._loss is functional.cross_entropy else batch[2])
+        loss: Tensor = self._loss(outputs, batch[1] if self._loss is functional.cross_entropy else batch[2])
+        return loss
 
 
 def make(name: str, world: World, batch: Any, *, is_active: bool) -> tuple[ParallelModel, torch.optim.Optimizer]:
