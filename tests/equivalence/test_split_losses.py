@@ -255,7 +255,18 @@ class PlainMean(ClassWeighted):
         return functional.cross_entropy(outputs, batch[1])
 
 
+class RaisesForOne(PlainMean):
+    """For a sample that one rank has, and alone."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        if len(batch[1].unique()) == 1 and (batch[0] == global_batch(0)[0][0]).all(-1).any():
+            raise ValueError("one class alone")
+        return super().loss(outputs, batch)
+
+
 def _check_all(world: World) -> list[str]:
+    raised = [_check(RaisesForOne(), plan, world) for plan in TWO]
+    assert all("raises 'one class alone' for one sample" in each for each in raised), raised
     found = [_check(learnable(), plan, world) for learnable in (ByHand, PlainWeighted) for plan in TWO]
     return [*found, *(_check(PlainMean(), {**plan, "precision": "bf16"}, world) for plan in (TWO[0], TWO[-1]))]
 

@@ -287,15 +287,18 @@ class PipelineModel(ParallelModel):
         return dict(zip(self._metric_names, values.unbind(), strict=True))
 
     def measure_loss(self, batch: Any) -> dict[str, Tensor]:
-        self._stage_outputs, measured = {}, dict[str, Tensor]()
+        self._stage_outputs = {}
         learnable = copy.copy(self._learnable)  # whose loss may remember something
         with eval_mode(self._model), torch.no_grad():
             outputs = self._run_forward(batch, "fp32")
-            if self._has_last:
-                size = count_samples(batch)
-                measured = self.loss_reader.measure_loss(lambda given: learnable.loss(given, batch), outputs, size)
-        self._check_usage([])
-        return measured
+        try:
+            if not self._has_last:
+                return {}
+            size = count_samples(batch)
+            with eval_mode(self._model), torch.no_grad():
+                return self.loss_reader.measure_loss(lambda given: learnable.loss(given, batch), outputs, size)
+        finally:
+            self._check_usage([])
 
     def _run_forward(self, batch: Any, precision: Precision | None = None) -> Any:
         """The model's outputs, on the rank of the last stage; None elsewhere. `precision` None: that of the plan."""

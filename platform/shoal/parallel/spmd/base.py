@@ -268,9 +268,10 @@ class SpmdModel(ParallelModel):
                     outputs = self.loss_reader.read_outputs(lambda: self.module(*learnable.inputs(batch)))
                 return self.loss_reader.measure_loss(lambda given: learnable.loss(given, batch), outputs, size)
             restore = snapshot_module(self.module)  # such a step may fill a queue, say
-            measured = measure(partial(self._train_step, self.module, batch), self._trainable, size)
-            restore()
-        return measured
+            try:
+                return measure(partial(self._train_step, self.module, batch), self._trainable, size)
+            finally:
+                restore()
 
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         if self._data_group is None:

@@ -80,14 +80,16 @@ class FsdpModel(TimedCollectivesMixin):
     def evaluate(
         self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
     ) -> dict[str, Tensor]:
-        sums = super().evaluate(batch, num_samples, observe, is_trial)
-        self._usage_check.check([], self._world.device)
-        return sums
+        try:
+            return super().evaluate(batch, num_samples, observe, is_trial)
+        finally:  # a trial goes on after an error of one rank's samples
+            self._usage_check.check([], self._world.device)
 
     def measure_loss(self, batch: Any) -> dict[str, Tensor]:
-        loss = super().measure_loss(batch)
-        self._usage_check.check([], self._world.device)
-        return loss
+        try:
+            return super().measure_loss(batch)
+        finally:
+            self._usage_check.check([], self._world.device)
 
     @contextmanager
     def _gradient_sync_context(self, last: bool) -> Iterator[None]:

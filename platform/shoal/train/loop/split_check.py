@@ -169,16 +169,19 @@ class SplitCheck:
         size = count_samples(samples)
         times = 1 if size < 3 or has_own_samples(samples) else 2  # since one alone may lose its dimension
         measured: list[Mapping[str, Tensor]] = []
+        errors: list[Exception] = []
         rows = [[index % size] * times for index in range(self._num_samples)]
         with preserve_rng():
-            try:
-                for part in (samples, samples, *(take_samples(samples, each) for each in rows)):
+            for part in (samples, samples, *(take_samples(samples, each) for each in rows)):
+                try:
                     measured.append(self._measure(part))
-            except (RuntimeError, ValueError, IndexError) as error:
-                if len(measured) > 1:  # otherwise it raises for samples that were put together, too
-                    why = f"raises {summarize_error(error)!r} for one sample of a batch"
-                    problems[next(iter(measured[0]), LOSS)] = why
-                return set()
+                except (RuntimeError, ValueError, IndexError) as error:  # go on, as other ranks do
+                    errors.append(error)
+        if errors:
+            if len(measured) > 1:  # otherwise it raises for samples that were put together, too
+                why = f"raises {summarize_error(errors[0])!r} for one sample of a batch"
+                problems[next(iter(measured[0]), LOSS)] = why
+            return set()
         told = set(counts) if measured[0] else set[Trait]()
         for name in measured[0]:
             figures = torch.stack([pad(each[name].cpu(), (0, 5))[:5] for each in measured[: 2 + size]])
