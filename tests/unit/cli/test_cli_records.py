@@ -62,6 +62,7 @@ def register(num_versions: int) -> None:
             signature=signature,
             run_id="run-1",
             metrics={"return": 480.5},
+            aliases=["champion"],
         )
 
 

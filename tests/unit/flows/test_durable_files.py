@@ -73,7 +73,15 @@ def write_files(home: Path) -> None:
     signature = Signature.parse({"inputs": [{"name": "x", **tensor}], "outputs": [{"name": "y", **tensor}]})
     model = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 3})
     for _ in range(2):
-        Registry().register("tiny", weights, model=model, signature=signature, run_id="training", metrics={"loss": 0.5})
+        Registry().register(
+            "tiny",
+            weights,
+            model=model,
+            signature=signature,
+            run_id="training",
+            metrics={"loss": 0.5},
+            aliases=["champion"],
+        )
     Registry().rollback("tiny")
 
     state = {"model": {"w": torch.arange(3.0)}, "step": 4}
