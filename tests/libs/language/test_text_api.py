@@ -166,7 +166,8 @@ def test_a_stop_text_and_a_prefilled_message_of_anthropics_form(client: Client, 
         # what was cut
         ("<tool_call>", "ok <tool_call>\n{ ...", "ok ", 0),
         ("<tool_call>", "ok <tool_c...", "ok ", 0),
-        ("<tool_call>", "1 <...", "1 ", 0),
+        ("<tool_call>", "1 <...", "1 <", 0),
+        ("<tool_call>", "vector<t...", "vector<t", 0),
         ("<tool_call>", '<tool_call>{"name": "where"}</tool_call>\n<tool_call>{"na...', "", 1),
         ("<tool_call>", '<tool_call>{"name": "where"}...', "", 1),
         ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "wh...', "", 0),
@@ -174,6 +175,8 @@ def test_a_stop_text_and_a_prefilled_message_of_anthropics_form(client: Client, 
         ("", '{"na...', "", 0),
         ("", "<|pyth...", "", 0),
         ("", '{"city": "Ro...', '{"city": "Ro', 0),
+        ("", '{"name": "Ada", "born": 18...', '{"name": "Ada", "born": 18', 0),
+        ("", '{"name": "Ada", "born": 1815}...', '{"name": "Ada", "born": 1815}', 0),
     ],
 )
 def test_tool_calls_are_read_from_a_stream(mark: str, text: str, shown: str, calls: int) -> None:

@@ -31,7 +31,7 @@ BAD: dict[Any, list[Any]] = {
     int: [*NO_NUMBER, 1.5, -1, float("nan"), float("inf")],
     float: [*NO_NUMBER, float("nan"), float("inf"), float("-inf")],
     bool: ["", "maybe", 2, [], {}, None],
-    datetime: [*NO_NUMBER, 30, "2027-13-01"],
+    datetime: [*NO_NUMBER, 30, "2027-13-01", "99999999999d"],
     str: [1, True, 1.5, [], {}, None],
     SecretStr: [1, True, [], {}, "", "two words", "\n", "ä"],
     list: ["", "text", 1, True, {"a": 1}, [1], None],

@@ -42,7 +42,7 @@ def test_an_ingress_on_every_node_needs_an_address_that_every_node_has(host: str
 )
 def test_an_origin_is_written_as_browsers_send_it(origin: str, is_sound: bool) -> None:
     if is_sound:
-        assert spec(allow_origins=[origin]).allow_origins == [origin]
+        assert spec(allow_origins=[origin], token="secret").allow_origins == [origin]
         return
     with pytest.raises(ConfigError, match="is no origin such as https:"):
         spec(allow_origins=[origin])
@@ -51,6 +51,12 @@ def test_an_origin_is_written_as_browsers_send_it(origin: str, is_sound: bool) -
 def test_pages_cannot_wake_an_endpoint() -> None:
     with pytest.raises(ConfigError, match=r"which the preflight of a browser has not: give scale.min = 1"):
         spec(allow_origins=["*"], scale={"min": 0, "max": 2})
+
+
+def test_every_page_may_call_an_endpoint_that_wants_a_key() -> None:
+    with pytest.raises(ConfigError, match="would administer the endpoint: give it a token or keys"):
+        spec(allow_origins=["*"])
+    assert spec(allow_origins=["*"], token="secret").allow_origins == ["*"]
 
 
 TLS = {"certificate": "/c.pem", "key": "/k.pem"}

@@ -35,7 +35,10 @@ def _read_time(given: object) -> datetime:
     seconds = parse_duration(str(given))
     if seconds is None:
         return datetime.fromisoformat(str(given))
-    return datetime.now(UTC).replace(microsecond=0) + timedelta(0, seconds)
+    try:
+        return datetime.now(UTC).replace(microsecond=0) + timedelta(0, seconds)
+    except OverflowError:
+        raise ValueError("is after the year 9999") from None
 
 
 Expiry = Annotated[

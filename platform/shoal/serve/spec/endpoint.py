@@ -253,6 +253,9 @@ class EndpointSpec(Reach):
         if self.may_sleep and self.allow_origins:
             problem = "allow_origins: an endpoint that sleeps wants a key, which the preflight of a browser has not"
             raise ValueError(f"{problem}: give scale.min = 1, or leave it out")
+        if "*" in self.allow_origins and not self.key_digests:
+            problem = "allow_origins = ['*']: any page that a browser here opens would administer the endpoint"
+            raise ValueError(f"{problem}: give it a token or keys, or name the pages")
         return self
 
     @model_validator(mode="after")

@@ -138,14 +138,18 @@ class ToolCallReader:
         """The rest: text, or calls. What is no sound call of a known tool is text, but the begin of one if the answer
         `is_truncated`: that is shown to nobody."""
         rest, self._retained = self._retained, ""
-        calls, is_whole = self._parse(rest) if self._is_call else ([], False)
-        begin = "".join(rest.split())[:8]
-        self.is_truncated = (
-            is_truncated and not is_whole and (not begin.startswith("{") or '{"name":'.startswith(begin))
-        )
+        calls, is_whole = self._parse(rest) if self._is_call else ([], len(rest.strip()) < 3)  # `<t` is no mark yet
+        self.is_truncated = is_truncated and not is_whole and self._begins_call(rest)
         if self.is_truncated or (calls and is_whole):
             return "", calls[: None if self.use.parallel else 1]
         return rest, []
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether a text that was cut is the begin of a call of a known tool; after a mark it is one of any."""
+        begin = "".join(text.strip().removeprefix(_PYTHON).split())
+        heads = ['{"name":' + "".join(json.dumps(each).split()) for each in self.use.names]
+        is_marked = self._mark or not self._is_call
+        return bool(is_marked) or any(begin[: len(head)] == head[: len(begin)] for head in heads)
 
     def _parse(self, text: str) -> tuple[list[ToolCall], bool]:
         """The calls up to the first that is not sound, and whether all are."""

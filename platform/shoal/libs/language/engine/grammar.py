@@ -24,7 +24,7 @@ from shoal.libs.language.engine.request import MAX_CHOICES, GrammarKind
 
 MAX_GRAMMAR_CHARS = 64 * 1024
 MAX_COMPILED = 64
-JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,12}"}  # a space, or a line of pretty JSON
+JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # a space, or a line of pretty JSON
 
 
 class GrammarCompiler:
