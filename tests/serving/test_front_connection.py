@@ -341,7 +341,8 @@ def guard_clients(num_clients: int, read: bytes = b"") -> Iterator[tuple[Haproxy
         replica.close()
         running.start()
         yield haproxy, clients
-        [client.close() for client in clients]
+        for client in clients:
+            client.close()
     running.join(30)
     guards.close()
     loop = guard._loop
