@@ -73,7 +73,7 @@ def _config(folder: Path, port: int, grpc_port: int) -> SimpleNamespace:
         stats_uri="/stats",
         metrics_port=9101,
         metrics_uri="/metrics",
-        maxconn=5888,
+        maxconn=6656,
         nbthread=1,
         bufsize=32768,
         h2_max_frame_size=16384,

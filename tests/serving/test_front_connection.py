@@ -4,15 +4,17 @@ import asyncio
 import mmap
 import os
 import resource
+import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
@@ -33,11 +35,12 @@ class Line:
     def __init__(self) -> None:
         self.told, self.returned, self.asked = b"", list[bytes](), list[Any]()
         self.is_closed, self.num_unread = False, 0
+        self.marks = list[tuple[int, int, int]]()
         self.resume = asyncio.Event()
         guard = SimpleNamespace(
             is_alive=True,
             flush=lambda: True,
-            mark_idle=lambda *_: None,
+            mark_idle=lambda *counts: self.marks.append(counts),
             return_connection=lambda _, read: self.returned.append(read),
             release=lambda _: None,
         )
@@ -180,6 +183,33 @@ def test_no_answer_is_cut_by_the_return_of_its_connection(monkeypatch: pytest.Mo
     run(test, monkeypatch)
 
 
+def test_a_client_that_reads_nothing_is_ended_whatever_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        line.num_unread = 1
+        now_s = asyncio.get_running_loop().time()
+        for later_s, sent in ((1.0, b"GET /a HTTP/1.1\r\nhost: a\r\n\r\nG"), (30.0, b"E"), (32.0, b"T \r\n\r\n")):
+            assert not line.is_closed
+            await line.send(sent)
+            line.protocol.check(now_s + later_s)
+        assert line.is_closed
+        assert line.protocol.flow.read_paused, "nothing that it sends can be answered"
+        assert line.told.count(b"HTTP/1.1 200") == 1
+        assert not line.returned
+
+    run(test, monkeypatch)
+
+
+def test_a_request_that_is_answered_early_leaves_the_connection_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(line: Line) -> None:
+        request = b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 40000\r\n\r\n" + bytes(40_000)
+        await line.send(request[:-1])
+        assert line.told.startswith(b"HTTP/1.1 200")
+        await line.send(request[-1:])
+        assert line.marks == [(0, len(request), len(line.told))]
+
+    run(test, monkeypatch)
+
+
 class Haproxy:
     """Where a guard returns connections to, in the present folder."""
 
@@ -211,6 +241,7 @@ class Haproxy:
         ("read", b"HTTP/1.1 503"),
         ("read mark", b"HTTP/1.1 503"),
         ("read mark part", b""),
+        ("mark write", b"HTTP/1.1 503"),  # an answer to a body that has not come
         ("read mark write", b"answered"),  # before it knew that it had written
         ("read mark write read", b"HTTP/1.1 503"),
         ("read mark write read mark", b"HTTP/1.1 503"),
@@ -284,10 +315,12 @@ def test_nor_does_one_of_streams() -> None:
     guard.control.close()
 
 
-def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "MAX_RETURNED", 2)
-    num_clients = 20
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
+@contextmanager
+def guard_clients(num_clients: int, read: bytes = b"") -> Iterator[tuple[Haproxy, list[socket.socket]]]:
+    """HAProxy, and clients of a replica that has ended, whose guard is a thread. Each has sent `asked`.
+
+    read: the replica has read this instead, and returned the connection
+    """
     replica, guards = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     states = memoryview(mmap.mmap(-1, 8 * connection_guard.NUM_COUNTS * num_clients)).cast("Q")
     guard = connection_guard._Guard(guards, states, Path(), "127.0.0.1:1")
@@ -295,18 +328,21 @@ def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, mon
     with closing(Haproxy()) as haproxy, socket.create_server(("127.0.0.1", 0)) as listener:
         clients = [socket.create_connection(listener.getsockname(), 30) for _ in range(num_clients)]
         for number, client in enumerate(clients):
-            client.sendall(b"asked")
             accepted, _ = listener.accept()
             head = connection_guard.HEAD.pack(connection_guard.HOLD, number)
             socket.send_fds(replica, [head], [accepted.fileno()])
             accepted.close()
+            if read:
+                head = connection_guard.HEAD.pack(connection_guard.RETURN, number)
+                replica.sendall(head + read)
+                replica.sendall(head)
+            else:
+                client.sendall(b"asked")
         replica.close()
         running.start()
-        for _ in clients:
-            assert haproxy.answer(5) == b"asked"
+        yield haproxy, clients
         for client in clients:
-            with client:
-                assert client.recv(1000) == b"answered"
+            client.close()
     running.join(30)
     guards.close()
     loop = guard._loop
@@ -314,3 +350,57 @@ def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, mon
     loop.call_soon_threadsafe(loop.stop)
     wait_for(lambda: not loop.is_running())
     loop.close()
+
+
+def test_more_clients_than_haproxy_takes_at_once_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_RETURNED", 2)
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    with guard_clients(20) as (haproxy, clients):
+        for _ in clients:
+            assert haproxy.answer(5) == b"asked"
+        for client in clients:
+            with client:
+                assert client.recv(1000) == b"answered"
+
+
+def test_a_client_waits_for_haproxy_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_RETURNED", 1)
+    monkeypatch.setattr(connection_guard, "PLACE_S", 0.1)
+    monkeypatch.chdir(tmp_path)
+    with guard_clients(3) as (haproxy, clients):
+        for _ in range(2):
+            (refused, *_), _, _ = select.select(clients, [], [], 30)
+            assert refused.recv(1000).startswith(b"HTTP/1.1 503")
+            clients.remove(refused)
+            refused.close()
+        assert haproxy.answer(5) == b"asked"
+        assert clients[0].recv(1000) == b"answered"
+
+
+def test_a_client_that_reads_nothing_keeps_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "CLIENT_SILENCE_S", 0.1)
+    monkeypatch.chdir(tmp_path)
+    with guard_clients(1, read=b"asked") as (haproxy, (client,)):
+        line, _ = haproxy.socket.accept()
+        line.settimeout(30)
+        with line, suppress(BrokenPipeError, ConnectionResetError):
+            while True:
+                line.sendall(bytes(65_536))
+        theirs = client.getpeername()
+
+        def is_open() -> bool:
+            return any(each.raddr and each.laddr == theirs for each in psutil.Process().net_connections("tcp"))
+
+        wait_for(lambda: not is_open(), what="end of the connection")
+
+
+def test_a_guard_may_open_all_the_files_that_there_are(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        guard = ConnectionGuard(tmp_path, "127.0.0.1:1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_for(lambda: resource.prlimit(guard.process.pid, resource.RLIMIT_NOFILE) == (hard, hard))
+    guard.control.close()
+    wait_for(lambda: not guard.is_alive)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import resource
 import socket
 import struct
 import sys
@@ -24,7 +25,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future, wait
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 HOLD, RELEASE, RETURN = b"+-<"
 HEAD = struct.Struct("<BI")  # of a message: what to do, and the connection's number
 MAX_MESSAGE_BYTES = 65_536
+PLACE_S = 10.0  # in which one of `MAX_RETURNED` is free, or the client comes again
 # Of each connection two pairs of bytes read and written: at both it is idle. The replica writes them in turns.
 NUM_COUNTS = 4
 STATES_BYTES = 8 * NUM_COUNTS * (MAX_HTTP + 1)
@@ -153,24 +155,25 @@ class _Guard:
 
         assert self._capacity is not None
         addresses = describe_addresses(connection)
-        async with open_streams(connection) as (reader, writer):
+        async with open_streams(connection) as (reader, writer), AsyncExitStack() as place:
             async with asyncio.timeout(CLIENT_SILENCE_S):
                 first = read or await reader.read(MAX_MESSAGE_BYTES)
             if not first:
                 return
-            async with self._capacity:
-                try:
-                    from_haproxy, to_haproxy = await asyncio.open_unix_connection(self._folder / RETURN_SOCKET)
-                except OSError:  # HAProxy has died, and Serve starts it again
-                    await refuse(reader, writer)
-                    return
-                to_haproxy.write(addresses + first)
-                upwards = asyncio.ensure_future(copy(reader, to_haproxy))
-                try:
-                    await copy(from_haproxy, writer)
-                finally:
-                    upwards.cancel()
-                    to_haproxy.close()
+            try:
+                async with asyncio.timeout(PLACE_S):
+                    await place.enter_async_context(self._capacity)
+                from_haproxy, to_haproxy = await asyncio.open_unix_connection(self._folder / RETURN_SOCKET)
+            except OSError:  # also a TimeoutError; or HAProxy has died, and Serve starts it again
+                await refuse(reader, writer)
+                return
+            to_haproxy.write(addresses + first)
+            upwards = asyncio.ensure_future(copy(reader, to_haproxy))
+            try:
+                await copy(from_haproxy, writer, CLIENT_SILENCE_S)
+            finally:
+                upwards.cancel()
+                to_haproxy.close()
 
 
 @asynccontextmanager
@@ -186,6 +189,7 @@ async def open_streams(connection: socket.socket) -> AsyncIterator[tuple[asyncio
             writer.close()  # by its transport: the loop would mistake another one for a socket that was closed as such
             async with asyncio.timeout(CLIENT_SILENCE_S):
                 await writer.wait_closed()
+    writer.transport.abort()  # of a client that reads nothing
 
 
 async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -199,11 +203,14 @@ async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             pass
 
 
-async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end."""
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence_s: float | None = None) -> None:
+    """Copy until the end. silence_s: raise TimeoutError if the other side reads nothing for so long"""
+    import asyncio
+
     while data := await reader.read(MAX_MESSAGE_BYTES):
         writer.write(data)
-        await writer.drain()
+        async with asyncio.timeout(silence_s):
+            await writer.drain()
     if writer.can_write_eof():
         writer.write_eof()
 
@@ -229,5 +236,7 @@ def count_bytes(connection: socket.socket) -> tuple[int, int]:
 
 
 def main(control: str, states: str, folder: str, server: str) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a returned connection takes two, and the replica's go on
     table = memoryview(mmap.mmap(int(states), STATES_BYTES)).cast("Q")
     _Guard(socket.socket(fileno=int(control)), table, Path(folder), server).run()

@@ -158,6 +158,8 @@ class FrontProtocol(DirectProtocol):
                 self._return()
             else:
                 self._refuse(503)
+        elif not size:
+            self.flow.pause_reading()  # until the client has its answer: see `check`
 
     def on_headers_complete(self) -> None:
         self.headers.append((FORWARDED_FROM_HEADER, self.client[0].encode() if self.client else b""))
@@ -167,8 +169,9 @@ class FrontProtocol(DirectProtocol):
 
     def before_write(self, num_bytes: int, is_last: bool) -> None:
         self._num_written += num_bytes
-        if is_last and not self._num_missing:
-            self._guard.mark_idle(self._number, self._num_read - len(self._pending), self._num_written)
+        if is_last:  # it may be the answer to a body whose rest has not come
+            read = self._num_read - len(self._pending) + self._num_missing
+            self._guard.mark_idle(self._number, read, self._num_written)
 
     def on_response_complete(self) -> None:
         self._num_answered = self._num_written
@@ -217,9 +220,10 @@ class FrontProtocol(DirectProtocol):
         """End what has made no progress for too long. Called once a second."""
         cycle: Any = self.cycle
         unread_bytes = self.transport.get_write_buffer_size()
-        if self._pending and self._is_idle():
+        read = self._num_read - len(self._pending)  # the start of another request is no progress of this one
+        if self._pending and self._is_idle() and not unread_bytes:
             self._proceed(is_late=True)
-        elif self._seen != (seen := (unread_bytes, self._num_written, self._num_read)):
+        elif self._seen != (seen := (unread_bytes, self._num_written, read)):
             self._seen, self._seen_s = seen, now_s
         elif unread_bytes:
             if now_s - self._seen_s > CLIENT_SILENCE_S:
