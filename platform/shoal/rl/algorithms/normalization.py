@@ -7,7 +7,6 @@ Legend: N steps, S segments laid end to end.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,9 +20,10 @@ from shoal.wire import ExperienceSpec
 
 # A deviation below this part of the mean is the rounding of a constant; float32 has 6e-8 of it.
 ROUNDING = 1e-6
-# The deviations that a row counts as, at most: the root of the rows before it and of so many. Whatever it is, it weighs
-# no more than they all do. One of 1e30 would make the others equal for ever.
-SURE_ROWS = 100
+# A row with a number so many times the others' is left out, as long as it is one of few: beside it they are nothing in
+# float32. One of 1e30 would make them equal for ever.
+HUGE = 1e8
+ROWS_PER_HUGE = 250
 _OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
 
 
@@ -34,21 +34,26 @@ class ExperienceMoments:
         self.count, self.mean, self.squares = 0, np.zeros(shape), np.zeros(shape)
 
     def add(self, rows: np.ndarray) -> None:
-        """Take further rows [n, *shape]."""
-        wide, total = rows.astype(np.float64), self.count + len(rows)
-        centre, scale = self.mean, self.deviation
-        if not self.count:
-            centre = np.median(wide, 0)
-            scale = np.median(np.abs(wide - centre), 0)
-            scale = np.where(scale, scale, 1.0)
-        reach = math.sqrt(SURE_ROWS + max(self.count, len(rows))) * scale
-        wide = wide.clip(centre - reach, centre + reach)
+        """Take further rows [n, *shape], but for huge ones."""
+        wide = rows[~self.find_huge(rows)].astype(np.float64)
+        if not len(wide):
+            return
+        total = self.count + len(wide)
         mean = wide.mean(0)
         shift = mean - self.mean
         self.squares = (
-            self.squares + np.square(wide - mean).sum(0) + np.square(shift) * (self.count * len(rows) / total)
+            self.squares + np.square(wide - mean).sum(0) + np.square(shift) * (self.count * len(wide) / total)
         )
-        self.mean, self.count = self.mean + shift * (len(rows) / total), total
+        self.mean, self.count = self.mean + shift * (len(wide) / total), total
+
+    def find_huge(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows have a number beyond all before and, but for few, of these: bool [n]."""
+        sizes, num_rows = np.abs(rows.astype(np.float64)), len(rows)
+        is_huge = sizes > HUGE * np.sqrt(self.squares / max(self.count, 1) + np.square(self.mean))
+        if is_huge.any():
+            others = np.sort(sizes, 0)[: -1 - num_rows // ROWS_PER_HUGE].max(0, initial=0)
+            is_huge &= sizes > HUGE * np.where(others, others, 1.0)
+        return is_huge.reshape(num_rows, -1).any(1)
 
     @property
     def deviation(self) -> np.ndarray:
@@ -144,7 +149,11 @@ class Normalizer:
         if "observations" in self._moments:
             self._moments["observations"].add(batch.observations)
         if "rewards" in self._moments:
-            self._moments["rewards"].add(sum_discounted(batch.rewards, batch.lengths, self._discount))
+            gained = self._moments["rewards"]
+            rewards = np.where(
+                gained.find_huge(batch.rewards), 0, batch.rewards
+            )  # it would be in the sums after it, too
+            gained.add(sum_discounted(rewards, batch.lengths, self._discount))
 
 
 def find_input_layers(names: Iterable[str]) -> list[tuple[str, str]]:
