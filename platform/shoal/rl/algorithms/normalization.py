@@ -20,8 +20,8 @@ from shoal.wire import ExperienceSpec
 
 # A deviation below this part of the mean is the rounding of a constant; float32 has 6e-8 of it.
 ROUNDING = 1e-6
-# A row with a number so many times the others' is left out, as long as it is one of few: beside it they are nothing in
-# float32. One of 1e30 would make them equal for ever.
+# A number so many times the others' counts as the largest of them, as long as it is one of few: beside it they are
+# nothing in float32, and one of 1e30 would make them equal for ever.
 HUGE = 1e8
 ROWS_PER_HUGE = 250
 _OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
@@ -34,26 +34,22 @@ class ExperienceMoments:
         self.count, self.mean, self.squares = 0, np.zeros(shape), np.zeros(shape)
 
     def add(self, rows: np.ndarray) -> None:
-        """Take further rows [n, *shape], but for huge ones."""
-        wide = rows[~self.find_huge(rows)].astype(np.float64)
-        if not len(wide):
-            return
-        total = self.count + len(wide)
+        """Take further rows [n, *shape]."""
+        wide, total = self.limit(rows), self.count + len(rows)
         mean = wide.mean(0)
         shift = mean - self.mean
         self.squares = (
-            self.squares + np.square(wide - mean).sum(0) + np.square(shift) * (self.count * len(wide) / total)
+            self.squares + np.square(wide - mean).sum(0) + np.square(shift) * (self.count * len(rows) / total)
         )
-        self.mean, self.count = self.mean + shift * (len(wide) / total), total
+        self.mean, self.count = self.mean + shift * (len(rows) / total), total
 
-    def find_huge(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows have a number beyond all before and, but for few, of these: bool [n]."""
-        sizes, num_rows = np.abs(rows.astype(np.float64)), len(rows)
-        is_huge = sizes > HUGE * np.sqrt(self.squares / max(self.count, 1) + np.square(self.mean))
-        if is_huge.any():
-            others = np.sort(sizes, 0)[: -1 - num_rows // ROWS_PER_HUGE].max(0, initial=0)
-            is_huge &= sizes > HUGE * np.where(others, others, 1.0)
-        return is_huge.reshape(num_rows, -1).any(1)
+    def limit(self, rows: np.ndarray) -> np.ndarray:
+        """The rows with their huge numbers as large as the largest others, or as 0, in float64."""
+        wide = rows.astype(np.float64)
+        sizes, place = np.abs(wide), -min(len(rows), 2 + len(rows) // ROWS_PER_HUGE)
+        largest = np.partition(sizes, place, 0)[place]
+        is_huge = sizes > HUGE * np.maximum(largest, self.deviation)
+        return np.where(is_huge, wide.clip(-largest, largest), wide)
 
     @property
     def deviation(self) -> np.ndarray:
@@ -150,9 +146,7 @@ class Normalizer:
             self._moments["observations"].add(batch.observations)
         if "rewards" in self._moments:
             gained = self._moments["rewards"]
-            rewards = np.where(
-                gained.find_huge(batch.rewards), 0, batch.rewards
-            )  # it would be in the sums after it, too
+            rewards = gained.limit(batch.rewards)  # a huge one would be in the sums after it, too
             gained.add(sum_discounted(rewards, batch.lengths, self._discount))
 
 
