@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -37,14 +37,18 @@ def require_numbers(field: str, values: Any, agent: Hashable, size: int = 1) -> 
     array = np.asarray(values, None if isinstance(values, np.ndarray) else object)
     if array.size != size:
         raise InvalidSegment(DropReason.INVALID_SHAPE, field + of_agent, f"{array.size} numbers, expected {size}")
-    if array.dtype.kind in "biuf" and np.abs(array).max(initial=0) <= LARGEST_FLOAT32:
+    if array.dtype.kind in "biuf" and float(np.abs(array).max(initial=0)) <= LARGEST_FLOAT32:
         return
     for index, each in enumerate(array.ravel()):
-        problem, is_number = "no number", isinstance(each, Real)
-        if is_number:
-            if abs(each) <= LARGEST_FLOAT32:
-                continue
-            problem = "NaN" if each != each else "infinite in float32"
+        try:
+            number = None if isinstance(each, np.complexfloating) else math.fabs(each)  # takes no text, as float() does
+        except TypeError:
+            number = None
+        except OverflowError:  # of an int
+            number = np.inf
+        if number is not None and number <= LARGEST_FLOAT32:
+            continue
+        problem = "no number" if number is None else "NaN" if number != number else "infinite in float32"
         position = f"{field}[{index}]" if array.ndim else field
         raise InvalidSegment(DropReason.NON_FINITE, position + of_agent, problem)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,22 @@ def test_what_would_spoil_the_loss_is_left_out(tmp_path: Path, caplog: pytest.Lo
     result = shown.compute_loss(compute_log_pi, is_finite)
     assert result is not None
     assert result["learner/cloning_loss"] == 1.0
+
+
+def test_what_spoils_the_loss_only_together_is_left_out_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = make_site(tmp_path)
+    record(site, shown_segment(), shown_segment())
+    shown = Shown(site)
+    shown.poll()
+
+    def compute_log_pi(segments: Sequence[Segment]) -> torch.Tensor:
+        return torch.full((8,), torch.nan if len(segments) > 1 else -1.0)
+
+    assert shown.compute_loss(compute_log_pi, is_finite) is None
+    assert re.search("000000 of actor, .*000001 of actor is not finite", caplog.text)
+    assert len(shown.get_segments()) == 0
 
 
 @pytest.mark.parametrize("name", ["impala", "ppo"])

@@ -15,7 +15,7 @@ from shoal.flows.rl_policy import describe_policy_model
 from shoal.libs.off_policy.gaussian_actor import TwinCritic
 from shoal.libs.off_policy.sac import actor_loss, critic_loss, soft_targets, temperature_loss
 from shoal.models.action_distribution import SquashedGaussian
-from shoal.rl.algorithms.algorithm import make_algorithm
+from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec, experience_spec
 
@@ -128,6 +128,25 @@ def test_the_target_moves_by_tau_and_only_the_policy_is_published() -> None:
     assert sac.model.state_dict().keys() == {
         f"policy.{index}.{name}" for index in (0, 2) for name in ("weight", "bias")
     }
+
+
+def test_the_targets_follow_critics_that_have_moved_before_the_actors_loss_overflows() -> None:
+    sac = make_sac(tau=0.25)
+    sac.insert(random_batch(0, [1] * 8, [True] * 8, size=3, actions=np.zeros((8, 2), np.float32)), sac._replay)
+    with torch.no_grad():
+        sac._log_alpha.fill_(70.0)  # the square of the actor's gradient overflows; ended episodes have no next value
+    policy, critic, target = (
+        [each.detach().clone() for each in module.parameters()] for module in (sac.model, sac._critic, sac._target)
+    )
+    with pytest.raises(NonFiniteLoss):
+        sac.learn(sac.draw()[1])
+    assert all(torch.equal(*each) for each in zip(policy, sac.model.parameters(), strict=True))
+    assert sac._log_alpha == 70.0
+    for old_target, new_target, old, new in zip(
+        target, sac._target.parameters(), critic, sac._critic.parameters(), strict=True
+    ):
+        assert not torch.equal(old, new)
+        torch.testing.assert_close(new_target, 0.75 * old_target + 0.25 * new)
 
 
 def test_the_temperature_moves_the_entropy_towards_its_target() -> None:

@@ -221,7 +221,7 @@ def test_a_game_of_bad_numbers_does_not_end_the_run_of_the_others(name: str, tmp
                 assert loop._failure is None
         stats = loop.gateway.stats()
         blamed = {each["actor_id"]: dict(each["invalid"]) for each in stats["actors"] if each["invalid"]}
-        assert blamed.keys() >= {"bad-0", "bad-1", "bad-5", "bad-6"}
+        assert "bad-6" in blamed  # the clients of the others send no NaN, infinity, null or text
         assert "good" not in blamed
         assert ("bad-2" in blamed) == (name in ("dqn", "sac"))  # in the others' networks it saturates
         assert loop.learner.algorithm.normalizer.state_dict()["observations"]["mean"].abs().max() < 100

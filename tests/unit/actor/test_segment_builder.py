@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+from fractions import Fraction
+
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from rl_setting import EXPERIENCE, segment
 from shoal.actor.exchange import Outbox
-from shoal.actor.segment_builder import SegmentBuilder
+from shoal.actor.segment_builder import SegmentBuilder, require_numbers
 from shoal.errors import InvalidSegment
 from shoal.wire import PackedSegment, Segment, pack_segment
 from shoal.wire.experience_spec import TensorSpec
@@ -54,6 +59,37 @@ def test_numbers_of_any_kind_can_be_sent(kind: type) -> None:
     segment = played([[0.0] * 4, np.ones(4), (2,) * 4], reward=kind(2), terminated=np.bool_(True))
     assert pack_segment(segment, seq=0)
     assert (segment.episode_return, segment.episode_length, segment.terminated) == (4.0, 2, True)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (np.bool_(True), ""),
+        (np.float16(2), ""),
+        (Fraction(1, 3), ""),
+        (torch.tensor(1.0), ""),
+        ([np.bool_(True), 1.0], ""),
+        ([torch.tensor(1.0), 2.0], ""),
+        (np.array([1, 2], np.float16), ""),
+        (np.array([1, 2], object), ""),
+        (np.float16(np.inf), "x of agent 7: infinite in float32"),
+        (np.array([1, -np.inf], np.float16), "x[1] of agent 7: infinite in float32"),
+        ([10**400, 1.0], "x[0] of agent 7: infinite in float32"),
+        ([0.0, torch.tensor(torch.nan)], "x[1] of agent 7: NaN"),
+        ([1.0, "2"], "x[1] of agent 7: no number"),
+        (np.array(["1", "2"]), "x[0] of agent 7: no number"),
+        ([b"1", 2.0], "x[0] of agent 7: no number"),
+        (None, "x of agent 7: no number"),
+        (np.complex64(1), "x of agent 7: no number"),
+        ([1j, 2.0], "x[0] of agent 7: no number"),
+        ([1.0, {}], "x[1] of agent 7: no number"),
+    ],
+)
+def test_what_can_be_a_float_is_a_number(values: object, problem: str) -> None:
+    size = 2 if np.ndim(values) else 1  # type: ignore[arg-type]
+    with nullcontext() if not problem else pytest.raises(InvalidSegment, match=re.escape(problem) + "$"):
+        require_numbers("x", values, 7, size)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from rl_setting import segment
+from rl_setting import random_batch, segment
 from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.registry.manifest import find_callable
 from shoal.rl.algorithms.algorithm import make_algorithm
-from shoal.rl.algorithms.normalization import ExperienceMoments, sum_discounted
+from shoal.rl.algorithms.normalization import ExperienceMoments, Normalizer, sum_discounted
 from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner, model_arrays
@@ -66,15 +66,59 @@ def change(made: Segment, **changes: object) -> Segment:
     return Segment(**{**vars(made), **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("position", [0, 500])
-def test_one_huge_row_weighs_no_more_than_those_before(position: int) -> None:
-    rows = np.random.default_rng(0).normal(5.0, 2.0, (2000, 1)).astype(np.float32)
-    rows[position] = 1e30
-    moments = ExperienceMoments((1,))
-    for part in np.split(rows, 20):
-        moments.add(part)
-    assert abs(moments.mean[0] - 5.0) < 0.2
-    assert 1.9 < moments.deviation[0] < 3.0
+@pytest.mark.parametrize("huge", [1e12, -1e12, 1e30])
+@pytest.mark.parametrize("position", [0, 700])
+@pytest.mark.parametrize("num_rows", [2, 100, 512])
+def test_a_huge_number_counts_as_the_largest_other(huge: float, position: int, num_rows: int) -> None:
+    rows = np.random.default_rng(0).normal(5.0, 2.0, (2048, 2)).astype(np.float32)
+    rows[position, 1] = huge
+    moments = ExperienceMoments((2,))
+    for first in range(0, len(rows), num_rows):
+        moments.add(rows[first : first + num_rows])
+    others = np.delete(rows, position, 0).astype(np.float64)
+    np.testing.assert_allclose(moments.mean, others.mean(0), rtol=5e-3)
+    np.testing.assert_allclose(moments.deviation, others.std(0), rtol=2e-2)
+
+
+def draw_ordinary(kind: str, random: np.random.Generator, num_rows: int) -> np.ndarray:
+    if kind == "lognormal":
+        return random.lognormal(0.0, 3.0, num_rows)
+    if kind == "penalty and prize":
+        rows = np.full(num_rows, -1e-3)
+        rows[random.integers(num_rows)] = 1e4
+        return rows
+    part, value, noise = {
+        "rare prize": (0.01, 1e4, 0.0),
+        "sparse feature": (0.05, 1.0, 1e-4),
+        "large": (0.02, 1e6, 1.0),
+        "single": (1 / num_rows, 1e7, 0.0),
+    }[kind]
+    return np.where(random.random(num_rows) < part, value, noise * random.normal(size=num_rows))
+
+
+@pytest.mark.parametrize("num_rows", [32, 512])
+@pytest.mark.parametrize("kind", ["lognormal", "penalty and prize", "rare prize", "sparse feature", "large", "single"])
+def test_sparse_and_skewed_rows_have_plain_moments(kind: str, num_rows: int) -> None:
+    random, moments, seen = np.random.default_rng(0), ExperienceMoments(()), np.zeros(0)
+    for _ in range(6):
+        rows = draw_ordinary(kind, random, num_rows)
+        seen = np.append(seen, rows)
+        moments.add(rows)
+        np.testing.assert_allclose(moments.mean, seen.mean(), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(moments.deviation, seen.std() or 1.0, rtol=1e-9)
+
+
+def test_a_huge_reward_does_not_enter_the_sums_after_it() -> None:
+    spec, experience = make_case("impala")
+    batches = [random_batch(0, [16] * 8) for _ in range(2)]
+    batches[0].rewards[3] = 1e12
+    batches[1].rewards[3] = np.abs(np.delete(batches[1].rewards, 3)).max()
+    found = []
+    for batch in batches:
+        normalizer = Normalizer(spec, experience)
+        normalizer.learn(batch, np.ones(8, bool))
+        found.append(normalizer._moments["rewards"].deviation)
+    assert found[0] == found[1]
 
 
 def test_moments_of_parts_are_those_of_the_whole() -> None:

@@ -126,7 +126,8 @@ class Shown:
         drawn = self._draw(segments)
         loss = cloning_loss(compute_log_pi(drawn))
         if not differentiate(weight * loss):
-            self.leave_out([each for each in drawn if not differentiate(cloning_loss(compute_log_pi([each])))])
+            bad = [each for each in drawn if not differentiate(cloning_loss(compute_log_pi([each])))]
+            self.leave_out(bad or drawn)  # only together
             return None
         return {"learner/demonstration_weight": weight, "learner/cloning_loss": loss.item()}
 

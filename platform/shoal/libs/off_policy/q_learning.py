@@ -82,7 +82,7 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
         """Take a step of the optimizer with the other learners of this sample; in a trial only compute its gradients,
         alone. Returns metrics, and the errors of the whole sample [num_items], NaN for unknown ones.
 
-        Raises NonFiniteLoss, leaving the weights, when the loss or its gradient is not finite.
+        Raises NonFiniteLoss, leaving the weights that it would move, when a loss or its gradient is not finite.
         """
 
     def is_usable(self, segment: ExperienceBatch) -> bool:

@@ -151,8 +151,11 @@ class SAC(ReplayAlgorithm[Replay]):
             self._replay.load_state_dict(state["replay"])
 
     def learn(self, share: SampleShare, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
-        """One step of each optimizer: critics, policy, temperature, then the target critics. Losses and metrics are
-        sums over the learner's items, divided by those of the whole sample. There are no errors: draws are uniform."""
+        """One step of each optimizer: critics, which the target critics follow, policy, temperature. Losses and metrics
+        are sums over the learner's items, divided by those of the whole sample. There are no errors: draws are uniform.
+
+        The policy's loss is by the critics after their step. So they have moved, soundly, where NonFiniteLoss is of it.
+        """
         arrays, distribution = dict(share.arrays), self.model.distribution
         next_noise, noise = (self.to_device(arrays.pop(name)) for name in ("next_noise", "noise"))
         sample, fraction = ReplaySample(**arrays), len(noise) / share.num_items
@@ -164,6 +167,9 @@ class SAC(ReplayAlgorithm[Replay]):
         metrics = {"learner/critic_loss": loss, "learner/q_value": q.mean() * fraction}
         metrics["learner/td_error"] = (targets - q.detach()).abs().mean() * fraction
         sums = self._minimize("critic_optimizer", loss, metrics, share, is_trial)
+        if not is_trial:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), self._config.tau)
 
         scaled_actions, log_pi = distribution.sample(self.model(observations), noise)
         alpha = self._log_alpha.detach().exp()
@@ -172,9 +178,6 @@ class SAC(ReplayAlgorithm[Replay]):
         sums |= self._minimize("actor_optimizer", loss, metrics, share, is_trial)
         loss = temperature_loss(self._log_alpha, log_pi, self._target_entropy) * fraction
         self._minimize("temperature_optimizer", loss, {"loss": loss}, share, is_trial)
-        if not is_trial:
-            with torch.no_grad():
-                torch._foreach_lerp_(list(self._target.parameters()), list(self._critic.parameters()), self._config.tau)
         return {**sums, "learner/temperature": alpha.item()}, np.full(share.num_items, np.nan)
 
     def _minimize(

@@ -7,7 +7,6 @@ Legend: N steps, S segments laid end to end.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,9 +20,10 @@ from shoal.wire import ExperienceSpec
 
 # A deviation below this part of the mean is the rounding of a constant; float32 has 6e-8 of it.
 ROUNDING = 1e-6
-# The deviations that a row counts as, at most: the root of the rows before it and of so many. Whatever it is, it weighs
-# no more than they all do. One of 1e30 would make the others equal for ever.
-SURE_ROWS = 100
+# A number so many times the others' counts as the largest of them, as long as it is one of few: beside it they are
+# nothing in float32, and one of 1e30 would make them equal for ever.
+HUGE = 1e8
+ROWS_PER_HUGE = 250
 _OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
 
 
@@ -35,20 +35,21 @@ class ExperienceMoments:
 
     def add(self, rows: np.ndarray) -> None:
         """Take further rows [n, *shape]."""
-        wide, total = rows.astype(np.float64), self.count + len(rows)
-        centre, scale = self.mean, self.deviation
-        if not self.count:
-            centre = np.median(wide, 0)
-            scale = np.median(np.abs(wide - centre), 0)
-            scale = np.where(scale, scale, 1.0)
-        reach = math.sqrt(SURE_ROWS + max(self.count, len(rows))) * scale
-        wide = wide.clip(centre - reach, centre + reach)
+        wide, total = self.limit(rows), self.count + len(rows)
         mean = wide.mean(0)
         shift = mean - self.mean
         self.squares = (
             self.squares + np.square(wide - mean).sum(0) + np.square(shift) * (self.count * len(rows) / total)
         )
         self.mean, self.count = self.mean + shift * (len(rows) / total), total
+
+    def limit(self, rows: np.ndarray) -> np.ndarray:
+        """The rows with their huge numbers as large as the largest others, or as 0, in float64."""
+        wide = rows.astype(np.float64)
+        sizes, place = np.abs(wide), -min(len(rows), 2 + len(rows) // ROWS_PER_HUGE)
+        largest = np.partition(sizes, place, 0)[place]
+        is_huge = sizes > HUGE * np.maximum(largest, self.deviation)
+        return np.where(is_huge, wide.clip(-largest, largest), wide)
 
     @property
     def deviation(self) -> np.ndarray:
@@ -144,7 +145,9 @@ class Normalizer:
         if "observations" in self._moments:
             self._moments["observations"].add(batch.observations)
         if "rewards" in self._moments:
-            self._moments["rewards"].add(sum_discounted(batch.rewards, batch.lengths, self._discount))
+            gained = self._moments["rewards"]
+            rewards = gained.limit(batch.rewards)  # a huge one would be in the sums after it, too
+            gained.add(sum_discounted(rewards, batch.lengths, self._discount))
 
 
 def find_input_layers(names: Iterable[str]) -> list[tuple[str, str]]:
