@@ -22,7 +22,7 @@ from shoal.data import Data
 from shoal.errors import ConfigError, NotFinite, SpecMismatch
 from shoal.parallel import World
 from shoal.train.loop.checkpointing import find_not_finite
-from shoal.train.loop.step_reports import find_bad_value
+from shoal.train.loop.step_reports import find_remedy
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
@@ -318,9 +318,9 @@ def test_a_loss_that_is_not_finite_stops_it_with_step_samples_and_checkpoint(tmp
 
 def test_a_value_of_the_data_that_is_not_finite_is_named() -> None:
     samples = [(torch.zeros(3), 1.0), {"x": torch.tensor([[1.0, float("inf")]]), "y": 2}, (torch.zeros(2), math.nan)]
-    assert find_bad_value(samples, [0]) == ""
-    assert "sample 1 of the data has inf in its ['x'] at [0, 1]: repair it" in find_bad_value(samples, [0, 1, 2])
-    assert "sample 2 of the data has nan in its [1] at []:" in find_bad_value(samples, [2])
+    assert find_remedy(samples, [0], False) == ""
+    assert "sample 1 of the data has inf in its ['x'] at [0, 1]: repair it" in find_remedy(samples, [0, 1, 2], True)
+    assert "sample 2 of the data has nan in its [1] at []:" in find_remedy(samples, [2], False)
 
 
 @pytest.mark.parametrize(

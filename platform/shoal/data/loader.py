@@ -68,9 +68,8 @@ class Loader:
         batch_size, seed = _as_int("batch_size", batch_size), _as_int("seed", seed)
         self.source, self.spec = source, spec or LoaderSpec()
         self.device = torch.device(device)
-        self.epoch = self.position = 0
+        self.epoch = self.position = self.num_samples = self.num_global = 0
         self.wait_s = 0.0
-        self.num_samples = self.num_global = 0
         self.last_indices: list[int] | None = None
         self.host_batch: Batch = None
         share = RankShare(*share)

@@ -165,17 +165,14 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """A copy of all counts: progress, actors, queue, accounting. Plain values, ready for JSON."""
         with self._lock:
+            credit = sum(self._sessions.compute_open_credit().values())
             return {
                 "pid": os.getpid(),
                 "weights_version": self._state.version,
                 **self._progress.to_dict(),
                 "settings": dict(self._state.settings),
                 "queue_depth": len(self.queue),
-                # how many slots the queue has, and how many of them sessions may fill
-                "queue_slots": {
-                    "capacity": self.queue.capacity,
-                    "credit": sum(self._sessions.compute_open_credit().values()),
-                },
+                "queue_slots": {"capacity": self.queue.capacity, "credit": credit},  # all, and what sessions may fill
                 "actors": [actor.to_dict(self._state.weights) for actor in self._state.actors],
                 "quarantined": dict(self.queue.ledger.quarantined),
                 "counted_at": time.time(),
@@ -255,8 +252,8 @@ class Gateway:
         progress.record_quarantine(ledger.quarantined)
         self._admission.record_unlearnable()
         progress.record_shortage(self._sessions.describe_shortage())
-        before_s = time.monotonic() - self.spec.timeout_s
-        silent = [route for route, session in self._sessions.items() if session.last_seen < before_s]
+        since_s = time.monotonic() - self.spec.timeout_s
+        silent = [route for route, session in self._sessions.items() if session.last_seen < since_s]
         if self.listener is not None:
             of_listener = self.listener.sweep(self._sessions)
             silent = [*(route for route in silent if route not in self.listener), *of_listener]

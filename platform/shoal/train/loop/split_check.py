@@ -32,6 +32,8 @@ from shoal.errors import ConfigError, summarize_error
 from shoal.parallel import ParallelModel, World
 from shoal.parallel.loss import LOSS
 from shoal.random_state import preserve_rng
+from shoal.train.spec import TrainSpec
+from shoal.train.task import Task
 
 NUM_SAMPLES = 6  # that are compared: each alone, and all together
 MAX_GROUPS = 4  # of such samples, of one batch
@@ -233,3 +235,15 @@ def count_trait(batch: Any, trait: Trait) -> Tensor:
     leaf, kind = list_leaves(batch)[trait.leaf], trait.kind
     marks = _MARKS[kind](leaf) if isinstance(kind, str) else leaf == kind
     return marks.reshape(len(leaf), -1).double().mean(1).cpu()
+
+
+def make_checks(
+    spec: TrainSpec, task: Task, model: ParallelModel, world: World, max_samples: int
+) -> tuple[SplitCheck | None, SplitCheck | None]:
+    """Those of a run: of its loss, where it splits batches, and of its metrics."""
+    if not spec.check_loss:
+        return None, None
+    name = type(task).__name__
+    # An `eval_step` may count something that only it knows to forget.
+    metrics = SplitCheck(model, world, name, max_samples, evaluates=True) if task.eval_step is None else None
+    return SplitCheck(model, world, name, max_samples) if spec.splits_batches else None, metrics

@@ -105,15 +105,20 @@ class LossReport:
         return None
 
 
-def find_bad_value(source: Any, indices: Iterable[int]) -> str:
-    """The remedy for the first value of these samples that is not finite; "" if all are."""
+def find_remedy(source: Any, indices: Iterable[int], splits_batches: bool) -> str:
+    """The remedy for samples whose loss or gradient is not finite; "" for that of any."""
     for index in indices:
         for path, leaf in tree_leaves_with_path(default_convert(source[index])):
             values = torch.as_tensor(leaf).double() if isinstance(leaf, Tensor | float) else torch.zeros(())
             for place in values.isfinite().logical_not().nonzero().tolist():
                 where = f"{values[tuple(place)]} in its {keystr(path)} at {place}"
                 return f"sample {index} of the data has {where}: repair it, or leave it out"
-    return ""
+    if not splits_batches:
+        return ""
+    return (
+        "if a part of the batch may have nothing to divide by, return shoal.Mean(total, count); "
+        "else lower optimizer.learning_rate, set clip_norm, or look at these samples"
+    )
 
 
 class ThroughputMeter:

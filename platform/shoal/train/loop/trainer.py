@@ -29,8 +29,8 @@ from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components
 from shoal.train.loop.evaluation import evaluate, watch_samples
 from shoal.train.loop.oom import explain_error, translate_lost_ranks
-from shoal.train.loop.split_check import SplitCheck
-from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, find_bad_value, write_histograms
+from shoal.train.loop.split_check import make_checks
+from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, find_remedy, write_histograms
 from shoal.train.loop.stopping import Due, StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
 from shoal.train.reporting.event_log import EventLog, NullLog
@@ -93,15 +93,8 @@ class Trainer:
             parts.model, parts.optimizer, world, count_profiled_steps(spec), average
         )
         self._policy = StopPolicy(spec.stop, self._num_workers, spec.price_per_device_hour)
-        self._loss_check: SplitCheck | None = None
-        self._metric_check: SplitCheck | None = None
-        if spec.check_loss:
-            num_samples = spec.parallel.compute_micro_batch_size(spec.batch_size, parts.degrees) // self._num_replicas
-            options = parts.model, world, type(task).__name__, num_samples
-            if task.eval_step is None:  # which may count something that only it knows to forget
-                self._metric_check = SplitCheck(*options, evaluates=True)
-            if spec.splits_batches:
-                self._loss_check = SplitCheck(*options)
+        num_samples = spec.parallel.compute_micro_batch_size(spec.batch_size, parts.degrees) // self._num_replicas
+        self._loss_check, self._metric_check = make_checks(spec, task, parts.model, world, num_samples)
         self._write_samples = watch_samples(spec.evaluate.samples * world.is_first, parts.stateful, folder, task)
         self._progress = TrainProgress()
         self._num_evaluations_due, self._is_first_step = 0, True
@@ -332,12 +325,7 @@ class Trainer:
         guilty = [indices or [] for at, only, indices in reported if (at, only) == (step, is_gradient)]
         indices = sorted({index for each in guilty for index in each})
         what = "the gradient" if is_gradient else "the loss"
-        remedy = find_bad_value(self._parts.training.source, indices)
-        if not remedy and self.spec.splits_batches:
-            remedy = (
-                "if a part of the batch may have nothing to divide by, return shoal.Mean(total, count); "
-                "else lower optimizer.learning_rate, set clip_norm, or look at these samples"
-            )
+        remedy = find_remedy(self._parts.training.source, indices, self.spec.splits_batches)
         raise NotFinite(what, step + 1, indices or None, self._checkpoints.describe_newest(), remedy)
 
     def _log(self) -> None:
