@@ -255,8 +255,7 @@ class Gateway:
         since_s = time.monotonic() - self.spec.timeout_s
         silent = [route for route, session in self._sessions.items() if session.last_seen < since_s]
         if self.listener is not None:
-            of_listener = self.listener.sweep(self._sessions)
-            silent = [*(route for route in silent if route not in self.listener), *of_listener]
+            silent = [*self.listener.sweep(self._sessions), *(each for each in silent if each not in self.listener)]
         for route in silent:
             self._handshake.end_session(route, "timed out")
         before_s = time.monotonic() - self.spec.episode_timeout_s  # one for both: they end the same episodes

@@ -119,8 +119,7 @@ class Trainer:
     # -- before ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        parts = self._parts
-        restored = self._checkpoints.restore() if self.sync.is_chief else None
+        parts, restored = self._parts, self._checkpoints.restore() if self.sync.is_chief else None
         if restored is not None:
             self._progress = restored.progress
             self._policy.load_state_dict(restored.progress.policy)
