@@ -85,7 +85,7 @@ def _ray_forbidden() -> Iterator[None]:
     """Make every import of ray fail, also of what another test has imported before."""
     hidden = {}
     if "ray" in sys.modules:
-        hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "ray"}
+        hidden = {name: module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "ray"}
     for name in hidden:
         del sys.modules[name]
     finder = _NoRay()

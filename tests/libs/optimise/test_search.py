@@ -62,7 +62,7 @@ class Largest(Task):
         return nn.functional.cross_entropy(outputs, batch[1])
 
     def metrics(self, outputs, batch):
-        return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean(), "margin": outputs.amax()}
+        return {"accuracy": (outputs.argmax(-1) == batch[1]).float().mean(), "margin": outputs.amax(-1).mean()}
 
 
 class Spread(Largest):

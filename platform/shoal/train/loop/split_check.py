@@ -240,8 +240,9 @@ def count_trait(batch: Any, trait: Trait) -> Tensor:
 def make_checks(
     spec: TrainSpec, task: Task, model: ParallelModel, world: World, max_samples: int
 ) -> tuple[SplitCheck | None, SplitCheck | None]:
-    """Those of a run: of its loss, where it splits batches, and of its metrics."""
-    if not spec.check_loss:
+    """Those of a run: of its loss, where it splits batches, and of its metrics. None where other lanes move the weights
+    meanwhile."""
+    if not spec.check_loss or spec.applied_sync.num_lanes > 1:
         return None, None
     name = type(task).__name__
     # An `eval_step` may count something that only it knows to forget.
