@@ -1,13 +1,16 @@
 """Measures the present champion on the validation data of a run, where it was measured on other data.
 
 Called before the network of a run is registered, in the process that writes the record. So the two are comparable: by
-the Task, the rows, the loss and the metrics of this run, each network with the encoders that were fitted for it.
+the Task, the rows, the loss and the metrics of this run, each network with the encoders that were fitted for it. Any
+other argument may change how inputs are prepared, so only those that say where the data lie may differ.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shoal.data.fingerprint import fingerprint
@@ -18,6 +21,7 @@ from shoal.parallel.spmd.base import SingleProcessModel
 from shoal.registry import ModelVersion, Registry
 from shoal.registry.champion import CHAMPION, is_same_data
 from shoal.registry.verification import MAX_BYTES
+from shoal.store import is_url
 from shoal.train.export.model_entry import make_model_name
 from shoal.train.launch.validate import ValidatedRun
 from shoal.train.loop.evaluation import evaluate
@@ -53,7 +57,13 @@ def _evaluate(version: ModelVersion, spec: TrainSpec, checked: ValidatedRun) -> 
     same = [(each.code, {**each.kwargs, "args": None}) for each in (factory, checked.factory)]
     if same[0] != same[1] or (type(task).fit_args is Task.fit_args) != (type(task).adopt_fitted is Task.adopt_fitted):
         raise ConfigError("task", version.ref, "is of another Task or text, or has encoders of its own")
-    task = make_task(spec.task, {**spec.args, **task.adopt_fitted(factory.kwargs["args"])})
+    theirs, fitted = factory.kwargs["args"], task.adopt_fitted(factory.kwargs["args"])
+    ours = json.loads(json.dumps(checked.factory.kwargs["args"]))  # as in a manifest: lists for tuples
+    for name in sorted({*theirs, *ours} - {*fitted}):
+        values = [each.get(name, ...) for each in (theirs, ours)]
+        if values[0] != values[1] and not all(map(_is_place, values)):
+            raise ConfigError(f"args.{name}", values[1], f"may measure {version.ref} otherwise, whose is {values[0]!r}")
+    task = make_task(spec.task, {**spec.args, **fitted})
     data = load_data(task, spec.task)
     task.setup(make_facts(spec, checked.steps_per_epoch, 0, 1))
     rows: Any = data.validation
@@ -66,3 +76,8 @@ def _evaluate(version: ModelVersion, spec: TrainSpec, checked: ValidatedRun) -> 
     with make_loader(data, "validation", batch_size=spec.batch_size) as loader:
         model = SingleProcessModel(network.to(world.device), task, ParallelSpec(), world, 0)
         return evaluate(model, loader, stateful)
+
+
+def _is_place(value: object) -> bool:
+    """Whether an argument is a URL, or the path of a file or folder that is there."""
+    return isinstance(value, str) and value != "" and (is_url(value) or Path(value).expanduser().exists())
