@@ -146,7 +146,8 @@ def shutdown_event() -> Iterator[Shutdown]:
     """An event that Ctrl-C and SIGTERM set, and a run reads between steps. A second Ctrl-C raises KeyboardInterrupt.
 
     Under torchrun a second Ctrl-C is ignored: each rank receives one from the terminal and one from torchrun, which has
-    a timeout of its own. Outside the main thread, which alone receives signals, the event is never set.
+    a timeout of its own. What the program ignores, as Ctrl-C after a script's `&`, stays ignored. Outside the main
+    thread, which alone receives signals, the event is never set.
     """
     asked = Shutdown()
     if threading.current_thread() is not threading.main_thread():
@@ -159,7 +160,8 @@ def shutdown_event() -> Iterator[Shutdown]:
         asked.number = signum
         asked.set()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield asked
     finally:
