@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.train.export.model_entry import build, make_factory, make_model_name
+from shoal.train.launch import champion_score
 from shoal.train.launch.local import fit_locally
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
@@ -347,6 +349,31 @@ def test_the_champion_is_measured_on_the_rows_of_the_next_month(tmp_path: Path) 
     edited = fit_locally(spec.override([f"args.month={months[5]}", "stop.epochs=9"]))
     assert edited.decision.startswith("champion stays 3: loss ")
     assert edited.decision.endswith("; `shoal models promote monthly@6` makes it the champion")
+
+
+@pytest.mark.parametrize(("number", "limit_s"), [(signal.SIGTERM, 60.0), (0, -1.0)], ids=["stopped", "late"])
+def test_measuring_the_champion_ends_on_a_signal_and_in_time(
+    number: int, limit_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, months = tmp_path / "monthly.py", [tmp_path / "june", tmp_path / "july"]
+    file.write_text(MONTHLY)
+    for seed, month in enumerate(months):
+        month.write_text(str(seed))
+    spec = spec_of(task=f"{file}:Monthly", name="monthly")
+    fit_locally(spec.override([f"args.month={months[0]}"]))
+    make_loader = champion_score.make_loader
+
+    def interrupt(*words: Any, **options: Any) -> Any:
+        if number:
+            signal.raise_signal(number)
+        return make_loader(*words, **options)
+
+    monkeypatch.setattr(champion_score, "make_loader", interrupt)
+    monkeypatch.setattr(champion_score, "LIMIT_S", limit_s)
+    outcome = fit_locally(spec.override([f"args.month={months[1]}"]))
+    assert "monthly@champion is not measured on this data: it was stopped, or has taken" in caplog.text
+    assert outcome.decision.startswith("champion stays 1: loss ")
+    assert (outcome.model, outcome.signal) == ("monthly@2", number)
 
 
 def test_a_version_whose_code_is_not_all_stored_is_told_at_the_end_of_its_run(
