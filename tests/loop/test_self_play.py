@@ -203,8 +203,9 @@ def register_champion(*words: str, bias: float = 0.0) -> ActorLearnerSpec:
 def test_registered_members_stay_and_the_run_s_own_versions_are_above_them(tmp_path: Path) -> None:
     register_champion()
     register_champion()
-    assert Registry().get("poker@champion").version == 1  # against others no return compares them
-    Registry().promote("poker@2")
+    assert Registry().get("poker@champion").version == 2  # against others no return compares them
+    register_champion("aliases=[]")
+    assert Registry().get("poker@champion").version == 2
     words = ["poker@1", "poker@champion"]
     pool = OpponentPool(tmp_path, 10, max_versions=3, registered=words)
     assert (pool.versions, pool.names) == ([1, 2], {1: "poker@1", 2: "poker@2"})

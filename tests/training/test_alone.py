@@ -25,6 +25,7 @@ from shoal.runs import Run, Status
 from shoal.train.__main__ import main
 from shoal.train.launch import local as alone
 from shoal.train.launch.local import fit_locally
+from shoal.train.launch.training_run import shutdown_event
 from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from train_task import Toy
@@ -333,3 +334,17 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, asynchronous: bool) -> N
         assert ["step 6" in failed[0], "step 9" in failed[1], len(failed)] == [True, True, 2]
         assert "step-000000003" in kept
         assert "step-000000009" not in kept
+
+
+def test_a_signal_that_the_program_ignores_does_not_end_its_run() -> None:
+    """As Ctrl-C at a terminal, for a program that a script of the shell has started with `&`."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with shutdown_event() as asked:
+            signal.raise_signal(signal.SIGINT)
+            assert not asked.is_set()
+            signal.raise_signal(signal.SIGTERM)
+            assert asked.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import RegisteredModel
 from shoal.train.export.model_entry import build, make_factory, make_model_name
+from shoal.train.launch import champion_score
 from shoal.train.launch.local import fit_locally
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
@@ -299,39 +301,79 @@ def test_a_run_that_is_worse_than_the_champion_says_so(capsys: pytest.CaptureFix
 
 
 MONTHLY = """
+from pathlib import Path
 from shoal.data import Data
 from train_task import Points, Toy
 
 class Monthly(Toy):
-    def __init__(self, month=2, **args):
+    def __init__(self, month, scale=1, **args):
         super().__init__(**args)
-        self.month = month
+        self.month, self.scale = int(Path(month).read_text()), scale
 
     def data(self):
         return Data(train=Points(self.count, 1), validation=Points(50, self.month))
+
+    def inputs(self, batch):
+        return (self.scale * batch[0],)
 """
 
 
 def test_the_champion_is_measured_on_the_rows_of_the_next_month(tmp_path: Path) -> None:
     file = tmp_path / "monthly.py"
     file.write_text(MONTHLY)
-    spec = spec_of(task=f"{file}:Monthly", name="monthly").override(["optimizer.learning_rate=0.05", "stop.epochs=3"])
+    months = [tmp_path / f"month{number}" for number in range(7)]
+    for number, month in enumerate(months):
+        month.write_text(str(number))
+    spec = spec_of(task=f"{file}:Monthly", name="monthly").override([f"args.month={months[2]}", "stop.epochs=3"])
+    spec = spec.override(["optimizer.learning_rate=0.05"])
     assert fit_locally(spec).decision == "champion is 1, the first"
     rows = list(Points(50, 3))
     inputs, classes = torch.stack([each[0] for each in rows]), torch.stack([each[2] for each in rows])
     network = shoal.load("monthly@1").model
     with torch.no_grad():
         theirs = float(torch.nn.functional.cross_entropy(network(inputs), classes))
-    worse = fit_locally(spec.override(["args.month=3", "optimizer.learning_rate=1e-9"]))
+    worse = fit_locally(spec.override([f"args.month={months[3]}", "optimizer.learning_rate=1e-9"]))
     shown = f"loss {theirs:.3g} < {worse.metrics['loss']:.3g} on the validation data of 2"
     assert worse.decision == f"champion stays 1: {shown}"
-    better = fit_locally(spec.override(["args.month=4", "stop.epochs=9"]))
+    better = fit_locally(spec.override([f"args.month={months[4]}", "stop.epochs=9"]))
     assert better.decision.startswith("champion is 3 now: loss ")
     assert better.decision.endswith(" on the validation data of 3")
+    for scale in (
+        1,
+        100,
+    ):  # arguments that the champion was not trained with; this one is its default, which none knows
+        other = fit_locally(spec.override([f"args.month={months[6]}", f"args.scale={scale}"]))
+        assert other.decision.startswith("champion stays 3: loss ")
+        assert " is of other data than " in other.decision
     file.write_text(f"{MONTHLY}\n# which may prepare its inputs otherwise\n")
-    edited = fit_locally(spec.override(["args.month=5", "stop.epochs=9"]))
+    edited = fit_locally(spec.override([f"args.month={months[5]}", "stop.epochs=9"]))
     assert edited.decision.startswith("champion stays 3: loss ")
-    assert edited.decision.endswith("; `shoal models promote monthly@4` makes it the champion")
+    assert edited.decision.endswith("; `shoal models promote monthly@6` makes it the champion")
+
+
+@pytest.mark.parametrize(("number", "limit_s"), [(signal.SIGTERM, 60.0), (0, -1.0)], ids=["stopped", "late"])
+def test_measuring_the_champion_ends_on_a_signal_and_in_time(
+    number: int, limit_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, months = tmp_path / "monthly.py", [tmp_path / "june", tmp_path / "july"]
+    file.write_text(MONTHLY)
+    for seed, month in enumerate(months):
+        month.write_text(str(seed))
+    spec = spec_of(task=f"{file}:Monthly", name="monthly")
+    fit_locally(spec.override([f"args.month={months[0]}"]))
+    make_loader = champion_score.make_loader
+
+    def interrupt(*words: Any, **options: Any) -> Any:
+        if number:
+            signal.raise_signal(number)
+        return make_loader(*words, **options)
+
+    monkeypatch.setattr(champion_score, "make_loader", interrupt)
+    monkeypatch.setattr(champion_score, "LIMIT_S", limit_s)
+    outcome = fit_locally(spec.override([f"args.month={months[1]}"]))
+    assert "monthly@champion is not measured on this data: it was stopped, or has taken" in caplog.text
+    assert outcome.decision.startswith("champion stays 1: loss ")
+    assert (outcome.model, outcome.signal) == ("monthly@2", number)
 
 
 def test_a_version_whose_code_is_not_all_stored_is_told_at_the_end_of_its_run(

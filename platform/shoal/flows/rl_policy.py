@@ -33,6 +33,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.home import home
 from shoal.plugins.moved import translate_reference
 from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
 from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.experience.segment_log import require_store
@@ -367,6 +368,8 @@ def register_policy(
     has_trial = "trial_return" in gateway_stats
     if has_trial:
         metrics["mean_return"] = float(gateway_stats["trial_return"])
+    # Against others the return says as much about them: then the newest version is the champion.
+    criterion = Criterion("mean_return", is_higher_better=True) if has_trial and not spec.self_play.is_on else None
     return Registry().register(
         spec.model_name,
         snapshot,
@@ -376,7 +379,6 @@ def register_policy(
         metrics=metrics,
         files=describe_experience(experience, is_mixed=bool(pool)),
         data={"environment": spec.env},
-        aliases=spec.aliases,
-        # Against others the return says as much about them: then the newest version is the champion.
-        criterion=Criterion("mean_return", is_higher_better=True) if has_trial and not spec.self_play.is_on else None,
+        aliases=[CHAMPION] if criterion is None and spec.aliases is None else spec.aliases,
+        criterion=criterion,
     )

@@ -6,6 +6,7 @@ Called by the launchers, in the process that writes the record, after the Traine
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import shoal.runs
 from shoal.atomic_file import make_folder
@@ -49,10 +50,19 @@ def describe_missed_target(spec: TrainSpec, outcome: TrainResult) -> str:
 
 
 def finalize_run(
-    spec: TrainSpec, outcome: TrainResult, checked: ValidatedRun, recorder: RunRecorder, *, registers: bool
+    spec: TrainSpec,
+    outcome: TrainResult,
+    checked: ValidatedRun,
+    recorder: RunRecorder,
+    *,
+    registers: bool,
+    should_stop: Callable[[], bool],
 ) -> ModelVersion | None:
     """Record how the run ended; register its network, unless it was interrupted, and return the version. Raises
-    RegistryError."""
+    RegistryError.
+
+    should_stop: polled while the champion is measured
+    """
     if outcome.is_interrupted:
         recorder.finish(Status.STOPPED, "interrupted")
         return None
@@ -84,7 +94,8 @@ def finalize_run(
         from shoal.train.launch.champion_score import score_champion  # loads parts of torch
 
         about = (checked.factory, checked.signature, checked.fingerprint, recorder)
-        version = register_model(spec, outcome, *about, scores=score_champion(spec, outcome.metrics, checked))
+        scores = score_champion(spec, outcome.metrics, checked, should_stop)
+        version = register_model(spec, outcome, *about, scores=scores)
     if missed:
         recorder.finish(Status.NOT_REACHED, missed)
     return version

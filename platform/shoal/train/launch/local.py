@@ -115,7 +115,8 @@ def fit_locally(
 
         if recorder:
             journal = ConsoleLog(journal, tell)
-        run = TrainingRun(spec, checked, run_id, home() / "runs" / run_id, journal, recorder, registers, predicts)
+        about = (spec, checked, run_id, home() / "runs" / run_id, journal, recorder, registers, predicts)
+        run = TrainingRun(*about, stop.is_set)
         checked.log_data(journal)
         outcome = run.run(LocalBackend(world, stop.is_set))
         if recorder:

@@ -89,6 +89,7 @@ class TrainingRun:
     recorder:  None on the ranks of torchrun that do not write the record
     registers: register the network at the end
     predicts:  record the predicted cost at the end, when the cores are free; it takes a second or two
+    should_stop: polled while the champion is measured, before the network is registered
     """
 
     spec: TrainSpec
@@ -99,6 +100,7 @@ class TrainingRun:
     recorder: RunRecorder | None
     registers: bool = True
     predicts: bool = True
+    should_stop: Callable[[], bool] = lambda: False
 
     def run(self, backend: Backend) -> TrainResult:
         """Attempt until the run ends, or until workers were lost several times without a step in between: twice, if it
@@ -110,7 +112,8 @@ class TrainingRun:
             return result
         if self.predicts and not result.is_interrupted and not self.spec.has_replicas:
             self.log.record_event(PREDICTED, **backend.predict_cost(self.spec))
-        version = finalize_run(self.spec, result, self.checked, self.recorder, registers=self.registers)
+        about = (self.spec, result, self.checked, self.recorder)
+        version = finalize_run(*about, registers=self.registers, should_stop=self.should_stop)
         if version is None:
             return result
         if version.problem:
@@ -146,7 +149,8 @@ def shutdown_event() -> Iterator[Shutdown]:
     """An event that Ctrl-C and SIGTERM set, and a run reads between steps. A second Ctrl-C raises KeyboardInterrupt.
 
     Under torchrun a second Ctrl-C is ignored: each rank receives one from the terminal and one from torchrun, which has
-    a timeout of its own. Outside the main thread, which alone receives signals, the event is never set.
+    a timeout of its own. What the program ignores, as Ctrl-C after a script's `&`, stays ignored. Outside the main
+    thread, which alone receives signals, the event is never set.
     """
     asked = Shutdown()
     if threading.current_thread() is not threading.main_thread():
@@ -159,7 +163,8 @@ def shutdown_event() -> Iterator[Shutdown]:
         asked.number = signum
         asked.set()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield asked
     finally:
