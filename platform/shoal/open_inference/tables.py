@@ -18,8 +18,8 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ with needs_extra("data"):
 
 SEPARATORS = (",", "\t", ";", "|")
 START_BYTES = 1 << 20  # of a file, which have its names
+_ROWS_BELOW = 10  # the first line, whose cells tell names from values
+csv.field_size_limit(START_BYTES)  # of one cell, as of a text, or of a quote that the beginning cuts
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
@@ -80,6 +82,11 @@ def choose_columns(
     return chosen
 
 
+def list_column_names(inputs: Sequence[TensorDescription], said: Mapping[str, Sequence[str]]) -> list[str]:
+    """The columns that a table may name for these inputs."""
+    return [name for spec in inputs for name in (spec.name, *spec.columns, *said.get(spec.name, ()))]
+
+
 def build_inputs(
     table: pa.Table, inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]], first_row: int = 0
 ) -> dict[str, np.ndarray]:
@@ -105,14 +112,16 @@ def split_by_length(
     return [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
 
 
-def csv_options(start: bytes) -> dict[str, Any]:
+def csv_options(start: bytes, known: Collection[str] = ()) -> dict[str, Any]:
     """How Arrow reads a CSV file of this beginning: every cell as the text that it is. The separator is the commonest
-    of the first line; of a file without a line of names, the columns are 0, 1, ..."""
+    of the first line; of a file without a line of names, the columns are 0, 1, ... A line with a `known` name is one
+    of names."""
     text = start.decode("utf-8-sig", "replace")
     line = re.sub(r'"[^"]*"', "", text).partition("\n")[0]
     separator = max(SEPARATORS, key=line.count)
-    names = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
-    given = None if _are_names(names) else [str(at) for at in range(len(names))]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    names = next(reader, [])
+    given = None if _are_names(names, [*islice(reader, _ROWS_BELOW)], known) else [str(at) for at in range(len(names))]
     return {
         "read_options": pa.csv.ReadOptions(use_threads=False, block_size=1 << 24, column_names=given),
         "parse_options": pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
@@ -120,16 +129,31 @@ def csv_options(start: bytes) -> dict[str, Any]:
     }
 
 
-def _are_names(cells: Sequence[str]) -> bool:
-    """Whether a file's first line names its columns: no cell is a number or a date, or they count up, as years do."""
-    numbers = list[float]()
-    for cell in cells:
-        found = [each for form in NUMBER_FORMS if (each := parse_number(cell, form)) is not None]
-        if not found and parse_date(cell, ["", *DATE_FORMATS]) is not None:
-            return False
-        numbers += [each for each in found[:1] if not math.isnan(each)]
+def _are_names(cells: Sequence[str], below: Sequence[Sequence[str]], known: Collection[str]) -> bool:
+    """Whether a file's first line names its columns: it has a known name, or a cell of another kind than each below it.
+    Else no cell is a number or a date, or the numbers count up, as years do, and no cell is there twice."""
+    if {*known} & {*cells}.difference(map(str, range(len(cells))), [""]):
+        return True
+    kinds = [*map(_kind, cells)]
+    for kind, *column in zip(kinds, *(row for row in below if len(row) == len(cells)), strict=True):
+        if kind and (others := {*map(_kind, column)} - {""}) and kind not in others:
+            return True
+    numbers = [_parse_any(cell) or 0.0 for cell, kind in zip(cells, kinds, strict=True) if kind == "number"]
     steps = {second - first for first, second in pairwise(numbers)}
-    return len(steps) < 2 and steps <= {*range(1, 11)} and all(map(float.is_integer, numbers))
+    count_up = len(steps) < 2 and steps <= {*range(1, 11)} and all(map(float.is_integer, numbers))
+    return "date" not in kinds and count_up and (not numbers or len({*cells}) == len(cells))
+
+
+def _kind(cell: str) -> str:
+    """number, date, word, or "" for a gap."""
+    if (number := _parse_any(cell)) is not None:
+        return "" if math.isnan(number) else "number"
+    is_date = re.search(r"\d", cell) and parse_date(cell, ["", *DATE_FORMATS]) is not None
+    return "date" if is_date else "word"
+
+
+def _parse_any(cell: str) -> float | None:
+    return next((each for form in NUMBER_FORMS if (each := parse_number(cell, form)) is not None), None)
 
 
 def column_type(spec: TensorDescription) -> pa.DataType:
