@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
-from shoal.frame import DATE_FORMATS, GAPS, NUMBER_FORMS, parse_date, parse_number
+from shoal.frame import DATE_FORMATS, GAPS, MARKS, NUMBER_FORMS, parse_date, parse_number
 from shoal.frame import to_floats as to_floats64
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 from shoal.open_inference.messages import TensorDescription, describe_tensor
@@ -82,11 +82,6 @@ def choose_columns(
     return chosen
 
 
-def list_column_names(inputs: Sequence[TensorDescription], said: Mapping[str, Sequence[str]]) -> list[str]:
-    """The columns that a table may name for these inputs."""
-    return [name for spec in inputs for name in (spec.name, *spec.columns, *said.get(spec.name, ()))]
-
-
 def build_inputs(
     table: pa.Table, inputs: Sequence[TensorDescription], chosen: Mapping[str, Sequence[str]], first_row: int = 0
 ) -> dict[str, np.ndarray]:
@@ -134,26 +129,23 @@ def _are_names(cells: Sequence[str], below: Sequence[Sequence[str]], known: Coll
     Else no cell is a number or a date, or the numbers count up, as years do, and no cell is there twice."""
     if {*known} & {*cells}.difference(map(str, range(len(cells))), [""]):
         return True
-    kinds = [*map(_kind, cells)]
-    for kind, *column in zip(kinds, *(row for row in below if len(row) == len(cells)), strict=True):
-        if kind and (others := {*map(_kind, column)} - {""}) and kind not in others:
+    for cell, *column in zip(cells, *(row for row in below if len(row) == len(cells)), strict=True):
+        if (kinds := {*map(_kind, column)} - {""}) and _kind(cell) not in {"", *kinds}:
             return True
-    numbers = [_parse_any(cell) or 0.0 for cell, kind in zip(cells, kinds, strict=True) if kind == "number"]
-    steps = {second - first for first, second in pairwise(numbers)}
-    count_up = len(steps) < 2 and steps <= {*range(1, 11)} and all(map(float.is_integer, numbers))
-    return "date" not in kinds and count_up and (not numbers or len({*cells}) == len(cells))
+    values = [cell.strip() for cell in cells if _kind(cell) in ("number", "date")]
+    if not values or len({*cells}) < len(cells) or not all(map(str.isdecimal, values)):
+        return not values
+    steps = {int(second) - int(first) for first, second in pairwise(values)}
+    return len(steps) < 2 and steps <= {*range(1, 11)}
 
 
 def _kind(cell: str) -> str:
     """number, date, word, or "" for a gap."""
-    if (number := _parse_any(cell)) is not None:
-        return "" if math.isnan(number) else "number"
-    is_date = re.search(r"\d", cell) and parse_date(cell, ["", *DATE_FORMATS]) is not None
-    return "date" if is_date else "word"
-
-
-def _parse_any(cell: str) -> float | None:
-    return next((each for form in NUMBER_FORMS if (each := parse_number(cell, form)) is not None), None)
+    if cell.strip().lower() in MARKS:
+        return ""
+    if any(parse_number(cell, form) is not None for form in NUMBER_FORMS):
+        return "number"
+    return "date" if re.search(r"\d", cell) and parse_date(cell, ["", *DATE_FORMATS]) is not None else "word"
 
 
 def column_type(spec: TensorDescription) -> pa.DataType:

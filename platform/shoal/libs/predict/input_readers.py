@@ -148,16 +148,16 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
         build_inputs,
         choose_columns,
         csv_options,
-        list_column_names,
         parse_columns,
         split_by_length,
     )
 
     named = parse_columns(columns, inputs)
+    known = [name for spec in inputs for name in (spec.name, *spec.columns)]
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             with path.open("rb") as file:
-                options = csv_options(file.read(START_BYTES), list_column_names(inputs, named))
+                options = csv_options(file.read(START_BYTES), known)
             table = pa.csv.read_csv(path, **options)
         else:
             table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column
