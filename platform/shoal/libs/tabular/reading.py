@@ -68,20 +68,17 @@ def _read_file(data: str | Path, field: str, known: Collection[str]) -> pa.Table
         remedy = f"paths are looked up from {Path.cwd()}"
         raise DataError(field, shown, "is a folder" if path.is_dir() else "does not exist", remedy)
     fetch([path])
-    with path.open("rb") as file:
-        head = file.read(4)
     try:
-        return parquet.read_table(str(path)) if head == b"PAR1" else _read_csv(str(path), known)
+        with path.open("rb") as file:
+            if file.read(4) == b"PAR1":
+                return parquet.read_table(str(path))
+        with pa.input_stream(str(path)) as file:  # a compressed one is decompressed
+            content = file.read()
+        content.decode()  # Arrow takes other encodings for bytes without a meaning
+        return csv.read_csv(pa.py_buffer(content), **csv_options(content[:START_BYTES], known))
     except (pa.ArrowException, UnicodeDecodeError) as error:
         remedy = "give a CSV file in UTF-8 with a line of names, or a Parquet file"
         raise DataError(field, shown, f"cannot be read as a table: {error}", remedy) from error
-
-
-def _read_csv(path: str, known: Collection[str]) -> pa.Table:
-    with pa.input_stream(path) as file:  # a compressed one is decompressed
-        content = file.read()
-    content.decode()  # Arrow takes other encodings for bytes without a meaning
-    return csv.read_csv(pa.py_buffer(content), **csv_options(content[:START_BYTES], known))
 
 
 def list_kinds(column: pa.ChunkedArray) -> list[str]:
