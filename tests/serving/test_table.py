@@ -99,6 +99,17 @@ def test_several_inputs_have_their_columns_named() -> None:
         ('\ufeff"Weight\n(kg)"\tb\n1\t2\n', "\t", None),
         ("country,2019,2020\nde,1,2\n", ",", None),  # years
         ("x,y,0\n1,2,3\n", ",", None),
+        ("store,2024-01-01,2024-01-02\nA,5,6\nB,7,8\n", ",", None),
+        ("sample,octane,1100.5,1103.0\n1,88.4,0.1,0.2\n", ",", None),
+        ("y,100,250,500,1000\n,1,2,3,4\n3,1,2,3,4\n", ",", None),
+        ("id,year,2020,2021,2023\n7,2,3,4,5\n", ",", None),
+        ("1100.5,1103.0\n2024-01-01,x\n", ",", None),  # of other kinds than below
+        ("label,0.5,0.9\na,1,2\n", ",", None),  # known
+        ("2020,2021,2023\n1,2,3\n", ",", None),
+        ("x,5,x\ny,6,y\n", ",", ["0", "1", "2"]),  # twice
+        ("4,7,1\n2,3,4\n", ",", ["0", "1", "2"]),  # 1 is known, as the number of a column
+        (f"text,5.5\n{'long ' * 40_000},7\n", ",", ["0", "1"]),
+        ("?,3.5,x\n4.9,,5\n\n5.0,?,y\n", ",", ["0", "1", "2"]),
         ("5.1,3.5,setosa\n4.9,3.0,setosa\n", ",", ["0", "1", "2"]),
         ("39,basic,77516,31.05.2025\n", ",", ["0", "1", "2", "3"]),
         ("1.024,50;-;x\n3;?;y\n", ";", ["0", "1", "2"]),
@@ -107,13 +118,13 @@ def test_several_inputs_have_their_columns_named() -> None:
     ],
 )
 def test_cells_of_a_csv_file_are_read_as_they_are(text: str, separator: str, names: list[str] | None) -> None:
-    options = csv_options(text.encode())
+    options = csv_options(text.encode(), ["label", "2023", "1"])
     assert options["parse_options"].delimiter == separator
     assert (options["read_options"].column_names or None) == names
     if text:
         read = pyarrow.csv.read_csv(pa.py_buffer(text.encode()), **options)
         rows = [*csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), delimiter=separator)]
-        assert [[*row.values()] for row in read.to_pylist()] == rows[names is None :]
+        assert [[*row.values()] for row in read.to_pylist()] == [row for row in rows if row][names is None :]
 
 
 def test_texts_of_a_csv_file_are_numbers_to_an_input_of_numbers() -> None:

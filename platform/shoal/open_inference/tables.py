@@ -18,14 +18,14 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
-from shoal.frame import DATE_FORMATS, GAPS, NUMBER_FORMS, parse_date, parse_number
+from shoal.frame import DATE_FORMATS, GAPS, MARKS, NUMBER_FORMS, parse_date, parse_number
 from shoal.frame import to_floats as to_floats64
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_values, to_floats
 from shoal.open_inference.messages import TensorDescription, describe_tensor
@@ -38,6 +38,8 @@ with needs_extra("data"):
 
 SEPARATORS = (",", "\t", ";", "|")
 START_BYTES = 1 << 20  # of a file, which have its names
+_ROWS_BELOW = 10  # the first line, whose cells tell names from values
+csv.field_size_limit(START_BYTES)  # of one cell, as of a text, or of a quote that the beginning cuts
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
@@ -105,14 +107,16 @@ def split_by_length(
     return [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
 
 
-def csv_options(start: bytes) -> dict[str, Any]:
+def csv_options(start: bytes, known: Collection[str] = ()) -> dict[str, Any]:
     """How Arrow reads a CSV file of this beginning: every cell as the text that it is. The separator is the commonest
-    of the first line; of a file without a line of names, the columns are 0, 1, ..."""
+    of the first line; of a file without a line of names, the columns are 0, 1, ... A line with a `known` name is one
+    of names."""
     text = start.decode("utf-8-sig", "replace")
     line = re.sub(r'"[^"]*"', "", text).partition("\n")[0]
     separator = max(SEPARATORS, key=line.count)
-    names = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
-    given = None if _are_names(names) else [str(at) for at in range(len(names))]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    names = next(reader, [])
+    given = None if _are_names(names, [*islice(reader, _ROWS_BELOW)], known) else [str(at) for at in range(len(names))]
     return {
         "read_options": pa.csv.ReadOptions(use_threads=False, block_size=1 << 24, column_names=given),
         "parse_options": pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
@@ -120,16 +124,28 @@ def csv_options(start: bytes) -> dict[str, Any]:
     }
 
 
-def _are_names(cells: Sequence[str]) -> bool:
-    """Whether a file's first line names its columns: no cell is a number or a date, or they count up, as years do."""
-    numbers = list[float]()
-    for cell in cells:
-        found = [each for form in NUMBER_FORMS if (each := parse_number(cell, form)) is not None]
-        if not found and parse_date(cell, ["", *DATE_FORMATS]) is not None:
-            return False
-        numbers += [each for each in found[:1] if not math.isnan(each)]
-    steps = {second - first for first, second in pairwise(numbers)}
-    return len(steps) < 2 and steps <= {*range(1, 11)} and all(map(float.is_integer, numbers))
+def _are_names(cells: Sequence[str], below: Sequence[Sequence[str]], known: Collection[str]) -> bool:
+    """Whether a file's first line names its columns: it has a known name, or a cell of another kind than each below it.
+    Else no cell is a number or a date, or the numbers count up, as years do, and no cell is there twice."""
+    if {*known} & {*cells}.difference(map(str, range(len(cells))), [""]):
+        return True
+    for cell, *column in zip(cells, *(row for row in below if len(row) == len(cells)), strict=True):
+        if (kinds := {*map(_kind, column)} - {""}) and _kind(cell) not in {"", *kinds}:
+            return True
+    values = [cell.strip() for cell in cells if _kind(cell) in ("number", "date")]
+    if not values or len({*cells}) < len(cells) or not all(map(str.isdecimal, values)):
+        return not values
+    steps = {int(second) - int(first) for first, second in pairwise(values)}
+    return len(steps) < 2 and steps <= {*range(1, 11)}
+
+
+def _kind(cell: str) -> str:
+    """number, date, word, or "" for a gap."""
+    if cell.strip().lower() in MARKS:
+        return ""
+    if any(parse_number(cell, form) is not None for form in NUMBER_FORMS):
+        return "number"
+    return "date" if re.search(r"\d", cell) and parse_date(cell, ["", *DATE_FORMATS]) is not None else "word"
 
 
 def column_type(spec: TensorDescription) -> pa.DataType:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError, ShoalError, summarize_error
 from shoal.parallel.state.module_snapshot import eval_mode
@@ -24,6 +25,10 @@ _SHAPES = {  # by the attribute that has the size of an input
     "num_features": "[N, {}, ..]",
 }
 _ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+_OF_SAMPLES = {  # what they give of targets are targets still
+    *(*_ELEMENTWISE, "float", "double", "to", "long", "log", "log1p", "detach"),
+    *("__getitem__", "view", "reshape", "flatten", "squeeze", "unsqueeze"),
+}
 _RAISED = (RuntimeError, ValueError, IndexError, TypeError)
 
 
@@ -86,16 +91,24 @@ def explain_mismatch(task: Task, model: nn.Module, batch: Any, error: Exception)
 
 class BroadcastTrap(TorchFunctionMode):
     """Raises ConfigError where outputs [n, 1] meet targets [n], or the other way round: torch would compare each output
-    with each target. Outputs are known by their gradient."""
+    with each target. Outputs are known by their gradient, and targets as tensors of the batch, or casts and views."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self._of_batch = {id(each): each for each in tree_leaves(batch)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         pair = [each for each in args if isinstance(each, Tensor)]
         if func.__name__ in _ELEMENTWISE and len(pair) == 2 and pair[0].requires_grad != pair[1].requires_grad:
             short, long = sorted((list(each.shape) for each in pair), key=len)
-            if len(short) == 1 < short[0] and long == [*short, 1]:
+            is_target = id(pair[pair[0].requires_grad]) in self._of_batch
+            if is_target and len(short) == 1 < short[0] and long == [*short, 1]:
                 problem = f"compares each of {long} with each of {short}"
                 raise ConfigError("Task.loss", func.__name__, problem, "give both one shape, as outputs.squeeze(1)")
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if func.__name__ in _OF_SAMPLES and pair and id(pair[0]) in self._of_batch:
+            self._of_batch[id(found)] = found
+        return found
 
 
 def describe_shapes(batch: Any) -> str:

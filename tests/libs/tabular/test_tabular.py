@@ -290,6 +290,25 @@ def test_files_as_people_have_them_have_their_kinds_and_each_row_is_a_request(ma
         assert sorted(asked[name].tolist()) == sorted(wanted.tolist())
 
 
+@pytest.mark.parametrize(
+    ("names", "target", "cells"),
+    [
+        ("store,2024-01-01,2024-01-02", "store", "{word},{number},{number}"),
+        ("sample,octane,1100.5,1103.0", "octane", "{at},{number},{number},0.5"),
+        ("label,0.5,0.9", "label", "{word},{number},{number}"),
+        ("0.5,0.9,1.1", "0.9", "{number},{number},{number}"),
+        ("y,100,250,500,1000", "y", "{word},{number},1,{number},2"),
+        ("id,year,2020,2021,2023", "2023", "{at},{at},{number},{number},{number}"),
+    ],
+)
+def test_names_of_columns_may_be_numbers_and_dates(names: str, target: str, cells: str, tmp_path: Path) -> None:
+    rows = [cells.format(at=at, word="ab"[at % 2], number=at % 20 + 0.25) for at in range(40)]
+    (tmp_path / "rows.csv").write_text("\n".join([names, *rows]))
+    found = table(tmp_path / "rows.csv", target)
+    assert {target} < {*found.values} <= {*names.split(",")}
+    assert found.num_training == 32
+
+
 @pytest.mark.parametrize("name", ["german", "with_mark", "without_names", "many_lines"])
 async def test_a_batch_prediction_keeps_each_cell_and_an_endpoint_answers_each_raw_row_as_it_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

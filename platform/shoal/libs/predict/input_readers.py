@@ -153,10 +153,11 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
     )
 
     named = parse_columns(columns, inputs)
+    known = [name for spec in inputs for name in (spec.name, *spec.columns)]
     try:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             with path.open("rb") as file:
-                options = csv_options(file.read(START_BYTES))
+                options = csv_options(file.read(START_BYTES), known)
             table = pa.csv.read_csv(path, **options)
         else:
             table = pa.parquet.read_table(path, partitioning=None)  # a folder named day=3 is not a column

@@ -106,16 +106,19 @@ def table(
     Raises ConfigError and DataError, which name the column.
     """
     given = encoders if isinstance(encoders, Encoders) or encoders is None else Encoders.parse(encoders)
-    held_back = None if isinstance(validation, int | float) else read_table(validation, "validation")
-    full = read_table(data) if given is None else _take_known_rows(read_table(data), given)
+    target, order_by, leave_out = str(target), str(order_by), [str(each) for each in leave_out]
+    explicit = {str(name): kind for name, kind in (columns or {}).items()}
+    named = [target, *explicit, *leave_out, *([order_by] if order_by else [])]
+    held_back = None if isinstance(validation, int | float) else read_table(validation, "validation", named)
+    full = read_table(data, known=named)
+    if given is not None:
+        full = _take_known_rows(full, given)
     num_rows = len(full)
     if held_back is not None:
         full = _append(full, held_back)
-    target, order_by, leave_out = str(target), str(order_by), [str(each) for each in leave_out]
-    explicit = {str(name): kind for name, kind in (columns or {}).items()}
     if not target:
         raise DataError("target", "", "is not said", f"give one of {', '.join(full.column_names)}")
-    _require_columns(full, [target, *explicit, *leave_out, *([order_by] if order_by else [])])
+    _require_columns(full, named)
     chosen = choose_kinds(full, full.column_names, explicit)
     kinds = {name: kind for name, (kind, _) in chosen.items() if kind and name not in (target, *leave_out)}
     if given is not None:

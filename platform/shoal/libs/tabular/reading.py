@@ -6,7 +6,7 @@ gaps. A kind may say how a text is read: `date:%d.%m.%Y`, `number:,` with the de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, get_args
@@ -31,13 +31,15 @@ NUM_SEEN = 1000  # different texts, read one by one for the kinds that they may 
 _ID_NAMES = ("id", "index", "rownames", "rowid", "uuid", "key", "")
 
 
-def read_table(data: Any, field: str = "data") -> pa.Table:
+def read_table(data: Any, field: str = "data", known: Collection[str] = ()) -> pa.Table:
     """A table from a file (CSV, TSV, Parquet), a URL of the store, a DataFrame, an Arrow table, or columns by name.
+
+    known: columns that were named, by which a file's line of names is known
 
     Raises DataError, and ConfigError for what is no table.
     """
     if isinstance(data, str | Path):
-        found = _read_file(data, field)
+        found = _read_file(data, field, known)
     elif isinstance(data, pa.Table):
         found = data
     elif isinstance(data, pa.RecordBatch):
@@ -60,26 +62,23 @@ def read_table(data: Any, field: str = "data") -> pa.Table:
     return found
 
 
-def _read_file(data: str | Path, field: str) -> pa.Table:
+def _read_file(data: str | Path, field: str, known: Collection[str]) -> pa.Table:
     path, shown = locate(data, field), str(data)
     if not path.is_file():
         remedy = f"paths are looked up from {Path.cwd()}"
         raise DataError(field, shown, "is a folder" if path.is_dir() else "does not exist", remedy)
     fetch([path])
-    with path.open("rb") as file:
-        head = file.read(4)
     try:
-        return parquet.read_table(str(path)) if head == b"PAR1" else _read_csv(str(path))
+        with path.open("rb") as file:
+            if file.read(4) == b"PAR1":
+                return parquet.read_table(str(path))
+        with pa.input_stream(str(path)) as file:  # a compressed one is decompressed
+            content = file.read()
+        content.decode()  # Arrow takes other encodings for bytes without a meaning
+        return csv.read_csv(pa.py_buffer(content), **csv_options(content[:START_BYTES], known))
     except (pa.ArrowException, UnicodeDecodeError) as error:
         remedy = "give a CSV file in UTF-8 with a line of names, or a Parquet file"
         raise DataError(field, shown, f"cannot be read as a table: {error}", remedy) from error
-
-
-def _read_csv(path: str) -> pa.Table:
-    with pa.input_stream(path) as file:  # a compressed one is decompressed
-        content = file.read()
-    content.decode()  # Arrow takes other encodings for bytes without a meaning
-    return csv.read_csv(pa.py_buffer(content), **csv_options(content[:START_BYTES]))
 
 
 def list_kinds(column: pa.ChunkedArray) -> list[str]:

@@ -310,7 +310,7 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
             raise ConfigError("task", spec.task, problem, "return a dict of scalar tensors by name, {} for none")
         loss: dict[str, object] = {}
         if task.has_loss and not task.eval_step:
-            with torch.enable_grad(), BroadcastTrap():
+            with torch.enable_grad(), BroadcastTrap(batch):
                 loss["loss"] = task.loss(watch_gradients(outputs)[0], batch)
         measured = {**loss, **metrics}
         later = task.finish_evaluation()
