@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torchmetrics
 from benchmarks.ours.hidden_losses import LOSSES, OF_MODELS, OTHER, PLAIN
 from benchmarks.ours.random_splits import judge
 from cases import BATCH, LENGTH, VOCABULARY, build, full, global_batch, share
@@ -26,6 +27,7 @@ from shoal.parallel import ParallelSpec, World
 from shoal.parallel.loss import Mean
 from shoal.train.loop.evaluation import evaluate
 from shoal.train.loop.split_check import SplitCheck
+from shoal.train.stateful_metric import MetricSet
 
 NUM_STEPS = 5
 WEIGHTS = torch.linspace(0.1, 20.0, VOCABULARY)
@@ -233,12 +235,17 @@ def test_a_batch_without_any_label_changes_nothing() -> None:
 
 
 def _check(
-    learnable: Any, plan: dict[str, Any], world: World, make: Callable[[], nn.Module] = make_blocks, num_parts: int = 1
+    learnable: Any,
+    plan: dict[str, Any],
+    world: World,
+    make: Callable[[], nn.Module] = make_blocks,
+    num_parts: int = 1,
+    evaluates: bool = False,
 ) -> str:
     model = build(make, ParallelSpec.parse(plan), world, learnable)
     batch = share(global_batch(0), model.data_rank, model.num_data_ranks)
     try:
-        check = SplitCheck(model, world, "Weighted", len(batch[1]) // num_parts)
+        check = SplitCheck(model, world, "Weighted", len(batch[1]) // num_parts, evaluates=evaluates)
         check.watch(batch)
         check.judge()
     except ConfigError as error:
@@ -262,6 +269,23 @@ class RaisesForOne(PlainMean):
         if len(batch[1].unique()) == 1 and (batch[0] == global_batch(0)[0][0]).all(-1).any():
             raise ValueError("one class alone")
         return super().loss(outputs, batch)
+
+
+class RaisingMetric(PlainMean):
+    """Likewise."""
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        return {"one": RaisesForOne().loss(outputs, batch)}
+
+
+def _check_raising_metrics(world: World) -> list[str]:
+    return [_check(RaisingMetric(), plan, world, evaluates=True) for plan in TWO]
+
+
+def test_every_rank_hears_of_a_metric_that_raises_for_one_sample() -> None:
+    for found in run_ranks(_check_raising_metrics, 2, timeout_s=120.0):
+        problem = "Task.metrics = 'loss, one': raises 'one class alone' for one sample"
+        assert all(problem in each for each in found), found
 
 
 def _check_all(world: World) -> list[str]:
@@ -641,3 +665,45 @@ def test_a_metric_that_depends_on_the_batch_size_is_refused_by_name(form: str) -
         with pytest.raises(ConfigError, match=match) if is_refused else nullcontext():
             values.append(evaluate(model, make_loader(data, "validation", batch_size=size), None, check))
     assert all(each == pytest.approx(values[0]) for each in values)
+
+
+class AfterNoise(Evaluated):
+    """A metric that cannot be compared comes before the one of `form`."""
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        return {"noise": torch.rand(()), **super().metrics(outputs, batch)}
+
+
+def test_a_metric_after_one_that_is_drawn_is_checked_too() -> None:
+    assert "'divided': gives" in _check(AfterNoise("divided"), {}, World.single("cpu"), evaluates=True)
+
+
+class Counted(ClassWeighted):
+    """Counts samples wherever it sees them, until an evaluation ends."""
+
+    def __init__(self) -> None:
+        self.number, self.total, self.kept = 0, torch.zeros(()), {"sizes": list[int]()}
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        self.total += len(outputs)
+        self.kept["sizes"].append(len(outputs))
+        return {}
+
+    def update_metric(self, name: str, metric: Any, outputs: Tensor, batch: Any) -> None:
+        self.number += len(outputs)
+        metric.update(outputs)
+
+    def finish_evaluation(self) -> dict[str, float]:
+        shares = float(self.total) / self.number, sum(self.kept["sizes"]) / self.number
+        self.__init__()  # type: ignore[misc]
+        return dict(zip(("total", "kept"), shares, strict=True))
+
+
+def test_an_evaluation_is_finished_once_and_counts_no_sample_of_the_check() -> None:
+    data, task, world = Data(train=[], validation=TensorDataset(*global_batch(0))), Counted(), World.single("cpu")
+    model = build(make_blocks, ParallelSpec(), world, task)
+    stateful = MetricSet({"mean": torchmetrics.MeanMetric()}, task.update_metric, world, True, task.finish_evaluation)
+    check = SplitCheck(model, world, "Counted", 4, evaluates=True)
+    for _ in range(2):
+        found = evaluate(model, make_loader(data, "validation", batch_size=4), stateful, check)
+        assert (found["total"], found["kept"]) == (1.0, 1.0)

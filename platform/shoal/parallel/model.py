@@ -6,17 +6,21 @@ as one process would compute them. Called by the Trainer; knows no optimiser's s
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.loss import Loss, Mean, require_loss
 from shoal.parallel.loss_trace import LossReader
+
+T = TypeVar("T")
 
 
 class TaskProtocol(Protocol):
@@ -55,6 +59,14 @@ def compute_loss_and_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) 
     if getattr(learnable, "has_loss", True):
         return {"loss": require_loss(learnable.loss(outputs, batch)), **metrics}
     return metrics
+
+
+def copy_task(learnable: T) -> T:
+    """What counts for itself: in its numbers, lists, dicts and small tensors; other objects are shared."""
+    copied = copy.copy(learnable)
+    small = tree_map_only(Tensor, lambda each: each.clone() if each.numel() < 1 << 20 else each, vars(copied))
+    vars(copied).update(small)
+    return copied
 
 
 Observer = Callable[[Any, Any], None]
@@ -100,7 +112,8 @@ class ParallelModel(ABC):
         """[2] each: sum and count of `loss` and each metric over this rank's share; no gradients. Collective.
 
         observe: receives the outputs and their part of the batch, where this rank has them
-        is_trial: in full precision, of a batch that is not split
+        is_trial: in full precision, of a batch that is not split, by a copy of the Task, with nothing for ranks without
+                  the last stage
 
         A share may be smaller than others', or empty (`num_samples` 0: `batch` is then any batch, and is not counted).
         """

@@ -8,7 +8,6 @@ those of a micro-batch, over all data ranks. Called by `parallelize`.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
@@ -31,7 +30,7 @@ from shoal.parallel.layers.precision import autocast
 from shoal.parallel.loss import LOSS, StepCounts, invert_count, require_loss, split_mean
 from shoal.parallel.loss_trace import LossReader, find_means
 from shoal.parallel.micro_batches import iter_chunks, split_micro_batches
-from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
+from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics, copy_task
 from shoal.parallel.pipeline.groups import PipelineGroups, receive_tensor, send_tensor
 from shoal.parallel.pipeline.partition import StagePartition, partition_model
 from shoal.parallel.pipeline.schedules import SPLIT_BACKWARD, check_schedule, get_stage_ranks
@@ -260,27 +259,33 @@ class PipelineModel(ParallelModel):
         self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
     ) -> dict[str, Tensor]:
         sums: list[Tensor] = []
+        names: list[str] = []
         precision = "fp32" if is_trial else self._spec.precision
+        learnable = copy_task(self._learnable) if is_trial else self._learnable
         self._stage_outputs = {}
-        # Data ranks that gather each other's parameters must do so equally often, however many samples they have.
-        with eval_mode(self._model), torch.no_grad():
-            is_whole = is_trial or self._degrees.is_sharded
-            for part, share in iter_chunks(batch, 1 if is_whole else self._num_micro_batches):
-                outputs = self._run_forward(part, precision)
-                if self._has_last:
-                    with autocast(precision, self._world.device):
-                        means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, part))
-                    names = list(means)
-                    if observe is not None and num_samples:
-                        observe(outputs, part)
-                    counted = num_samples * share
-                    sums.append(torch.stack([split_mean(mean, counted) for mean in means.values()]))
-        self._check_usage([])
+        try:
+            # Data ranks that gather each other's parameters must do so equally often, however many samples they have.
+            with eval_mode(self._model), torch.no_grad():
+                is_whole = is_trial or self._degrees.is_sharded
+                for part, share in iter_chunks(batch, 1 if is_whole else self._num_micro_batches):
+                    outputs = self._run_forward(part, precision)
+                    if self._has_last:
+                        with autocast(precision, self._world.device):
+                            means = find_means(partial(compute_loss_and_metrics, learnable, outputs, part))
+                        names = list(means)
+                        if observe is not None and num_samples:
+                            observe(outputs, part)
+                        counted = num_samples * share
+                        sums.append(torch.stack([split_mean(mean, counted) for mean in means.values()]))
+        finally:  # a trial goes on after an error of one rank's samples
+            self._check_usage([])
+        if is_trial:
+            return dict(zip(names, sums[0] if sums else (), strict=True))
         last = self._degrees.rank(self._groups.coordinates._replace(pipeline=self._stage_ranks[-1]))
         if not self._metric_names:
-            box = [names if self._has_last else None]
+            box = [names]
             dist.broadcast_object_list(box, last, self._groups.pipeline)
-            self._metric_names = box[0] or []
+            [self._metric_names] = box
         blank = torch.zeros(len(self._metric_names), 2, dtype=torch.float64, device=self._world.device)
         values = torch.stack(sums).sum(0) if self._has_last else blank
         dist.broadcast(values, last, self._groups.pipeline)
@@ -288,7 +293,7 @@ class PipelineModel(ParallelModel):
 
     def measure_loss(self, batch: Any) -> dict[str, Tensor]:
         self._stage_outputs = {}
-        learnable = copy.copy(self._learnable)  # whose loss may remember something
+        learnable = copy_task(self._learnable)  # whose loss may remember something
         with eval_mode(self._model), torch.no_grad():
             outputs = self._run_forward(batch, "fp32")
         try:

@@ -29,7 +29,7 @@ from shoal.parallel.layers.precision import LossScale, autocast
 from shoal.parallel.loss import LOSS, Loss, StepCounts, get_value, invert_count, require_loss, split_mean
 from shoal.parallel.loss_trace import LossReader, find_means, measure
 from shoal.parallel.micro_batches import split_micro_batches
-from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics
+from shoal.parallel.model import Observer, ParallelModel, TaskProtocol, compute_loss_and_metrics, copy_task
 from shoal.parallel.spec import ParallelSpec
 from shoal.parallel.spmd.activation_checkpointing import checkpoint_activations
 from shoal.parallel.spmd.rank_consistency import check_buffers
@@ -248,10 +248,11 @@ class SpmdModel(ParallelModel):
         self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
     ) -> dict[str, Tensor]:
         precision = "fp32" if is_trial else self._spec.precision
+        learnable = copy_task(self._learnable) if is_trial else self._learnable
         with eval_mode(self.module), torch.no_grad(), autocast(precision, self._world.device):
             if self._eval_step is None:
-                outputs = self.loss_reader.read_outputs(lambda: self.module(*self._learnable.inputs(batch)))
-                means = find_means(partial(compute_loss_and_metrics, self._learnable, outputs, batch))
+                outputs = self.loss_reader.read_outputs(lambda: self.module(*learnable.inputs(batch)))
+                means = find_means(partial(compute_loss_and_metrics, learnable, outputs, batch))
             else:  # which may count in the module: not what has no sample
                 module = self.module if num_samples else copy.deepcopy(self.module)
                 outputs, means = None, find_means(partial(self._eval_step, module, batch))
@@ -263,7 +264,7 @@ class SpmdModel(ParallelModel):
         size = count_samples(batch)
         with eval_mode(self.module):
             if self._train_step is None:
-                learnable = copy.copy(self._learnable)  # whose loss may remember something
+                learnable = copy_task(self._learnable)  # whose loss may remember something
                 with torch.no_grad():
                     outputs = self.loss_reader.read_outputs(lambda: self.module(*learnable.inputs(batch)))
                 return self.loss_reader.measure_loss(lambda given: learnable.loss(given, batch), outputs, size)

@@ -45,8 +45,8 @@ def evaluate(
             raise _make_uneven_metrics_error(sorted(measured.keys() ^ sums.keys()))
         sums = {name: measured[name] + sums.get(name, 0.0) for name in sums or measured}
     further = {} if stateful is None else {**stateful.compute(), **stateful.finish()}
-    if check is not None and check.judge() and stateful is not None:
-        stateful.finish()  # forget what the Task has counted meanwhile
+    if check is not None:
+        check.judge()
     names = sorted(sums)
     if not names:
         return further

@@ -139,26 +139,23 @@ class SplitCheck:
             news = kinds - self._told[index]
             yield from (Trait(index, each) for each in news if isinstance(each, str) or each < NUM_CLASSES)
 
-    def judge(self) -> bool:
-        """Compare what was chosen since the last call, if any rank has something; whether there was. Collective.
+    def judge(self) -> None:
+        """Compare what was chosen since the last call, if any rank has something. Collective.
 
         Raises ConfigError, on every rank, for what depends on how a batch is split.
         """
         chosen, self._chosen = self._chosen, []
         number = max(self._world.gather(len(chosen)))
-        if not number:
-            return False
         told, problems = set[Trait](), dict[str, str]()
         for index in range(number):  # as often on every rank: the model may be divided among them
             told |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
-        for theirs, others in self._world.gather((told, problems)):
+        for theirs, others in self._world.gather((told, problems)) if number else ():
             for trait in theirs:
                 self._told[trait.leaf].add(trait.kind)
             for name, problem in others.items():
                 why, remedy = _EVALUATION if self._evaluates else _TRAINING
                 subject = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
                 raise ConfigError(*subject, f"{problem}, {why}", remedy)
-        return True
 
     def _measure(self, batch: Any) -> Mapping[str, Tensor]:
         batch = move_to_device(batch, self._world.device)
@@ -182,7 +179,7 @@ class SplitCheck:
         if errors:
             if len(measured) > 1:  # otherwise it raises for samples that were put together, too
                 why = f"raises {summarize_error(errors[0])!r} for one sample of a batch"
-                problems[next(iter(measured[0]), LOSS)] = why
+                problems[", ".join(measured[0]) or LOSS] = why
             return set()
         told = set(counts) if measured[0] else set[Trait]()
         for name in measured[0]:
@@ -195,13 +192,13 @@ class SplitCheck:
             largest = _divide(torch.stack([total, terms]), weight).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
             margin = max(self._find_tolerance(), NUM_ROUNDINGS * float(eps[0])) * largest + 1e-30
             if not whole.isfinite().all() or ((whole - again).abs() > margin).any():
-                return set()
+                told = set()  # it says nothing; others may
+                continue
             is_close = ((whole - mean).abs() <= margin).tolist()
             if not all(is_close):
                 at = is_close.index(False)
                 what = f"{'the gradient ' * at}{whole[at]:.6g} for a batch of {size} samples"
                 problems[name] = f"gives {what}, and {mean[at]:.6g} as the mean of its parts"
-                return set()
             told &= {
                 trait
                 for trait, count in counts.items()
