@@ -377,10 +377,9 @@ def test_what_the_check_can_judge(learnable: type, make: Callable[[], nn.Module]
 
 
 class Counting(ByHand):
-    """Remembers the sizes of its batches."""
+    """Remembers the sizes of its batches, and those of its copies."""
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
+    sizes: ClassVar[list[int]] = []
 
     def loss(self, outputs: Tensor, batch: Any) -> Any:
         self.sizes.append(len(outputs))
@@ -390,6 +389,7 @@ class Counting(ByHand):
 def test_the_check_takes_no_more_memory_than_a_micro_batch_or_three_samples() -> None:
     for num_parts, sizes in ((4, {4, 2}), (BATCH, {3, 2})):
         task = Counting()
+        task.sizes.clear()
         assert "the mean of its parts" in _check(
             task, {"accumulate": num_parts}, World.single("cpu"), num_parts=num_parts
         )

@@ -10,7 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.loss import Loss, Mean, require_loss
 from shoal.parallel.loss_trace import LossReader
-
-T = TypeVar("T")
 
 
 class TaskProtocol(Protocol):
@@ -61,11 +59,11 @@ def compute_loss_and_metrics(learnable: TaskProtocol, outputs: Any, batch: Any) 
     return metrics
 
 
-def copy_task(learnable: T) -> T:
+def copy_task(learnable: TaskProtocol) -> TaskProtocol:
     """What counts for itself: in its numbers, lists, dicts and small tensors; other objects are shared."""
     copied = copy.copy(learnable)
-    small = tree_map_only(Tensor, lambda each: each.clone() if each.numel() < 1 << 20 else each, vars(copied))
-    vars(copied).update(small)
+    own = tree_map_only(Tensor, lambda each: each.clone() if each.numel() < 1 << 20 else each, vars(copied))
+    vars(copied).update(own)
     return copied
 
 

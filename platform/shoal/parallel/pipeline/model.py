@@ -258,8 +258,7 @@ class PipelineModel(ParallelModel):
     def evaluate(
         self, batch: Any, num_samples: int, observe: Observer | None = None, is_trial: bool = False
     ) -> dict[str, Tensor]:
-        sums: list[Tensor] = []
-        names: list[str] = []
+        sums: dict[str, Tensor] = {}
         precision = "fp32" if is_trial else self._spec.precision
         learnable = copy_task(self._learnable) if is_trial else self._learnable
         self._stage_outputs = {}
@@ -272,22 +271,22 @@ class PipelineModel(ParallelModel):
                     if self._has_last:
                         with autocast(precision, self._world.device):
                             means = find_means(partial(compute_loss_and_metrics, learnable, outputs, part))
-                        names = list(means)
                         if observe is not None and num_samples:
                             observe(outputs, part)
                         counted = num_samples * share
-                        sums.append(torch.stack([split_mean(mean, counted) for mean in means.values()]))
+                        for name, mean in means.items():
+                            sums[name] = split_mean(mean, counted) + sums.get(name, 0.0)
         finally:  # a trial goes on after an error of one rank's samples
             self._check_usage([])
         if is_trial:
-            return dict(zip(names, sums[0] if sums else (), strict=True))
+            return sums
         last = self._degrees.rank(self._groups.coordinates._replace(pipeline=self._stage_ranks[-1]))
         if not self._metric_names:
-            box = [names]
+            box = [list(sums)]
             dist.broadcast_object_list(box, last, self._groups.pipeline)
             [self._metric_names] = box
         blank = torch.zeros(len(self._metric_names), 2, dtype=torch.float64, device=self._world.device)
-        values = torch.stack(sums).sum(0) if self._has_last else blank
+        values = torch.stack(list(sums.values())) if self._has_last else blank
         dist.broadcast(values, last, self._groups.pipeline)
         return dict(zip(self._metric_names, values.unbind(), strict=True))
 

@@ -40,9 +40,8 @@ MAX_GROUPS = 4  # of such samples, of one batch
 TOLERANCE = 1e-4  # relative: a network rounds differently for another number of samples
 NUM_ROUNDINGS = 4  # of a loss or a network in a type of less digits, as bf16
 NUM_CLASSES = 32  # whole numbers below it are told apart; beyond, as those of tokens, they are not
-FEW = 1 << 10  # whole numbers that are quicker listed
 MANY = 1 << 18  # whole numbers, as of pictures, are not told apart
-LARGE, NUM_LARGE = 1 << 15, 64  # of so many numbers, zeros are looked for in the first batches, and in each doubling
+LARGE, NUM_LARGE = 1 << 15, 64  # tensors of so many numbers are read in the first batches, and in each doubling
 IGNORED = -100.0
 _TRAINING = (
     "so the run, which splits batches, would train on other gradients than one process",
@@ -112,7 +111,9 @@ class SplitCheck:
         for trait in reversed(untold):  # labels come last
             counts = count_trait(pool, trait)
             spread = float(counts.max() - counts.min())
-            if spread and (is_due or spread > 2.0 * self._spread[trait]):
+            if not spread:
+                self._spread[trait] += 0.0  # by which it is known
+            elif is_due or spread > 2.0 * self._spread[trait]:
                 pair = dict.fromkeys([int(counts.argmin()), int(counts.argmax())])
                 if len(groups[-1] | pair) > self._num_samples:
                     groups.append({})
@@ -127,17 +128,21 @@ class SplitCheck:
                 self._chosen.append((samples, {each: count_trait(samples, each) for each in untold}))
 
     def _find_untold(self, batch: Any, is_thorough: bool) -> Iterator[Trait]:
-        """The traits of elements of the batch that are not told."""
+        """The traits of elements of the batch that are not told; unless `is_thorough`, of those that had a spread, or
+        are new, and of small tensors."""
         for index, leaf in enumerate(list_leaves(batch)):
+            if leaf.numel() >= LARGE and not is_thorough:
+                continue
             if leaf.is_floating_point() or leaf.numel() >= MANY:
-                low, high = float(leaf.amin()), float(leaf.amax())
-                is_zero = low <= 0.0 <= high and (is_thorough or leaf.numel() < LARGE) and (leaf == 0).any()
+                low, high = map(float, torch.aminmax(leaf))
+                is_zero = low <= 0.0 <= high and (leaf == 0).any()
                 is_there = {"ignored": low <= IGNORED, "negative": low < 0.0, "zero": is_zero, "varied": low != high}
                 kinds: set[int | str] = set(_MARKS) if low != low else {each for each in is_there if is_there[each]}
             else:
-                kinds = set(leaf.flatten().tolist() if leaf.numel() < FEW else leaf.unique().tolist())
-            news = kinds - self._told[index]
-            yield from (Trait(index, each) for each in news if isinstance(each, str) or each < NUM_CLASSES)
+                whole = leaf.long()
+                kinds = set(whole[whole < NUM_CLASSES].unique().tolist())
+            news = [Trait(index, each) for each in kinds - self._told[index]]
+            yield from (each for each in news if is_thorough or self._spread.get(each) != 0.0)
 
     def judge(self) -> None:
         """Compare what was chosen since the last call, if any rank has something. Collective.
