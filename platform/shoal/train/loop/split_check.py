@@ -90,7 +90,7 @@ class SplitCheck:
         self._model, self._world, self._task, self._evaluates = model, world, task, evaluates
         self._num_samples = min(NUM_SAMPLES, max(3, max_samples))
         self._num_batches = 0
-        self._told = defaultdict[int, set[int | str]](set)  # kinds that were seen to make no difference, by tensor
+        self._judged = defaultdict[int, set[int | str]](set)  # kinds that were seen to make no difference, by tensor
         self._spread = defaultdict[Trait, float](float)  # the widest that was compared
         self._spare: Any = None  # a sample of the first batch
         self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
@@ -102,13 +102,13 @@ class SplitCheck:
         index = self._num_batches
         self._num_batches += 1
         is_due = not index & (index - 1)
-        untold = list(self._find_untold(batch, is_due or index < NUM_LARGE))
-        if not (untold or is_due):
+        unjudged = list(self._find_unjudged(batch, is_due or index < NUM_LARGE))
+        if not (unjudged or is_due):
             return
         pool, groups = join_samples(batch, self._spare), [dict[int, None]()]
         if self._spare is None:
             self._spare = take_samples(batch, [0])
-        for trait in reversed(untold):  # labels come last
+        for trait in reversed(unjudged):  # labels come last
             counts = count_trait(pool, trait)
             spread = float(counts.max() - counts.min())
             if not spread:
@@ -125,10 +125,10 @@ class SplitCheck:
             if group or is_due:
                 rows = list(group | dict.fromkeys(range(count_samples(pool))))
                 samples = take_samples(pool, rows[: self._num_samples])
-                self._chosen.append((samples, {each: count_trait(samples, each) for each in untold}))
+                self._chosen.append((samples, {each: count_trait(samples, each) for each in unjudged}))
 
-    def _find_untold(self, batch: Any, is_thorough: bool) -> Iterator[Trait]:
-        """The traits of elements of the batch that are not told; unless `is_thorough`, of those that had a spread, or
+    def _find_unjudged(self, batch: Any, is_thorough: bool) -> Iterator[Trait]:
+        """The traits of elements of the batch that are not judged; unless `is_thorough`, of those that had a spread, or
         are new, and of small tensors."""
         for index, leaf in enumerate(list_leaves(batch)):
             if leaf.numel() >= LARGE and not is_thorough:
@@ -141,7 +141,7 @@ class SplitCheck:
             else:
                 whole = leaf.long()
                 kinds = set(whole[whole < NUM_CLASSES].unique().tolist())
-            news = [Trait(index, each) for each in kinds - self._told[index]]
+            news = [Trait(index, each) for each in kinds - self._judged[index]]
             yield from (each for each in news if is_thorough or self._spread.get(each) != 0.0)
 
     def judge(self) -> None:
@@ -151,12 +151,12 @@ class SplitCheck:
         """
         chosen, self._chosen = self._chosen, []
         number = max(self._world.gather(len(chosen)))
-        told, problems = set[Trait](), dict[str, str]()
+        judged, problems = set[Trait](), dict[str, str]()
         for index in range(number):  # as often on every rank: the model may be divided among them
-            told |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
-        for theirs, others in self._world.gather((told, problems)) if number else ():
+            judged |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
+        for theirs, others in self._world.gather((judged, problems)) if number else ():
             for trait in theirs:
-                self._told[trait.leaf].add(trait.kind)
+                self._judged[trait.leaf].add(trait.kind)
             for name, problem in others.items():
                 why, remedy = _EVALUATION if self._evaluates else _TRAINING
                 subject = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
@@ -186,7 +186,7 @@ class SplitCheck:
                 why = f"raises {summarize_error(errors[0])!r} for one sample of a batch"
                 problems[", ".join(measured[0]) or LOSS] = why
             return set()
-        told = set(counts) if measured[0] else set[Trait]()
+        judged = set(counts) if measured[0] else set[Trait]()
         for name in measured[0]:
             figures = torch.stack([pad(each[name].cpu(), (0, 5))[:5] for each in measured[: 2 + size]])
             total, weight, slope, terms, eps = figures.unbind(1)
@@ -197,14 +197,14 @@ class SplitCheck:
             largest = _divide(torch.stack([total, terms]), weight).abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
             margin = max(self._find_tolerance(), NUM_ROUNDINGS * float(eps[0])) * largest + 1e-30
             if not whole.isfinite().all() or ((whole - again).abs() > margin).any():
-                told = set()  # it says nothing; others may
+                judged = set()  # it says nothing; others may
                 continue
             is_close = ((whole - mean).abs() <= margin).tolist()
             if not all(is_close):
                 at = is_close.index(False)
                 what = f"{'the gradient ' * at}{whole[at]:.6g} for a batch of {size} samples"
                 problems[name] = f"gives {what}, and {mean[at]:.6g} as the mean of its parts"
-            told &= {
+            judged &= {
                 trait
                 for trait, count in counts.items()
                 if all(
@@ -212,7 +212,7 @@ class SplitCheck:
                     for share in (count, 1.0 - count)  # by which a mean would be another one
                 )
             }
-        return told
+        return judged
 
     def _find_tolerance(self) -> float:
         """Relative, of what the model computes."""
