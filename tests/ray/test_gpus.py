@@ -31,6 +31,7 @@ from shoal.libs.sweep.spec import SweepSpec, check_sweep
 from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 from shoal.train.launch.validate import validate_run
 from shoal.train.reporting.event_log import NullLog
+from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal_program import Program
 
@@ -128,9 +129,12 @@ def test_replicas_reserve_a_gpu_each_where_they_train_on_one(
     changes: dict[str, Any], device: str, gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "shoal.libs.asynchronous.replicas.fit_replicas", lambda *words: words[5]("worker 0", ignore, ())
-    )
+
+    def fit_replicas(*words: Any) -> TrainResult:
+        words[5]("worker 0", ignore, ())
+        return TrainResult("r", "steps", "", 1, 1, 0.0)
+
+    monkeypatch.setattr("shoal.libs.asynchronous.replicas.fit_replicas", fit_replicas)
     monkeypatch.setattr("shoal.libs.asynchronous.ray_processes.RayProcess", lambda *_, **words: started.append(words))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     gpus["there"] = 2.0

@@ -111,11 +111,9 @@ def table(
     named = [target, *explicit, *leave_out, *([order_by] if order_by else [])]
     held_back = None if isinstance(validation, int | float) else read_table(validation, "validation", named)
     full = read_table(data, known=named)
-    if given is not None:
-        full = _take_known_rows(full, given)
+    full = full if given is None else _take_known_rows(full, given)
     num_rows = len(full)
-    if held_back is not None:
-        full = _append(full, held_back)
+    full = full if held_back is None else _append(full, held_back)
     if not target:
         raise DataError("target", "", "is not said", f"give one of {', '.join(full.column_names)}")
     _require_columns(full, named)

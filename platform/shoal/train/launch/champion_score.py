@@ -74,7 +74,7 @@ def _evaluate(
     ours = json.loads(json.dumps(checked.factory.kwargs["args"]))  # as in a manifest: lists for tuples
     for name in sorted({*theirs, *ours} - {*fitted}):
         values = [each.get(name, ...) for each in (theirs, ours)]
-        if values[0] != values[1] and not all(map(_is_place, values)):
+        if values[0] != values[1] and not all(map(_is_location, values)):
             raise ConfigError(f"args.{name}", values[1], f"may measure {version.ref} otherwise, whose is {values[0]!r}")
     task = make_task(spec.task, {**spec.args, **fitted})
     data = load_data(task, spec.task)
@@ -92,6 +92,6 @@ def _evaluate(
         return evaluate(model, loader, stateful)
 
 
-def _is_place(value: object) -> bool:
+def _is_location(value: object) -> bool:
     """Whether an argument is a URL, or the path of a file or folder that is there."""
     return isinstance(value, str) and value != "" and (is_url(value) or Path(value).expanduser().exists())

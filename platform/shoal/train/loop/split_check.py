@@ -90,7 +90,9 @@ class SplitCheck:
         self._model, self._world, self._task, self._evaluates = model, world, task, evaluates
         self._num_samples = min(NUM_SAMPLES, max(3, max_samples))
         self._num_batches = 0
-        self._judged = defaultdict[int, set[int | str]](set)  # kinds that were seen to make no difference, by tensor
+        self._known_kinds = defaultdict[int, set[int | str]](
+            set
+        )  # kinds that were seen to make no difference, by tensor
         self._spread = defaultdict[Trait, float](float)  # the widest that was compared
         self._spare: Any = None  # a sample of the first batch
         self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
@@ -141,7 +143,7 @@ class SplitCheck:
             else:
                 whole = leaf.long()
                 kinds = set(whole[whole < NUM_CLASSES].unique().tolist())
-            news = [Trait(index, each) for each in kinds - self._judged[index]]
+            news = [Trait(index, each) for each in kinds - self._known_kinds[index]]
             yield from (each for each in news if is_thorough or self._spread.get(each) != 0.0)
 
     def judge(self) -> None:
@@ -156,7 +158,7 @@ class SplitCheck:
             judged |= self._compare(*(chosen[index % len(chosen)] if chosen else (self._spare, {})), problems)
         for theirs, others in self._world.gather((judged, problems)) if number else ():
             for trait in theirs:
-                self._judged[trait.leaf].add(trait.kind)
+                self._known_kinds[trait.leaf].add(trait.kind)
             for name, problem in others.items():
                 why, remedy = _EVALUATION if self._evaluates else _TRAINING
                 subject = ("Task.loss", self._task) if name == LOSS else ("Task.metrics", name)
