@@ -538,6 +538,20 @@ class LabelsAndPenalty(ClassWeighted):
         return functional.cross_entropy(outputs, batch[1]) + 0.1 * outputs.square().mean()
 
 
+def test_a_missing_label_that_comes_late_in_a_large_tensor_is_looked_at() -> None:
+    world = World.single("cpu")
+    check = SplitCheck(build(make_blocks, ParallelSpec(), world, PlainMean()), world, "Texts", 4)
+    labels = torch.arange(4 * 16_384).reshape(4, -1) + 1000
+    for _ in range(70):
+        check.watch((torch.ones(4, 3), labels))
+    check._chosen.clear()
+    check.watch((torch.ones(4, 3), labels))
+    assert not check._chosen
+    labels[1, 7:] = -100
+    check.watch((torch.ones(4, 3), labels))
+    assert any(trait.kind == -100 for _, counts in check._chosen for trait in counts)
+
+
 def test_a_batch_with_another_trait_is_checked_too() -> None:
     model = build(make_blocks, ParallelSpec.parse(ALONE), World.single("cpu"), LabelsAndPenalty())
     check = SplitCheck(model, World.single("cpu"), "LateLabels", 4)

@@ -40,8 +40,9 @@ MAX_GROUPS = 4  # of such samples, of one batch
 TOLERANCE = 1e-4  # relative: a network rounds differently for another number of samples
 NUM_ROUNDINGS = 4  # of a loss or a network in a type of less digits, as bf16
 NUM_CLASSES = 32  # whole numbers below it are told apart; beyond, as those of tokens, they are not
+LOWEST = -128  # of the negative ones
 MANY = 1 << 18  # whole numbers, as of pictures, are not told apart
-LARGE, NUM_LARGE = 1 << 15, 64  # tensors of so many numbers are read in the first batches, and in each doubling
+LARGE, NUM_LARGE = 1 << 15, 64  # of fractions, as in pictures: read in the first batches, and in each doubling
 IGNORED = -100.0
 _TRAINING = (
     "so the run, which splits batches, would train on other gradients than one process",
@@ -90,9 +91,7 @@ class SplitCheck:
         self._model, self._world, self._task, self._evaluates = model, world, task, evaluates
         self._num_samples = min(NUM_SAMPLES, max(3, max_samples))
         self._num_batches = 0
-        self._known_kinds = defaultdict[int, set[int | str]](
-            set
-        )  # kinds that were seen to make no difference, by tensor
+        self._known_kinds = defaultdict[int, set[int | str]](set)  # that were seen to make no difference, by tensor
         self._spread = defaultdict[Trait, float](float)  # the widest that was compared
         self._spare: Any = None  # a sample of the first batch
         self._chosen: list[tuple[Any, dict[Trait, Tensor]]] = []  # samples to compare, and the counts of their traits
@@ -131,18 +130,19 @@ class SplitCheck:
 
     def _find_unjudged(self, batch: Any, is_thorough: bool) -> Iterator[Trait]:
         """The traits of elements of the batch that are not judged; unless `is_thorough`, of those that had a spread, or
-        are new, and of small tensors."""
+        are new, and not of large tensors but of labels."""
         for index, leaf in enumerate(list_leaves(batch)):
-            if leaf.numel() >= LARGE and not is_thorough:
+            are_numbers = leaf.is_floating_point() or leaf.numel() >= MANY
+            if are_numbers and leaf.numel() >= LARGE and not is_thorough:
                 continue
-            if leaf.is_floating_point() or leaf.numel() >= MANY:
+            if are_numbers:
                 low, high = map(float, torch.aminmax(leaf))
                 is_zero = low <= 0.0 <= high and (leaf == 0).any()
                 is_there = {"ignored": low <= IGNORED, "negative": low < 0.0, "zero": is_zero, "varied": low != high}
                 kinds: set[int | str] = set(_MARKS) if low != low else {each for each in is_there if is_there[each]}
             else:
-                whole = leaf.long()
-                kinds = set(whole[whole < NUM_CLASSES].unique().tolist())
+                counted = torch.bincount(leaf.long().clamp(LOWEST, NUM_CLASSES).flatten() - LOWEST, minlength=1)
+                kinds = {LOWEST + kind for kind in counted.nonzero().flatten().tolist()} - {NUM_CLASSES}
             news = [Trait(index, each) for each in kinds - self._known_kinds[index]]
             yield from (each for each in news if is_thorough or self._spread.get(each) != 0.0)
 
