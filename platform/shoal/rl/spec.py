@@ -29,6 +29,8 @@ from shoal.wire.experience_spec import DTYPES, STATE, ConvolutionSpec, Experienc
 from shoal.wire.segment import largest_segment_bytes
 
 CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+BATCHES_AHEAD = 2  # one with the learner, the next with the actors
+LEAST_CAPACITY = 96
 LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
 
 
@@ -62,7 +64,7 @@ class RLSpec(Spec):
     )
     logs: LogFormat = Field(default="text", description="of the driver and the workers")
     track: TrackerNames = Field(default=(), description="where its record is mirrored to: mlflow, wandb, trackio")
-    segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
+    segment_length: int = Field(default=64, ge=1, description="environment steps in a segment, at most")
     gateway: GatewaySpec = GatewaySpec()
     learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")
     settings: dict[str, Setting] = Field(
@@ -75,15 +77,20 @@ class RLSpec(Spec):
     self_play: SelfPlaySpec = SelfPlaySpec()
     demonstrations: DemonstrationsSpec = DemonstrationsSpec()
     algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work/learning.md
-        default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
+        default={"name": "ppo"}, validate_default=True
     )
 
     @property
     def batch_limits(self) -> tuple[int, int]:
         """Environment steps in a batch, at least and at most."""
         least = self.learner.batch_steps or self.algorithm.batch_steps
-        most = self.learner.max_batch_steps or max(least, 2 * self.algorithm.batch_steps)
+        most = self.learner.max_batch_steps or max(least, self.algorithm.batch_growth * self.algorithm.batch_steps)
         return min(least, most), most
+
+    @property
+    def steps_ahead(self) -> int:
+        """Environment steps that may be queued and on their way, unless `gateway.queue_capacity` is given; 0 if it is."""
+        return 0 if self.gateway.queue_capacity else BATCHES_AHEAD * self.batch_limits[0]
 
     @property
     def given(self) -> dict[str, Any]:
@@ -118,7 +125,8 @@ class RLSpec(Spec):
     def applied_gateway(self) -> GatewaySpec:
         """The gateway's settings, as this algorithm needs them."""
         lag = self.algorithm.limit_version_lag(self.gateway.max_version_lag)
-        return self.gateway.model_copy(update={"max_version_lag": lag})
+        capacity = self.gateway.queue_capacity or max(LEAST_CAPACITY, self.steps_ahead)  # segments of a step each
+        return self.gateway.model_copy(update={"max_version_lag": lag, "queue_capacity": capacity})
 
 
 def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has_masks: bool = False) -> ExperienceSpec:

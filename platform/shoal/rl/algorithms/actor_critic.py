@@ -6,7 +6,7 @@ Legend: N steps, S segments laid end to end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,7 +24,7 @@ from shoal.rl.algorithms.algorithm import (
     restore_optimizer,
     set_learning_rate,
 )
-from shoal.rl.algorithms.normalization import Normalizer
+from shoal.rl.algorithms.normalization import Normalizer, TargetMoments
 from shoal.rl.algorithms.segments import MOMENTS, compute_log_pi, compute_log_ratios, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import LearnerGroup
@@ -61,8 +61,10 @@ class ActorCriticAlgorithm(Algorithm):
         self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         self.model: AnyActorCritic = build_model(spec, experience)
         self.model.to(self.device)
+        self._parameters = list(self.model.parameters())
+        self._targets = TargetMoments()
         rate = self._config.learning_rate
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, eps=self.adam_epsilon, fused=True)
+        self._optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=self.adam_epsilon, fused=True)
 
     def compute_gradients(self, losses: Losses, num_mine: int, num_steps: int, group: LearnerGroup) -> dict[str, float]:
         """Store the clipped gradients of a loss over `num_mine` steps in the model; returns a step's metrics.
@@ -81,9 +83,11 @@ class ActorCriticAlgorithm(Algorithm):
             "learner/kl": losses.kl,
             **dict(zip(MOMENTS, losses.moments, strict=True)),
         }
-        sums = group.sum_gradients(self.model.parameters(), metrics, num_mine, num_steps)
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
-        explained = explain_variance(*(sums.pop(each) for each in MOMENTS))
+        sums = group.sum_gradients(self._parameters, metrics, num_mine, num_steps)
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        *errors, target, square = (sums.pop(each) for each in MOMENTS)
+        self._newest_targets = num_steps, target, square
+        explained = explain_variance(*errors, target, square)
         sums |= {"learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
         return {**sums, **(shown or {})}
 
@@ -92,7 +96,28 @@ class ActorCriticAlgorithm(Algorithm):
         if bad := find_non_finite(metrics):
             raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
         self._optimizer.step()
+        self._targets.add(*self._newest_targets)
+        head = getattr(self.model, "head", self.model)
+        head.value_scale.fill_(self._targets.deviation)
+        head.value_shift.fill_(self._targets.mean)
         return metrics
+
+    @property
+    def value_scale(self) -> float:
+        """The unit in which values are learned: the deviation of their targets."""
+        return self._targets.deviation
+
+    def count_minibatches(self, num_steps: int) -> int:
+        return max(1, round(num_steps / self._config.minibatch_steps))
+
+    def draw_segments(self, batch: ExperienceBatch) -> Iterator[tuple[np.ndarray, int]]:
+        """In each epoch, whole segments at random: yield which of this learner's are in a minibatch, bool [s], and the
+        steps of all learners' segments in it."""
+        segments, lengths = self.group.locate_segments(batch)
+        num_minibatches = min(len(lengths), self.count_minibatches(int(lengths.sum())))
+        for _ in range(self._config.epochs):
+            for chosen in torch.randperm(len(lengths)).tensor_split(num_minibatches):
+                yield np.isin(segments, chosen.numpy()), int(lengths[chosen.numpy()].sum())
 
     def take_demonstrations(self) -> bool:
         """Steps of cloning alone: a batch of experience has few, and comes from a policy that was shown nothing."""
@@ -100,7 +125,7 @@ class ActorCriticAlgorithm(Algorithm):
         num_steps = self.demonstrations.take_cloning_steps()
         for _ in range(num_steps):
             if self._add_shown_gradient():
-                nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+                nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
                 self._optimizer.step()
         return num_steps > 0
 
@@ -111,7 +136,8 @@ class ActorCriticAlgorithm(Algorithm):
             None if demonstrations is None else demonstrations.compute_loss(self.compute_log_pi, self._differentiate)
         )
         if shown is None:
-            self.model.zero_grad(set_to_none=True)
+            for each in self._parameters:
+                each.grad = None
         return shown
 
     def _differentiate(self, loss: Tensor) -> bool:
@@ -139,11 +165,13 @@ class ActorCriticAlgorithm(Algorithm):
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "normalizer": self.normalizer.state_dict(),
+            "targets": vars(self._targets),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.normalizer.load_state_dict(state["normalizer"])
+        vars(self._targets).update(state.get("targets", {}))
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 
 

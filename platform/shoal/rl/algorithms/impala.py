@@ -36,6 +36,7 @@ def impala_loss(
     distribution: Categorical | MultiCategorical | SquashedGaussian,
     num_steps: int | None = None,
     group: LearnerGroup = SINGLE,
+    scale: float | Tensor = 1.0,
 ) -> Losses:
     """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
 
@@ -59,14 +60,12 @@ def impala_loss(
         log_rhos_TB, discounts_TB, rewards_TB, values_T1B, mask_TB, config.rho_bar, config.c_bar, config.lambda_
     )
     advantages = grid.collect(trace.advantages_TB)
-    if config.normalize_advantages:
-        advantages = standardize(advantages, group)
+    advantages = standardize(advantages, group) if config.normalize_advantages else advantages / scale
     ratios = log_ratios.exp()
-    reach = config.clip / (1 if batch.ages is None else batch.ages.clamp(min=1))
-    is_clipped = torch.where(advantages > 0, ratios > 1 + reach, ratios < 1 - reach)
+    is_clipped = torch.where(advantages > 0, ratios > 1 + config.clip, ratios < 1 - config.clip)
     policy_loss = -(advantages * ~is_clipped * log_pi).sum() / num_steps
     targets, values = grid.collect(trace.targets_TB), values.index_select(0, grid.step_rows)
-    value_loss = 0.5 * (targets - values).square().sum() / num_steps
+    value_loss = 0.5 * ((targets - values) / scale).square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     moments = compute_moments(values, targets, num_steps)
     kl = (ratios - 1 - log_ratios).sum() / num_steps
@@ -80,8 +79,8 @@ class Impala(ActorCriticAlgorithm):
     _config: ImpalaConfig
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
-        _, num_steps = self.group.locate(batch)
-        yield self.take_step(self._compute_metrics(batch, num_steps, self.group))
+        for is_mine, num_steps in self.draw_segments(batch):
+            yield self.take_step(self._compute_metrics(batch.select(is_mine), num_steps, self.group))
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
         return not find_non_finite(self._compute_metrics(segment, segment.num_steps, SINGLE))
@@ -89,5 +88,6 @@ class Impala(ActorCriticAlgorithm):
     def _compute_metrics(self, batch: ExperienceBatch, num_steps: int, group: LearnerGroup) -> dict[str, float]:
         tensors, config = to_tensors(batch, self.device), self._config
         outputs, values = evaluate_rows(self.model, tensors)
-        losses = impala_loss(outputs, values, tensors, config, self.model.distribution, num_steps, group)
+        distribution = self.model.distribution
+        losses = impala_loss(outputs, values, tensors, config, distribution, num_steps, group, self.value_scale)
         return self.compute_gradients(losses, batch.num_steps, num_steps, group)

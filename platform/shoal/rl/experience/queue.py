@@ -25,6 +25,7 @@ from shoal.rl.experience.segment_log import Positioned, Unlogged
 from shoal.weights import decode_tensors, encode_tensors
 from shoal.wire.segment import DropReason, Segment
 
+MEAN_SEGMENTS = 32
 UNWRITABLE_PAUSE_S = 0.5
 _NUMBERS = ("lease_id", "position", "learner_version")
 _EXTRA = "extra."  # before the name of an extra, where a batch is one flat mapping
@@ -170,6 +171,7 @@ class ExperienceQueue:
         self._arrived = Condition(ledger.lock)  # one lock: the ledger and the queue always agree
         self._segments: deque[Positioned] = deque()
         self._num_steps = 0
+        self.mean_steps = 0.0  # of the newest segments; 0 before the first
         self._num_ready = self._ready_steps = 0  # of those, the first ones: what may be taken
         self._next_position = 1
         self._logged_end: int | None = None  # with a log: segments of lower positions are ready; without, all
@@ -198,6 +200,7 @@ class ExperienceQueue:
             self._next_position += 1
             self._segments.append(entry)
             self._num_steps += segment.num_steps
+            self.mean_steps += (segment.num_steps - self.mean_steps) / min(self._next_position, MEAN_SEGMENTS)
             self.ledger.record_received(key, seq)
             if self._logged_end is not None:
                 self._unlogged.append(entry)
