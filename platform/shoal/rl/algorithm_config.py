@@ -113,6 +113,8 @@ class ActorCriticConfig(AlgorithmConfig):
     entropy_cost:    weight of the entropy, in the same units for a nat
     rho_bar:         the most that a step counts, by π / μ, which experience of older weights may have far from 1
     max_grad_norm:   of the loss's gradient
+    normalize_advantages: to mean 0 and standard deviation 1 in each batch, of impala in each minibatch; otherwise
+                     they are in units of the deviation of the value targets
     synchronous:     actors pause while the learner updates: every step is of the newest weights
     """
 
@@ -126,6 +128,7 @@ class ActorCriticConfig(AlgorithmConfig):
     entropy_cost: float = Field(default=0.01, ge=0)
     rho_bar: float = Field(default=2.0, gt=0)
     max_grad_norm: float = Field(default=0.5, gt=0)
+    normalize_advantages: bool = True
     synchronous: bool = False
 
     cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
@@ -148,27 +151,21 @@ class ActorCriticConfig(AlgorithmConfig):
 class ImpalaConfig(ActorCriticConfig):
     """Names as in table D.1 of the paper; the optimizer is Adam.
 
-    c_bar:                the most that a trace is carried on
-    normalize_advantages: to mean 0 and standard deviation 1 in each minibatch
+    c_bar: the most that a trace is carried on
     """
 
     name: Literal["impala"] = "impala"
     rho_bar: float = Field(default=1.0, gt=0)
     c_bar: float = Field(default=1.0, gt=0)
-    normalize_advantages: bool = False
 
     algorithm: ClassVar[str] = "shoal.rl.algorithms.impala:Impala"
     changeable: ClassVar[tuple[str, ...]] = (*ActorCriticConfig.changeable, "c_bar")
 
 
 class PPOConfig(ActorCriticConfig):
-    """Names as in Schulman et al. (1707.06347).
-
-    normalize_advantages: to mean 0 and standard deviation 1 in each batch
-    """
+    """Names as in Schulman et al. (1707.06347)."""
 
     name: Literal["ppo"] = "ppo"
-    normalize_advantages: bool = True
 
     algorithm: ClassVar[str] = "shoal.rl.algorithms.ppo:PPO"
 

@@ -173,7 +173,7 @@ class Learner:
             return False
         started = time.perf_counter()
         versions = self.version - self._versions.measure_lag(batch.versions)  # as if no number had been skipped
-        prepared = self.algorithm.prepare(replace(batch, versions=versions, learner_version=self.version))
+        prepared = self.algorithm.prepare(replace(batch, versions=versions))
         # Before the weights depend on the batch.
         evidence = [] if self._evidence is None else self._evidence.score(prepared, time.monotonic())
         lags = self.version - prepared.oldest_versions()

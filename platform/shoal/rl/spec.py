@@ -89,7 +89,7 @@ class RLSpec(Spec):
 
     @property
     def steps_ahead(self) -> int:
-        """Environment steps that may be queued and on their way, unless `gateway.queue_capacity` is given; 0 if it is."""
+        """Environment steps that may be queued and on their way; 0: `gateway.queue_capacity` says how many segments."""
         return 0 if self.gateway.queue_capacity else BATCHES_AHEAD * self.batch_limits[0]
 
     @property

@@ -83,7 +83,7 @@ def test_the_loss_is_that_of_the_equation(clip: float) -> None:
 
 def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
     """Then π is the behaviour policy: the first step's ratios are 1, and nothing is clipped."""
-    ppo, batch = make_ppo(epochs=1, minibatches=1), random_batch(0, [6, 4])
+    ppo, batch = make_ppo(epochs=1), random_batch(0, [6, 4])
     log_probabilities = batch.log_probabilities + ppo.compute_log_ratios(batch)
     fresh = ExperienceBatch(**{**vars(batch), "log_probabilities": log_probabilities})
     [metrics] = ppo.update(fresh)
@@ -92,9 +92,10 @@ def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
 
 
 def test_an_update_has_a_step_for_each_minibatch_of_each_epoch() -> None:
-    ppo = make_ppo(epochs=3, minibatches=4)
+    ppo = make_ppo(epochs=3, minibatch_steps=4)
     assert len(list(ppo.update(random_batch(0, [8, 8])))) == 12
-    assert len(list(ppo.update(random_batch(0, [2])))) == 6  # two steps, so two minibatches
+    assert len(list(ppo.update(random_batch(0, [6])))) == 6  # 1.5 minibatches are two
+    assert len(list(ppo.update(random_batch(0, [1])))) == 1  # a quarter of a minibatch, three times
 
 
 def test_what_is_not_finite_changes_nothing() -> None:

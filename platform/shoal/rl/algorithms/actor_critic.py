@@ -110,12 +110,18 @@ class ActorCriticAlgorithm(Algorithm):
     def count_minibatches(self, num_steps: int) -> int:
         return max(1, round(num_steps / self._config.minibatch_steps))
 
+    def count_epochs(self, num_steps: int) -> int:
+        """As configured, but fewer for a batch that is smaller than a minibatch."""
+        most = self._config.epochs
+        return min(most, max(1, round(num_steps * most / self._config.minibatch_steps)))
+
     def draw_segments(self, batch: ExperienceBatch) -> Iterator[tuple[np.ndarray, int]]:
         """In each epoch, whole segments at random: yield which of this learner's are in a minibatch, bool [s], and the
         steps of all learners' segments in it."""
         segments, lengths = self.group.locate_segments(batch)
-        num_minibatches = min(len(lengths), self.count_minibatches(int(lengths.sum())))
-        for _ in range(self._config.epochs):
+        total = int(lengths.sum())
+        num_minibatches = min(len(lengths), self.count_minibatches(total))
+        for _ in range(self.count_epochs(total)):
             for chosen in torch.randperm(len(lengths)).tensor_split(num_minibatches):
                 yield np.isin(segments, chosen.numpy()), int(lengths[chosen.numpy()].sum())
 

@@ -40,8 +40,8 @@ def impala_loss(
 ) -> Losses:
     """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
 
-    Of experience that is k versions old, a step beyond 1 ± ε/k in the direction of its advantage has no policy gradient
-    (the trust region of PPO, 1707.06347): ρ = 1 would push it on with each batch until the effect of the first is seen.
+    A step beyond 1 ± ε in the direction of its advantage has no policy gradient (the trust region of PPO, 1707.06347):
+    ρ = 1 would push it on with each step of the optimizer until the effect of the first is seen.
 
     outputs [N+S, ...] of the distribution and values [N+S] are the learner's, for every observation; differentiable in
     both. num_steps: of the `group` of learners, if the batch is a share of one
@@ -74,7 +74,8 @@ def impala_loss(
 
 
 class Impala(ActorCriticAlgorithm):
-    """One step of Adam for each batch."""
+    """`epochs` times over the segments of each batch, in minibatches of whole segments at random: V-trace computes
+    advantages and targets anew for each."""
 
     _config: ImpalaConfig
 

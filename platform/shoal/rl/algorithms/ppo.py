@@ -111,7 +111,7 @@ class PPO(ActorCriticAlgorithm):
             return
         positions, num_steps = self.group.locate(batch)
         index_of_position = torch.full((num_steps,), -1).index_copy_(0, positions, torch.arange(len(positions)))
-        for _ in range(self._config.epochs):
+        for _ in range(self.count_epochs(num_steps)):
             for minibatch in torch.randperm(num_steps).tensor_split(self.count_minibatches(num_steps)):
                 mine = index_of_position[minibatch]  # -1: another learner has the step
                 chosen = mine[mine >= 0].to(self.device)

@@ -27,7 +27,7 @@ from shoal.wire.segment import DropReason, Segment
 
 MEAN_SEGMENTS = 32
 UNWRITABLE_PAUSE_S = 0.5
-_NUMBERS = ("lease_id", "position", "learner_version")
+_NUMBERS = ("lease_id", "position")
 _EXTRA = "extra."  # before the name of an extra, where a batch is one flat mapping
 
 
@@ -39,7 +39,6 @@ class ExperienceBatch:
     log_probabilities [N], versions [N], lengths int64 [S], terminated bool [S]; `acknowledge` takes the lease_id.
     extras: the segments' further tensors by name, [S, ...] or [N+S, ...] as they are given for a segment or observation
     position: of its last segment in the log of the run; 0 without a log
-    learner_version: of the weights that learn from it; 0 before
     """
 
     lease_id: int
@@ -52,7 +51,6 @@ class ExperienceBatch:
     terminated: np.ndarray
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     position: int = 0
-    learner_version: int = 0
 
     @classmethod
     def from_segments(cls, lease_id: int, segments: list[Segment], position: int = 0) -> ExperienceBatch:
@@ -90,11 +88,6 @@ class ExperienceBatch:
         numbers = {name: int(arrays.pop(name)[0]) for name in _NUMBERS}
         return cls(extras=extras, **numbers, **arrays)  # type: ignore[arg-type]
 
-    def get_ages(self) -> np.ndarray:
-        """How many versions behind the learner's each step is. [N]"""
-        ages: np.ndarray = np.maximum(0, self.learner_version - self.versions)
-        return ages
-
     def oldest_versions(self) -> np.ndarray:
         """The oldest weights version in each segment. [S]"""
         starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
@@ -116,7 +109,6 @@ class ExperienceBatch:
             self.terminated[keep],
             {name: each[keep if len(each) == len(keep) else rows] for name, each in self.extras.items()},
             self.position,
-            self.learner_version,
         )
 
 
