@@ -116,9 +116,6 @@ class Evolution(ABC):
     def _decide(self, standing: Standing) -> Decisions:
         """The decisions; every failed member is among the retired ones."""
 
-    def begin_again(self, round_number: int) -> None:  # noqa: B027 - not every one has something to forget
-        """Forget: after this round no member has a score, and all begin with new weights. In place of `next`."""
-
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on: numbers, and lists of them."""
         return {"stopped": sorted(self._stopped)}

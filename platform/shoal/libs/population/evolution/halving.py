@@ -53,9 +53,6 @@ class Halving(Evolution):
         changes = {member: self.space.sample(standing.rng) for member in dropped}
         return Decisions(retired=standing.failed, fresh=dropped, changes=changes)
 
-    def begin_again(self, round_number: int) -> None:
-        self._births = [round_number] * self.num_members
-
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "scores": [list(each) for each in self._scores], "births": list(self._births)}
 

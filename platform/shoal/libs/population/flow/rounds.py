@@ -26,7 +26,7 @@ from shoal.extend.cluster import expected_run_id
 from shoal.extend.registry import Criterion, Registry
 from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status, format_number
 from shoal.extend.train import ConsoleLog, EventLog
-from shoal.libs.population.evolution import ARCHITECTURE, Decisions, build_evolution
+from shoal.libs.population.evolution import Decisions, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
 from shoal.random_state import preserve_rng
 from shoal.weights import WeightSnapshot
@@ -270,8 +270,7 @@ class PopulationRun(ABC, Generic[SpecT]):
                 self.begin_afresh(member)
         for member, values in decisions.changes.items():
             state.values[member] = dict(values)
-            changed = {path: value for path, value in values.items() if not path.startswith(ARCHITECTURE)}
-            population.set_hyper_parameters(member, changed)  # an architecture never changes
+            population.set_hyper_parameters(member, values)
         for member in decisions.stopped:
             population.retire(member)
 
