@@ -192,10 +192,6 @@ class Loader:
         if self._messages is not None and state["states"][0] is not None:
             self._messages.commit(state["states"][0][1])
 
-    def get_worker_pids(self) -> list[int]:
-        """The running worker processes."""
-        return self._feed.pids()
-
     def close(self) -> None:
         """End the worker processes. Idempotent; the loader yields nothing more."""
         self._in_flight.clear()
