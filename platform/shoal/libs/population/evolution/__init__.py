@@ -14,7 +14,7 @@ EVOLUTIONS: dict[str, type[Evolution]] = {"pbt": PBT, "halving": Halving, "rando
 
 
 def build_evolution(
-    spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int | None = None, seed: int = 0
+    spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int, seed: int = 0
 ) -> Evolution:
-    """Build one. Raises ConfigError where it needs more members, or a number of rounds."""
+    """Build one. Raises ConfigError where it needs more members, or more rounds."""
     return EVOLUTIONS[spec.name](spec, space, num_members, num_rounds=num_rounds, seed=seed)
