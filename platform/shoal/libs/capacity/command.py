@@ -17,7 +17,7 @@ from shoal.batching.latency_model import ForwardTime
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
-from shoal.extend.cli import SECONDS, FiniteRange, ca_option, make_table, print_json
+from shoal.extend.cli import SECONDS, FiniteRange, ca_option, endpoint_option, json_option, make_table, print_json
 from shoal.extend.serve import MAX_REPLICAS
 from shoal.libs.capacity.simulation import SimulatedLoad, simulate
 
@@ -39,8 +39,8 @@ LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 @click.option(
     "--requests", default=20_000, show_default=True, type=click.IntRange(100, MAX_REQUESTS), help="To simulate."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
+@json_option
+@endpoint_option
 @ca_option
 def simulate_verb(
     model: str | None,
