@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         get_evaluations,
     )
     from shoal.train.run_facts import RunFacts
-    from shoal.train.spec import Direction, ScheduleSpec, StopSpec, TargetSpec, TrainSpec
+    from shoal.train.spec import Direction, ScheduleSpec, StopSpec, TargetSpec, TrainSpec, require_direction
     from shoal.train.stateful_metric import MetricSet, StatefulMetric
     from shoal.train.task import (
         JOBS,

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec
 from shoal.extend.registry import AliasNames
 from shoal.extend.runs import LogFormat, TrackerNames, infer_direction
+from shoal.extend.train import require_direction
 from shoal.libs.population.evolution import EvolutionSpec
 from shoal.search.space import Options, SearchSpace
 
@@ -118,10 +119,7 @@ class PopulationSpec(Spec):
         for name in self.augmentation:
             if AUGMENTATION + name in self.space:
                 raise ValueError(f"augmentation.{name} is in the space too: fix it with space.augmentation.{name}=null")
-        if self.direction == "auto" and infer_direction(self.metric) is None:
-            raise ValueError(
-                f"direction: the name {self.metric!r} does not tell whether more is better: say direction=max or min"
-            )
+        require_direction(self.metric, self.direction)
         if self.workers > self.members:
             raise ValueError(f"workers={self.workers} is more than members={self.members}")
         if self.ensemble is not None and self.ensemble > self.members:
