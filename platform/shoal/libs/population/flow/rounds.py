@@ -224,7 +224,9 @@ class PopulationRun(ABC, Generic[SpecT]):
         signed = scores if self.spec.is_higher_better else [-score for score in scores]
         decisions = self._evolution.next(state.round, signed, state.values)
         self._apply(decisions)
-        state.rounds.append(details | describe_decisions(decisions))
+        details["copies"] = [list(pair) for pair in decisions.copies]
+        details |= {name: list(getattr(decisions, name)) for name in ("fresh", "retired", "stopped")}
+        state.rounds.append(details)
         state.seconds += time.monotonic() - began_s
         self._log.flush()
         saved = {each.name: getattr(state, each.name) for each in fields(state)}
@@ -320,13 +322,3 @@ class PopulationRun(ABC, Generic[SpecT]):
             metrics=metrics,
         )
         return detail
-
-
-def describe_decisions(decisions: Decisions) -> dict[str, Any]:
-    """Describe them for the record."""
-    return {
-        "copies": [list(pair) for pair in decisions.copies],
-        "fresh": list(decisions.fresh),
-        "retired": list(decisions.retired),
-        "stopped": list(decisions.stopped),
-    }
