@@ -25,11 +25,10 @@ class ActorProcesses:
     `end()`.
 
     environment: variables beside those of this process, such as the token
-    prefix:      of the actors' ids and of their logs
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], prefix: str = "actor") -> None:
-        self._folder, self._environment, self._prefix = folder, environment, prefix
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder, self._environment = folder, environment
         self._actors: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -49,7 +48,7 @@ class ActorProcesses:
         command = [sys.executable, "-m", "shoal.actor", "--lifeline", *known]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
         for index in range(number):
-            own = ["--actor-id", f"{self._prefix}-{index}", "--seed", str(seed + index)]
+            own = ["--actor-id", f"actor-{index}", "--seed", str(seed + index)]
             if record_every and not index:
                 own += ["--record", str(self._folder / "films"), "--record-every", str(record_every)]
             with create_private(self._get_log(index)).open("ab") as log:
@@ -72,10 +71,7 @@ class ActorProcesses:
     def describe_dead(self) -> list[str]:
         """A line for each actor that has ended with an error."""
         dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
-        return [
-            f"{self._prefix}-{index} ended with status {code}: {self._read_last_log_line(index)}"
-            for index, code in dead
-        ]
+        return [f"actor-{index} ended with status {code}: {self._read_last_log_line(index)}" for index, code in dead]
 
     def finish(self, timeout_s: float) -> None:
         """The gateway has ended their sessions: give them a moment to exit, then `end` them."""
@@ -109,7 +105,7 @@ class ActorProcesses:
         self.end()
 
     def _get_log(self, index: int) -> Path:
-        return self._folder / f"{self._prefix}-{index}.log"
+        return self._folder / f"actor-{index}.log"
 
     def _read_last_log_line(self, index: int) -> str:
         lines = self._get_log(index).read_text(errors="replace").strip().splitlines()
