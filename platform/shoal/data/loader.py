@@ -316,20 +316,8 @@ class DeviceTransfer(Protocol):
     def finish(self, moving: Any) -> Batch: ...
 
 
-class NoTransfer:
-    """The CPU: no copy is needed."""
-
-    ahead = 0
-
-    def begin(self, batch: Batch) -> Any:
-        return batch
-
-    def finish(self, moving: Any) -> Batch:
-        return moving
-
-
-class SyncTransfer:
-    """A device without streams of its own: a plain copy."""
+class PlainTransfer:
+    """A device without streams of its own: a plain copy, and none to the CPU."""
 
     ahead = 0
 
@@ -337,6 +325,8 @@ class SyncTransfer:
         self._device = device
 
     def begin(self, batch: Batch) -> Any:
+        if self._device.type == "cpu":
+            return batch
         return map_tensors(batch, lambda tensor: tensor.to(self._device))
 
     def finish(self, moving: Any) -> Batch:
@@ -383,8 +373,4 @@ def can_be_pinned(tensor: Tensor) -> bool:
 
 
 def make_transfer(device: torch.device, pin: bool | None) -> DeviceTransfer:
-    if device.type == "cpu":
-        return NoTransfer()
-    if device.type == "cuda":
-        return PinnedTransfer(device, pin is not False)
-    return SyncTransfer(device)
+    return PinnedTransfer(device, pin is not False) if device.type == "cuda" else PlainTransfer(device)
