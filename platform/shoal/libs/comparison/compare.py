@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.extend.cli import json_option, make_table, print_json, to_json_value
+from shoal.extend.cli import json_option, make_table, print_json
 from shoal.extend.registry import Registry
 from shoal.extend.runs import (
     Run,
@@ -103,7 +103,7 @@ def compare(
     path = _save_plot(columns, by, plot, tables)
     if as_json:
         facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
-        print_json(to_json_value({**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()}))
+        print_json({**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()})
         return
     console = Console(highlight=False)
     for table in tables:
