@@ -5,7 +5,7 @@ Nothing here imports Ray. Names that need torch are imported at their first use.
 
 from typing import TYPE_CHECKING
 
-from shoal.plugins.lazy import load_on_demand
+from shoal.extend import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.libs.population.population import Population as Population

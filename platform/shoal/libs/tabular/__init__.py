@@ -7,7 +7,7 @@ are imported at their first use.
 
 from typing import TYPE_CHECKING
 
-from shoal.plugins.lazy import load_on_demand
+from shoal.extend import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.libs.tabular.dataset import Table as Table
