@@ -44,7 +44,7 @@ class MetricSummary:
     common: float
 
 
-def place_curves(run: Run, by: Axis, attempts: Sequence[tuple[float, float]]) -> dict[str, MetricCurve]:
+def build_curves(run: Run, by: Axis, attempts: Sequence[tuple[float, float]]) -> dict[str, MetricCurve]:
     """The curves of all metrics of a run. attempts: its running times, in seconds since it was created"""
     logged = read_curves(run)
     epochs = logged.get(EPOCH)

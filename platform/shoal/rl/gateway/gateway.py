@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,7 +38,6 @@ from shoal.wire.messages import (
     ActMessage,
     ActsMessage,
     Bye,
-    GameSettings,
     Hello,
     OpponentMessage,
     Ping,
@@ -192,7 +191,7 @@ class Gateway:
         self._wake()
         return reply.result(timeout_s)
 
-    def set_settings(self, values: GameSettings) -> None:
+    def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Tell all games these settings, unless they are the present ones. From any thread."""
         with self._lock:
             self._state.change_settings(values)
