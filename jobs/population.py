@@ -4,7 +4,6 @@
     shoal run population members=8 rounds=5                     # fewer of both
     shoal run population space.optimizer.weight_decay='log(1e-6, 1e-2)'
     shoal run population space.augmentation.erase=null          # one hyper-parameter less
-    shoal run population space.args.narrow='choice(1, 2)'       # two architectures
     shoal run population evolution=halving                      # or pbt, the default, random_search
     shoal run population task=my_task.py:MyTask metric=loss     # your own Task
     ray job submit --working-dir . -- python jobs/population.py # the same on a cluster that is up

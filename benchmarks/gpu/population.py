@@ -100,8 +100,8 @@ def measure(setting: Setting) -> Iterator[Row]:
             except ConfigError as error:
                 misfits.append(f"{engine}: {error}")
                 continue
-            if engine == "auto" and population.choices[0] is not None:
-                chosen = f"engine: {population.choices[0].engine}, {population.choices[0].chunk} members at once"
+            if engine == "auto" and population.choice is not None:
+                chosen = f"engine: {population.choice.engine}, {population.choice.chunk} members at once"
             sides[engine] = partial(train, population, [batch] * steps)
         found = take_turns(sides, setting)
     rates = {name: [1e3 * members * steps / ms for ms in taken] for name, taken in found.items()}

@@ -32,7 +32,7 @@ def main(network: str, members: int, batch_size: int, optimizer: Any, order: Any
     ) as population:  # fmt: skip
         batch = make_batch(network, batch_size, members if order == "own" else None)
         population.step(batch)  # chooses the engine
-        choice = population.choices[0]
+        choice = population.choice
         assert choice is not None
         say(engine=choice.engine, chunk=choice.chunk, reasons=dict(choice.reasons),
             trials=[[each.engine, each.chunk, round(each.ms, 3)] for each in choice.trials])  # fmt: skip

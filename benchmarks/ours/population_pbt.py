@@ -52,7 +52,7 @@ def exploit(setting: dict[str, Any]) -> None:
     with Population(LeNet, lambda outputs, batch: outputs.mean(), members=setting["members"],
                     hyper_parameters=columns) as population:  # fmt: skip
         times, bare = [], []
-        rows = [each.numpy() for each in population.groups[0].rows.state().values() if each.numel()]
+        rows = [each.numpy() for each in population.group.rows.state().values() if each.numel()]
         for number in range(NUM_EXPLOITS):
             loser, winner = number % setting["members"], (number + 7) % setting["members"]
             began_s = time.perf_counter()

@@ -13,7 +13,7 @@ needs. The packages (`shoal.train`, `shoal.runs`, ...) are imported in the same 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,37 +58,14 @@ _HOMES = {
     "Mean": "shoal.parallel.loss",
     "Registry": "shoal.registry",
 }
-_ROOMS = frozenset(
-    {
-        *("errors", "home", "config", "wire", "weights", "runs", "registry", "models", "checkpoint", "open_inference"),
-        *(
-            "actor",
-            "client",
-            "cluster",
-            "loaded",
-            "rl",
-            "serve",
-            "flows",
-            "cli",
-            "train",
-            "parallel",
-            "data",
-            "cost",
-            "api",
-        ),
-        *("gc_freeze", "batch_tree", "atomic_file", "network_address", "cpu_count", "random_state", "recipes"),
-        *("ray_call", "frame", "differentiation", "yaml_text", "device_memory"),
-        *("store", "sync", "batching", "search", "sources", "plugins", "extend", "libs"),
-    }
-)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _ROOMS:
-        return importlib.import_module(f"shoal.{name}")
     if not name.startswith("_"):
+        if importlib.util.find_spec(f"shoal.{name}") is not None:
+            return importlib.import_module(f"shoal.{name}")
         from shoal.plugins.library import find_sound_libraries
 
         for library in find_sound_libraries():

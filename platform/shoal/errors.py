@@ -39,13 +39,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, Self
 
 MAX_SHOWN_LENGTH, MAX_SUMMARY_LENGTH = 160, 200
+MAX_INDICES = 16  # of samples that are named
 
 
 class ShoalError(Exception):
-    """The root of all exceptions of Shoal."""
+    """The root of all exceptions of Shoal. Another process makes it again of the same arguments."""
+
+    _arguments: tuple[Any, ...]
+    _options: dict[str, Any]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        error = super().__new__(cls, *arguments)
+        error._arguments, error._options = arguments, options
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), **self._options), self._arguments, vars(self)
 
 
 def summarize_error(error: BaseException, *, line: int = 0, max_chars: int | None = MAX_SUMMARY_LENGTH) -> str:
@@ -87,9 +100,6 @@ class ConfigError(ShoalError, ValueError):
         message = f"{field} = {value!r}: {problem}" if is_shown else f"{field}: {problem}"
         super().__init__(f"{message}. {remedy}" if remedy else message)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.field, self.value, self.problem, self.remedy))
-
 
 class SpecMismatch(ConfigError):
     """Two things that must agree do not."""
@@ -114,9 +124,6 @@ class TreeError(DataError):
     def _name(tree: int | None, node: int | None) -> str:
         return "batch" if tree is None else f"tree {tree}" if node is None else f"tree {tree}, node {node}"
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.tree, self.node, self.problem, self.remedy))
-
 
 class WireError(ShoalError):
     """A message broke the protocol. `code` is one of the error codes of docs/protocol.md."""
@@ -125,9 +132,6 @@ class WireError(ShoalError):
         self.code, self.message = code, message
         super().__init__(f"{code}: {message}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.code, self.message))
-
 
 class ProtocolViolation(WireError):
     """A malformed, oversized, truncated or unknown message. `seq` is its segment's number where the header has it."""
@@ -135,9 +139,6 @@ class ProtocolViolation(WireError):
     def __init__(self, code: str, message: str, seq: int | None = None) -> None:
         self.seq = seq
         super().__init__(code, message)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.code, self.message, self.seq))
 
 
 class Refused(WireError):
@@ -150,9 +151,6 @@ class InvalidSegment(ShoalError, ValueError):
     def __init__(self, reason: str, field: str, problem: str) -> None:
         self.reason, self.field, self.problem = reason, field, problem
         super().__init__(f"{field}: {problem}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.reason, self.field, self.problem))
 
 
 class ConnectionLost(ShoalError, ConnectionError):
@@ -206,9 +204,6 @@ class NotFinite(TrainError):
         shown = "" if indices is None else f", samples {_format_indices(indices)}"
         super().__init__(f"{what} is not finite in step {step}{shown}; {where}. {self.remedy}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.what, self.step, self.indices, self.checkpoint, self.remedy))
-
 
 class OutOfMemory(TrainError):
     """The device's memory is too small for a step; the message names a size that fits."""
@@ -260,9 +255,6 @@ class InferenceError(ShoalError):
         self.status, self.message, self.retry_after_s, self.field = status, message, retry_after_s, field
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.status, self.message, self.retry_after_s, self.field))
-
 
 class ModelError(InferenceError):
     """A model's own failure on a request (500). Callers receive its text only if their endpoint has `show_errors`."""
@@ -279,9 +271,6 @@ class NoCapacity(ClusterError):
         self.need, self.found, self.wait_s = need, found, wait_s
         remedy = "give it longer (wait=1h), end what runs (`shoal status`), or ask for less"
         super().__init__(f"{need}, and has waited {wait_s:g} s: {found}. {remedy}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.need, self.found, self.wait_s))
 
 
 class MissingExtra(ShoalError, ImportError):
@@ -301,6 +290,6 @@ def needs_extra(extra: str) -> Iterator[None]:
         raise MissingExtra(f"{missing.name} is not installed: {remedy}", name=missing.name) from None
 
 
-def _format_indices(indices: list[int], most: int = 16) -> str:
-    rest = f" and {len(indices) - most} more" if len(indices) > most else ""
-    return ", ".join(str(index) for index in indices[:most]) + rest
+def _format_indices(indices: list[int]) -> str:
+    rest = f" and {len(indices) - MAX_INDICES} more" if len(indices) > MAX_INDICES else ""
+    return ", ".join(map(str, indices[:MAX_INDICES])) + rest

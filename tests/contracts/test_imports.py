@@ -286,10 +286,3 @@ def test_a_process_loads_only_what_it_needs(groups: list[tuple[list[str], list[s
 def test_every_module_says_what_it_is() -> None:
     silent = [path for path in FILES if not ast.get_docstring(parse(path))]
     assert not silent, "\n".join(map(str, silent))
-
-
-def test_every_room_is_in_the_layout_that_the_package_names() -> None:
-    import shoal
-
-    rooms = {room_of(path) for path in FILES} - {"__init__", "__main__"}
-    assert rooms == set(shoal._ROOMS)

@@ -63,7 +63,7 @@ def make_population(device: str, factory: Any = make_perceptron, members: int = 
 
 def copy_rows(population: Population) -> dict[str, Tensor]:
     """What each member is, in the members' order, on the host."""
-    (group,) = population.groups
+    group = population.group
     rows = [group.find_row(member) for member in range(population.num_members)]
     return {name: each[rows].cpu() for name, each in group.rows.packed_state().items()}
 
@@ -113,7 +113,7 @@ def test_members_equal_those_of_the_cpu(device: str, engine: str, factory: Any, 
             list(each.train(batches[:4]))
             each.exploit([(0, 6)])
             list(each.train(batches[4:]))
-        (choice,) = population.choices
+        choice = population.choice
         assert choice is not None
         assert choice.engine == engine
         found, right = copy_rows(population), copy_rows(expected)
@@ -148,10 +148,10 @@ def test_members_that_do_not_fit_are_the_same_to_the_bit(device: str, fitting: i
     options = {"engine": "stacked", "chunk": 1, "inputs": wait_on_device, "optimizer": optimizer}
     batches = [(inputs.to(device), classes.to(device)) for inputs, classes in make_batches(8)]
     with make_population(device, **options) as resident:
-        row_bytes = resident.groups[0].layout.row_bytes(len(resident.setting.optimizer.slots))
+        row_bytes = resident.group.layout.row_bytes(len(resident.setting.optimizer.slots))
         with make_population(device, memory_bytes=fitting * row_bytes, **options) as population:
-            assert resident.groups[0].store.is_resident
-            assert not population.groups[0].store.is_resident
+            assert resident.group.store.is_resident
+            assert not population.group.store.is_resident
             for number in range(6):
                 measured = []
                 for each in (resident, population):
@@ -167,7 +167,7 @@ def test_members_that_do_not_fit_are_the_same_to_the_bit(device: str, fitting: i
 def test_rows_of_a_ready_chunk_can_be_read_while_others_train(device: str) -> None:
     options = {"engine": "stacked", "chunk": 1, "inputs": wait_on_device}
     with make_population(device, **options) as resident:
-        row_bytes = resident.groups[0].layout.row_bytes(1)
+        row_bytes = resident.group.layout.row_bytes(1)
         list(resident.train(make_batches(2)))
         with make_population(device, memory_bytes=2 * row_bytes, **options) as population:
             for result in population.train(make_batches(2)):
@@ -200,7 +200,7 @@ def test_the_trial_of_engines_waits_for_the_device() -> None:
         slept_ms = (time.perf_counter() - began_s) * 1e3
     with make_population("cuda", Slow, engine="looped") as population:
         population.step(make_batches(1)[0])
-        (choice,) = population.choices
+        choice = population.choice
         assert choice is not None
         assert min(each.ms for each in choice.trials) > 0.5 * slept_ms, (choice, slept_ms)
 
@@ -210,7 +210,7 @@ def test_auto_takes_an_engine_that_the_device_has(device: str, factory: Any) -> 
     with make_population(device, factory, members=32) as population:
         losses = population.step(make_batches(1)[0])
         assert losses.isfinite().all(), losses
-        (choice,) = population.choices
+        choice = population.choice
         assert choice is not None
         if device == "cuda":
             assert "not a CPU" in choice.reasons["lanes"], choice

@@ -47,7 +47,7 @@ def test_workers_give_the_same_batches_and_end_with_the_loader(tmp_path: Path, m
                 assert torch.equal(mine["noise"], theirs["noise"])
                 assert inline.last_indices == loader.last_indices == mine["inputs"].tolist()
                 pids |= set(theirs["pid"].tolist())
-        assert sorted(pids) == sorted(loader.get_worker_pids())
+        assert sorted(pids) == sorted(loader._feed.pids())
         assert len(pids) == 2
         for pid in pids:
             for asked in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, torchrun, Slurm: they reach them too
@@ -56,7 +56,7 @@ def test_workers_give_the_same_batches_and_end_with_the_loader(tmp_path: Path, m
         inline.seek(0, 8)
         batch = next(iter(loader))
         assert torch.equal(batch["noise"], next(iter(inline))["noise"])
-        assert sorted(loader.get_worker_pids()) == sorted(pids)  # none was started anew
+        assert sorted(loader._feed.pids()) == sorted(pids)  # none was started anew
         batch["inputs"] += 1  # the memory is ours
         state = loader.state_dict()
         loader.close()
@@ -77,7 +77,7 @@ def test_a_worker_that_raises_or_dies_is_named_with_its_samples() -> None:
         with pytest.raises(DataError, match=r"in samples 4, 5\): OSError: sector 5 is gone") as raised:
             next(batches)
         assert 'raise OSError("sector 5 is gone")' in str(raised.value.__cause__)  # where, in the worker
-        (survivor,) = loader.get_worker_pids()
+        (survivor,) = loader._feed.pids()
         loader.seek(0, 6)
         batches = iter(loader)
         assert next(batches)["inputs"].tolist() == [6, 7]
@@ -87,7 +87,7 @@ def test_a_worker_that_raises_or_dies_is_named_with_its_samples() -> None:
             next(batches)
         loader.seek(0, 10)  # a new worker
         assert next(iter(loader))["inputs"].tolist() == [10, 11]
-        assert loader.get_worker_pids() != [survivor]
+        assert loader._feed.pids() != [survivor]
 
 
 @pytest.mark.soak
@@ -96,7 +96,7 @@ def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended(monkey
     with Loader(Leaving(8), batch_size=2, shuffle=False, spec=ONE) as loader:
         with pytest.raises(DataError, match=r"of samples 0, 1 cannot be handed over .*TypeError: .*lock"):
             next(iter(loader))
-        (worker,) = loader.get_worker_pids()
+        (worker,) = loader._feed.pids()
         assert os.sched_getscheduler(worker) == os.SCHED_BATCH  # on a busy core it waits, and training does not
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
         loader.seek(0, 2)
@@ -111,14 +111,14 @@ def test_arrays_of_the_dataset_are_in_memory_once_and_a_slow_worker_is_given_up(
     with Loader(Held(values), batch_size=2, shuffle=False, spec=TWO) as loader:
         for batch, step in zip(loader, range(8), strict=False):
             assert torch.equal(batch, torch.from_numpy(values[2 * step : 2 * step + 2]))
-        for pid in loader.get_worker_pids():
+        for pid in loader._feed.pids():
             maps = [each for each in psutil.Process(pid).memory_maps(grouped=False) if "shoal-data" in each.path]
             assert max(each.size for each in maps) > values.nbytes
             assert sum(each.private_dirty for each in maps) < values.nbytes / 2
             os.kill(pid, signal.SIGSTOP)
         loader._feed._workers[0].connection.settimeout(0.1)  # type: ignore[union-attr]
         loader._feed._workers[1].connection.settimeout(0.1)  # type: ignore[union-attr]
-        pids = loader.get_worker_pids()
+        pids = loader._feed.pids()
         with pytest.raises(DataError, match=r"has made no batch for 600 s of samples .*raise loader.timeout_s"):
             for _ in loader:
                 pass
@@ -139,7 +139,7 @@ print("read", flush=True)
 loader = Loader(Mine(), batch_size=2, shuffle=False, spec=LoaderSpec(workers=1))
 if GUARD:
     for batch in loader:
-        print(batch.tolist(), loader.get_worker_pids(), flush=True)
+        print(batch.tolist(), loader._feed.pids(), flush=True)
     time.sleep(60)
 """
 

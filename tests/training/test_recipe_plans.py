@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from programs import run_ranks
 from shoal.data import Loader
@@ -104,7 +105,7 @@ def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:
     """Requests with trees of several sizes share a forward, and a row that is no tree is rejected by tree and node."""
     from shoal.errors import InferenceError
     from shoal.flows.serving_spec import check, load_serving_spec
-    from shoal.libs.trees.syntax_tree import KINDS, pad_trees
+    from shoal.libs.trees.syntax_tree import KINDS
     from shoal.registry import Registry
     from shoal.serve.model.predictor import Predictor
     from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
@@ -124,6 +125,12 @@ def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:
     computed = model._forward
     model._forward = lambda inputs: num_forwards.append(1) or computed(inputs)
     chain, flat, single = ([3, 4, 5], [-1, 0, 1]), ([9, 2, 2, 2], [-1, 0, 0, 0]), ([7], [-1])
+
+    def pad_trees(trees: Any) -> dict[str, np.ndarray]:
+        columns = [[torch.tensor(each) for each in column] for column in zip(*trees, strict=True)]
+        padded = [pad_sequence(each, batch_first=True, padding_value=-1).numpy() for each in columns]
+        return dict(zip(("tokens", "parents"), padded, strict=True))
+
     answers = model.predict_batch([pad_trees(each) for each in ([chain, single], [flat], [single])])
     assert len(num_forwards) == 1
     assert [each["logits"].shape for each in answers] == [(2, 3, len(KINDS)), (1, 4, len(KINDS)), (1, 1, len(KINDS))]

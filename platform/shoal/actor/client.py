@@ -41,6 +41,7 @@ from shoal.wire.messages import (
     Bye,
     Credit,
     ErrorMessage,
+    GameSettings,
     Hello,
     Message,
     OpponentMessage,
@@ -116,7 +117,7 @@ class ActorClient:
         self.acknowledged: dict[str, int] = {"accepted": 0, "dropped": 0, "duplicate": 0}
         self.drops: dict[str, int] = {}  # dropped segments by reason, or by the error that named them
         self.last_drop = ""  # reason and detail of the newest drop
-        self.settings: Mapping[str, bool | int | float | str] = {}  # what the run tells its games
+        self.settings: GameSettings = {}  # what the run tells its games
 
     # -- life ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from shoal.actor.policy_networks import GraphNetwork, Kernel, compute_features, load_kernels
-from shoal.actor.recurrent_policy import PREFIX, RecurrentPolicy, describe_head, load_layers
+from shoal.actor.recurrent_policy import (
+    PREFIX,
+    ActionBatch,
+    Masks,
+    RecurrentPolicy,
+    Rows,
+    describe_head,
+    load_layers,
+)
 from shoal.errors import ConfigError, WeightsError
 from shoal.wire.experience_spec import NO_EXTRAS, PolicySpec
 
@@ -93,12 +101,7 @@ class MlpPolicy:
         outputs = hidden.tolist()
         return outputs
 
-    def act_batch(
-        self,
-        observations: Sequence[np.ndarray] | np.ndarray,
-        streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
-    ) -> tuple[Sequence[Any], Sequence[float]]:
+    def act_batch(self, observations: Rows, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch:
         """Sample an action for each of the observations [B, *obs]; returns them with their log-probabilities.
 
         streams: the key of each observation's stream [B]: its number, from 0 on, or an actor's id and a key; `act` is
@@ -116,9 +119,7 @@ class MlpPolicy:
             return [action], [log_probability]
         return self._sample_batch(self.compute_outputs(observations), streams, masks)
 
-    def compute_outputs(
-        self, observations: Sequence[np.ndarray] | np.ndarray, streams: Sequence[Hashable] = ()
-    ) -> np.ndarray:
+    def compute_outputs(self, observations: Rows, streams: Sequence[Hashable] = ()) -> np.ndarray:
         """The outputs of the last layer, float32 [B, n], for observations [B, *obs]. streams: see `act_batch`"""
         if self._graph is not None:
             return self._graph.compute(np.asarray(observations))
@@ -136,12 +137,7 @@ class MlpPolicy:
                     np.tanh(hidden, out=hidden)
         return hidden
 
-    def _sample_batch(
-        self,
-        outputs: np.ndarray,
-        streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
-    ) -> tuple[Sequence[Any], Sequence[float]]:
+    def _sample_batch(self, outputs: np.ndarray, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch:
         """Sample from outputs [B, n]. A handful of plain floats is faster than a dozen operations on small arrays."""
         if (
             len(outputs) >= MIN_ARRAY_ROWS
@@ -217,12 +213,7 @@ class EpsilonGreedyPolicy(MlpPolicy):
         position = find_ladder_position(actor_id, number if isinstance(number, int) else 0)
         return float(self._base ** (1.0 + self._spec.epsilon_exponent * position))
 
-    def _sample_batch(
-        self,
-        outputs: np.ndarray,
-        streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
-    ) -> tuple[Sequence[Any], Sequence[float]]:
+    def _sample_batch(self, outputs: np.ndarray, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch:
         if len(outputs) < MIN_ARRAY_ROWS or masks is not None:
             return super()._sample_batch(outputs, streams, masks)
         num_actions, best, drawn = outputs.shape[1], outputs.argmax(axis=1), self._random.random(len(outputs))
@@ -297,12 +288,7 @@ class SquashedGaussianPolicy(MlpPolicy):
         actions, log_densities = self._sample_batch(np.array([logits]), (stream,))
         return actions[0], log_densities[0]
 
-    def _sample_batch(
-        self,
-        outputs: np.ndarray,
-        streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
-    ) -> tuple[Sequence[Any], Sequence[float]]:
+    def _sample_batch(self, outputs: np.ndarray, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch:
         num_numbers, outputs = self._low.size, outputs.astype(np.float64)
         means = outputs[:, :num_numbers]
         log_stds = np.clip(self._log_stds if self._spec.log_std else outputs[:, num_numbers:], *LOG_STD_LIMITS)

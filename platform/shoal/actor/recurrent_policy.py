@@ -18,6 +18,9 @@ from shoal.wire.experience_spec import STATE, PolicySpec
 
 PREFIX = "recurrent_"
 NUM_GATES = {"gru": 3, "lstm": 4}
+Rows = Sequence[np.ndarray] | np.ndarray  # observations [B, *obs]
+Masks = Sequence[np.ndarray | None] | np.ndarray | None  # of each observation bool [K]
+ActionBatch = tuple[Sequence[Any], Sequence[float]]  # actions [B], and their log-probabilities
 
 
 class PolicyHead(Protocol):
@@ -32,16 +35,9 @@ class PolicyHead(Protocol):
         self, observation: np.ndarray, stream: Hashable = 0, mask: np.ndarray | None = None
     ) -> tuple[Any, float]: ...
 
-    def act_batch(
-        self,
-        observations: Sequence[np.ndarray] | np.ndarray,
-        streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
-    ) -> tuple[Sequence[Any], Sequence[float]]: ...
+    def act_batch(self, observations: Rows, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch: ...
 
-    def compute_outputs(
-        self, observations: Sequence[np.ndarray] | np.ndarray, streams: Sequence[Hashable] = ()
-    ) -> np.ndarray: ...
+    def compute_outputs(self, observations: Rows, streams: Sequence[Hashable] = ()) -> np.ndarray: ...
 
 
 class RecurrentPolicy:
@@ -90,18 +86,11 @@ class RecurrentPolicy:
         output = self._step(np.asarray(observation)[None], [stream])[0]
         return self._head.act(output, stream, mask)
 
-    def act_batch(
-        self,
-        observations: Sequence[np.ndarray] | np.ndarray,
-        streams: Sequence[Hashable],
-        masks: Sequence[np.ndarray | None] | np.ndarray | None = None,
-    ) -> tuple[Sequence[Any], Sequence[float]]:
+    def act_batch(self, observations: Rows, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch:
         """Sample an action for each of the observations [B, *obs]; returns them with their log-probabilities."""
         return self._head.act_batch(self._step(np.asarray(observations), streams), streams, masks)
 
-    def compute_outputs(
-        self, observations: Sequence[np.ndarray] | np.ndarray, streams: Sequence[Hashable] = ()
-    ) -> np.ndarray:
+    def compute_outputs(self, observations: Rows, streams: Sequence[Hashable] = ()) -> np.ndarray:
         """The outputs of the last layer [B, n] at observations [B, *obs] of these streams, whose states go on."""
         return self._head.compute_outputs(self._step(np.asarray(observations), streams))
 

@@ -180,9 +180,9 @@ class ForwardTime:
         slope = (self._seconds[right] - self._seconds[left]) / (self._rows[right] - self._rows[left])
         return self._seconds[left] + slope * (rows - self._rows[left])
 
-    def capacity_per_s(self, max_batch_rows: int, slots: int = 1) -> float:
+    def capacity_per_s(self, max_batch_rows: int) -> float:
         """Rows a second when every forward has the best size."""
-        return slots * max(rows / self.seconds(rows) for rows in range(1, max_batch_rows + 1))
+        return max(rows / self.seconds(rows) for rows in range(1, max_batch_rows + 1))
 
     def tabulate(self, max_rows: int) -> list[float]:
         """The duration of a forward over 1 to `max_rows` rows."""

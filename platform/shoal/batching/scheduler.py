@@ -37,18 +37,12 @@ class QueueFull(InferenceError):
         soon = "at once" if retry_after_s < MIN_RETRY_AFTER_S else f"in {retry_after_s:.3g} s"
         super().__init__(429, f"the queue is full (it holds {holds}); try again {soon}", retry_after_s)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.max_queue_rows, self.retry_after_s, self.max_queue_bytes))
-
 
 class DeadlineExceeded(InferenceError):
     """The request cannot be answered before its deadline, or was not."""
 
     def __init__(self, message: str) -> None:
         super().__init__(504, message)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.message,))
 
 
 class QueueLimits(TypedDict):

@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shoal.cluster.cluster_handle import FOLDER_VARIABLE, HIDE_GPUS, ClusterHandle
@@ -83,7 +82,7 @@ class EmbeddedCluster(ClusterHandle):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 

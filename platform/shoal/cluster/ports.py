@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT = 20_000  # lower ones are many programs' defaults, Ray's workers among them
 BLOCK_SIZE = 512
@@ -31,7 +32,7 @@ def get_candidate_ports(ephemeral: Path = EPHEMERAL_PORTS) -> range:
     return max(range(FIRST_PORT, max(FIRST_PORT, first)), range(max(FIRST_PORT, last + 1), 65_536), key=len)
 
 
-def find_free_port(host: str = "127.0.0.1") -> int:
+def find_free_port(host: str = LOOPBACK) -> int:
     """A TCP port that was free on `host` a moment ago, and that the kernel assigns to no other process.
 
     A process gets each port once before any is repeated, and starts where other processes rarely do.
@@ -42,21 +43,21 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 
 
 @contextmanager
-def reserve_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
-    """Free TCP ports of `host`, reserved while the context lasts.
+def reserve_ports(count: int) -> Iterator[list[int]]:
+    """Free TCP ports of loopback, reserved while the context lasts.
 
     A server that reuses addresses, as Ray's do, can listen on them meanwhile. `find_free_port` in another process finds
     them taken.
     """
     with ExitStack() as reserved:
-        sockets = [reserved.enter_context(_bind_free_port(host)) for _ in range(count)]
+        sockets = [reserved.enter_context(_bind_free_port(LOOPBACK)) for _ in range(count)]
         for bound in sockets:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which must find it free
         yield [bound.getsockname()[1] for bound in sockets]
 
 
 @contextmanager
-def reserve_port_block(host: str = "127.0.0.1") -> Iterator[range]:
+def reserve_port_block() -> Iterator[range]:
     """`BLOCK_SIZE` ports that no other caller on this machine has; empty when all blocks are taken.
 
     Its first port says so: it is reserved while the context lasts, and a server must listen on it from then on, for as
@@ -68,7 +69,7 @@ def reserve_port_block(host: str = "127.0.0.1") -> Iterator[range]:
     for number in range(len(blocks)):
         first = blocks[(begin + number) % len(blocks)]
         with suppress(OSError):
-            bound = _bind(host, first)
+            bound = _bind(LOOPBACK, first)
             break
     else:
         yield range(0)

@@ -66,6 +66,27 @@ class FileDataset(ABC):
         return {**self.__dict__, "_opened": None}
 
 
+class FieldDataset(FileDataset):
+    """Fields of a sample by name, of each an array or what is read like one. `_open` gives them.
+
+    as_dict: whether a batch is a dict, or a tuple
+    """
+
+    as_dict: bool
+    _shapes: dict[str, str]
+
+    def shapes(self) -> dict[str, str]:
+        return self._shapes
+
+    def batch(self, indices: Indices) -> Any:
+        tensors = {name: as_tensor(self._read(field, indices), name) for name, field in self._files.items()}
+        return build_batch(tensors, self.as_dict)
+
+    def _read(self, field: Any, indices: Indices) -> np.ndarray[Any, Any]:
+        rows: np.ndarray[Any, Any] = field[indices]
+        return rows
+
+
 def require_path(path: str | Path, field: str = "path") -> Path:
     """The absolute path of an existing file or folder, which may be given by a URL. Raises DataError.
 

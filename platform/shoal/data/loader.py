@@ -192,10 +192,6 @@ class Loader:
         if self._messages is not None and state["states"][0] is not None:
             self._messages.commit(state["states"][0][1])
 
-    def get_worker_pids(self) -> list[int]:
-        """The running worker processes."""
-        return self._feed.pids()
-
     def close(self) -> None:
         """End the worker processes. Idempotent; the loader yields nothing more."""
         self._in_flight.clear()
@@ -320,20 +316,8 @@ class DeviceTransfer(Protocol):
     def finish(self, moving: Any) -> Batch: ...
 
 
-class NoTransfer:
-    """The CPU: no copy is needed."""
-
-    ahead = 0
-
-    def begin(self, batch: Batch) -> Any:
-        return batch
-
-    def finish(self, moving: Any) -> Batch:
-        return moving
-
-
-class SyncTransfer:
-    """A device without streams of its own: a plain copy."""
+class PlainTransfer:
+    """A device without streams of its own: a plain copy, and none to the CPU."""
 
     ahead = 0
 
@@ -341,6 +325,8 @@ class SyncTransfer:
         self._device = device
 
     def begin(self, batch: Batch) -> Any:
+        if self._device.type == "cpu":
+            return batch
         return map_tensors(batch, lambda tensor: tensor.to(self._device))
 
     def finish(self, moving: Any) -> Batch:
@@ -387,8 +373,4 @@ def can_be_pinned(tensor: Tensor) -> bool:
 
 
 def make_transfer(device: torch.device, pin: bool | None) -> DeviceTransfer:
-    if device.type == "cpu":
-        return NoTransfer()
-    if device.type == "cuda":
-        return PinnedTransfer(device, pin is not False)
-    return SyncTransfer(device)
+    return PinnedTransfer(device, pin is not False) if device.type == "cuda" else PlainTransfer(device)

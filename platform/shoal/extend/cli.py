@@ -28,7 +28,18 @@ if TYPE_CHECKING:
         job_environment,
         validate_overrides,
     )
-    from shoal.cli.support.options import SECONDS, FiniteRange, ca_option
+    from shoal.cli.support.options import (
+        SECONDS,
+        FiniteRange,
+        address_option,
+        ca_option,
+        endpoint_option,
+        json_option,
+        key_option,
+        output_folder_option,
+        overrides_argument,
+        plain_option,
+    )
     from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
 
 __getattr__ = load_on_demand(__name__)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from shoal.data import Batch, Data, Loader
     from shoal.data.dataset import length_of
     from shoal.data.file_dataset import (
+        FieldDataset,
         Fields,
         FileDataset,
         as_tensor,

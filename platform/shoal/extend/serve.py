@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         build_model_config,
         list_index,
         list_statistics,
+        to_tensor_metadata,
     )
     from shoal.serve.protocol.request_lifecycle import (
         CLOSING_MESSAGE,

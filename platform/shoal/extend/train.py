@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from shoal.train.loop.oom import is_out_of_memory
     from shoal.train.loop.trainer import Trainer
     from shoal.train.optim.lr_schedule import resolve_total_steps
-    from shoal.train.optim.optimizers import make_optimizer, set_learning_rate
+    from shoal.train.optim.optimizers import list_parameters, make_optimizer, set_learning_rate
     from shoal.train.reporting.console import ConsoleLog
-    from shoal.train.reporting.event_log import EventLog, NullLog, RecordLog
+    from shoal.train.reporting.event_log import EventLog, ForwardingLog, NullLog, RecordLog
     from shoal.train.reporting.result import TrainResult
     from shoal.train.reporting.time_to_accuracy import (
         TRAINING_S,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         get_evaluations,
     )
     from shoal.train.run_facts import RunFacts
-    from shoal.train.spec import Direction, ScheduleSpec, StopSpec, TargetSpec, TrainSpec
+    from shoal.train.spec import Direction, ScheduleSpec, StopSpec, TargetSpec, TrainSpec, require_direction
     from shoal.train.stateful_metric import MetricSet, StatefulMetric
     from shoal.train.task import (
         JOBS,

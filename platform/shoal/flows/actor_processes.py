@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shoal.actor.connection import format_actor_options
@@ -26,11 +25,10 @@ class ActorProcesses:
     `end()`.
 
     environment: variables beside those of this process, such as the token
-    prefix:      of the actors' ids and of their logs
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], prefix: str = "actor") -> None:
-        self._folder, self._environment, self._prefix = folder, environment, prefix
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder, self._environment = folder, environment
         self._actors: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -50,7 +48,7 @@ class ActorProcesses:
         command = [sys.executable, "-m", "shoal.actor", "--lifeline", *known]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
         for index in range(number):
-            own = ["--actor-id", f"{self._prefix}-{index}", "--seed", str(seed + index)]
+            own = ["--actor-id", f"actor-{index}", "--seed", str(seed + index)]
             if record_every and not index:
                 own += ["--record", str(self._folder / "films"), "--record-every", str(record_every)]
             with create_private(self._get_log(index)).open("ab") as log:
@@ -73,10 +71,7 @@ class ActorProcesses:
     def describe_dead(self) -> list[str]:
         """A line for each actor that has ended with an error."""
         dead = [(index, actor.poll()) for index, actor in enumerate(self._actors) if actor.poll()]
-        return [
-            f"{self._prefix}-{index} ended with status {code}: {self._read_last_log_line(index)}"
-            for index, code in dead
-        ]
+        return [f"actor-{index} ended with status {code}: {self._read_last_log_line(index)}" for index, code in dead]
 
     def finish(self, timeout_s: float) -> None:
         """The gateway has ended their sessions: give them a moment to exit, then `end` them."""
@@ -106,13 +101,11 @@ class ActorProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def _get_log(self, index: int) -> Path:
-        return self._folder / f"{self._prefix}-{index}.log"
+        return self._folder / f"actor-{index}.log"
 
     def _read_last_log_line(self, index: int) -> str:
         lines = self._get_log(index).read_text(errors="replace").strip().splitlines()

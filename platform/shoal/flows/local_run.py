@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shoal.errors import RunError
@@ -68,9 +67,7 @@ class LocalRun:
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self.loop.close()
             self.actors.finish(ACTORS_END_S)

@@ -37,14 +37,12 @@ from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
 from shoal.train.launch.training_run import TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import ValidatedRun, validate_spec
 from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import EventLog, RecordLog
+from shoal.train.reporting.event_log import EventLog, ForwardingLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_source_file
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from shoal.train.launch.ray_train import RayTrainAttempt
 
 JOB = "train"
@@ -174,24 +172,14 @@ MISSING_HOSTS = _Shortage("hosts_missing", 0.0, "on the hosts that are left", "a
 OCCUPIED_CAPACITY = _Shortage("room_taken", CAPACITY_WAIT_S, "beside what runs", "that has ended")
 
 
-class _StepLog:
-    """Passes on to `log`. step: the newest that was logged, -1 before."""
+class _StepLog(ForwardingLog):
+    """step: the newest that was logged, -1 before."""
 
-    def __init__(self, log: EventLog) -> None:
-        self._log, self.step = log, -1
+    step = -1
 
     def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self.step = max(self.step, step)
-        self._log.log(step, values, at)
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self._log.record_event(kind, **details)
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._log.log_histogram(step, name, counts, edges)
-
-    def flush(self) -> None:
-        self._log.flush()
+        super().log(step, values, at)
 
 
 class RayBackend:

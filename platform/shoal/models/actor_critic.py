@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.differentiation import differentiate_plainly, is_each_operation_needed, is_plain_backward_needed
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian, mask_logits
-from shoal.models.frame_encoder import FrameEncoder
+from shoal.models.frame_encoder import make_encoder
 from shoal.models.own_network import OwnNetwork
 
 
@@ -114,8 +114,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.register_buffer("value_scale", torch.ones(()))
         self.register_buffer("value_shift", torch.zeros(()))
-        self.encoder = FrameEncoder(**frames) if frames is not None else None
-        observation_size = self.encoder.size if self.encoder is not None else observation_size
+        self.encoder, observation_size = make_encoder(frames, observation_size)
         self.distribution: Categorical | MultiCategorical | SquashedGaussian = Categorical()
         self._action_shape = list(action_shape)
         if action_sizes is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,14 @@ class FrameEncoder(nn.Module):
         for layer, is_residual in zip(self.layers, self._is_residual, strict=True):
             x = torch.relu(x + layer(x) if is_residual else layer(x))
         return x.flatten(1)
+
+
+def make_encoder(frames: Mapping[str, Any] | None, observation_size: int) -> tuple[FrameEncoder | None, int]:
+    """The encoder with these arguments, None without any, and how many numbers the layers after it take."""
+    if frames is None:
+        return None, observation_size
+    encoder = FrameEncoder(**frames)
+    return encoder, encoder.size
 
 
 class RecurrentLayer(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian
 from shoal.models.actor_critic import ActorCritic
-from shoal.models.frame_encoder import FrameEncoder, RecurrentLayer
+from shoal.models.frame_encoder import RecurrentLayer, make_encoder
 
 
 class RecurrentActorCritic(nn.Module):
@@ -36,8 +36,8 @@ class RecurrentActorCritic(nn.Module):
         **actions: Any,
     ) -> None:
         super().__init__()
-        self.encoder = FrameEncoder(**frames) if frames is not None else None
-        sizes = [self.encoder.size if self.encoder is not None else observation_size, *hidden[:-1]]
+        self.encoder, observation_size = make_encoder(frames, observation_size)
+        sizes = [observation_size, *hidden[:-1]]
         layers: list[nn.Module] = []
         for size, width in itertools.pairwise(sizes):
             layers += [nn.Linear(size, width), nn.Tanh()]

@@ -270,7 +270,7 @@ def _values(table: pa.Table, column: str, spec: TensorDescription, first_row: in
             raise ValueError(f"it has values of type {values.type}")
         if spec.datatype == "BYTES":
             words = np.empty(len(values), dtype=object)
-            words[:] = [_as_bytes(value) for value in values.to_pylist()]
+            words[:] = [each if isinstance(each, bytes) else str(each).encode() for each in values.to_pylist()]
             return words.reshape(sizes)
         return _numbers(values, spec.datatype).reshape(sizes)
     except DataError:
@@ -346,7 +346,3 @@ def _mask_non_boolean(values: pa.Array) -> pa.Array:
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
         return pa.array([], pa.bool_())
     return pa.compute.invert(pa.compute.is_in(values, pa.array([0, 1], values.type)))
-
-
-def _as_bytes(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -32,6 +31,7 @@ from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
 from shoal.wire import ExperienceSpec
+from shoal.wire.messages import GameSettings
 
 
 class LocalLoop:
@@ -116,7 +116,7 @@ class LocalLoop:
         """For games that speak WebSocket; empty without `gateway.websocket`."""
         return format_websocket_address(self.gateway.listener, self.gateway.spec.host)
 
-    def change_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+    def change_settings(self, values: GameSettings) -> None:
         """Tell the games these settings, and forget others."""
         self.gateway.set_settings(values)
 
@@ -164,7 +164,5 @@ class LocalLoop:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

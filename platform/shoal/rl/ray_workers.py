@@ -43,6 +43,7 @@ from shoal.rl.spec import RLSpec
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, get_stored_version, start_weight_store
 from shoal.wire import DropReason, ExperienceSpec
+from shoal.wire.messages import GameSettings
 
 if TYPE_CHECKING:
     from shoal.rl.learner_group import HubLink
@@ -64,7 +65,7 @@ class RunSetting:
     has_learnt: bool = False
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
-    settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    settings: GameSettings = field(default_factory=dict)
 
     @property
     def folder_name(self) -> str:
@@ -148,7 +149,7 @@ class GatewayWorker:
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
 
-    def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+    def set_settings(self, values: GameSettings) -> None:
         self._gateway.set_settings(values)
 
     def load_pool(self) -> list[WeightSnapshot]:
@@ -342,7 +343,7 @@ class ActorLearnerWorkers:
     def take_published(self) -> list[PublishedVersion]:
         return self._call_or_none(self._learner, "take_published") or []
 
-    def set_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+    def set_settings(self, values: GameSettings) -> None:
         """Tell the games these settings; the gateway's next counts say whether it has done so."""
         self._gateway.set_settings.remote(values)
 

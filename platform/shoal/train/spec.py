@@ -70,7 +70,7 @@ class MeasureSpec(Spec):
 
     @model_validator(mode="after")
     def _has_a_direction(self) -> Self:
-        _require_direction(self.metric, self.direction)
+        require_direction(self.metric, self.direction)
         return self
 
     @property
@@ -329,7 +329,7 @@ class TrainSpec(Spec):
         return self.parallel.resolve_dims(self.workers)
 
 
-def _require_direction(metric: str, direction: Direction) -> None:
+def require_direction(metric: str, direction: Direction) -> None:
     """Raises ValueError when the direction is unknown: the worst network might be retained as the best."""
     if direction == "auto" and infer_direction(metric) is None:
         raise ValueError(

@@ -62,7 +62,7 @@ def write_tensors(path: Path, types: TensorTypes, tensors: Iterable[tuple[str, T
             draft, begin = locations.pop(name)
             with draft.open("r+b") as opened:
                 opened.seek(begin)
-                opened.write(_view_bytes(tensor))
+                opened.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next one comes
         assert not locations, f"{next(iter(locations))} never came"
         for file, draft in drafts.items():
@@ -337,7 +337,3 @@ def _write_index(path: Path, files: Mapping[Path, Sequence[str]], types: TensorT
         index, json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=2).encode()
     )
     return index
-
-
-def _view_bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

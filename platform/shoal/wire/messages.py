@@ -20,6 +20,9 @@ MAX_ROWS = 4096  # of an `acts`
 ROW_TERMINATED, ROW_TRUNCATED, ROW_TELLS_SUCCESS, ROW_SUCCESS = 1, 2, 4, 8  # bits of its flags
 
 
+GameSettings = Mapping[str, bool | int | float | str]
+
+
 @dataclass(frozen=True)
 class MessageLimits:
     """Hard limits of one message. The gateway sends its own in `welcome`."""
@@ -72,7 +75,7 @@ class Welcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome", omit
     max_message_bytes: int
     synchronous: bool = False
     inference: str = "local"
-    settings: Mapping[str, bool | int | float | str] | msgspec.UnsetType = msgspec.UNSET
+    settings: GameSettings | msgspec.UnsetType = msgspec.UNSET
     settings_version: int = 0
 
 
@@ -80,7 +83,7 @@ class SettingsMessage(msgspec.Struct, frozen=True, tag_field="kind", tag="settin
     """gateway → actor, when the settings have changed: all of them, and their version."""
 
     version: int
-    values: Mapping[str, bool | int | float | str]
+    values: GameSettings
 
 
 class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -307,7 +307,7 @@ def test_members_with_a_gradient_penalty_are_no_lanes() -> None:
         with Population(make_small_convolution, penalty.loss, **settings) as population:
             population.step(batch)
             steps[engine] = [population.member_state_dict(member) for member in range(3)]
-            (choice,) = population.choices
+            choice = population.choice
         if engine == "auto":
             assert choice is not None
             assert "its inputs need gradients" in choice.reasons["lanes"]
@@ -331,7 +331,7 @@ def test_without_a_compiler_members_are_looped_and_it_says_so(monkeypatch: pytes
     monkeypatch.setenv("PATH", "")
     with Population(make_small_convolution, loss, members=2, threads=1) as population:
         population.step(make_batches(1, 4)[0])
-        (choice,) = population.choices
+        choice = population.choice
     assert choice is not None
     assert choice.engine == "looped"
     assert "there is no C++ compiler: install g++, or set CXX" in choice.reasons["lanes"]

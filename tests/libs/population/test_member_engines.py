@@ -105,7 +105,7 @@ def test_a_model_that_draws_by_itself_is_looped_with_the_members_generator() -> 
     before, batches = torch.get_rng_state(), make_batches(NUM_STEPS, NUM_SAMPLES)
     with make_population(FunctionalDropout) as population:
         losses = torch.stack([population.step(batch) for batch in batches], 1)
-        (choice,) = population.choices
+        choice = population.choice
     assert choice is not None
     assert choice.engine == "looped"
     assert all("random numbers" in choice.reasons[name] for name in ("stacked", "vmap"))
@@ -120,7 +120,7 @@ def test_a_model_that_draws_by_itself_is_looped_with_the_members_generator() -> 
 def test_a_model_that_cannot_be_stacked_says_why_and_is_looped() -> None:
     population = make_population(Branching)
     population.step(make_batches(1, NUM_SAMPLES)[0])
-    (choice,) = population.choices
+    choice = population.choice
     assert choice is not None
     assert choice.engine == "looped"
     assert "Branching" in choice.reasons["stacked"]
@@ -168,8 +168,8 @@ def test_the_trial_leaves_members_and_generators_as_they_were() -> None:
         torch.equal(one.get_state(), other.get_state())
         for one, other in zip(tried.generators, chosen.generators, strict=True)
     )
-    torch.testing.assert_close(tried.groups[0].rows.weights, chosen.groups[0].rows.weights, **TOLERANCE)
-    buffers = tried.groups[0].rows.counter_rows
+    torch.testing.assert_close(tried.group.rows.weights, chosen.group.rows.weights, **TOLERANCE)
+    buffers = tried.group.rows.counter_rows
     assert torch.equal(buffers, torch.ones_like(buffers))  # batch norm has counted one step
 
 
@@ -187,7 +187,7 @@ def test_an_engine_with_other_gradients_than_the_loop_is_not_taken() -> None:
 
     population = make_population(Detached)
     population.step(make_batches(1, NUM_SAMPLES)[0])
-    (choice,) = population.choices
+    choice = population.choice
     assert choice is not None
     assert "differ from the loop's" in choice.reasons["vmap"]
 
@@ -205,6 +205,6 @@ def test_buffers_that_a_model_assigns_are_its_members() -> None:
             return outputs
 
     population = make_population(Counting)
-    expected = sum(population.groups[0].rows.weights[:, :60].sum(1) for _ in range(1))
+    expected = sum(population.group.rows.weights[:, :60].sum(1) for _ in range(1))
     population.step(make_batches(1, NUM_SAMPLES)[0])
-    torch.testing.assert_close(population.groups[0].rows.buffers["seen"], expected, **TOLERANCE)
+    torch.testing.assert_close(population.group.rows.buffers["seen"], expected, **TOLERANCE)

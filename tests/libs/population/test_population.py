@@ -34,7 +34,7 @@ def make_values(members: int) -> dict[str, Any]:
 
 def copy_rows(population: Population) -> dict[str, Tensor]:
     """What each member is, in the members' order."""
-    (group,) = population.groups
+    group = population.group
     rows = [group.find_row(member) for member in range(population.num_members)]
     return {name: each[rows].clone() for name, each in group.rows.state().items()}
 
@@ -189,24 +189,6 @@ def test_a_state_of_another_population_is_refused() -> None:
         make_population(factory=Residual).load_state_dict(state)
 
 
-def test_members_of_several_architectures_are_grouped() -> None:
-    factories = [make_perceptron, Residual, partial(make_perceptron, 0.0), Residual, make_perceptron]
-    batches = make_batches(3, NUM_SAMPLES)
-    population = make_population(factory=factories, engine="auto")
-    losses = torch.stack([population.step(batch) for batch in batches])
-    assert [sorted(group.order) for group in population.groups] == [[0, 2, 4], [1, 3]]
-    rates = make_values(5)["optimizer.learning_rate"]
-    for member, factory in enumerate(factories):
-        options = {"lr": float(rates[member]), "momentum": 0.9}
-        alone = train_alone(make_model(factory, member), batches, options=options)
-        torch.testing.assert_close(losses[:, member], alone, **TOLERANCE)
-    measured = population.evaluate(batches)
-    assert measured["accuracy"].isfinite().all()
-    population.exploit([(1, 3)])
-    with pytest.raises(ConfigError, match="another architecture"):
-        population.exploit([(0, 1)])
-
-
 @pytest.fixture
 def _one_thread_of_torch() -> Iterator[None]:
     """As in the threads of a population: with more of them sums have another order."""
@@ -221,10 +203,10 @@ def _one_thread_of_torch() -> Iterator[None]:
 def test_more_members_than_fit_wait_in_host_memory_and_train_the_same(threads: int) -> None:
     batches = make_batches(4, NUM_SAMPLES)
     resident = make_population(7, chunk=1)
-    row_bytes = resident.groups[0].layout.row_bytes(1)
+    row_bytes = resident.group.layout.row_bytes(1)
     with make_population(7, chunk=1, threads=threads, memory_bytes=4 * row_bytes) as population:
-        assert not population.groups[0].store.is_resident
-        assert population.groups[0].store.max_chunk <= 2
+        assert not population.group.store.is_resident
+        assert population.group.store.max_chunk <= 2
         for each in (resident, population):
             list(each.train(batches))
             each.exploit([(0, 6)])
@@ -254,7 +236,6 @@ def test_members_that_do_not_fit_are_refused_before_any_work(monkeypatch: pytest
         ({"hyper_parameters": {"optimizer.learning_rate": -1.0}}, "out of range"),
         ({"hyper_parameters": {"optimizer.momentum": float("nan")}}, "not finite"),
         ({"hyper_parameters": {"optimizer.rate": 0.1}}, "no such hyper-parameter"),
-        ({"factory": [make_perceptron] * 2}, "2 functions for 5 members"),
         ({"factory": nn.ReLU}, "no parameters"),
         ({"optimizer": "rmsprop"}, "optimizer = 'rmsprop'"),
         ({"order": "mine"}, "order = 'mine': no such order"),
@@ -319,7 +300,7 @@ def test_a_restored_population_chooses_anew_where_its_engine_does_not_fit(monkey
 
     monkeypatch.setattr(StackedEngine, "__init__", refuse)
     assert restored.step(batches[1]).isfinite().all()
-    (choice,) = restored.choices
+    choice = restored.choice
     assert choice is not None
     assert choice.reasons["stacked"] == "there is no compiler"
 
@@ -331,7 +312,7 @@ def test_members_on_a_gpu_equal_those_on_a_cpu(resident: int | None) -> None:
     """Resident, and streamed through slots by copies on streams of their own."""
     batches = make_batches(6, NUM_SAMPLES)
     expected = make_population(7, factory=make_perceptron)
-    row_bytes = expected.groups[0].layout.row_bytes(1)
+    row_bytes = expected.group.layout.row_bytes(1)
     memory_bytes = None if resident is None else resident * row_bytes
     with make_population(7, factory=make_perceptron, device="cuda", memory_bytes=memory_bytes) as population:
         for each in (expected, population):

@@ -17,7 +17,6 @@ from shoal.libs.population.flow.build import load_member
 from shoal.libs.population.flow.rounds import choose_spec
 from shoal.libs.population.flow.run import check_population, run_population
 from shoal.libs.population.flow.trainer import PopulationTrainer
-from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
@@ -191,43 +190,6 @@ def test_a_member_that_diverges_is_retired_and_replaced() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_members_of_several_architectures_copy_within_their_own() -> None:
-    space = {"optimizer.learning_rate": "log(1e-2, 1)", "args.hidden": "choice(4, 16)"}
-    spec = make_spec(space=space, members=6, rounds=3, evolution="pbt")
-    result = run_population(spec)
-    lineage = Lineage.from_events(shoal.runs.load(result.run_id).list_events("round"))
-    hidden = [4, 16] * 3
-    assert all(each["hyper_parameters"]["args.hidden"] == hidden for each in lineage.rounds)
-    copies = lineage.list_copies()
-    assert copies
-    assert all(hidden[loser] == hidden[winner] for _, loser, winner in copies)
-    for member, width in enumerate(hidden):
-        assert load_member(result.run_id, member)["0.weight"].shape == (width, 2)
-    best = Registry().get("quadrants@champion").manifest.model
-    assert best.kwargs["args"] == {"hidden": hidden[result.best]}
-    assert best.build()[0].out_features == hidden[result.best]
-    ensemble: Any = Registry().get("quadrants-ensemble").manifest.model.build()
-    assert len({each[0].out_features for each in ensemble.members}) == 1
-
-
-@pytest.mark.parametrize(
-    ("space", "members", "problem"),
-    [
-        ({"args.width": "choice(4, 8)"}, 4, "args.width = 4: quadrants.py takes no such argument"),
-        ({"args.hidden": "int(4, 8)"}, 4, "name each architecture"),
-        ({"args.hidden": "choice(4, small)"}, 4, "is a number"),
-        ({"args.hidden": "choice(4, 8)", "optimizer.learning_rate": None}, 4, "architectures alone"),
-        ({"args.hidden": "choice(2, 4, 8)"}, 5, "members = 5: gives 1 to one of 3 architectures"),
-    ],
-)
-@pytest.mark.usefixtures("folder")
-def test_an_architecture_that_cannot_be_is_refused(space: dict[str, Any], members: int, problem: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_population(make_spec(space={"optimizer.learning_rate": "log(1e-2, 1)"} | space, members=members))
-    assert problem in str(raised.value)
-
-
-@pytest.mark.usefixtures("folder")
 def test_a_run_without_any_finite_score_fails_with_the_remedy() -> None:
     space = {"optimizer.learning_rate": "log(1e37, 1e38)"}
     with pytest.raises(TrainError, match="all diverged"):
@@ -266,6 +228,8 @@ def test_what_a_task_lacks_is_reported_before_a_run_begins(fields: dict[str, Any
     [
         ({"space": {"optimizer.learning_rate": "log(1, 0.1)"}}, "is not below the upper end"),
         ({"space": {"optimizer.rate": "log(0.1, 1)"}}, "no member has 'optimizer.rate'"),
+        ({"space": {"args.hidden": "choice(4, 8)"}}, "no member has 'args.hidden'"),
+        ({"space": {"optimizer.learning_rate": "choice(0.1, small)"}}, "is a number"),
         ({"space": {}}, "space"),
         ({"ensemble": 5}, "ensemble=5 is more than members=4"),
         ({"metric": "quality"}, "say direction=max or min"),

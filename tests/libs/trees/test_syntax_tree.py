@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 
 from gated_forward import answer, requests_of, run, until
 from shoal.batching.batcher import Batch, Batcher
@@ -25,7 +26,6 @@ from shoal.libs.trees.syntax_tree import (
     TreeLSTM,
     check_trees,
     number_nodes,
-    pad_trees,
     read_padded,
 )
 from shoal.registry import ModelFactory, Signature, TensorSignature
@@ -50,7 +50,10 @@ def trees(draw: st.DrawFn) -> Tree:
 
 
 def as_request(*several: Tree) -> dict[str, np.ndarray]:
-    return pad_trees([tuple(zip(*tree, strict=True)) for tree in several])
+    """`tokens` and `parents` of a request, each int64 [B, T]."""
+    columns = zip(*(torch.tensor(tree).T for tree in several), strict=True)
+    padded = (pad_sequence(list(each), batch_first=True, padding_value=-1).numpy() for each in columns)
+    return dict(zip(("tokens", "parents"), padded, strict=True))
 
 
 def node_by_node(module: TreeLSTM, tree: Tree) -> torch.Tensor:
@@ -99,8 +102,9 @@ def test_all_trees_at_once_answer_as_node_by_node(per_node: bool, several: list[
 def test_a_batch_of_trees_and_the_same_trees_padded_have_the_same_logits() -> None:
     module, request = fresh(per_node=True), as_request(CHAIN, FLAT)
     batch = read_padded(*request.values())
-    found = batch.to_padded(module(batch))
-    torch.testing.assert_close(found, module(*map(torch.from_numpy, request.values())), rtol=0, atol=0)
+    found = batch.in_node_order(module(batch)).split([len(CHAIN), len(FLAT)])
+    padded = pad_sequence(found, batch_first=True)
+    torch.testing.assert_close(padded, module(*map(torch.from_numpy, request.values())), rtol=0, atol=0)
 
 
 def test_nodes_need_not_be_the_first_of_their_row() -> None:
@@ -315,11 +319,3 @@ def test_the_kind_of_a_token() -> None:
     ]
     assert KINDS[KIND_OF_TOKEN[MASKED]] == "other"
     assert len(set(TOKENS)) == len(TOKENS) < 256  # a byte each
-
-
-def test_trees_are_padded_to_the_largest() -> None:
-    found = pad_trees([([4], [-1]), ([1, 2], [-1, 0])])
-    assert found["tokens"].tolist() == [[4, -1], [1, 2]]
-    assert found["parents"].tolist() == [[-1, -1], [-1, 0]]
-    assert pad_trees([])["tokens"].shape == (0, 0)
-    assert found["tokens"].dtype == np.int64

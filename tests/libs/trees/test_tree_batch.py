@@ -172,10 +172,6 @@ def test_orders_and_selections() -> None:
             with pytest.raises(TreeError, match="is missing") as caught:
                 trees.select(labels, [0, tree], [0, node])
             assert (caught.value.tree, caught.value.node) == (tree, node)
-        assert trees.to_padded(labels, -1).tolist() == padded([VALUES[:5], VALUES[5:6], VALUES[6:]]).tolist()
-        wide = trees.to_padded(torch.stack([labels, labels], 1).double())
-        assert wide.shape == (3, 5, 2)
-        assert wide[1, 1:].eq(0).all()
 
 
 def test_means_of_trees() -> None:

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from shoal.errors import ConfigError, InferenceError
 from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, hash_key
+from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, hash_bytes
 from shoal.serve.spec.endpoint import EndpointSpec
 
 TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
@@ -24,6 +24,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def hash_key(key: str) -> str:
+    return f"sha256:{hash_bytes(key.encode()).hex()}"
 
 
 def bearer(key: str) -> bytes:

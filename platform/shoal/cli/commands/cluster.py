@@ -18,7 +18,7 @@ from rich.text import Text
 
 from shoal.cli.support.console import make_literal_console, print_json
 from shoal.cli.support.jobs import interrupt_on_termination
-from shoal.cli.support.options import SECONDS, FiniteRange
+from shoal.cli.support.options import SECONDS, FiniteRange, json_option
 from shoal.client.discovery import INFERENCE_KIND, list_endpoints
 from shoal.cluster.attach import find_cluster, find_running_cluster, load_saved_cluster, lock_cluster_state, state_path
 from shoal.cluster.cluster_handle import ClusterHandle
@@ -147,7 +147,7 @@ examples:
   shoal status --address http://head.example:8265"""
 )
 @click.option("--address", help="The cluster to ask.  [default: $RAY_ADDRESS, else the one that `shoal up` started]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@json_option
 def status(address: str | None, as_json: bool) -> None:
     """Show what is running: the cluster, its jobs, and the gateways and endpoints of running runs."""
     cluster = find_cluster(address)

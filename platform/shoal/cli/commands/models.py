@@ -26,6 +26,7 @@ from shoal.cli.support.console import (
     print_facts,
     print_json,
 )
+from shoal.cli.support.options import json_option, yes_option
 from shoal.errors import ConfigError
 from shoal.home import home
 from shoal.plugins.find import load_reference
@@ -57,7 +58,7 @@ def models() -> None:
 
 @models.command("list")
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@json_option
 def list_models(name: str | None, as_json: bool) -> None:
     """List every version of every model, or of the model NAME.
 
@@ -101,7 +102,7 @@ def _make_cells(version: ModelVersion) -> list[str | Text]:
 
 @models.command()
 @click.argument("model", metavar="NAME@VERSION")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@json_option
 @click.option("--code", "shows_code", is_flag=True, help="Print the code that is stored with it.")
 def show(model: str, as_json: bool, shows_code: bool) -> None:
     """Show one version.
@@ -306,7 +307,7 @@ def rollback(name: str, alias: str) -> None:
 
 @models.command("rm")
 @click.argument("references", metavar="NAME[@VERSION]...", nargs=-1, required=True)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 def remove(references: tuple[str, ...], yes: bool) -> None:
     """Remove a version, or with NAME alone a model: all of its versions and aliases.
 
@@ -348,7 +349,7 @@ def remove(references: tuple[str, ...], yes: bool) -> None:
 @click.option("--keep", type=click.IntRange(min=0), help="Keep the newest versions of each model, so many.")
 @click.option("--older-than", callback=parse_age, metavar="AGE", help="Keep newer versions than this, such as 30d.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 def prune(name: str | None, keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
     """Remove old versions of every model, or of the model NAME.
 

@@ -8,6 +8,7 @@ import click
 
 from shoal.cli.commands.run_session import RunArguments, launch_run
 from shoal.cli.support.jobs import show_fields
+from shoal.cli.support.options import address_option, overrides_argument, plain_option
 from shoal.cluster.job_main import ALL
 from shoal.cluster.runtime_env import format_options, parse_job_environment
 
@@ -40,7 +41,7 @@ examples:
   shoal run actor_learner resume=20261120-064501-3f2a""",
 )
 @click.argument("job")
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+@overrides_argument
 @click.option(
     "--actors",
     default=0,
@@ -62,8 +63,8 @@ examples:
 @click.option("--pip", multiple=True, metavar="PACKAGE", help="A package that Ray installs for them; may be repeated.")
 @click.option("--image", default="", help="The container image that they run in; nodes need Podman.")
 @click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of theirs; may be repeated.")
-@click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for a new one.")
-@click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
+@address_option
+@plain_option
 def run(
     job: str,
     overrides: tuple[str, ...],

@@ -30,6 +30,7 @@ from shoal.cli.support.console import (
     print_json,
 )
 from shoal.cli.support.jobs import RAY_LOG_LINE
+from shoal.cli.support.options import json_option, yes_option
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 from shoal.plugins.find import load_sound_extensions
@@ -87,7 +88,7 @@ def runs() -> None:
 @runs.command()
 @click.argument("run", required=False)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many runs to list.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@json_option
 @click.option("--follow", is_flag=True, help="Show RUN live; Ctrl-C ends the display, not the run.")
 def show(run: str | None, limit: int, as_json: bool, follow: bool) -> None:
     """List the runs, newest first, or show one RUN: its id, the beginning of one, or `latest`.
@@ -176,7 +177,7 @@ def logs(run: str, follow: bool, process: str | None) -> None:
 
 @runs.command("rm")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 def remove(names: tuple[str, ...], yes: bool) -> None:
     """Remove runs: their records, and their folders with checkpoints and experience.
 
@@ -204,7 +205,7 @@ def _describe_removal() -> str:
 @click.option("--keep", type=click.IntRange(min=0), help="Keep the newest runs, so many.")
 @click.option("--older-than", callback=parse_age, metavar="AGE", help="Keep what ended later, such as 30d or 12h ago.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
     """Remove old runs, what killed processes left of runs, and free the record's disk space.
 

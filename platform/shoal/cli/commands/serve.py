@@ -20,7 +20,7 @@ from shoal.cli.commands.serve_deploy import delete, deploy, find_remote_endpoint
 from shoal.cli.display import serve_display
 from shoal.cli.support.console import ExtensibleCommandGroup, make_literal_console, print_json
 from shoal.cli.support.endpoint_logs import EndpointLogs
-from shoal.cli.support.options import PERCENT, SECONDS, FiniteRange, ca_option
+from shoal.cli.support.options import PERCENT, SECONDS, FiniteRange, ca_option, endpoint_option
 from shoal.client import Client
 from shoal.client.discovery import FoundEndpoint, find_endpoint, list_endpoints, token_for
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
@@ -33,10 +33,6 @@ from shoal.serve.spec.model_options import ModelOptions
 STATUS_TIMEOUT_S = 5.0
 INTERVAL_S = 1.0  # between two updates of a status
 NUM_RETRIES = 2
-
-_endpoint_option = click.option(
-    "--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]"
-)
 
 
 @click.group(cls=ExtensibleCommandGroup)
@@ -200,7 +196,7 @@ def _poll_status(ask: Callable[[], EndpointStatus], before: EndpointStatus) -> t
 @serve.command()
 @click.argument("model", metavar="NAME[@VERSION]")
 @click.option("--percent", type=PERCENT, default=10.0, show_default=True, help="Of its requests.")
-@_endpoint_option
+@endpoint_option
 @ca_option
 def canary(model: str, percent: float, endpoint: str | None) -> None:
     """Send a part of a model's requests to a version, alongside the stable one.
@@ -226,7 +222,7 @@ def canary(model: str, percent: float, endpoint: str | None) -> None:
 
 @serve.command()
 @click.argument("model", metavar="NAME[@VERSION]")
-@_endpoint_option
+@endpoint_option
 @ca_option
 def promote(model: str, endpoint: str | None) -> None:
     """Let the candidate, or this version, answer all requests of a model.
@@ -250,7 +246,7 @@ def promote(model: str, endpoint: str | None) -> None:
 @click.argument("overrides", nargs=-1, required=True, metavar="A.B=C...")
 @click.option("--reason", default="", help="For the record.")
 @click.option("--timeout-s", type=SECONDS, default=120.0, show_default=True, help="How long to wait for every replica.")
-@_endpoint_option
+@endpoint_option
 @ca_option
 def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: float, endpoint: str | None) -> None:
     """Change options of a model that is served (docs/serving-models.md explains them).
@@ -280,7 +276,7 @@ def set_options(model: str, overrides: tuple[str, ...], reason: str, timeout_s: 
     help="The version to leave.  [default: the present one]",
 )
 @click.option("--reason", default="", help="For the record.")
-@_endpoint_option
+@endpoint_option
 @ca_option
 def rollback(model: str, to: int | None, rejected: int | None, reason: str, endpoint: str | None) -> None:
     """End a canary or a shadow; without one, return to the previous version, or the alias's previous version.
@@ -313,7 +309,7 @@ def rollback(model: str, to: int | None, rejected: int | None, reason: str, endp
 @serve.command()
 @click.argument("model", metavar="NAME[@VERSION]")
 @click.option("--percent", type=PERCENT, default=100.0, show_default=True, help="Of its requests.")
-@_endpoint_option
+@endpoint_option
 @ca_option
 def shadow(model: str, percent: float, endpoint: str | None) -> None:
     """Send requests to a version as well, and count how often its outputs differ; clients never get its answers.

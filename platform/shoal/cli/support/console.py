@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.support.groups import SuggestingGroup
+from shoal.cli.support.output_files import to_json_value
 from shoal.errors import ConfigError, RunError, suggest
 from shoal.plugins.find import load_reference
 from shoal.plugins.library import find_libraries
@@ -40,8 +41,8 @@ def make_number_column(heading: str) -> Column:
 
 
 def print_json(value: object) -> None:
-    """The answer of a verb for programs."""
-    click.echo(json.dumps(value, indent=2))
+    """The answer of a verb for programs. NaN and infinities are null."""
+    click.echo(json.dumps(to_json_value(value), indent=2))
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:

@@ -1,9 +1,10 @@
-"""The numbers that options take, and the option `--ca` of the verbs that call an endpoint."""
+"""The options that several verbs have, and the numbers that options take."""
 
 from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -39,4 +40,16 @@ ca_option = click.option(
     expose_value=False,
     callback=_set_authorities,
     help=f"The authorities to trust for https, or ${CA_VARIABLE}.  [default: the system's]",
+)
+endpoint_option = click.option(
+    "--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]"
+)
+key_option = click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
+address_option = click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for a new one.")
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+plain_option = click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+output_folder_option = click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder of the files that are written."
 )

@@ -117,14 +117,11 @@ def find_mark(application: str, errors: str) -> Path:
     return Path(errors).parent / "asleep" / application
 
 
-def find_keys(application: str, errors: str) -> Path:
-    """The SHA-256 of each of an application's keys, in upper-case hex, a line each; no file if it needs none."""
-    return Path(errors).parent / "keys" / application
-
-
 def _hold(application: str, errors: str) -> list[str]:
     """The rules for the requests of an application that sleeps, but for what asks only how it is, and changes."""
-    mark, keys = find_mark(application, errors), find_keys(application, errors)
+    mark = find_mark(application, errors)
+    # The SHA-256 of each of its keys, in upper-case hex, a line each; no file if it needs none.
+    keys = Path(errors).parent / "keys" / application
     rule, kind = "    http-request", "content-type application/json string"
     rules = []
     if keys.exists():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,25 +103,18 @@ def install_certificate(new: Certificate, folder: Path) -> None:
 class CertificateWatch:
     """Watches the user's files. `poll` is called every few seconds, by one thread.
 
-    install: puts a certificate to use on every host; raises ClusterError
     problem: why the present files are not used; "" while they are
     """
 
-    def __init__(
-        self,
-        files: CertificateFiles,
-        folder: Path,
-        install: Callable[[Certificate, Path], None] = install_certificate,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._files, self._folder, self._install, self._clock = files, folder, install, clock
+    def __init__(self, files: CertificateFiles, folder: Path) -> None:
+        self._files, self._folder = files, folder
         self.current = load_installed(folder)
         self.problem = self._suspected = ""
 
     @property
     def days_remaining(self) -> float:
         """Days until the certificate in use expires; below 0 after that."""
-        return (self.current.not_after - self._clock()) / DAY_S
+        return (self.current.not_after - time.time()) / DAY_S
 
     def poll(self) -> tuple[str, str] | None:
         """Use a valid replacement. Returns the kind of event and its reason; None when nothing has changed.
@@ -130,10 +122,10 @@ class CertificateWatch:
         Two polls must find the same problem: certificate and key are two files, replaced one after the other.
         """
         try:
-            newest = read_certificate(self._files, self._clock())
+            newest = read_certificate(self._files, time.time())
             is_new = (newest.pem, newest.client_ca) != (self.current.pem, self.current.client_ca)
             if is_new or not _is_in_use(newest, self._folder):
-                self._install(newest, self._folder)
+                install_certificate(newest, self._folder)
         except (ConfigError, ClusterError, OSError) as error:  # also a full disk: it is tried again
             before, self._suspected = self._suspected, str(error)
             if self._suspected != before or self._suspected == self.problem:

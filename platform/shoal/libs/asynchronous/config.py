@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from shoal.extend.sync import SyncConfig
+from shoal.extend.train import list_parameters
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -190,14 +191,14 @@ class LocalStepsConfig(ServersConfig):
     def make_server_optimizer(self, optimizer: Optimizer) -> Optimizer:
         from torch.optim import SGD
 
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = list_parameters(optimizer)
         rate, momentum = self.outer_settings
         return SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
 
     def check_model(self, optimizer: Optimizer) -> None:
         from shoal.libs.asynchronous.parameter_server.partition import divide_fragments
 
-        divide_fragments([each.numel() for group in optimizer.param_groups for each in group["params"]], self.fragments)
+        divide_fragments([each.numel() for each in list_parameters(optimizer)], self.fragments)
         super().check_model(optimizer)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.extend.sync import EVICTED_BYTES, Connection, CostProbe, ServerCosts, SyncConfig
+from shoal.extend.train import list_parameters
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.config import ParameterServerConfig, ServersConfig
 from shoal.libs.asynchronous.controller import ControllerSetting
@@ -37,7 +38,7 @@ class ServerProbe(CostProbe):
     def measure(self, optimizer: Optimizer, config: SyncConfig) -> ServerCosts:
         spec = cast(ServersConfig, config)
         optimizer = spec.make_server_optimizer(optimizer)
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = list_parameters(optimizer)
         copies = [torch.zeros_like(each, requires_grad=False) for each in parameters]
         partition = plan_partition(optimizer, spec.servers)
         with closing(ParameterServer(0, optimizer, spec, num_workers=2)) as server:
@@ -91,5 +92,5 @@ def _time_s(run: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def _count_bytes(tensors: list[Tensor]) -> int:
+def _count_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(each.numel() * each.element_size() for each in tensors)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, TrainError, WorkerDeparted
 from shoal.extend.sync import Connection, Replica, ReplicaState
+from shoal.extend.train import list_parameters
 from shoal.libs.asynchronous.clock import Push
 from shoal.libs.asynchronous.controlled import ControlledSync
 from shoal.libs.asynchronous.elastic_controller import (
@@ -36,7 +37,7 @@ class ElasticSync(ControlledSync):
     def __init__(self, optimizer: Optimizer, state: ReplicaState, connection: Connection) -> None:
         super().__init__(connection)
         self._optimizer, self._state = optimizer, state
-        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._parameters = list_parameters(optimizer)
         for each in self._parameters:
             if each.dtype != torch.float32:
                 problem = f"the model has a parameter of the type {each.dtype}, and workers that join add up float32"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.extend.sync import CallId, Replica, Request, SyncConfig, answers
+from shoal.extend.train import list_parameters
 from shoal.libs.asynchronous.clock import Clock, Push, Update
 from shoal.libs.asynchronous.controlled import ControlledSync
 from shoal.libs.asynchronous.controller import Controller, ControllerSetting
@@ -125,7 +126,7 @@ class PeerSync(ControlledSync):
         # A call that waits for the others has the model in it, and is not lost while the controller lives.
         super().__init__(connection, again_s=connection.timeout_s)
         self.config, self.worker, self.num_workers = replica.config, connection.index, connection.num_workers
-        self.weights = [each for group in replica.optimizer.param_groups for each in group["params"]]
+        self.weights = list_parameters(replica.optimizer)
         self._model, self._optimizer = replica.model, replica.optimizer
         self.steps = self.round = self._published = 0
 

@@ -17,11 +17,13 @@ from shoal.config import format_override
 from shoal.errors import ConfigError, RunError
 from shoal.extend.cli import (
     JobLogReader,
+    address_option,
     describe_failure,
     ignore_further_interrupts,
     interrupt_on_termination,
     job_environment,
     make_literal_console,
+    overrides_argument,
 )
 from shoal.extend.cluster import (
     ClusterHandle,
@@ -44,7 +46,7 @@ MODULE = "shoal.libs.batch_predict.flow"
 @click.argument("model", metavar="NAME[@VERSION]")
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+@overrides_argument
 @click.option("--columns", multiple=True, metavar="[X=]A,B,C", help="The columns of an input.")
 @click.option("--text", metavar="COLUMN", help="Of a language model: the texts, or lists of messages, to answer.")
 @click.option("--keep", metavar="A,B", help="The columns of the input to keep.  [default: all]")
@@ -59,7 +61,7 @@ MODULE = "shoal.libs.batch_predict.flow"
     is_flag=True,
     help="Give a row that the model fails on, or that lacks a value, the reason in the column `error`.",
 )
-@click.option("--address", help="The cluster to use: a dashboard URL, or 'local' for a new one.")
+@address_option
 def batch_predict(
     model: str,
     source: str,

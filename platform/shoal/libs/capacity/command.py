@@ -6,7 +6,6 @@ Parse, call, print. The forward times are measured by a live endpoint, or given.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 
 import click
@@ -17,7 +16,7 @@ from shoal.batching.latency_model import ForwardTime
 from shoal.client import Client, ModelStatus
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
-from shoal.extend.cli import SECONDS, FiniteRange, ca_option, make_table, print_json
+from shoal.extend.cli import SECONDS, FiniteRange, ca_option, endpoint_option, json_option, make_table, print_json
 from shoal.extend.serve import MAX_REPLICAS
 from shoal.libs.capacity.simulation import SimulatedLoad, simulate
 
@@ -39,8 +38,8 @@ LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)  # of the capacity, without --rate
 @click.option(
     "--requests", default=20_000, show_default=True, type=click.IntRange(100, MAX_REQUESTS), help="To simulate."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
+@json_option
+@endpoint_option
 @ca_option
 def simulate_verb(
     model: str | None,
@@ -78,10 +77,9 @@ def simulate_verb(
         for rate in rates or tuple(capacity_per_s * share for share in LOADS)
     ]
     if as_json:
-        of_all = (  # replicas together
+        rows = [  # of all replicas together
             asdict(load) | {"requests_per_s": rate, "goodput_per_s": load.goodput_per_s * count} for rate, load in loads
-        )
-        rows = [_without_nan(each) for each in of_all]
+        ]
         print_json({"capacity_per_s": capacity_per_s, "replicas": count, "loads": rows})
         return
     Console(highlight=False).print(_build_table(loads, count, deadline_s))
@@ -120,18 +118,13 @@ def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, 
     return models[model], max(1, len(status.replicas))
 
 
-def _without_nan(values: Mapping[str, object]) -> dict[str, object]:
-    """For JSON, which has null for it."""
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
-
-
 def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
     in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
     headings = ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch")
     rows = (
         (
             f"{rate:,.0f}",
-            *(_format_milliseconds(seconds) for seconds in (load.p50_s, load.p90_s, load.p99_s)),
+            *("-" if math.isnan(each) else f"{each * 1000:.4g} ms" for each in (load.p50_s, load.p90_s, load.p99_s)),
             f"{load.goodput_per_s * replicas:,.0f}",
             f"{load.refused / load.requests:.1%}",
             f"{load.utilisation:.0%}",
@@ -140,7 +133,3 @@ def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadli
         for rate, load in loads
     )
     return make_table(*(Column(heading, justify="right") for heading in headings), rows=rows)
-
-
-def _format_milliseconds(seconds: float) -> str:
-    return "-" if math.isnan(seconds) else f"{seconds * 1000:.4g} ms"

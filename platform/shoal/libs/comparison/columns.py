@@ -28,7 +28,7 @@ from shoal.extend.runs import (
     make_figure,
     truncate_middle,
 )
-from shoal.libs.comparison.curves import AXES, Axis, MetricCurve, read_curves, sort_names
+from shoal.libs.comparison.curves import AXES, Axis, MetricCurve, build_curves, sort_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +111,7 @@ def build_column(run: Run, metric: str | None = None, by: Axis = "time") -> Colu
     headline = _find_best(metrics, metric) if metric else run.best()
     plans = ", ".join(dict.fromkeys(str(each.get("plan", "-")) for each in began["details"])) or "-"
     return Column(
-        run, plans, workers, price, headline, values, only_predicted - rates.keys(), read_curves(run, by, lives)
+        run, plans, workers, price, headline, values, only_predicted - rates.keys(), build_curves(run, by, lives)
     )
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.extend.cli import make_table, print_json, to_json_value
+from shoal.extend.cli import json_option, make_table, print_json
 from shoal.extend.registry import Registry
 from shoal.extend.runs import (
     Run,
@@ -59,7 +59,7 @@ _IGNORED = ("resume",)
 @click.option(
     "--plot", "plot", type=click.Path(path_type=Path), default=None, help="The file: a .png, or a .html page."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@json_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print settings and metrics as CSV.")
 def compare(
     runs: tuple[str, ...],
@@ -103,7 +103,7 @@ def compare(
     path = _save_plot(columns, by, plot, tables)
     if as_json:
         facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
-        print_json(to_json_value({**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()}))
+        print_json({**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()})
         return
     console = Console(highlight=False)
     for table in tables:

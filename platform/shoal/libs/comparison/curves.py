@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from shoal.extend.runs import VALIDATION, Run, format_duration, format_number, infer_direction
+from shoal.extend.runs import (
+    VALIDATION,
+    MetricHistory,
+    Run,
+    format_duration,
+    format_number,
+    infer_direction,
+    read_curves,
+)
 
 Axis = Literal["step", "epoch", "time"]
 AXES: dict[Axis, str] = {"step": "step", "epoch": "epoch", "time": "running time (s)"}
@@ -19,7 +26,7 @@ EPOCH = "train/epoch"
 
 @dataclass(frozen=True)
 class MetricCurve:
-    """The values y of a metric, as they were logged, and the position x of each; NaN where it is unknown."""
+    """The values y of a metric, by their steps, and the position x of each; NaN where it is unknown."""
 
     x: np.ndarray
     y: np.ndarray
@@ -37,25 +44,22 @@ class MetricSummary:
     common: float
 
 
-def read_curves(run: Run, by: Axis, attempts: Sequence[tuple[float, float]]) -> dict[str, MetricCurve]:
+def build_curves(run: Run, by: Axis, attempts: Sequence[tuple[float, float]]) -> dict[str, MetricCurve]:
     """The curves of all metrics of a run. attempts: its running times, in seconds since it was created"""
-    logged: dict[str, list[tuple[int, float, float]]] = {}
-    for step, name, at, value in run.list_values(0.0, sys.maxsize):
-        logged.setdefault(name, []).append((step, at - run.created_at, value))
-    arrays = {name: np.array(rows, float).T for name, rows in logged.items()}  # [3, values]
-    if by == "step":
-        return {name: MetricCurve(steps, values) for name, (steps, _, values) in arrays.items()}
-    if by == "time":  # without the time between two attempts
-        return {
-            name: MetricCurve(np.sum([np.clip(times, begin, end) - begin for begin, end in attempts], axis=0), values)
-            for name, (_, times, values) in arrays.items()
-        }
-    if EPOCH not in arrays:
-        return {name: MetricCurve(np.full(len(values), math.nan), values) for name, (_, _, values) in arrays.items()}
-    known = arrays[EPOCH][:, np.argsort(arrays[EPOCH][0], kind="stable")]
-    return {
-        name: MetricCurve(np.interp(steps, known[0], known[2]), values) for name, (steps, _, values) in arrays.items()
-    }
+    logged = read_curves(run)
+    epochs = logged.get(EPOCH)
+
+    def find_positions(metric: MetricHistory) -> np.ndarray:
+        positions: np.ndarray = metric.steps.astype(float)
+        if by == "time":  # without the time between two attempts
+            times = metric.times - run.created_at
+            positions = np.sum([np.clip(times, begin, end) - begin for begin, end in attempts], axis=0)
+        elif by == "epoch":
+            unknown = positions * math.nan
+            positions = unknown if epochs is None else np.interp(positions, epochs.steps, epochs.values)
+        return positions
+
+    return {name: MetricCurve(find_positions(metric), metric.values) for name, metric in logged.items()}
 
 
 def find_end(curves: Mapping[str, MetricCurve]) -> float:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from shoal.config import format_override
 from shoal.errors import RunError
-from shoal.extend.cli import make_number_column, make_table, print_json, strip_task_key
+from shoal.extend.cli import json_option, make_number_column, make_table, overrides_argument, print_json, strip_task_key
 from shoal.runs import Run, load
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch:
 
 @click.command()
 @click.argument("what", metavar="TASK|RUN", callback=strip_task_key)
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@overrides_argument
+@json_option
 def inspect(what: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Predict what a TASK costs: parameters, FLOPs, memory, bytes sent, time; and show what each rank stores.
 

@@ -67,8 +67,15 @@ def describe_training(request: Request) -> Response:
     """The measured and the predicted cost of a step, the share of it that each part takes, and the checkpoints."""
     run = load(request.path_params["run"])
     last, latest = run.last_events(), run.latest()
+    measured, predicted = last.get(MEASURED, {}), last.get(PREDICTED, {})
     rows = [
-        {"name": each.name, "meaning": each.meaning, "unit": each.unit, **_pick_costs(last, each.name)}
+        {
+            "name": each.name,
+            "meaning": each.meaning,
+            "unit": each.unit,
+            "measured": measured.get(each.name),
+            "predicted": predicted.get(each.name),
+        }
         for each in QUANTITIES
     ]
     shares = {name.removeprefix("wait/"): value for name, value in latest.items() if name.startswith("wait/")}
@@ -93,10 +100,6 @@ def _list_checkpoints(run: Run) -> list[dict[str, Any]]:
             size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
             found.append({"step": parse_step(folder.name), "time": folder.stat().st_mtime, "size_bytes": size})
     return sorted(found, key=lambda each: -int(each["step"]))
-
-
-def _pick_costs(last: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    return {word: last.get(kind, {}).get(name) for word, kind in (("measured", MEASURED), ("predicted", PREDICTED))}
 
 
 def describe_sections(request: Request) -> Response:

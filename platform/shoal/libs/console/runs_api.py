@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.extend.runs import Run, Status, list_metric_names, list_with_best, read_newest, remove_runs
+from shoal.extend.runs import Status, list_metric_names, list_with_best, read_newest, remove_runs
 from shoal.libs.console.answers import answer_json, audit, load_exactly, read_body, read_number
 from shoal.libs.console.notes import RunNote, change_note, read_notes, remove_notes
 
@@ -26,19 +26,19 @@ def list_rows(request: Request) -> Response:
     limit = max(0, min(MAX_RUNS, int(read_number(request, "limit", MAX_RUNS))))
     listed, notes = list_with_best(limit), read_notes()
     pinned = read_newest([run for run, _ in listed], request.query_params.getlist("metrics"))
-    rows = [{**_describe(run, best, notes.get(run.id)), "values": pinned.get(run.id, {})} for run, best in listed]
+    rows = [
+        {
+            **{name: getattr(run, name) for name in _FIELDS},
+            **asdict(notes.get(run.id, RunNote())),
+            "status": run.status.value,
+            "duration_s": None if run.status is Status.RUNNING else run.duration_s,  # rows without news are equal
+            "kind": run.kind.value,
+            "best": best,
+            "values": pinned.get(run.id, {}),
+        }
+        for run, best in listed
+    ]
     return answer_json(rows)
-
-
-def _describe(run: Run, best: tuple[str, float] | None, note: RunNote | None) -> dict[str, Any]:
-    return {
-        **{name: getattr(run, name) for name in _FIELDS},
-        **asdict(note or RunNote()),
-        "status": run.status.value,
-        "duration_s": None if run.status is Status.RUNNING else run.duration_s,  # so that rows without news are equal
-        "kind": run.kind.value,
-        "best": best,
-    }
 
 
 def list_metrics(request: Request) -> Response:

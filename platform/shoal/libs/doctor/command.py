@@ -27,7 +27,7 @@ from packaging.specifiers import SpecifierSet
 from shoal.cpu_count import count_usable_cores
 from shoal.device_memory import read_memory_limit
 from shoal.errors import ClusterError, ConfigError
-from shoal.extend.cli import print_json
+from shoal.extend.cli import json_option, print_json
 from shoal.extend.cluster import format_remote_remedy, haproxy_program, load_handle, require_no_shadowing, state_path
 from shoal.extend.runs import format_size
 from shoal.home import home
@@ -298,7 +298,7 @@ examples:
   shoal doctor
   shoal doctor --json"""
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@json_option
 def doctor(as_json: bool) -> None:
     """Check this machine and show the remedy for each problem. Exits with status 1 if something will not work."""
     findings: list[Finding] = []

@@ -19,8 +19,8 @@ from pydantic import Field
 from shoal.atomic_file import draft_folder, replace_synced
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.extend.registry import PAYLOAD_FILES, ModelVersion, TensorSignature, find_version
-from shoal.extend.serve import BatchLayout, ModelOptions
+from shoal.extend.registry import PAYLOAD_FILES, ModelVersion, find_version
+from shoal.extend.serve import BatchLayout, ModelOptions, to_tensor_metadata
 from shoal.libs.export import texts
 from shoal.libs.export.convert import convert_to_onnx
 from shoal.libs.export.examples import (
@@ -44,7 +44,6 @@ from shoal.libs.export.folder import (
 from shoal.libs.export.game_policy import GamePolicy, compare_vectors, describe_policy, make_vectors, read_experience
 from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
 from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
-from shoal.open_inference.messages import TensorMetadata
 from shoal.wire.experience_spec import ExperienceSpec
 
 ONNX_FILE, OPSET = "policy.onnx", 15  # Unity's engine reads 7 to 15
@@ -216,10 +215,6 @@ def _require_exportable(version: ModelVersion, spec: ExportSpec) -> None:
 
 def _describe(version: ModelVersion, spec: ExportSpec) -> ModelDescription:
     manifest = version.manifest
-
-    def convert(tensors: Sequence[TensorSignature]) -> list[TensorMetadata]:
-        return [TensorMetadata(each.name, each.datatype, each.shape, each.columns, each.kind) for each in tensors]
-
     return ModelDescription(
         format=FORMAT,
         name=version.name,
@@ -227,8 +222,8 @@ def _describe(version: ModelVersion, spec: ExportSpec) -> ModelDescription:
         target=spec.to,
         source_format=manifest.model.format,
         source_sha256=manifest.sha256,
-        inputs=convert(manifest.signature.inputs),
-        outputs=convert(manifest.signature.outputs),
+        inputs=to_tensor_metadata(manifest.signature.inputs),
+        outputs=to_tensor_metadata(manifest.signature.outputs),
         max_batch_size=spec.max_batch_size,
         batch_dim=spec.make_options().batch_dim,
         finite=spec.finite,

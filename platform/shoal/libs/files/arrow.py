@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from shoal.errors import DataError, needs_extra
-from shoal.extend.data import Fields, FileDataset, Indices, as_tensor, build_batch, parse_fields, require_path
+from shoal.extend.data import FieldDataset, Fields, parse_fields, require_path
 from shoal.store import fetch
 
 with needs_extra("data"):
@@ -26,7 +26,7 @@ _MAGIC = b"ARROW1"  # begins an Arrow file, but not a stream
 T = TypeVar("T")
 
 
-class ColumnDataset(FileDataset):
+class ColumnDataset(FieldDataset):
     """Columns of one file, or of all files of the format in a folder, by name.
 
     A mapping {name in the batch: column} gives batches that are dicts, a list gives tuples. Number columns are [B];
@@ -62,13 +62,6 @@ class ColumnDataset(FileDataset):
     @abstractmethod
     def _read_columns(path: Path, columns: list[str]) -> Any:
         """The table of these columns. Raises ArrowException or OSError."""
-
-    def shapes(self) -> dict[str, str]:
-        return self._shapes
-
-    def batch(self, indices: Indices) -> Any:
-        tensors = {name: as_tensor(values[indices], name) for name, values in self._files.items()}
-        return build_batch(tensors, self.as_dict)
 
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
         columns = list(dict.fromkeys(self.locations.values()))

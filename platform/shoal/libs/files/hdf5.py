@@ -9,11 +9,9 @@ import numpy as np
 
 from shoal.errors import DataError, needs_extra
 from shoal.extend.data import (
+    FieldDataset,
     Fields,
-    FileDataset,
     Indices,
-    as_tensor,
-    build_batch,
     check_equal_lengths,
     parse_fields,
     require_path,
@@ -26,7 +24,7 @@ _RUN_GAP_BYTES = 64 * 1024  # reading a gap of this size is faster than another 
 _READ_BYTES = 64 * 2**20  # at most, at once: skipped rows take memory, too
 
 
-class Hdf5(FileDataset):
+class Hdf5(FieldDataset):
     """Rows of datasets in one HDF5 file: `Hdf5(path, {"inputs": "images", "target": "labels"})`.
 
     A mapping gives batches that are dicts, a list of datasets tuples in that order. cache_bytes: of unpacked chunks,
@@ -45,12 +43,8 @@ class Hdf5(FileDataset):
             num_samples = check_equal_lengths({name: each.shape[0] for name, each in found.items()}, file_path)
         super().__init__([file_path], num_samples)
 
-    def shapes(self) -> dict[str, str]:
-        return self._shapes
-
-    def batch(self, indices: Indices) -> Any:
-        tensors = {name: as_tensor(_read_rows(dataset, indices), name) for name, dataset in self._files.items()}
-        return build_batch(tensors, self.as_dict)
+    def _read(self, field: Any, indices: Indices) -> np.ndarray[Any, Any]:
+        return _read_rows(field, indices)
 
     def _open(self) -> dict[str, Any]:
         file = _open_file(self.paths[0], self.cache_bytes)

@@ -13,10 +13,7 @@ from numpy.lib import format as npy
 
 from shoal.errors import DataError
 from shoal.extend.data import (
-    FileDataset,
-    Indices,
-    as_tensor,
-    build_batch,
+    FieldDataset,
     check_equal_lengths,
     name_positions,
     require_path,
@@ -27,7 +24,7 @@ _READ_ERRORS = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
 _Location = tuple[Path, str]  # a file, and the array's name in an .npz
 
 
-class NumpyFiles(FileDataset):
+class NumpyFiles(FieldDataset):
     """Arrays of equal length, the sample as dimension 0.
 
     NumpyFiles({"inputs": "x.npy", "target": "y.npy"})   batches are dicts
@@ -53,13 +50,6 @@ class NumpyFiles(FileDataset):
         self._shapes = {name: f"{dtype.name}{shape[1:]}{within[name]}" for name, (shape, dtype) in heads.items()}
         paths = list(dict.fromkeys(path for path, _ in self._locations.values()))
         super().__init__(paths, check_equal_lengths({name: shape[0] for name, (shape, _) in heads.items()}, paths[0]))
-
-    def shapes(self) -> dict[str, str]:
-        return self._shapes
-
-    def batch(self, indices: Indices) -> Any:
-        tensors = {name: as_tensor(array[indices], name) for name, array in self._files.items()}
-        return build_batch(tensors, self.as_dict)
 
     def _open(self) -> dict[str, np.ndarray[Any, Any]]:
         return {name: _load_array(location) for name, location in self._locations.items()}

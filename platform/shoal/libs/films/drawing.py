@@ -21,9 +21,10 @@ MIN_SPAN = 0.1  # of values: what is nearly the same is drawn so
 VALUE, REWARD = COLOURS[:2]
 _FONT_SIZE = 11
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+Frame = tuple[Image.Image, float]  # and the seconds that it is shown
 
 
-def draw_frames(episode: FilmedEpisode) -> Iterator[tuple[Image.Image, float]]:
+def draw_frames(episode: FilmedEpisode) -> Iterator[Frame]:
     """The pictures of a film, RGB, all of one size, with the seconds that each is shown."""
     font = ImageFont.load_default(_FONT_SIZE)
     shots = episode.shots or list(_draw_observations(episode, font))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from shoal.atomic_file import replace_synced
 from shoal.errors import ConfigError, needs_extra
-from shoal.libs.films.drawing import PAPER, draw_frames
+from shoal.libs.films.drawing import PAPER, Frame, draw_frames
 from shoal.libs.films.episode import MAX_FRAMES, WIDTH, FilmedEpisode
 
 SUFFIXES = (".webp", ".mp4")
@@ -61,7 +61,7 @@ def thin_out(written: list[Path], most: int) -> list[Path]:
     return [each for each in written if each not in dropped]
 
 
-def _match_sizes(films: Sequence[Iterator[tuple[Image.Image, float]]]) -> Iterator[tuple[Image.Image, float]]:
+def _match_sizes(films: Sequence[Iterator[Frame]]) -> Iterator[Frame]:
     """All as high as the first: an episode without choices has a lower panel."""
     size: tuple[int, int] | None = None
     for picture, seconds in chain.from_iterable(films):
@@ -73,10 +73,10 @@ def _match_sizes(films: Sequence[Iterator[tuple[Image.Image, float]]]) -> Iterat
         yield picture, seconds
 
 
-def _write_webp(path: Path, pictures: Iterator[tuple[Image.Image, float]]) -> int:
+def _write_webp(path: Path, pictures: Iterator[Frame]) -> int:
     durations: list[int] = []
 
-    def note(each: tuple[Image.Image, float]) -> Image.Image:
+    def note(each: Frame) -> Image.Image:
         durations.append(max(20, round(1000 * each[1])))
         return each[0]
 
@@ -90,7 +90,7 @@ def _write_webp(path: Path, pictures: Iterator[tuple[Image.Image, float]]) -> in
     return len(durations)
 
 
-def _write_mp4(path: Path, pictures: Iterator[tuple[Image.Image, float]]) -> int:
+def _write_mp4(path: Path, pictures: Iterator[Frame]) -> int:
     import av
 
     count, shown_s, buffer = 0, 0.0, io.BytesIO()

@@ -44,9 +44,6 @@ class GangLost(InferenceError):
         super().__init__(503, f"a worker of this replica is lost ({reason}); try again later", RETRY_AFTER_S)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.reason,))
-
 
 class StartedWorkers(NamedTuple):
     """Workers that a launcher has started, with a connection to each."""

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from google.protobuf.message import Message
+from grpc import StatusCode
 
 from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 PATH_PREFIX = f"/{SERVICE}/"
 GRPC_STATUSES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    405: grpc.StatusCode.INVALID_ARGUMENT,
-    408: grpc.StatusCode.DEADLINE_EXCEEDED,
-    409: grpc.StatusCode.FAILED_PRECONDITION,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    415: grpc.StatusCode.UNIMPLEMENTED,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    431: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    501: grpc.StatusCode.UNIMPLEMENTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    400: StatusCode.INVALID_ARGUMENT,
+    401: StatusCode.UNAUTHENTICATED,
+    403: StatusCode.PERMISSION_DENIED,
+    404: StatusCode.NOT_FOUND,
+    405: StatusCode.INVALID_ARGUMENT,
+    408: StatusCode.DEADLINE_EXCEEDED,
+    409: StatusCode.FAILED_PRECONDITION,
+    413: StatusCode.RESOURCE_EXHAUSTED,
+    415: StatusCode.UNIMPLEMENTED,
+    422: StatusCode.INVALID_ARGUMENT,
+    429: StatusCode.RESOURCE_EXHAUSTED,
+    431: StatusCode.RESOURCE_EXHAUSTED,
+    501: StatusCode.UNIMPLEMENTED,
+    503: StatusCode.UNAVAILABLE,
+    504: StatusCode.DEADLINE_EXCEEDED,
 }
 RAW_BYTES_METHODS = frozenset({"ModelInfer", "ModelStreamInfer"})
 UNAUTHENTICATED_METHODS = frozenset({"ServerLive", "ServerReady"})  # to every caller
@@ -81,7 +81,7 @@ class GrpcCall:
         """Build the trailers: the status, its message and the trailing metadata."""
         if self._error is None:
             return [(b"grpc-status", b"0"), *self.trailing]
-        status: int = GRPC_STATUSES.get(self._error.status, grpc.StatusCode.INTERNAL).value[0]
+        status: int = GRPC_STATUSES.get(self._error.status, StatusCode.INTERNAL).value[0]
         message = urllib.parse.quote(str(self._error)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
         message = re.sub("%[0-9A-F]?$", "", message)  # an escape that was cut
         return [(b"grpc-status", b"%d" % status), (b"grpc-message", message.encode()), *self.trailing]

@@ -14,7 +14,7 @@ import click
 from shoal.client import Client, StreamedText
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, ShoalError, suggest
-from shoal.extend.cli import FiniteRange, ca_option
+from shoal.extend.cli import FiniteRange, ca_option, key_option
 from shoal.extend.registry import LocalModel, ModelVersion, Registry, find_version, split_ref
 
 HELP = """\
@@ -38,7 +38,7 @@ _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10})  # a model m
     "--endpoint", metavar="NAME|URL", help="Ask an endpoint.  [default: the model's weights, in this process]"
 )
 @ca_option
-@click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
+@key_option
 def chat(model: str, system: str, endpoint: str | None, key: str, **given: Any) -> None:
     """Talk with a language model: one of the registry, in this process, or one of an endpoint.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from shoal.errors import ConfigError
-from shoal.extend.train import RunFacts
+from shoal.extend.train import RunFacts, list_parameters
 from shoal.libs.lightning.hooks import OF_STEP, is_overridden
 from shoal.libs.lightning.logs import average_over_ranks
 from shoal.libs.lightning.trainer_view import TrainerView
@@ -96,7 +96,7 @@ class Strategy:
 
     def clip_gradients(self, optimizer: Any, clip_val: float, gradient_clip_algorithm: str) -> None:
         """Of `self.clip_gradients`."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = list_parameters(optimizer)
         if clip_val > 0:
             (clip_grad_value_ if gradient_clip_algorithm == "value" else clip_grad_norm_)(parameters, clip_val)
 

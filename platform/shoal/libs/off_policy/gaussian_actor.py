@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.extend.models import FrameEncoder, OwnNetwork, SquashedGaussian
+from shoal.extend.models import OwnNetwork, SquashedGaussian, make_encoder
 
 
 class GaussianActor(nn.Module):
@@ -37,8 +37,7 @@ class GaussianActor(nn.Module):
         self.network = OwnNetwork(**network) if network is not None else None
         if self.network is not None:
             return
-        self.encoder = FrameEncoder(**frames) if frames is not None else None
-        observation_size = self.encoder.size if self.encoder is not None else observation_size
+        self.encoder, observation_size = make_encoder(frames, observation_size)
         layers: list[nn.Module] = []
         for width in hidden:
             layers += [nn.Linear(observation_size, width), nn.ReLU()]
@@ -73,8 +72,7 @@ class TwinCritic(nn.Module):
         self, observation_size: int, num_actions: int, hidden: Sequence[int], frames: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
-        self.encoder = FrameEncoder(**frames) if frames is not None else None
-        observation_size = self.encoder.size if self.encoder is not None else observation_size
+        self.encoder, observation_size = make_encoder(frames, observation_size)
         sizes = [observation_size + num_actions, *hidden, 1]
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for size, width in itertools.pairwise(sizes):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.extend.models import FrameEncoder, OwnNetwork, RecurrentLayer, mask_logits
+from shoal.extend.models import OwnNetwork, RecurrentLayer, make_encoder, mask_logits
 
 
 class QNetwork(nn.Module):
@@ -39,8 +39,7 @@ class QNetwork(nn.Module):
         self.network = OwnNetwork(**network) if network is not None else None
         if self.network is not None:
             return
-        self.encoder = FrameEncoder(**frames) if frames is not None else None
-        observation_size = self.encoder.size if self.encoder is not None else observation_size
+        self.encoder, observation_size = make_encoder(frames, observation_size)
         common, stream = list(hidden[:-1]), list(hidden[-1:])
         self.trunk = nn.Sequential(*_make_layers([observation_size, *common]))
         size = common[-1] if common else observation_size
@@ -85,8 +84,7 @@ class RecurrentQNetwork(nn.Module):
         frames: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.encoder = FrameEncoder(**frames) if frames is not None else None
-        observation_size = self.encoder.size if self.encoder is not None else observation_size
+        self.encoder, observation_size = make_encoder(frames, observation_size)
         sizes = [observation_size, *hidden[:-1]]
         self.trunk = nn.Sequential(*_make_layers(sizes))
         self.core = RecurrentLayer(core, sizes[-1], core_size)

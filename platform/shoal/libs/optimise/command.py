@@ -19,7 +19,16 @@ from rich.table import Column
 from rich.text import Text
 
 from shoal.errors import ConfigError, needs_extra
-from shoal.extend.cli import make_number_column, make_table, prepare_output_folder, to_json_value, write_files
+from shoal.extend.cli import (
+    json_option,
+    make_number_column,
+    make_table,
+    output_folder_option,
+    overrides_argument,
+    prepare_output_folder,
+    to_json_value,
+    write_files,
+)
 from shoal.extend.cost import format_quantity
 from shoal.extend.runs import INK, LINE, MARK, MUTED, RULE, format_number, format_size, make_figure, to_png
 from shoal.libs.optimise.choice import MaxDrop, find_front
@@ -41,7 +50,7 @@ _COSTS = {
 
 @click.command()
 @click.argument("model", metavar="MODEL")
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+@overrides_argument
 @click.option(
     "--max-drop", default="1%", show_default=True, help="Of the metric: 1% of its value, or 0.01 in its unit."
 )
@@ -68,8 +77,8 @@ _COSTS = {
 )
 @click.option("--name", default="", help="The registered model's name; default: that of MODEL.")
 @click.option("--alias", default="small", show_default=True, help="An alias for the registered version.")
-@click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@output_folder_option
+@json_option
 def optimise(
     model: str,
     overrides: tuple[str, ...],

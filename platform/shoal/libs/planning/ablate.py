@@ -20,9 +20,12 @@ from rich.text import Text
 
 from shoal.config import format_override
 from shoal.extend.cli import (
+    json_option,
     make_literal_console,
     make_number_column,
     make_table,
+    output_folder_option,
+    overrides_argument,
     prepare_output_folder,
     strip_task_key,
     write_files,
@@ -50,13 +53,13 @@ JOB = "ablate"
 
 @click.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+@overrides_argument
 @click.option("--part", "parts", multiple=True, metavar="NAME", help="A part to leave out; all of them by default.")
 @click.option("--change", "changes", multiple=True, metavar="NAME=A.B=C", help="Something to change instead.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
 @click.option("--metric", default=None, help="The table's metric; default: that of stop, or the first but the loss.")
-@click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@output_folder_option
+@json_option
 def ablate(
     task: str,
     overrides: tuple[str, ...],

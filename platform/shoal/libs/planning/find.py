@@ -21,8 +21,11 @@ from shoal.config import format_override
 from shoal.errors import ConfigError
 from shoal.extend.cli import (
     CommandGroup,
+    json_option,
     make_number_column,
     make_table,
+    output_folder_option,
+    overrides_argument,
     prepare_output_folder,
     strip_task_key,
     to_json_value,
@@ -50,12 +53,12 @@ def find() -> None:
 
 @find.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+@overrides_argument
 @click.option("--lowest", default=1e-7, show_default=True, type=float, help="The first rate.")
 @click.option("--highest", default=10.0, show_default=True, type=float, help="The last rate.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=10), help="Steps, one per rate.")
-@click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@output_folder_option
+@json_option
 def rate(
     task: str, overrides: tuple[str, ...], lowest: float, highest: float, steps: int, out: Path | None, as_json: bool
 ) -> None:
@@ -82,12 +85,12 @@ def rate(
 
 @find.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+@overrides_argument
 @click.option("--memory", default=None, help="The most to use, as 512M or 2G; default: all that is free.")
 @click.option("--up-to", default=65_536, show_default=True, type=click.IntRange(min=1), help="The largest to try.")
 @click.option("--longest", default=10.0, show_default=True, type=float, help="Stop when a step takes so many seconds.")
-@click.option("--out", default=None, type=click.Path(path_type=Path), help="Folder of the files that are written.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@output_folder_option
+@json_option
 def batch(
     task: str,
     overrides: tuple[str, ...],

@@ -13,15 +13,15 @@ import click
 from rich.console import Console
 
 from shoal.config import format_override
-from shoal.extend.cli import print_json, strip_task_key
+from shoal.extend.cli import json_option, overrides_argument, print_json, strip_task_key
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch: else its profiler prints remarks
 
 
 @click.command()
 @click.argument("task", callback=strip_task_key)
-@click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@overrides_argument
+@json_option
 def plan(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Rank the ways of training TASK in parallel, by predicted step time and memory, and say why.
 

@@ -3,20 +3,11 @@
 Nothing here imports Ray. Names that need torch are imported at their first use.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from shoal.extend import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.libs.population.population import Population
+    from shoal.libs.population.population import Population as Population
 
-__all__ = ["Population"]
-
-_HOMES = {"Population": "shoal.libs.population.population"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = load_on_demand(__name__)

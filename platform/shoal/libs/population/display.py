@@ -122,4 +122,4 @@ def _shorten(path: str) -> str:
 
 def format_score(value: float | None) -> str:
     """A score or a hyper-parameter; `-` for a member without one."""
-    return "-" if value is None or not isinstance(value, int | float) else format_number(value)
+    return "-" if value is None else format_number(value)

@@ -1,8 +1,8 @@
-"""The members of one architecture: their rows, their generators and the engine that computes them.
+"""The members of a population: their rows, their generators and the engine that computes them.
 
 Owns which row belongs to which member, how rows are divided into chunks, and a chunk's steps. Called by Population,
-from its threads: one thread a chunk. Knows no other group and decides nothing about members.
-Legend: n members of the group, k of a chunk, B samples of a batch.
+from its threads: one thread a chunk. Decides nothing about members.
+Legend: K members, k of a chunk, B samples of a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AugmentFunction = Callable[[Any, Mapping[str, Tensor], Sequence[torch.Generator]
 
 @dataclass(frozen=True)
 class GroupSetting:
-    """What all groups of a population have in common.
+    """How members are computed.
 
     augment:  (batch [k, B, ...], {name: [k]}, generators [k]) to such a batch; None: batches stay as they are
     engine:   a name, or auto; `chunk`: the most members of a chunk, None: by trial
@@ -50,28 +50,28 @@ class GroupSetting:
 
 
 class MemberGroup:
-    """n members, named by their numbers in the population.
+    """K members, named by their numbers.
 
     order:      the member of each row. The first `num_active` rows are trained, the others are retired
-    generators: of every member of the population
-    values:     the hyper-parameters of every member of the population, {name: [K]}
+    generators: of every member
+    values:     the hyper-parameters of every member, {name: [K]}
     resident:   the most members on the device; None: all
     """
 
     def __init__(
         self,
         model: nn.Module,
-        members: Sequence[int],
+        num_members: int,
         setting: GroupSetting,
         generators: Sequence[torch.Generator],
         values: Mapping[str, Tensor],
         resident: int | None = None,
     ) -> None:
         self.setting, self.model, self.layout = setting, model, RowLayout(model, setting.device)
-        self.order, self.num_active = list(members), len(members)
+        self.order, self.num_active = list(range(num_members)), num_members
         self.generators, self.values = generators, values
         self.store = RowStore(
-            self.layout, len(members), setting.optimizer.slots, setting.device,
+            self.layout, num_members, setting.optimizer.slots, setting.device,
             resident=resident, threads=setting.threads,
         )  # fmt: skip
         self.choice: EngineChoice | None = None
@@ -84,7 +84,9 @@ class MemberGroup:
         return self.store.rows
 
     def find_row(self, member: int) -> int:
-        """The row of a member."""
+        """The row of a member. Raises ConfigError where there is none."""
+        if member not in self.order:
+            raise ConfigError("member", member, "no such member", f"0 to {len(self.order) - 1}")
         return self.order.index(member)
 
     def members_of(self, part: Part) -> list[int]:

@@ -22,7 +22,6 @@ from shoal.extend.runs import (
     add_heading,
     is_logarithmic,
     make_figure,
-    to_numbers,
     use_integer_ticks,
 )
 
@@ -75,17 +74,13 @@ def draw_schedules(
     ) as figure:
         for number, path in enumerate(paths, start=1):
             axes = figure.add_subplot(num_rows, 2, number)
-            values, ticks = to_numbers(stretches[path])
-            codes = dict(zip(ticks, range(len(ticks)), strict=True))
-            own = np.array([codes[str(value)] if ticks else value for value in ancestry[path]], float)
+            values = stretches[path].to_numpy(float)
             _draw_steps(axes, stretches, values, RULE, 1.0)
-            _draw_steps(axes, ancestry, own, LINE, 2.2)
-            if not ticks and is_logarithmic(values, path, logarithmic):
+            _draw_steps(axes, ancestry, ancestry[path].to_numpy(float), LINE, 2.2)
+            if is_logarithmic(values, path, logarithmic):
                 axes.set_yscale("log")
                 axes.minorticks_off()
                 axes.yaxis.set_major_formatter("{x:g}")
-            if ticks:
-                axes.set_yticks(range(len(ticks)), ticks)
             _label_rounds(axes)
             add_heading(axes, path)
     return figure

@@ -14,10 +14,10 @@ Legend: K members, k of a chunk, B samples of a batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -64,8 +64,7 @@ class ChunkResult:
 class Population:
     """K members. Use as a context manager, or call `close`: it has threads.
 
-    make_model:       a member's model, called with the seed of the member set; or one function a member: members whose
-                      models have the same structure are computed together
+    make_model:       a member's model, called with the seed of the member set; all have the same structure
     loss:             (outputs, batch) of one member to a scalar, the mean over the samples
     inputs, metrics:  as those of a Task: the model's arguments of a batch; further metrics of an evaluation
     augment:          (batch [k, B, ...], {name: [k]}, generators [k]) to such a batch, for training. It must not write
@@ -84,7 +83,7 @@ class Population:
 
     def __init__(
         self,
-        make_model: ModelFactory | Sequence[ModelFactory],
+        make_model: ModelFactory,
         loss: LossFunction,
         *,
         members: int,
@@ -120,39 +119,23 @@ class Population:
         threads = min(threads, members)
         objective = Objective(loss, inputs, metrics)
         self.setting = GroupSetting(objective, rows, self.device, augment, engine, chunk, threads)
-        self.groups = self._make_groups(make_model, seed, memory_bytes)
-        self._group_of = {member: group for group in self.groups for member in group.order}
+        self.group = self._make_group(make_model, seed, memory_bytes)
         self._pool = ThreadPoolExecutor(threads, "population", torch.set_num_threads, (1,)) if threads > 1 else None
 
-    def _make_groups(
-        self, make_model: ModelFactory | Sequence[ModelFactory], seed: int, memory_bytes: int | None
-    ) -> list[MemberGroup]:
-        factories = list(make_model) if isinstance(make_model, Sequence) else [make_model] * self.num_members
-        if len(factories) != self.num_members:
-            problem = f"are {len(factories)} functions for {self.num_members} members"
-            raise ConfigError("make_model", len(factories), problem, "give one for all, or one a member")
-
+    def _make_group(self, make_model: ModelFactory, seed: int, memory_bytes: int | None) -> MemberGroup:
         def make(member: int) -> nn.Module:
             with preserve_rng(seed + member, has_cuda=self.device.type == "cuda"):
-                return factories[member]().to(self.device)
+                return make_model().to(self.device)
 
-        models: dict[object, nn.Module] = {}
-        groups: dict[object, list[int]] = {}
+        model = make(0)
+        num_slots = len(self.setting.optimizer.slots)
+        resident = plan_resident(RowLayout(model, self.device), self.num_members, num_slots, self.device, memory_bytes)
+        group = MemberGroup(
+            model, self.num_members, self.setting, self.generators, self.hyper_parameters, resident=resident
+        )
         for member in range(self.num_members):
-            model = make(member)
-            structure = _find_structure(model)
-            models.setdefault(structure, model)
-            groups.setdefault(structure, []).append(member)
-        layouts = [(RowLayout(models[structure], self.device), len(each)) for structure, each in groups.items()]
-        resident = plan_resident(layouts, len(self.setting.optimizer.slots), self.device, memory_bytes)
-        member_groups = [
-            MemberGroup(models[structure], each, self.setting, self.generators, self.hyper_parameters, most)
-            for (structure, each), most in zip(groups.items(), resident, strict=True)
-        ]
-        for group in member_groups:
-            for row, member in enumerate(group.order):
-                group.rows.load_model(row, make(member))
-        return member_groups
+            group.rows.load_model(member, make(member))
+        return group
 
     def step(self, batch: Any) -> Tensor:
         """Update every member that is not retired once. Returns the losses before it, [K]; NaN for retired ones."""
@@ -170,8 +153,8 @@ class Population:
         closed early leaves the chunks that it has not yielded trained or not; others are as they were.
         """
         source = self._make_source(batches)
-        self._choose_engines(source)
-        for members, losses in self._run(lambda group, part: group.train(part, source)):
+        self._choose_engine(source)
+        for members, losses in self._run(lambda part: self.group.train(part, source)):
             yield ChunkResult(members, losses)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, Tensor]:
@@ -180,9 +163,9 @@ class Population:
         Members are computed together, as in training. NaN for retired members.
         """
         source = _share(list(batches))
-        self._choose_engines(source)
+        self._choose_engine(source)
         measured: dict[str, Tensor] = {}
-        for members, values in self._run(lambda group, part: group.evaluate(part, source)):
+        for members, values in self._run(lambda part: self.group.evaluate(part, source)):
             for name, value in values.items():
                 column = measured.setdefault(name, torch.full((self.num_members,), torch.nan, dtype=torch.float64))
                 column[list(members)] = value.cpu()
@@ -192,53 +175,46 @@ class Population:
         """Let the loser of each (loser, winner) continue from a copy of the winner's weights, state and buffers.
 
         Its hyper-parameters and its generator stay. A retired loser is trained again. The pairs happen at once: a
-        winner that also loses is copied as it was. Raises ConfigError for members of different structure.
+        winner that also loses is copied as it was.
         """
         pairs = list(pairs)
-        for loser, winner in pairs:
-            if self._find_group(loser) is not self._find_group(winner):
-                problem = f"member {loser} has another architecture than member {winner}"
-                raise ConfigError("exploit", (loser, winner), problem, "copy within a group")
-        losers = {loser for loser, _ in pairs}
+        group = self.group
+        for member in itertools.chain.from_iterable(pairs):
+            group.find_row(member)  # an unknown one is refused before anything changes
         for loser, _ in pairs:
-            self._group_of[loser].set_active(loser, True)
-        copies = [(self._group_of[loser], self._group_of[loser].find_row(loser), winner) for loser, winner in pairs]
-        saved = {
-            winner: self._group_of[winner].rows.narrow(self._group_of[winner].find_row(winner), 1).clone()
-            for _, winner in pairs
-            if winner in losers
-        }
-        for group, row, winner in copies:
-            if winner in saved:
-                group.rows.narrow(row, 1).copy_from(saved[winner])
+            group.set_active(loser, True)
+        rows = group.rows
+        copies = [(group.find_row(winner), group.find_row(loser)) for loser, winner in pairs]
+        written = {target for _, target in copies}
+        saved = {source: rows.narrow(source, 1).clone() for source, _ in copies if source in written}
+        for source, target in copies:
+            if source in saved:
+                rows.narrow(target, 1).copy_from(saved[source])
             else:
-                group.rows.copy(group.find_row(winner), row)
+                rows.copy(source, target)
 
     def retire(self, member: int) -> None:
         """Train a member no longer, until it is the loser of an exploit. Others are untouched."""
-        self._find_group(member).set_active(member, False)
+        self.group.set_active(member, False)
 
     def find_failed(self) -> list[int]:
         """The members, not retired, that have a weight that is not finite."""
-        failed = []
-        for group in self.groups:
-            is_finite = group.rows.weights[: group.num_active].isfinite().all(1).tolist()
-            failed += [group.order[row] for row, each in enumerate(is_finite) if not each]
-        return sorted(failed)
+        is_finite = self.group.rows.weights[: self.group.num_active].isfinite().all(1).tolist()
+        return sorted(self.group.order[row] for row, each in enumerate(is_finite) if not each)
 
     @property
     def retired(self) -> list[int]:
         """The members that are not trained."""
-        return sorted(member for group in self.groups for member in group.order[group.num_active :])
+        return sorted(self.group.order[self.group.num_active :])
 
     @property
-    def choices(self) -> list[EngineChoice | None]:
-        """Of each group, the engine with what the trial measured, and why others do not fit; None before a batch."""
-        return [group.choice for group in self.groups]
+    def choice(self) -> EngineChoice | None:
+        """The engine with what the trial measured, and why others do not fit; None before a batch."""
+        return self.group.choice
 
     def set_hyper_parameters(self, member: int, values: Mapping[str, float]) -> None:
         """Change some of a member's values. Raises ConfigError for unknown names and values out of range."""
-        self._find_group(member)
+        self.group.find_row(member)
         for name, value in values.items():
             if name not in self.hyper_parameters:
                 problem = "the population has no such hyper-parameter"
@@ -248,13 +224,11 @@ class Population:
 
     def member_state_dict(self, member: int) -> dict[str, Tensor]:
         """A member as an ordinary state dict of its model."""
-        group = self._find_group(member)
-        return group.rows.state_dict(group.find_row(member))
+        return self.group.rows.state_dict(self.group.find_row(member))
 
     def load_member(self, member: int, state: Mapping[str, Tensor]) -> None:
         """A member from a state dict of its model; its optimizer starts afresh. Raises SpecMismatch."""
-        group = self._find_group(member)
-        group.rows.load_state_dict(group.find_row(member), state)
+        self.group.rows.load_state_dict(self.group.find_row(member), state)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs: tensors, numbers and lists. Rows share the population's memory."""
@@ -262,36 +236,29 @@ class Population:
             "hyper_parameters": dict(self.hyper_parameters),
             "device": self.device.type,
             "generators": [generator.get_state() for generator in self.generators],
-            "groups": [group.state_dict() for group in self.groups],
+            "groups": [self.group.state_dict()],  # a list, for saved populations have one
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the saved population would have. Raises SpecMismatch when it has other members."""
-        members = [sorted(group["order"]) for group in state["groups"]]
-        if members != [sorted(group.order) for group in self.groups]:
-            raise SpecMismatch("population", members, "the saved population has other members or architectures")
+        members = [len(group["order"]) for group in state["groups"]]
+        if members != [self.num_members]:
+            raise SpecMismatch("population", members, "the saved population has other members")
         if state["hyper_parameters"].keys() != self.hyper_parameters.keys():
             problem = f"the population has {sorted(self.hyper_parameters)}"
             raise SpecMismatch("hyper_parameters", sorted(state["hyper_parameters"]), problem)
-        for group, saved in zip(self.groups, state["groups"], strict=True):
-            group.load_state_dict(saved)
+        self.group.load_state_dict(state["groups"][0])
         if state["device"] == self.device.type:  # a generator's state is of no use on another kind of device
             for generator, saved in zip(self.generators, state["generators"], strict=True):
                 generator.set_state(saved)
         for name, column in state["hyper_parameters"].items():
             self.hyper_parameters[name].copy_(column)
 
-    def _find_group(self, member: int) -> MemberGroup:
-        if member not in self._group_of:
-            raise ConfigError("member", member, "no such member", f"0 to {self.num_members - 1}")
-        return self._group_of[member]
-
     def close(self) -> None:
         """End the threads. Idempotent."""
         if self._pool is not None:
             self._pool.shutdown()
-        for group in self.groups:
-            group.store.close()
+        self.group.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -313,28 +280,24 @@ class Population:
                 raise ConfigError("order", "own", problem, "give each member its samples, or order=shared")
         return lambda members: (MemberBatch(content, True).select(members) for content in contents)
 
-    def _choose_engines(self, source: BatchSource) -> None:
-        for group in self.groups:
-            if self._pool is None:
-                group.choose_engine(source)
-            else:  # where it will compute: with one thread of torch
-                self._pool.submit(group.choose_engine, source).result()
+    def _choose_engine(self, source: BatchSource) -> None:
+        if self._pool is None:
+            self.group.choose_engine(source)
+        else:  # where it will compute: with one thread of torch
+            self._pool.submit(self.group.choose_engine, source).result()
 
-    def _run(self, function: Callable[[MemberGroup, Part], T]) -> Iterator[tuple[tuple[int, ...], T]]:
+    def _run(self, function: Callable[[Part], T]) -> Iterator[tuple[tuple[int, ...], T]]:
         """The function for every chunk, in the threads. Yields (members, result) as they are ready."""
-        work = [(group, part) for group in self.groups for part in group.parts()]
-        with ExitStack() as stack:
-            for group in self.groups:
-                stack.enter_context(group.store.loading(group.parts()))
-            if self._pool is None or len(work) == 1:
-                for group, part in work:
-                    yield tuple(group.members_of(part)), function(group, part)
+        parts = self.group.parts()
+        with self.group.store.loading(parts):
+            if self._pool is None or len(parts) == 1:
+                for part in parts:
+                    yield tuple(self.group.members_of(part)), function(part)
                 return
-            futures = {self._pool.submit(function, group, part): (group, part) for group, part in work}
+            futures = {self._pool.submit(function, part): part for part in parts}
             try:
                 for future in as_completed(futures):
-                    group, part = futures[future]
-                    yield tuple(group.members_of(part)), future.result()
+                    yield tuple(self.group.members_of(futures[future])), future.result()
             finally:
                 for future in futures:
                     future.cancel()
@@ -343,15 +306,6 @@ class Population:
 
 def _share(contents: Sequence[Any]) -> BatchSource:
     return lambda members: (MemberBatch(content) for content in contents)
-
-
-def _find_structure(model: nn.Module) -> object:
-    """What models that are computed together have in common: layers with their settings, and shapes."""
-    layers = []
-    for name, module in model.named_modules():
-        settings = [each for each in sorted(vars(module).items()) if isinstance(each[1], int | float | str | bool)]
-        layers.append((name, type(module), module.extra_repr(), tuple(settings)))
-    return tuple(layers), tuple((name, tensor.shape) for name, tensor in model.state_dict().items())
 
 
 def _read_columns(given: HyperParameters, num_members: int) -> dict[str, Tensor]:

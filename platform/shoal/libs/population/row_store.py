@@ -152,34 +152,27 @@ def _copy(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
 
 
 def plan_resident(
-    layouts: Sequence[tuple[RowLayout, int]], num_slots: int, device: torch.device, memory_bytes: int | None
-) -> list[int | None]:
-    """Find for each (layout, members) how many members may be on the device at once; None: all.
+    layout: RowLayout, num_members: int, num_slots: int, device: torch.device, memory_bytes: int | None
+) -> int | None:
+    """Find how many members may be on the device at once; None: all.
 
     num_slots:    of the optimizer
     memory_bytes: of the device for rows; None: on a CUDA device 0.8 of what is free, on a CPU whatever is free
     Raises ConfigError when not even one member fits, or when the host's memory is too small for all.
     """
-    sizes = [layout.row_bytes(num_slots) for layout, _ in layouts]
-    counts = [count for _, count in layouts]
-    total = sum(size * count for size, count in zip(sizes, counts, strict=True))
+    size = layout.row_bytes(num_slots)
+    total = size * num_members
     free = psutil.virtual_memory().available
     if total > free:
         problem = f"need {total / 1e9:.3g} GB of host memory, and {free / 1e9:.3g} GB are free"
-        raise ConfigError("members", sum(counts), problem, "take fewer members")
+        raise ConfigError("members", num_members, problem, "take fewer members")
     if memory_bytes is None:
         if device.type != "cuda":
-            return [None] * len(layouts)
+            return None
         memory_bytes = int(0.8 * torch.cuda.mem_get_info(device)[0])
     if total <= memory_bytes:
-        return [None] * len(layouts)
-    resident: list[int | None] = []
-    for size, count in zip(sizes, counts, strict=True):
-        fitting = int(memory_bytes * (size * count / total) / size)
-        if not fitting:
-            problem = (
-                f"one member takes {size / 1e6:.3g} MB, its share is {memory_bytes * size * count / total / 1e6:.3g}"
-            )
-            raise ConfigError("memory_bytes", memory_bytes, problem, "give more, or take smaller members")
-        resident.append(fitting)
-    return resident
+        return None
+    if size > memory_bytes:
+        problem = f"one member takes {size / 1e6:.3g} MB"
+        raise ConfigError("memory_bytes", memory_bytes, problem, "give more, or take smaller members")
+    return memory_bytes // size

@@ -15,7 +15,8 @@ from pydantic import Field, field_validator, model_validator
 from shoal.config import Spec
 from shoal.extend.registry import AliasNames
 from shoal.extend.runs import LogFormat, TrackerNames, infer_direction
-from shoal.libs.population.evolution import ARCHITECTURE, EvolutionSpec
+from shoal.extend.train import require_direction
+from shoal.libs.population.evolution import EvolutionSpec
 from shoal.search.space import Options, SearchSpace
 
 AUGMENTATION = "augmentation."
@@ -41,8 +42,7 @@ class PopulationSpec(Spec):
     task:            `lenet` (a file of ./jobs), `my_task.py:MyTask`, or `package.module:MyTask`
     args:            the Task's keyword arguments
     space:           what differs from member to member, as in `optimizer.learning_rate: log(1e-3, 1e-1)`; there is
-                     `optimizer.momentum`, `optimizer.weight_decay`, and `augmentation.NAME` of Task.augmentations; and
-                     `args.NAME: choice(4, 6, 8)`, an argument of the Task that decides the architecture
+                     `optimizer.momentum`, `optimizer.weight_decay`, and `augmentation.NAME` of Task.augmentations
     augmentation:    strengths of augmentations that are the same for all members
     rounds:          between two of them members are scored, copied and changed
     order:           whether all members see the same batches, or each its own
@@ -106,26 +106,20 @@ class PopulationSpec(Spec):
     def _fits_together(self) -> PopulationSpec:
         known = [OPTIMIZER + name for name in TUNABLE if name != "momentum" or self.optimizer.name == "sgd"]
         for path, distribution in self.search_space.items():
-            is_argument = path.startswith(ARCHITECTURE) and path.count(".") == 1
-            if not (path in known or path.startswith(AUGMENTATION) or is_argument):
-                there_is = ", ".join((*known, "augmentation.NAME", "args.NAME"))
-                raise ValueError(f"space: no member has {path!r}: there is {there_is}")
-            if path.startswith(ARCHITECTURE) and not isinstance(distribution, Options):
-                raise ValueError(f"space: {path} = {distribution}: name each architecture, as in choice(4, 6, 8)")
+            if not (path in known or path.startswith(AUGMENTATION)):
+                there_is = ", ".join((*known, "augmentation.NAME"))
+                raise ValueError(f"space: no member has {path!r}: there is {there_is}; arguments: shoal sweep")
             if isinstance(distribution, Options) and not distribution.is_ordered:
                 raise ValueError(f"space: {path} = {distribution}: a hyper-parameter of a member is a number")
             most = 1.0 if path == OPTIMIZER + "momentum" else math.inf
             if path.startswith(OPTIMIZER) and not 0 <= distribution.ends[0] <= distribution.ends[1] <= most:
                 raise ValueError(f"space: {path} = {distribution}: its values are from 0 to {most:g}")
-        if all(path.startswith(ARCHITECTURE) for path in self.space):
-            raise ValueError("space: it has architectures alone: add what members change, as optimizer.learning_rate")
+        if not self.space:
+            raise ValueError("space: it is empty: add what members change, as optimizer.learning_rate")
         for name in self.augmentation:
             if AUGMENTATION + name in self.space:
                 raise ValueError(f"augmentation.{name} is in the space too: fix it with space.augmentation.{name}=null")
-        if self.direction == "auto" and infer_direction(self.metric) is None:
-            raise ValueError(
-                f"direction: the name {self.metric!r} does not tell whether more is better: say direction=max or min"
-            )
+        require_direction(self.metric, self.direction)
         if self.workers > self.members:
             raise ValueError(f"workers={self.workers} is more than members={self.members}")
         if self.ensemble is not None and self.ensemble > self.members:
@@ -160,16 +154,6 @@ class PopulationSpec(Spec):
         """The fixed ones, by path; those of the space take their place."""
         fixed = {OPTIMIZER + name: float(getattr(self.optimizer, name)) for name in TUNABLE}
         return fixed | {AUGMENTATION + name: strength for name, strength in self.augmentation.items()}
-
-    @property
-    def has_architectures(self) -> bool:
-        """Whether members differ in their architecture."""
-        return any(path.startswith(ARCHITECTURE) for path in self.space)
-
-    def make_args(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The Task's arguments of a member with these values of the space."""
-        own = {path: value for path, value in values.items() if path.startswith(ARCHITECTURE)}
-        return self.args | {path.removeprefix(ARCHITECTURE): value for path, value in own.items()}
 
     @property
     def augmentations(self) -> list[str]:

@@ -24,7 +24,7 @@ from rich.table import Column
 from shoal.client import Answer, Client, StreamedText
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError, DataError, InferenceError
-from shoal.extend.cli import ca_option, make_literal_console, make_table, print_json
+from shoal.extend.cli import ca_option, endpoint_option, key_option, make_literal_console, make_table, print_json
 from shoal.extend.registry import Registry, split_ref
 from shoal.extend.runs import format_number
 from shoal.extend.serve import ArrayLike, has_batch_first, is_integer, summarize_error
@@ -67,9 +67,9 @@ MAX_AT_ONCE = 32  # the endpoint computes them together
 @click.option("--sticky", default="", metavar="KEY", help="Always use the same side of a canary.")
 @click.option("--track", default="", metavar="stable|candidate", help="Use one side of a canary.")
 @click.option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@click.option("--endpoint", metavar="NAME|URL", help="The endpoint.  [default: the one running on this machine]")
+@endpoint_option
 @ca_option
-@click.option("--key", envvar="SHOAL_KEY", default="", metavar="KEY", help="An API key, or $SHOAL_KEY.")
+@key_option
 def predict(
     model: str,
     rows: tuple[str, ...],

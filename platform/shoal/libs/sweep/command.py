@@ -11,7 +11,7 @@ import click
 
 from shoal.config import format_override, last_override
 from shoal.errors import ConfigError
-from shoal.extend.cli import RunArguments, find_job, launch_run, strip_task_key
+from shoal.extend.cli import RunArguments, address_option, find_job, launch_run, plain_option, strip_task_key
 from shoal.extend.flows import is_loop_job
 from shoal.extend.runs import format_masked_command
 from shoal.search.space import SearchSpace
@@ -65,8 +65,8 @@ examples:
 @click.option("--actors", type=click.IntRange(min=1), help="Of each trial that is a run of the loop.  [default: 2]")
 @click.option("--resume", metavar="RUN", help="Go on with a sweep: its finished trials are not repeated.")
 @click.option("--retry-failed", is_flag=True, default=None, help="With --resume: run its failed trials again.")
-@click.option("--address", default=None, help="The cluster to use: a dashboard URL, or 'local' for a new one.")
-@click.option("--plain", is_flag=True, help="Plain lines, even on a terminal.")
+@address_option
+@plain_option
 def sweep(
     task: str,
     overrides: tuple[str, ...],

@@ -21,7 +21,6 @@ from shoal.libs.sweep.ray_trial import FAILURE, FINISHED, PROGRESS, STEP, VALUE,
 from shoal.libs.sweep.spec import CheckedSweep, SweepSpec
 from shoal.libs.sweep.trial import PlannedTrial
 from shoal.libs.sweep.trials import History, SweepTrial, TrialLog, TrialState
-from shoal.search.space import SearchSpace
 
 
 class TuneSearcher(Searcher):
@@ -113,17 +112,12 @@ class PopulationScheduler(PopulationBasedTraining):
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
         number, source = (parse_trial_name(each.custom_trial_name) for each in (trial, trial_to_clone))
         config = copy.deepcopy(trial_to_clone.config)
-        parameters = explore(self._space, config["trial"]["parameters"], self._rng, self._resample)
+        # Each value is perturbed, or with probability `resample` drawn anew (arXiv:1711.09846, section 4.1).
+        perturbed = self._space.perturb(config["trial"]["parameters"], self._rng)
+        parameters = self._space.resample(perturbed, self._rng, self._resample)
         config["trial"] = {"number": number, "parameters": parameters, "source": source}
         self._log.copy(number, source, trial_to_clone.last_result[STEP], parameters)
         return config, {}
-
-
-def explore(
-    space: SearchSpace, parameters: dict[str, Any], rng: np.random.Generator, resample: float
-) -> dict[str, Any]:
-    """Each value perturbed, or with probability `resample` drawn anew (arXiv:1711.09846, section 4.1)."""
-    return space.resample(space.perturb(parameters, rng), rng, resample)
 
 
 def make_scheduler(

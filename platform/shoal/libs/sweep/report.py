@@ -110,7 +110,7 @@ def _build_trial_table(sweep: Sweep, paths: Sequence[str]) -> Section:
     return Section("All trials", "best first; a click on a heading sorts by it", header=header, rows=rows)
 
 
-def compute_importance(parameters: DataFrame, scores: Series[Any], seed: int = 0) -> DataFrame | None:
+def compute_importance(parameters: DataFrame, scores: Series[Any]) -> DataFrame | None:
     """Columns parameter, importance (a share of the variance, from 0 to 1) and spread, the largest first.
 
     Trials without a finite score are left out. None with fewer than MIN_TRIALS others, or where all scores are equal.
@@ -120,13 +120,14 @@ def compute_importance(parameters: DataFrame, scores: Series[Any], seed: int = 0
         from sklearn.ensemble import RandomForestRegressor
 
     is_scored = np.isfinite(scores.to_numpy(float))
-    inputs, targets = _encode(parameters[is_scored]), scores[is_scored].to_numpy(float)
+    columns = [to_numbers(column)[0] for _, column in parameters[is_scored].items()]  # trees need no logarithms
+    inputs, targets = np.column_stack(columns), scores[is_scored].to_numpy(float)
     if len(targets) < MIN_TRIALS or np.ptp(targets) == 0:
         return None
     shares = []
     for number in range(NUM_FORESTS):
-        rng = np.random.default_rng([seed, number])
-        forest = RandomForestRegressor(NUM_TREES, random_state=seed + number, min_samples_leaf=2).fit(inputs, targets)
+        rng = np.random.default_rng([0, number])
+        forest = RandomForestRegressor(NUM_TREES, random_state=number, min_samples_leaf=2).fit(inputs, targets)
         samples = np.column_stack([rng.choice(column, NUM_SAMPLES) for column in inputs.T])
         total = forest.predict(samples).var()
         shares.append(
@@ -234,11 +235,6 @@ def _shorten_names(paths: Sequence[str]) -> list[str]:
     """The last part of each path, where no other ends so."""
     ends = [path.rpartition(".")[2] for path in paths]
     return [end if ends.count(end) == 1 else path for path, end in zip(paths, ends, strict=True)]
-
-
-def _encode(parameters: DataFrame) -> np.ndarray:
-    """[trials, parameters]: numbers, and the numbers of other values. Trees need no logarithms."""
-    return np.column_stack([to_numbers(parameters[name])[0] for name in parameters.columns])
 
 
 def _compute_marginal_variance(forest: Any, samples: np.ndarray, column: int) -> float:

@@ -20,8 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-
 import shoal.runs
 from shoal.checkpoint.directory import checkpoint_path, list_newest_first
 from shoal.checkpoint.stored import StoredCheckpoints, open_run_store
@@ -31,6 +29,7 @@ from shoal.extend.runs import RunKind, RunRecorder, Status
 from shoal.extend.train import (
     Backend,
     EventLog,
+    ForwardingLog,
     LocalBackend,
     RecordLog,
     TrainingRun,
@@ -122,16 +121,17 @@ class TrialReport:
     failure: str = ""
 
 
-class _ReportingLog:
+class _ReportingLog(ForwardingLog):
     """Writes to the trial's record, and reports its evaluations."""
 
     def __init__(self, log: EventLog, report: Callable[[TrialReport], None]) -> None:
-        self._log, self._report = log, report
+        super().__init__(log)
+        self._report = report
         self._total_steps: int | None = None  # unknown before the event `training`
         self._is_replay = False  # a run that goes on first logs again what its checkpoint has
 
     def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        self._log.log(step, values, at)
+        super().log(step, values, at)
         metrics = {name.removeprefix(_VALIDATION): v for name, v in values.items() if name.startswith(_VALIDATION)}
         if metrics and not self._is_replay:
             progress = step / self._total_steps if self._total_steps else math.nan
@@ -142,13 +142,7 @@ class _ReportingLog:
         if kind == "training":
             total = details["total_steps"]
             self._total_steps = total if isinstance(total, int) else None
-        self._log.record_event(kind, **details)
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._log.log_histogram(step, name, counts, edges)
-
-    def flush(self) -> None:
-        self._log.flush()
+        super().record_event(kind, **details)
 
 
 class Trial(ABC):

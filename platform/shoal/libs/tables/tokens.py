@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.libs.tables.closed_form import NUM_REGRESSORS, Predictions, correlate, predict_closed_form
 
 NUM_CELL_FEATURES, NUM_ROW_FEATURES = 8, 4 * NUM_REGRESSORS + 9
+OWN_ROWS, OWN_SHARE = 0.05, 0.1  # see `scale_targets`
 ROUNDING = 4 * torch.finfo(torch.float64).eps  # values that differ by less, relative to their size, are equal
 
 
@@ -92,11 +93,11 @@ def standardise_columns(x: Tensor, num_context: int) -> tuple[Tensor, Tensor, Te
     return torch.where(is_known & varies, scaled, 0.0), is_known, varies.squeeze(1)
 
 
-def scale_targets(y: Tensor, own_rows: float = 0.05, own_share: float = 0.1) -> tuple[Tensor, Tensor]:
+def scale_targets(y: Tensor) -> tuple[Tensor, Tensor]:
     """Location and unit [B, 1, T] of y [B, C, T] with NaN: the mean, and a deviation with shrinkage.
 
-    The deviation of one row, or of equal values, is zero. So a deviation of `own_share` of the targets' size (of 1 if
-    all are 0) counts as `own_rows` of a row. But n different labels are not close together by chance: where that is
+    The deviation of one row, or of equal values, is zero. So a deviation of OWN_SHARE of the targets' size (of 1 if
+    all are 0) counts as OWN_ROWS of a row. But n different labels are not close together by chance: where that is
     more than 40 / (n - 1) of their deviations, the size is an offset, which says nothing of the deviation.
     """
     is_known = ~y.isnan()
@@ -108,9 +109,9 @@ def scale_targets(y: Tensor, own_rows: float = 0.05, own_share: float = 0.1) -> 
     squares = torch.where(is_known, (above - mean).square(), 0.0).sum(1, keepdim=True)
     deviation, location = (squares / count.clamp_min(1)).sqrt(), low + mean * span
     size = torch.hypot(location, deviation * span)
-    own = torch.where(size == 0, 1.0, own_share * size) / span
+    own = torch.where(size == 0, 1.0, OWN_SHARE * size) / span
     own = torch.where(differ, torch.minimum(own, 40 / (count - 1).clamp_min(1) * deviation), own)
-    unit = ((squares + own_rows * own.square()) / ((count - 1).clamp_min(0) + own_rows)).sqrt() * span
+    unit = ((squares + OWN_ROWS * own.square()) / ((count - 1).clamp_min(0) + OWN_ROWS)).sqrt() * span
     return location, unit
 
 

@@ -5,24 +5,16 @@ Task that joins them. Called as `shoal.data.table`, by `shoal run table`, and by
 are imported at their first use.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from shoal.extend import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.libs.tabular.dataset import Table, table
-    from shoal.libs.tabular.encoders import Encoders
-    from shoal.libs.tabular.network import ColumnEmbedding, TableNetwork
-    from shoal.libs.tabular.task import TableTask
+    from shoal.libs.tabular.dataset import Table as Table
+    from shoal.libs.tabular.dataset import table as table
+    from shoal.libs.tabular.encoders import Encoders as Encoders
+    from shoal.libs.tabular.network import ColumnEmbedding as ColumnEmbedding
+    from shoal.libs.tabular.network import TableNetwork as TableNetwork
+    from shoal.libs.tabular.task import TableTask as TableTask
 
-__all__ = ["ColumnEmbedding", "Encoders", "Table", "TableNetwork", "TableTask", "table"]
-
-_HOMES = {"Encoders": "encoders", "ColumnEmbedding": "network", "TableNetwork": "network", "TableTask": "task"}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name, "dataset")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__getattr__ = load_on_demand(__name__)

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, InferenceError
@@ -73,9 +72,7 @@ class RequestTrace:
     def __enter__(self) -> RequestTrace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         status = 200
         if error is not None:
             # A request is cancelled when its client disconnects.

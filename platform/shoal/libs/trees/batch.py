@@ -272,13 +272,6 @@ class TreeBatch(SampleBatch):
         sums = values.new_zeros(self.num_trees).index_add(0, tree, values)
         return sums / values.new_zeros(self.num_trees).index_add(0, tree, counted).clamp(min=1)
 
-    def to_padded(self, outputs: Tensor, pad_value: float = 0.0) -> Tensor:
-        """Outputs [N, ...] as [T, most nodes, ...], nodes as they came, `pad_value` behind them."""
-        padded = outputs.new_full((self.num_trees, int(self.sizes.max()), *outputs.shape[1:]), pad_value)
-        within = np.arange(self.num_nodes) - self.plan.first_node[self.plan.tree_of_node]
-        positions = self._indices(self.plan.tree_of_node * padded.shape[1] + within, outputs)
-        return padded.flatten(0, 1).index_copy(0, positions, self.in_node_order(outputs)).view(padded.shape)
-
     @staticmethod
     def _indices(indices: Ints, like: Tensor) -> Tensor:
         return torch.from_numpy(indices).to(like.device)

@@ -8,7 +8,7 @@ Legend: B trees, N nodes of all trees, T nodes of the largest tree, C classes.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor, nn
@@ -87,15 +87,6 @@ def check_trees(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     """
     read_padded(arrays["tokens"], arrays["parents"])
     return arrays
-
-
-def pad_trees(trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, np.ndarray]:
-    """`tokens` and `parents` of a request, each int64 [B, T], from tokens and parents of each tree."""
-    shape = len(trees), max((len(tokens) for tokens, _ in trees), default=0)
-    padded = {name: np.full(shape, NO_NODE, np.int64) for name in ("tokens", "parents")}
-    for row, (tokens, parents) in enumerate(trees):
-        padded["tokens"][row, : len(tokens)], padded["parents"][row, : len(parents)] = tokens, parents
-    return padded
 
 
 # -- Python code as trees

@@ -90,7 +90,8 @@ def find_partition(
             return get_value(loss)
 
     profile = profile_splits(model, run, device, has_weights)
-    profile.changed = find_changed_buffers(model, run, profile.split_points)
+    changing = _trace_buffer_changes(model, run, {name for name, _ in model.named_buffers()}, [])
+    profile.changed = _trace_buffer_changes(model, run, set(changing), profile.split_points) if changing else {}
     wanted = learnable.pipeline_cuts()
     rejection: PlanError | None = None
     while True:
@@ -226,20 +227,13 @@ def _build_partition(profile: SplitProfile, split_points: list[SplitPoint], has_
     )
 
 
-def find_changed_buffers(
-    model: nn.Module, run: Callable[[], Tensor], split_points: Sequence[SplitPoint]
-) -> dict[str, list[int]]:
-    """The parts that change a buffer, by its name; unchanged buffers are not listed.
-
-    run: one pass, with the modules in their own modes
-    """
-    changing = _trace_buffer_changes(model, run, {name for name, _ in model.named_buffers()}, [])
-    return _trace_buffer_changes(model, run, set(changing), split_points) if changing else {}
-
-
 def _trace_buffer_changes(
     model: nn.Module, run: Callable[[], Tensor], names: set[str], split_points: Sequence[SplitPoint]
 ) -> dict[str, list[int]]:
+    """The parts that change one of these buffers, by its name; unchanged ones are not listed.
+
+    run: one pass, with the modules in their own modes
+    """
     found: dict[str, list[int]] = {}
     places = {split_point.call for split_point in split_points}
     part = num_calls = 0

@@ -58,7 +58,8 @@ def verify_pair(trace: ModelTrace, pair: Pair, size: int) -> PairSplit | str:
         return f"what follows it cannot be tried ({summarize_error(error, max_chars=100)})"
     reason = ""
     for changes in _iter_changes(trace.model, ancestor, pair, size):
-        parts = [unsharded.make_part(index, size) for index in range(1 if has_no_values else size)]
+        num_parts = 1 if has_no_values else size
+        parts = [_PairRun(unsharded.num_calls, unsharded, index, size) for index in range(num_parts)]
         try:
             for part in parts:
                 _run_pair(part, trace, ancestor, pair, changes)
@@ -100,9 +101,6 @@ class _PairRun:
     column_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     row_inputs: list[Tensor] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
-
-    def make_part(self, index: int, size: int) -> _PairRun:
-        return _PairRun(self.num_calls, self, index, size)
 
     def substitute_output(self, name: str, computed: Tensor) -> Tensor:
         """Replace the output of a column layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from shoal.rl.part_specs import GatewaySpec
 from shoal.rl.spec import require_segment_fits
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec, encode
-from shoal.wire.messages import Ack, ErrorMessage, Message, Pong, SettingsMessage
+from shoal.wire.messages import Ack, ErrorMessage, GameSettings, Message, Pong, SettingsMessage
 
 LEDGER_INDEPENDENT = (Pong, ErrorMessage)
 
@@ -48,7 +48,7 @@ class GatewaySetting:
     learns_from_users: bool = False
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
-    settings: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    settings: GameSettings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.token:
@@ -84,8 +84,8 @@ class GatewayState:
         self.sessions = Sessions(queue, length if setting.is_synchronous else 0, setting.steps_ahead)
         self.send_queue = SendQueue(group_commit)
         self.weights: WeightSnapshot | None = None
-        self.settings: dict[str, bool | int | float | str] = {}  # of the game; `progress.settings` is their version
-        self._settings_before: dict[str, bool | int | float | str] = {}  # of the version below
+        self.settings: GameSettings = {}  # of the game; `progress.settings` is their version
+        self._settings_before: GameSettings = {}  # of the version below
 
     def restore(self) -> None:
         """Continue from what an earlier gateway has left in the ledger."""
@@ -97,7 +97,7 @@ class GatewayState:
         else:
             self.change_settings(self.setting.settings)  # before a game joins
 
-    def change_settings(self, values: Mapping[str, bool | int | float | str]) -> None:
+    def change_settings(self, values: GameSettings) -> None:
         """Tell all games these settings, unless they are the present ones."""
         if values == self.settings:
             return
@@ -110,7 +110,7 @@ class GatewayState:
                 session.progress.settings = self.progress.settings
                 self.send_queue.add(route, SettingsMessage(self.progress.settings, self.settings))
 
-    def find_settings(self, version: int) -> Mapping[str, bool | int | float | str]:
+    def find_settings(self, version: int) -> GameSettings:
         """Those of a version; empty where it is older than the last but one."""
         newest = self.progress.settings
         return {newest: self.settings, newest - 1: self._settings_before}.get(version, {})

@@ -22,9 +22,6 @@ class NotFiniteOutput(InferenceError):
         self.output, self.num_bad, self.size = output, num_bad, size
         super().__init__(500, f"output {output!r} is not finite: {num_bad} of its {size} values are NaN or infinite")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.output, self.num_bad, self.size))
-
 
 class OutputCheck:
     """Checks the outputs of each batch: all of the signature, of its datatypes and shapes, a row for each of input.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import InferenceError
@@ -71,9 +70,7 @@ class RequestLifecycle:
             self._in_progress.start_timer(loop)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         del self._in_progress.running[self._task]
         self.close()
         reason = self.cancel_reason

@@ -91,11 +91,6 @@ def require_distinct_keys(token: str | None, keys: Sequence[ApiKey]) -> None:
             raise ConfigError("keys.name", key.name, f"has the same key as {other!r}", "give each its own key")
 
 
-def hash_key(key: str) -> str:
-    """`sha256:HEX` of a key, which a spec may have instead of the key."""
-    return f"sha256:{hash_bytes(key.encode()).hex()}"
-
-
 def digest(key: str) -> bytes:
     written = HASHED.fullmatch(key)
     return bytes.fromhex(written[1]) if written else hash_bytes(key.encode())

@@ -39,15 +39,16 @@ class OptimizerGroup(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is computed by its caller
         """Step the members with gradients."""
         for each in self.members.values():
-            if any(parameter.grad is not None for parameter in _get_group_parameters(each)):
+            if any(parameter.grad is not None for parameter in list_parameters(each)):
                 each.step()
 
     def get_parameters(self) -> dict[str, list[nn.Parameter]]:
         """The parameters of each member."""
-        return {name: _get_group_parameters(each) for name, each in self.members.items()}
+        return {name: list_parameters(each) for name, each in self.members.items()}
 
 
-def _get_group_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Of all groups of an optimiser, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -112,7 +113,7 @@ def _make_optimizer_group(task: Task, model: nn.Module) -> OptimizerGroup | None
         group = OptimizerGroup(members)
     except ValueError as error:
         raise ConfigError("task", name, f"{name}.optimizers: {error}", "give each parameter one optimizer") from error
-    trained = {id(each) for each in _get_group_parameters(group)}
+    trained = {id(each) for each in list_parameters(group)}
     for path, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
             problem = f"{name}.optimizers leaves out {path}"

@@ -8,24 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from shoal.runs.event_messages import format_warning
 from shoal.runs.formatting import format_metrics
-from shoal.train.reporting.event_log import EventLog
+from shoal.train.reporting.event_log import EventLog, ForwardingLog
 
 INTERVAL_S = 2.0
 
 
-class ConsoleLog:
+class ConsoleLog(ForwardingLog):
     """An event log that also prints: every evaluation, every problem, and from time to time the progress."""
 
     def __init__(self, journal: EventLog, say: Callable[[str], None]) -> None:
-        self._event_log, self._say = journal, say
+        super().__init__(journal)
+        self._say = say
         self._printed_at_s = time.monotonic()
 
     def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        self._event_log.log(step, values, at)
+        super().log(step, values, at)
         if at is not None:
             return  # printed when it was measured
         is_evaluation = any(name.startswith("validation/") for name in values)
@@ -34,12 +33,6 @@ class ConsoleLog:
             self._say(f"step {step:6,} | {format_metrics(values)}")
 
     def record_event(self, kind: str, /, **details: object) -> None:
-        self._event_log.record_event(kind, **details)
+        super().record_event(kind, **details)
         if words := format_warning(kind, details):
             self._say(words)
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._event_log.log_histogram(step, name, counts, edges)
-
-    def flush(self) -> None:
-        self._event_log.flush()

@@ -55,6 +55,25 @@ class NullLog:
         """Nothing."""
 
 
+class ForwardingLog:
+    """Passes everything on to another log."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._event_log = log
+
+    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        self._event_log.log(step, values, at)
+
+    def record_event(self, kind: str, /, **details: object) -> None:
+        self._event_log.record_event(kind, **details)
+
+    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self._event_log.log_histogram(step, name, counts, edges)
+
+    def flush(self) -> None:
+        self._event_log.flush()
+
+
 class RecordLog:
     """Writes to the run record of this process.
 

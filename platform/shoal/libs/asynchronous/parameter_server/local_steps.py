@@ -77,7 +77,7 @@ class LocalStepsSync(ParameterServerSync):
         self._leave_if_noticed()
         if self._retained:
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, self._retained)
+                torch._foreach_copy_(tuple(self._parameters), self._retained)
             self._retained = []
 
     def before_evaluation(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop, SparseAdam
 
 from shoal.errors import ConfigError
+from shoal.extend.train import list_parameters
 
 NUMBER = "number"  # of a group among all groups of the whole optimiser
 ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop)
@@ -151,7 +152,7 @@ def take_part(optimizer: Optimizer, partition: Partition, server: int, vector: T
     index = {id(each): place for place, each in enumerate(each for g in optimizer.param_groups for each in g["params"])}
     views: dict[int, list[torch.nn.Parameter]] = {}
     by_parameter = not is_elementwise(optimizer)
-    shapes = [each.shape for group in optimizer.param_groups for each in group["params"]]
+    shapes = [each.shape for each in list_parameters(optimizer)]
     for piece in partition.pieces[server]:
         part = vector[piece.offset : piece.offset + piece.size]
         view = torch.nn.Parameter(part.view(shapes[piece.parameter]) if by_parameter else part)
@@ -181,7 +182,7 @@ def plan_partition(optimizer: Optimizer, num_servers: int) -> Partition:
     if problem:
         kind = f"the optimiser {type(optimizer).__name__} {problem}, and a server has dense gradients alone"
         raise ConfigError("sync.kind", "parameter_server", kind, "use sync=all_reduce")
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = list_parameters(optimizer)
     for each in parameters:
         if each.dtype != torch.float32:
             problem = f"has a parameter of the type {each.dtype}, and servers keep float32"
@@ -191,4 +192,4 @@ def plan_partition(optimizer: Optimizer, num_servers: int) -> Partition:
 
 def describe_parameters(optimizer: Optimizer) -> list[list[int]]:
     """The shapes, in order: the same for two processes with one model."""
-    return [list(each.shape) for group in optimizer.param_groups for each in group["params"]]
+    return [list(each.shape) for each in list_parameters(optimizer)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
+from shoal.extend.train import list_parameters
 from shoal.libs.asynchronous.clock import Push, Settings, Update
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.parameter_server.partition import NUMBER, describe_parameters, plan_partition, take_part
@@ -37,7 +38,7 @@ class ParameterServer:
         self.memory = SharedWeights.create(size, num_workers)
         self._weights, self._gradient = torch.zeros(size), torch.zeros(size)
         self._optimizer = take_part(optimizer, partition, index, self._weights)
-        self._views = [each for group in self._optimizer.param_groups for each in group["params"]]
+        self._views = list_parameters(self._optimizer)
         by_place = {view.data_ptr(): view for view in self._views}
         self._views = [by_place[self._weights[piece.offset :].data_ptr()] for piece in self._pieces]
         self._pulled: dict[int, Tensor] = {}  # by worker, where staleness is compensated

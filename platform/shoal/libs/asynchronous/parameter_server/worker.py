@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import SpecMismatch, TrainError
 from shoal.extend.sync import Connection, Replica, RpcClient, Traffic
+from shoal.extend.train import list_parameters
 from shoal.libs.asynchronous.clock import Push
 from shoal.libs.asynchronous.config import ServersConfig
 from shoal.libs.asynchronous.controlled import ControlledSync
@@ -60,7 +61,7 @@ class ParameterServerSync(ControlledSync):
     ) -> None:
         super().__init__(connection)
         self._optimizer, self._partition = optimizer, plan_partition(optimizer, len(connection.servers))
-        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._parameters = list_parameters(optimizer)
         self._spec: ServersConfig = spec
         self._links: list[ServerLink] = []
         for index, server in enumerate(connection.servers):

@@ -60,14 +60,12 @@ def simulate_step(
     backward_s: Sequence[float],
     messages: Sequence[TransferTime] = (),
     between_s: float = 0.0,
-    weight_share: float = 0.5,
 ) -> SimulatedStep:
     """One step of the schedule.
 
     forward_s, backward_s: of each stage and micro-batch; two stages for each rank if the schedule has two
     messages:              of each stage's output or gradient to another rank; (): instantaneous
     between_s:             the schedule's own time between two actions of a rank
-    weight_share:          the share of the backward pass for the weights' gradients, if a schedule splits it
 
     Raises PlanError when the schedule does not support so many ranks and micro-batches.
     """
@@ -84,7 +82,7 @@ def simulate_step(
                 if heard is None:
                     break
                 work = works.pop()
-                lasts_s = _duration_s(work, forward_s, backward_s, weight_share)
+                lasts_s = _duration_s(work, forward_s, backward_s)
                 began_s = max(free_s[rank] + between_s, heard.ready_s) + heard.take_s
                 done_s[work] = free_s[rank] = began_s + lasts_s
                 to = work.stage + 1 if work.kind == "F" else work.stage - 1  # which gets the action's result
@@ -128,16 +126,14 @@ def _get_transfer(one: int, other: int, ranks: Sequence[int], messages: Sequence
     return TransferTime() if stays else messages[min(one, other)]
 
 
-def _duration_s(
-    work: ComputeAction, forward_s: Sequence[float], backward_s: Sequence[float], weight_share: float
-) -> float:
+def _duration_s(work: ComputeAction, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
     if work.kind == "F":
         return forward_s[work.stage]
     if work.kind == "B":
         return backward_s[work.stage]
     if work.stage == 0:  # without gradients of inputs: all of the backward pass is for the weights
         return backward_s[0] if work.kind == "W" else 0.0
-    return backward_s[work.stage] * (weight_share if work.kind == "W" else 1.0 - weight_share)
+    return backward_s[work.stage] / 2  # half is for the weights' gradients, where a schedule splits it
 
 
 def plan_actions(schedule: ScheduleName, num_ranks: int, micro_batches: int) -> list[list[ComputeAction]]:

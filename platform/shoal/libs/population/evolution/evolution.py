@@ -57,13 +57,13 @@ class Standing:
 class Evolution(ABC):
     """Decides after each round who copies whom and with which hyper-parameters.
 
-    num_rounds: of the run, after which nothing is decided any more; None: unknown
+    num_rounds: of the run, after which nothing is decided any more
     """
 
     def __init__(
-        self, spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int | None = None, seed: int = 0
+        self, spec: EvolutionSpec, space: SearchSpace, num_members: int, *, num_rounds: int, seed: int = 0
     ) -> None:
-        if num_rounds is not None and num_rounds < 1:
+        if num_rounds < 1:
             raise ConfigError("rounds", num_rounds, "must be at least 1")
         self.spec, self.space, self.num_members, self.num_rounds, self.seed = spec, space, num_members, num_rounds, seed
         self._stopped: set[int] = set()
@@ -106,7 +106,7 @@ class Evolution(ABC):
                 f"no member has a finite score after round {round_number}: all diverged. Narrow the space, for example"
                 " with a lower upper end of the learning rate"
             )
-        is_last = self.num_rounds is not None and round_number >= self.num_rounds
+        is_last = round_number >= self.num_rounds
         rng = np.random.default_rng([self.seed, round_number])
         decisions = self._decide(Standing(round_number, is_last, given, hyper_parameters, tuple(ranked), failed, rng))
         self._stopped |= set(decisions.stopped)
@@ -115,9 +115,6 @@ class Evolution(ABC):
     @abstractmethod
     def _decide(self, standing: Standing) -> Decisions:
         """The decisions; every failed member is among the retired ones."""
-
-    def begin_again(self, round_number: int) -> None:  # noqa: B027 - not every one has something to forget
-        """Forget: after this round no member has a score, and all begin with new weights. In place of `next`."""
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on: numbers, and lists of them."""

@@ -18,14 +18,11 @@ from shoal.libs.population.evolution.evolution import Decisions, Evolution, Stan
 
 
 class Halving(Evolution):
-    """Raises ConfigError without a number of rounds, or where it would stop no member."""
+    """Raises ConfigError where it would stop no member."""
 
     def _set_up(self) -> None:
         spec, num_rounds = self.spec, self.num_rounds
         self.require_members(spec.reduction)
-        if num_rounds is None:
-            problem = "evolution.name=halving divides a known number of rounds"
-            raise ConfigError("rounds", None, problem, "give the number of rounds")
         if spec.every >= num_rounds:
             problem = f"no member would be compared within {num_rounds} rounds"
             raise ConfigError("evolution.every", spec.every, problem, f"use at most {num_rounds - 1}")
@@ -45,16 +42,12 @@ class Halving(Evolution):
             if standing.scores[member] < seen[math.ceil(len(seen) / self.spec.reduction) - 1]:
                 rejected.append(member)
         dropped = tuple(sorted([*standing.failed, *(() if standing.is_last else rejected)]))
-        assert self.num_rounds is not None
         if not (self.spec.refill and self.num_rounds - standing.round_number >= self.spec.every):
             return Decisions(retired=standing.failed, stopped=dropped)
         for member in dropped:
             self._births[member] = standing.round_number
         changes = {member: self.space.sample(standing.rng) for member in dropped}
         return Decisions(retired=standing.failed, fresh=dropped, changes=changes)
-
-    def begin_again(self, round_number: int) -> None:
-        self._births = [round_number] * self.num_members
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "scores": [list(each) for each in self._scores], "births": list(self._births)}

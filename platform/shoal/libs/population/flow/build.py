@@ -20,7 +20,6 @@ from shoal.extend.runs import load
 from shoal.extend.train import Task, build_model, load_initial_weights, make_task
 from shoal.libs.population import Population
 from shoal.libs.population.augmentation import augment_batch
-from shoal.libs.population.evolution import ARCHITECTURE
 from shoal.libs.population.row_optimizer import RowOptimizer
 from shoal.libs.population.spec import PopulationSpec
 
@@ -49,22 +48,10 @@ def load_member(run: str, member: int) -> dict[str, Tensor]:
         raise ConfigError("member", member, f"the run has members 0 to {spec.members - 1}")
     state = loaded.state["population"]
     values = [loaded.state["values"][each] for each in share]
-    task = make_task(spec.task, spec.make_args(values[0]))
+    task = make_task(spec.task, spec.args)
     with build_population(spec, task, torch.device("cpu"), values, share.start, threads=1) as population:
         population.load_state_dict(state["shares"][divide_members(spec).index(share)] if "shares" in state else state)
         return population.member_state_dict(member - share.start)
-
-
-def make_member_tasks(spec: PopulationSpec, values: Values) -> list[Task]:
-    """The Task of each member, one object for each architecture. Raises ConfigError for unknown arguments."""
-    tasks: dict[str, Task] = {}
-    keys = []
-    for each in values:
-        args = spec.make_args(each)
-        keys.append(repr(sorted(args.items(), key=str)))
-        if keys[-1] not in tasks:
-            tasks[keys[-1]] = make_task(spec.task, args)
-    return [tasks[key] for key in keys]
 
 
 def build_network(spec: PopulationSpec, task: Task) -> nn.Module:
@@ -77,20 +64,15 @@ def build_network(spec: PopulationSpec, task: Task) -> nn.Module:
 def build_population(
     spec: PopulationSpec, task: Task, device: torch.device, values: Values, first: int = 0, threads: int | None = None
 ) -> Population:
-    """The members `first`, `first` + 1, ... with these values of the space.
-
-    task: measures all of them; the members' own Tasks, where they differ, build their networks
-    """
-    paths = [path for path in values[0] if not path.startswith(ARCHITECTURE)]
-    own = {path: [float(each[path]) for each in values] for path in paths}
+    """The members `first`, `first` + 1, ... with these values of the space."""
+    own = {path: [float(each[path]) for each in values] for path in values[0]}
     augmentations, names = task.augmentations(), spec.augmentations
 
     def augment(batch: Any, strengths: Mapping[str, Tensor], generators: Sequence[Generator]) -> Any:
         return augment_batch(batch, augmentations, {name: strengths[name] for name in names}, generators)
 
-    tasks = make_member_tasks(spec, values) if spec.has_architectures else [task] * len(values)
     return Population(
-        [partial(build_network, spec, each) for each in tasks],
+        partial(build_network, spec, task),
         task.loss,
         members=len(values),
         optimizer=RowOptimizer(spec.optimizer.name, betas=spec.optimizer.betas),

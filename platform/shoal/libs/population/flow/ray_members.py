@@ -44,7 +44,7 @@ class MemberShare:
         device = choose_device(spec.device, 0)
         threads = max(1, count_usable_cores() // spec.workers)
         self._members: Population = build_population(
-            spec, make_task(spec.task, spec.make_args(values[0])), device, values, first, threads
+            spec, make_task(spec.task, spec.args), device, values, first, threads
         )
 
     def train(self, batches: Sequence[Any]) -> list[ChunkResult]:
@@ -64,21 +64,17 @@ class MemberShare:
 
     def get_row(self, member: int) -> Row:
         """Everything of a member but its hyper-parameters and its generator, in host memory."""
-        group, row = self._find(member)
+        group = self._members.group
+        row = group.find_row(member - self._first)
         return {name: rows[row].cpu().clone() for name, rows in group.rows.state().items()}  # a view is sent whole
 
     def set_row(self, member: int, source: Row) -> None:
         """What `get_row` gave, of another worker perhaps. A retired member is trained again."""
-        group, _ = self._find(member)
+        group = self._members.group
         group.set_active(member - self._first, True)
         row = group.find_row(member - self._first)
         for name, rows in group.rows.state().items():
             rows[row].copy_(source[name])
-
-    def _find(self, member: int) -> tuple[Any, int]:
-        local = member - self._first
-        group = next(each for each in self._members.groups if local in each.order)
-        return group, group.find_row(local)
 
 
 class RayMembers:
@@ -95,10 +91,10 @@ class RayMembers:
         ]
 
     @property
-    def choices(self) -> Sequence[EngineChoice | None]:
+    def choice(self) -> EngineChoice | None:
         """The first worker's."""
-        choices: Sequence[EngineChoice | None] = self._get([self._workers[0].call.remote("choices")])[0]
-        return choices
+        choice: EngineChoice | None = self._get([self._workers[0].call.remote("choice")])[0]
+        return choice
 
     def train(self, batches: Iterable[Any]) -> Iterator[ChunkResult]:
         """As Population.train; yields a worker's chunks when it is ready."""

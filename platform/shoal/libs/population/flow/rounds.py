@@ -26,7 +26,7 @@ from shoal.extend.cluster import expected_run_id
 from shoal.extend.registry import Criterion, Registry
 from shoal.extend.runs import NO_CHECKPOINT, RunKind, RunRecorder, Status, format_number
 from shoal.extend.train import ConsoleLog, EventLog
-from shoal.libs.population.evolution import ARCHITECTURE, Decisions, build_evolution
+from shoal.libs.population.evolution import Decisions, build_evolution
 from shoal.libs.population.lineage import Lineage, rank_members
 from shoal.random_state import preserve_rng
 from shoal.weights import WeightSnapshot
@@ -224,7 +224,9 @@ class PopulationRun(ABC, Generic[SpecT]):
         signed = scores if self.spec.is_higher_better else [-score for score in scores]
         decisions = self._evolution.next(state.round, signed, state.values)
         self._apply(decisions)
-        state.rounds.append(details | describe_decisions(decisions))
+        details["copies"] = [list(pair) for pair in decisions.copies]
+        details |= {name: list(getattr(decisions, name)) for name in ("fresh", "retired", "stopped")}
+        state.rounds.append(details)
         state.seconds += time.monotonic() - began_s
         self._log.flush()
         saved = {each.name: getattr(state, each.name) for each in fields(state)}
@@ -270,8 +272,7 @@ class PopulationRun(ABC, Generic[SpecT]):
                 self.begin_afresh(member)
         for member, values in decisions.changes.items():
             state.values[member] = dict(values)
-            changed = {path: value for path, value in values.items() if not path.startswith(ARCHITECTURE)}
-            population.set_hyper_parameters(member, changed)  # an architecture never changes
+            population.set_hyper_parameters(member, values)
         for member in decisions.stopped:
             population.retire(member)
 
@@ -321,13 +322,3 @@ class PopulationRun(ABC, Generic[SpecT]):
             metrics=metrics,
         )
         return detail
-
-
-def describe_decisions(decisions: Decisions) -> dict[str, Any]:
-    """Describe them for the record."""
-    return {
-        "copies": [list(pair) for pair in decisions.copies],
-        "fresh": list(decisions.fresh),
-        "retired": list(decisions.retired),
-        "stopped": list(decisions.stopped),
-    }

@@ -9,7 +9,7 @@ here needs Ray but `population_main`. The population trains in this process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -32,15 +32,14 @@ from shoal.extend.train import (
     ValidatedRun,
     evaluate,
     load_data,
-    make_factory,
     make_model_name,
     make_task,
     unload_if_changed,
     validate_run,
 )
 from shoal.libs.population.ensemble import Ensemble, make_ensemble_factory
-from shoal.libs.population.evolution import build_evolution, list_architectures
-from shoal.libs.population.flow.build import Values, build_network, make_member_tasks
+from shoal.libs.population.evolution import build_evolution
+from shoal.libs.population.flow.build import Values, build_network
 from shoal.libs.population.flow.rounds import (
     RoundLog,
     choose_spec,
@@ -76,17 +75,11 @@ def population_main(recipe: PopulationSpec) -> None:
     job_main(choose, run_population, JOB, check_population)
 
 
-def to_train_spec(spec: PopulationSpec, values: Mapping[str, Any] | None = None) -> TrainSpec:
-    """A member as a training of its own, as far as a TrainSpec can say it.
-
-    values: the member's of the space, for its architecture; None: the first one
-    """
-    if values is None:
-        values = list_architectures(spec.search_space)[0]
+def to_train_spec(spec: PopulationSpec) -> TrainSpec:
+    """A member as a training of its own, as far as a TrainSpec can say it."""
     return TrainSpec.parse(
         {
-            **{name: getattr(spec, name) for name in ("task", "batch_size", "seed", "device", "init", "name")},
-            "args": spec.make_args(values),
+            **{name: getattr(spec, name) for name in ("task", "args", "batch_size", "seed", "device", "init", "name")},
             "optimizer": spec.optimizer.model_dump(),
             "stop": {"steps": spec.total_steps},
             "evaluate": {"batch_size": spec.evaluation_batch_size},
@@ -100,14 +93,13 @@ def check_population(spec: PopulationSpec) -> ValidatedRun:
     if spec.resume:
         require_continuation(spec, UNCHANGED)
     build_evolution(spec.evolution, spec.search_space, spec.members, num_rounds=spec.rounds)
-    architectures = list_architectures(spec.search_space)
     checked = validate_run(to_train_spec(spec))
-    layouts = [RowLayout(build_network(spec, each)) for each in make_member_tasks(spec, architectures)]
+    task = make_task(spec.task, spec.args)
+    layout = RowLayout(build_network(spec, task))
     if spec.memory_bytes is not None:
-        members = math.ceil(spec.members / spec.workers / len(layouts))  # of one architecture, in one worker
+        members = math.ceil(spec.members / spec.workers)  # in one worker
         slots = RowOptimizer(spec.optimizer.name).slots
-        plan_resident([(each, members) for each in layouts], len(slots), torch.device("cpu"), spec.memory_bytes)
-    task = make_task(spec.task, spec.make_args(architectures[0]))
+        plan_resident(layout, members, len(slots), torch.device("cpu"), spec.memory_bytes)
     if task.train_step is not None or type(task).optimizer is not Task.optimizer:
         name = "train_step" if task.train_step is not None else "optimizer"
         problem = f"{type(task).__name__} has its own {name}, and members share one update"
@@ -152,7 +144,7 @@ def run_population(spec: PopulationSpec, job: str = JOB, *, registers: bool = Tr
     checked = check_population(spec)
     torch.set_num_threads(1)  # members, not the operations of one, are computed in parallel
     with recorded_population(spec, job) as recorder:
-        task = make_task(spec.task, to_train_spec(spec).args)
+        task = make_task(spec.task, spec.args)
         data = load_data(task, spec.task)
         print_line(f"run {recorder.id}: {spec.members} members of {spec.task}")
         with ExitStack() as stack:
@@ -205,7 +197,7 @@ def _finish(
         snapshot, described = WeightSnapshot.of(spec.total_steps, tensors), {"signature": checked.signature, **entry}
         trainer.register(recorder, name, snapshot, model=factory, data=checked.fingerprint, **described)
 
-    factory = make_factory(to_train_spec(spec, best["hyper_parameters"])) if spec.has_architectures else checked.factory
+    factory = checked.factory
     network: Any = factory.build()
     network.load_state_dict(best["weights"])
     metrics = evaluate_network(network, trainer)
@@ -214,8 +206,6 @@ def _finish(
         register(name, network, factory, metrics=metrics, lineage=trainer.trace_best())
     combined: dict[str, float] = {}
     if members := choose_ensemble(trainer):
-        if spec.has_architectures:
-            factory = make_factory(to_train_spec(spec, trainer.state.values[members[0]]))
         ensemble = build_ensemble(trainer, members, factory)
         combined = evaluate_network(ensemble, trainer)
         recorder.record_event("ensemble", members=members, metrics=combined, **ensemble.describe())
@@ -229,12 +219,10 @@ def _finish(
 
 
 def choose_ensemble(trainer: PopulationTrainer) -> list[int]:
-    """The best members of the last round, of the architecture of the best one; none if the spec wants none, or fewer
-    than two have a score."""
+    """The best members of the last round; none if the spec wants none, or fewer than two have a score."""
     scores = trainer.get_scores()
     ranked = [member for member in rank_members(scores, trainer.spec.is_higher_better) if math.isfinite(scores[member])]
-    args = [trainer.spec.make_args(values) for values in trainer.state.values]
-    members = [member for member in ranked if args[member] == args[ranked[0]]][: trainer.spec.ensemble_size]
+    members = ranked[: trainer.spec.ensemble_size]
     return members if len(members) > 1 else []
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.extend.data import Data, Loader, make_loader
 from shoal.extend.train import BatchStream, EventLog, Task, build_model
-from shoal.libs.population.flow.build import Values, build_network, build_population, make_member_tasks
+from shoal.libs.population.flow.build import Values, build_network, build_population
 from shoal.libs.population.flow.rounds import PopulationRun
 from shoal.libs.population.lineage import rank_members
 from shoal.libs.population.objective import stack_trees
@@ -58,9 +58,7 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
             if make_members is None
             else make_members(self.state.values)
         )
-        self._tasks = make_member_tasks(spec, self.state.values) if spec.has_architectures else [task] * spec.members
-        networks = {id(each): build_network(spec, each) for each in self._tasks}.values()
-        self._num_parameters = max(sum(each.numel() for each in one.parameters()) for one in networks)
+        self._num_parameters = sum(each.numel() for each in build_network(spec, task).parameters())
         self._loaders = [
             make_loader(data, "train", batch_size=spec.batch_size, is_even=True, seed=spec.seed + index, device=device)
             for index in range(spec.members if spec.order == "own" else 1)
@@ -100,7 +98,7 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
             self._log.log(step, values)
             if not self._is_engine_reported:  # what computes the members, and why nothing else does
                 self._is_engine_reported = True
-                for choice in filter(None, self.population.choices):
+                if choice := self.population.choice:
                     trials = [[each.engine, each.chunk, each.ms] for each in choice.trials]
                     reasons = dict(choice.reasons)
                     self._log.record_event(
@@ -122,7 +120,7 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def begin_afresh(self, member: int) -> None:
-        model = build_model(self._tasks[member], self.spec.task)
+        model = build_model(self.task, self.spec.task)
         self.population.load_member(member, model.to(self.device).state_dict())
 
     # -- state ----------------------------------------------------------------------------------------------------
