@@ -39,7 +39,7 @@ def test_a_recipe_can_learn_its_environment(name: str, environment: tuple[Box, D
         environment = get_spaces(made, spec.env)
     assert experience_spec(*environment, spec).observation.shape == environment[0].shape
     assert spec.target_return is not None
-    assert spec.gateway.queue_capacity >= 4 * spec.gateway.max_credits  # the actors that its commands name
+    assert spec.queue_capacity >= 4 * spec.gateway.max_credits  # the actors that its commands name
 
 
 def test_the_recipe_of_several_policies_gives_each_agent_one() -> None:

@@ -110,7 +110,8 @@ class ActorCriticConfig(AlgorithmConfig):
                      learnt by N · epochs / minibatch_steps updates
     clip:            ε, the trust region: a step teaches nothing more once π / μ has left 1 ± ε, where μ has acted
     value_cost:      weight of the value loss, in units of the deviation of the value targets
-    entropy_cost:    weight of the entropy, in the same units for a nat
+    entropy_cost:    weight of the entropy at first, beside normalised advantages, for a nat
+    entropy_half_steps: environment steps after which that has fallen to a half; it goes on as 1 / (1 + steps / these)
     rho_bar:         the most that a step counts, by π / μ, which experience of older weights may have far from 1
     max_grad_norm:   of the loss's gradient
     normalize_advantages: to mean 0 and standard deviation 1 in each batch, of impala in each minibatch; otherwise
@@ -126,6 +127,7 @@ class ActorCriticConfig(AlgorithmConfig):
     clip: float = Field(default=0.2, gt=0)
     value_cost: float = Field(default=0.5, ge=0)
     entropy_cost: float = Field(default=0.01, ge=0)
+    entropy_half_steps: float = Field(default=100_000, gt=0)
     rho_bar: float = Field(default=2.0, gt=0)
     max_grad_norm: float = Field(default=0.5, gt=0)
     normalize_advantages: bool = True
@@ -134,7 +136,7 @@ class ActorCriticConfig(AlgorithmConfig):
     cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
     changeable: ClassVar[tuple[str, ...]] = (
         *("discount", "lambda_", "learning_rate", "epochs", "minibatch_steps", "clip"),
-        *("value_cost", "entropy_cost", "rho_bar", "max_grad_norm"),
+        *("value_cost", "entropy_cost", "entropy_half_steps", "rho_bar", "max_grad_norm"),
     )
     batch_steps: ClassVar[int] = 1024
     batch_growth: ClassVar[int] = 1
@@ -145,7 +147,7 @@ class ActorCriticConfig(AlgorithmConfig):
 
     @property
     def take_timeout_s(self) -> float:
-        return 60.0
+        return 5.0 if self.synchronous else 60.0
 
 
 class ImpalaConfig(ActorCriticConfig):

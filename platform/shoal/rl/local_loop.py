@@ -55,7 +55,7 @@ class LocalLoop:
             closing.enter_context(preserve_rng(has_cuda=False))
             self.store = WeightStore()
             self.ledger = Ledger(folder / LEDGER_NAME)
-            self.queue = ExperienceQueue(spec.applied_gateway.queue_capacity, self.ledger)
+            self.queue = ExperienceQueue(spec.queue_capacity, self.ledger)
             site = DemonstrationSite(spec.demonstrations, experience, folder)
             site.prepare()
             setting = GatewaySetting(

@@ -83,7 +83,7 @@ class GatewayWorker:
         make_folder(setting.folder)  # absent on a host that shares no files with the driver's
         self._pool = OpponentPool.of_run(spec.self_play, setting.folder)
         self._ledger = Ledger(setting.folder / LEDGER_NAME)
-        self._queue = ExperienceQueue(spec.applied_gateway.queue_capacity, self._ledger)
+        self._queue = ExperienceQueue(spec.queue_capacity, self._ledger)
         has_log = spec.gateway.durable == "store"
         commit = GroupCommit(open_log(setting.folder_name, experience), self._queue) if has_log else None
         gateway = GatewaySetting(

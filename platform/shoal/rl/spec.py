@@ -88,6 +88,11 @@ class RLSpec(Spec):
         return min(least, most), most
 
     @property
+    def queue_capacity(self) -> int:
+        """Segments that the queue may have: by default those of `steps_ahead`, even if each has a single step."""
+        return self.gateway.queue_capacity or max(LEAST_CAPACITY, self.steps_ahead)
+
+    @property
     def steps_ahead(self) -> int:
         """Environment steps that may be queued and on their way; 0: `gateway.queue_capacity` says how many segments."""
         return 0 if self.gateway.queue_capacity else BATCHES_AHEAD * self.batch_limits[0]
@@ -125,8 +130,7 @@ class RLSpec(Spec):
     def applied_gateway(self) -> GatewaySpec:
         """The gateway's settings, as this algorithm needs them."""
         lag = self.algorithm.limit_version_lag(self.gateway.max_version_lag)
-        capacity = self.gateway.queue_capacity or max(LEAST_CAPACITY, self.steps_ahead)  # segments of a step each
-        return self.gateway.model_copy(update={"max_version_lag": lag, "queue_capacity": capacity})
+        return self.gateway.model_copy(update={"max_version_lag": lag})
 
 
 def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has_masks: bool = False) -> ExperienceSpec:

@@ -54,15 +54,16 @@ class ActorCriticAlgorithm(Algorithm):
 
     adam_epsilon: ClassVar[float] = 1e-8
     _config: ImpalaConfig | PPOConfig
+    _loss_config: ImpalaConfig | PPOConfig  # with the present weight of the entropy
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
         assert isinstance(spec.algorithm, ImpalaConfig | PPOConfig)
-        self._config = spec.algorithm
+        self._config = self._loss_config = spec.algorithm
         self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         self.model: AnyActorCritic = build_model(spec, experience)
         self.model.to(self.device)
         self._parameters = list(self.model.parameters())
-        self._targets = TargetMoments()
+        self._targets, self._num_learnt = TargetMoments(), 0
         rate = self._config.learning_rate
         self._optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=self.adam_epsilon, fused=True)
 
@@ -93,10 +94,11 @@ class ActorCriticAlgorithm(Algorithm):
 
     def take_step(self, metrics: dict[str, float]) -> dict[str, float]:
         """Take the step of these gradients. Raises NonFiniteLoss, leaving the weights as they were."""
-        if bad := find_non_finite(metrics):
+        num_steps, target, square = self._newest_targets
+        if bad := find_non_finite({**metrics, "mean square of the value targets": square}):
             raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
         self._optimizer.step()
-        self._targets.add(*self._newest_targets)
+        self._targets.add(num_steps, target, square)
         head = getattr(self.model, "head", self.model)
         head.value_scale.fill_(self._targets.deviation)
         head.value_shift.fill_(self._targets.mean)
@@ -106,6 +108,12 @@ class ActorCriticAlgorithm(Algorithm):
     def value_scale(self) -> float:
         """The unit in which values are learned: the deviation of their targets."""
         return self._targets.deviation
+
+    def count_learnt(self, num_steps: int) -> None:
+        """Count the environment steps of a batch of all learners: the entropy counts less and less."""
+        share = 1 / (1 + self._num_learnt / self._config.entropy_half_steps)
+        self._loss_config = self._config.model_copy(update={"entropy_cost": share * self._config.entropy_cost})
+        self._num_learnt += num_steps
 
     def count_minibatches(self, num_steps: int) -> int:
         return max(1, round(num_steps / self._config.minibatch_steps))
@@ -120,6 +128,7 @@ class ActorCriticAlgorithm(Algorithm):
         steps of all learners' segments in it."""
         segments, lengths = self.group.locate_segments(batch)
         total = int(lengths.sum())
+        self.count_learnt(total)
         num_minibatches = min(len(lengths), self.count_minibatches(total))
         for _ in range(self.count_epochs(total)):
             for chosen in torch.randperm(len(lengths)).tensor_split(num_minibatches):
@@ -163,7 +172,7 @@ class ActorCriticAlgorithm(Algorithm):
 
     def configure(self, config: AlgorithmConfig) -> None:
         assert isinstance(config, type(self._config))
-        self._config = config
+        self._config = self._loss_config = config
         set_learning_rate(self._optimizer, config.learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,12 +181,14 @@ class ActorCriticAlgorithm(Algorithm):
             "optimizer": self._optimizer.state_dict(),
             "normalizer": self.normalizer.state_dict(),
             "targets": vars(self._targets),
+            "num_learnt": self._num_learnt,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.normalizer.load_state_dict(state["normalizer"])
         vars(self._targets).update(state.get("targets", {}))
+        self._num_learnt = state.get("num_learnt", 0)
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 
 

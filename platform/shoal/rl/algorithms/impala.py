@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from shoal.rl.algorithm_config import ImpalaConfig
 from shoal.rl.algorithms.actor_critic import ActorCriticAlgorithm, Losses, find_non_finite
 from shoal.rl.algorithms.algorithm import Metrics
 from shoal.rl.algorithms.segments import (
+    MOMENTS,
     SegmentBatch,
     compute_moments,
     evaluate_rows,
@@ -78,17 +80,30 @@ class Impala(ActorCriticAlgorithm):
     advantages and targets anew for each."""
 
     _config: ImpalaConfig
+    _loss_config: ImpalaConfig
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         for is_mine, num_steps in self.draw_segments(batch):
-            yield self.take_step(self._compute_metrics(batch.select(is_mine), num_steps, self.group))
+            yield self.take_step(self._compute_metrics(batch, is_mine, num_steps, self.group))
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
-        return not find_non_finite(self._compute_metrics(segment, segment.num_steps, SINGLE))
+        return not find_non_finite(self._compute_metrics(segment, np.array([True]), segment.num_steps, SINGLE))
 
-    def _compute_metrics(self, batch: ExperienceBatch, num_steps: int, group: LearnerGroup) -> dict[str, float]:
-        tensors, config = to_tensors(batch, self.device), self._config
+    def _compute_metrics(
+        self, batch: ExperienceBatch, is_mine: np.ndarray, num_steps: int, group: LearnerGroup
+    ) -> dict[str, float]:
+        """Of a minibatch of `num_steps`, of which this learner has the segments where `is_mine` (bool [s]) is true:
+        perhaps none, and then its gradients are 0."""
+        has_any = bool(is_mine.any())
+        mine = batch.select(is_mine if has_any else np.arange(len(is_mine)) == 0)
+        tensors, config = to_tensors(mine, self.device), self._loss_config
         outputs, values = evaluate_rows(self.model, tensors)
-        distribution = self.model.distribution
-        losses = impala_loss(outputs, values, tensors, config, distribution, num_steps, group, self.value_scale)
-        return self.compute_gradients(losses, batch.num_steps, num_steps, group)
+        if has_any:
+            distribution, scale = self.model.distribution, self.value_scale
+            losses = impala_loss(outputs, values, tensors, config, distribution, num_steps, group, scale)
+        else:
+            if config.normalize_advantages:
+                standardize(values.new_zeros(0), group)
+            nothing = 0 * (outputs.sum() + values.sum())
+            losses = Losses(*[nothing] * 7, moments=nothing.expand(len(MOMENTS)))
+        return self.compute_gradients(losses, mine.num_steps * has_any, num_steps, group)

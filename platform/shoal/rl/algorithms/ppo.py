@@ -101,6 +101,7 @@ class PPO(ActorCriticAlgorithm):
 
     adam_epsilon = 1e-5
     _config: PPOConfig
+    _loss_config: PPOConfig
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         tensors = to_tensors(batch, self.device)
@@ -110,6 +111,7 @@ class PPO(ActorCriticAlgorithm):
                 yield self._step_on_segments(batch, is_mine, targets, num_steps)
             return
         positions, num_steps = self.group.locate(batch)
+        self.count_learnt(num_steps)
         index_of_position = torch.full((num_steps,), -1).index_copy_(0, positions, torch.arange(len(positions)))
         for _ in range(self.count_epochs(num_steps)):
             for minibatch in torch.randperm(num_steps).tensor_split(self.count_minibatches(num_steps)):
@@ -161,5 +163,5 @@ class PPO(ActorCriticAlgorithm):
     def _step(self, outputs: Tensor, values: Tensor, actions: Tensor, targets: PPOTargets, num_steps: int) -> Metrics:
         """A step on some of the `num_steps` of a minibatch, of which the other learners have the others."""
         distribution, scale = self.model.distribution, self.value_scale
-        losses = ppo_loss(outputs, values, actions, targets, self._config, distribution, num_steps, scale)
+        losses = ppo_loss(outputs, values, actions, targets, self._loss_config, distribution, num_steps, scale)
         return self.take_step(self.compute_gradients(losses, len(actions), num_steps, self.group))
