@@ -140,7 +140,7 @@ def test_resuming_with_another_learning_rate_learns_at_that_rate(tmp_path: Path)
     for _ in range(2):
         second.put(random_segment(random, second.learner.version))
     assert second.learner.step()
-    for name, value in second.learner.model.state_dict().items():
+    for name, value in second.learner.model.named_parameters():
         # a step of Adam is of the order of its rate: 1e-9 is far above this one, and far below the recipe's
         torch.testing.assert_close(value, before[name], rtol=0, atol=1e-9)
 

@@ -37,6 +37,7 @@ class AlgorithmConfig(Spec):
     action_spaces: gymnasium's names of the spaces that it can act in
     is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
     changeable:    fields that a learner can change while it learns, as populations do; () where it cannot
+    segment_length: environment steps in a segment, at most, unless the run's `segment_length` is given
     batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given
     batch_growth:  at most so many times as many, when the learner has fallen behind
     updates_between_trials: steps of the optimizer after which weights that failed their trial get another one
@@ -54,6 +55,7 @@ class AlgorithmConfig(Spec):
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
     is_off_policy: ClassVar[bool] = False
     changeable: ClassVar[tuple[str, ...]] = ()
+    segment_length: ClassVar[int] = 256
     batch_steps: ClassVar[int] = 2048
     batch_growth: ClassVar[int] = 2
     updates_between_trials: ClassVar[int] = 50

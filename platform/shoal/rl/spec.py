@@ -64,7 +64,9 @@ class RLSpec(Spec):
     )
     logs: LogFormat = Field(default="text", description="of the driver and the workers")
     track: TrackerNames = Field(default=(), description="where its record is mirrored to: mlflow, wandb, trackio")
-    segment_length: int = Field(default=64, ge=1, description="environment steps in a segment, at most")
+    segment_length: int | None = Field(
+        default=None, ge=1, description="environment steps in a segment, at most; default: the algorithm's"
+    )
     gateway: GatewaySpec = GatewaySpec()
     learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")
     settings: dict[str, Setting] = Field(
@@ -172,7 +174,8 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
             )
             raise ConfigError("env", spec.env, problem, remedy)
         extras += (describe_masks(action, policy.action_sizes),)
-    experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, spec.self_play.is_on)
+    length = spec.segment_length or spec.algorithm.segment_length
+    experience = ExperienceSpec(observation, action, length, policy, extras, spec.self_play.is_on)
     if spec.model is not None:
         experience = msgspec.structs.replace(experience, policy=describe_graph(spec, spec.model.word, experience))
     require_segment_fits(spec.gateway, experience)
