@@ -81,6 +81,6 @@ def test_a_game_of_several_policies_needs_no_job_of_its_own(
     spec = make(words.split()).override(words.split())
     assert {name: each.agents for name, (each, _) in check(spec).items()} == agents
     assert spec.model_name == ("zoo" if "zoo" in words else "tag")
-    assert {each.algorithm.name for each in spec.split_by_policy().values()} == {"impala"} | (
+    assert {each.algorithm.name for each in spec.split_by_policy().values()} == {"ppo"} | (
         {"dqn"} if "dqn" in words else set()
     )

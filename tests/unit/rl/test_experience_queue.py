@@ -209,6 +209,25 @@ def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_fo
     assert max(received) - min(received) <= 2
 
 
+@pytest.mark.parametrize(("length", "num_actors", "expected"), [(16, 2, 8), (2, 2, 64), (16, 12, 12), (100, 2, 2)])
+def test_credit_is_paced_in_steps_and_leaves_one_segment_to_each_actor(
+    length: int, num_actors: int, expected: int
+) -> None:
+    """128 steps ahead: 8 segments of 16, 64 of 2; two of 100 are more, but there are two actors."""
+    queue = ExperienceQueue(200, Ledger())
+    for seq in range(40):
+        assert queue.put(("a0", 1), seq, segment(length))
+    queue.take("learner", BatchRequest(1, 10**6, 200, 0.0, 1))
+    sessions = Sessions(queue, steps_ahead=128)
+    for number in range(num_actors):
+        next_seq = queue.ledger.get_account((f"a{number}", 1)).next_seq
+        sessions[bytes([number])] = Session((f"a{number}", 1), ActorProgress(f"a{number}", 1), next_seq)
+    for _ in range(40):
+        sessions.grant_credit(max_credits=100)
+    assert sessions.count_free() + sum(sessions.compute_open_credit().values()) == expected
+    assert all(sessions.compute_open_credit().values())
+
+
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(["send", "send", "send", "wait", "take"]), st.integers(0, 7)), max_size=80))
 def test_lapsed_credit_never_promises_more_than_there_is_room(moves: list[tuple[str, int]]) -> None:

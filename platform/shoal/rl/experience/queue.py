@@ -192,7 +192,7 @@ class ExperienceQueue:
             self._next_position += 1
             self._segments.append(entry)
             self._num_steps += segment.num_steps
-            self.mean_steps += (segment.num_steps - self.mean_steps) / min(self._next_position, MEAN_SEGMENTS)
+            self.mean_steps += (segment.num_steps - self.mean_steps) / min(entry.position, MEAN_SEGMENTS)
             self.ledger.record_received(key, seq)
             if self._logged_end is not None:
                 self._unlogged.append(entry)
