@@ -249,6 +249,50 @@ def test_both_the_gateway_and_the_learner_may_be_lost(tmp_path: Path) -> None:
     second.queue.close()
 
 
+def test_a_lease_that_alone_has_changed_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group that says that its segments have left the queue also says who has them."""
+    monkeypatch.setattr(group_commit, "GROUPS_PER_FULL", 1000)  # a full group has all leases anyway
+    store = FolderStore(tmp_path)
+    first = Host(store)
+    first.put_logged(A, 1, 2)
+    before = lease(first)
+    batch = before.take(0)
+    assert values_of(batch) == [1, 2]
+    group = first.commit.await_group()  # of segments that the group before had
+    wait_for(lambda: first.commit.num_uploaded >= group)
+    abandon(first)
+    second = Host(store)
+    assert batch is not None
+    before.complete(batch, [None, None], [])
+    before._source = second.queue
+    before.acknowledge()
+    totals = second.queue.ledger.get_totals()
+    assert (totals.consumed, totals.queued, totals.dropped) == (2, 0, {})
+    second.queue.close()
+
+
+def test_a_learner_may_acknowledge_after_two_gateways_were_lost(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    first = Host(store)
+    first.put_logged(A, 1)
+    before = lease(first)
+    first.commit._log._store = DyingStore(tmp_path, -1)  # the log never hears of the lease
+    batch = before.take(0)
+    assert batch is not None
+    before.complete(batch, [None], [])
+    abandon(first)
+    second = Host(store)
+    second.put_logged(A, 2)
+    abandon(second)
+    third = Host(store)
+    before._source = third.queue
+    before.acknowledge()
+    assert values_of(before.take(0)) == [2]
+    assert third.queue.ledger.get_totals().consumed == 1
+    assert not third.queue.acknowledge(batch.lease_id, [None])  # by another life: this one has taken more
+    third.queue.close()
+
+
 def test_of_two_gateways_of_a_run_the_earlier_ends(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     first = Host(store)

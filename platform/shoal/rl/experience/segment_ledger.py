@@ -124,8 +124,8 @@ class Ledger:
         self.quarantined: dict[str, str] = {}  # actor id -> reason; see `load_quarantine`
         self._new_quarantined: dict[str, str] = {}
         self._next_lease = 1  # never reused, also after a crash: a late acknowledgement must not hit another lease
+        self._last_opened = 0  # a learner asks for no lease before its last one is settled
         self._last_acknowledged = 0
-        self._lost_leases = range(0)  # of which the log that was restored may not know
         self._closed = False
         self._load()
         self._database.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
@@ -199,7 +199,8 @@ class Ledger:
         """
         with self.lock:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
-            self._new_facts["next_lease"] = str(self._next_lease)
+            self._last_opened = lease_id
+            self._new_facts |= {"next_lease": str(self._next_lease), "last_opened": str(lease_id)}
             self._leases[lease_id] = _Lease(consumer, tuple(keys))
             self._dirty_leases.add(lease_id)
             try:
@@ -207,6 +208,7 @@ class Ledger:
             except LedgerUnwritable:
                 del self._leases[lease_id]  # its segments stay queued
                 raise
+            self._unlogged.update(self._leases[lease_id].keys)  # a log must know who has what has left the queue
             return lease_id
 
     def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None]) -> bool:
@@ -218,7 +220,7 @@ class Ledger:
         with self.lock:
             if lease_id not in self._leases:
                 self.commit()  # the first acknowledgement may have failed to commit
-                is_lost = lease_id in self._lost_leases or lease_id >= self._next_lease  # of a gateway that is gone
+                is_lost = lease_id > self._last_opened  # of a gateway that is gone
                 return lease_id == self._last_acknowledged or is_lost
             self._last_acknowledged = lease_id
             self._new_facts["last_settled"] = str(lease_id)
@@ -263,7 +265,7 @@ class Ledger:
             return () if lease is None else lease.keys
 
     def take_changes(self, is_full: bool) -> LedgerChanges | None:
-        """The accounts changed since the last call, or all; None where none is."""
+        """The accounts changed or leased since the last call, or all; None where none is."""
         with self.lock:
             keys = self._accounts.keys() if is_full else self._unlogged
             self._unlogged = set()
@@ -294,9 +296,13 @@ class Ledger:
             own = {name: value for name in logged.facts if (value := self.get_fact(name)) is not None}
             logged_lease = int(logged.facts.get("next_lease", 1))
             self._next_lease = logged_lease + LEASE_GAP
-            self._lost_leases = range(logged_lease, self._next_lease)
+            self._last_opened = int(logged.facts.get("last_opened", logged_lease - 1))
             self._last_acknowledged = int(logged.facts.get("last_settled", 0))
-            lease_facts = {"next_lease": str(self._next_lease), "last_settled": str(self._last_acknowledged)}
+            lease_facts = {
+                "next_lease": str(self._next_lease),
+                "last_opened": str(self._last_opened),
+                "last_settled": str(self._last_acknowledged),
+            }
             self._new_facts |= {**logged.facts, **own, **lease_facts}
 
     def quarantine(self, actor_id: str, reason: str) -> None:
@@ -410,6 +416,7 @@ class Ledger:
         """Read the ledger, and drop the segments queued in a gateway that did not close it."""
         self.load_quarantine()
         self._next_lease = int(self.get_fact("next_lease") or 1)
+        self._last_opened = int(self.get_fact("last_opened") or self._next_lease - 1)
         self._last_acknowledged = int(self.get_fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT lease_id, consumer, keys FROM leases"):
             keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))
