@@ -142,10 +142,15 @@ class ActorCritic(nn.Module):
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
         return outputs, torch.addcmul(self.value_shift, self.value(observation).squeeze(-1), self.value_scale)
 
+    def set_value_unit(self, scale: float, shift: float) -> None:
+        """Let the value be `shift` + `scale` · output."""
+        self.value_scale.fill_(scale)
+        self.value_shift.fill_(shift)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("value_scale", "value_shift"):  # weights of earlier releases have none
             state_dict.setdefault(prefix + name, getattr(self, name))
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def predict(self, observation: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers: the most probable action int64 [B], logits [B, num_actions], value [B]; of a Box,

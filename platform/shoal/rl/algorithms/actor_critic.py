@@ -86,9 +86,9 @@ class ActorCriticAlgorithm(Algorithm):
         }
         sums = group.sum_gradients(self._parameters, metrics, num_mine, num_steps)
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
-        *errors, target, square = (sums.pop(each) for each in MOMENTS)
-        self._newest_targets = num_steps, target, square
-        explained = explain_variance(*errors, target, square)
+        error, squared_error, target, squared_target = (sums.pop(each) for each in MOMENTS)
+        self._newest_targets = num_steps, target, squared_target
+        explained = explain_variance(error, squared_error, target, squared_target)
         sums |= {"learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
         return {**sums, **(shown or {})}
 
@@ -99,9 +99,7 @@ class ActorCriticAlgorithm(Algorithm):
             raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
         self._optimizer.step()
         self._targets.add(num_steps, target, square)
-        head = getattr(self.model, "head", self.model)
-        head.value_scale.fill_(self._targets.deviation)
-        head.value_shift.fill_(self._targets.mean)
+        self.model.set_value_unit(self._targets.deviation, self._targets.mean)
         return metrics
 
     @property

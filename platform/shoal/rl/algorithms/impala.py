@@ -105,5 +105,5 @@ class Impala(ActorCriticAlgorithm):
             if config.normalize_advantages:
                 standardize(values.new_zeros(0), group)
             nothing = 0 * (outputs.sum() + values.sum())
-            losses = Losses(*[nothing] * 7, moments=nothing.expand(len(MOMENTS)))
+            losses = Losses._make([nothing] * len(Losses._fields))._replace(moments=nothing.expand(len(MOMENTS)))
         return self.compute_gradients(losses, mine.num_steps * has_any, num_steps, group)
