@@ -29,7 +29,6 @@ from shoal.wire.experience_spec import DTYPES, STATE, ConvolutionSpec, Experienc
 from shoal.wire.segment import largest_segment_bytes
 
 CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
-BATCHES_AHEAD = 2  # one with the learner, the next with the actors
 LEAST_CAPACITY = 96
 LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
 
@@ -91,13 +90,14 @@ class RLSpec(Spec):
 
     @property
     def queue_capacity(self) -> int:
-        """Segments that the queue may have: by default those of `steps_ahead`, even if each has a single step."""
-        return self.gateway.queue_capacity or max(LEAST_CAPACITY, self.steps_ahead)
+        """Segments that the queue may have: by default those of twice `steps_ahead`, even if each has a single step."""
+        return self.gateway.queue_capacity or max(LEAST_CAPACITY, 2 * self.steps_ahead)
 
     @property
     def steps_ahead(self) -> int:
-        """Environment steps that may be queued and on their way; 0: `gateway.queue_capacity` says how many segments."""
-        return 0 if self.gateway.queue_capacity else BATCHES_AHEAD * self.batch_limits[0]
+        """Environment steps that may be queued and on their way while the learner learns, and twice as many while it
+        waits: those of a batch. 0: `gateway.queue_capacity` says how many segments."""
+        return 0 if self.gateway.queue_capacity else self.batch_limits[0]
 
     @property
     def given(self) -> dict[str, Any]:

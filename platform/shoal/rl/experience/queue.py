@@ -172,6 +172,7 @@ class ExperienceQueue:
         self.on_closed: Callable[[], object] = lambda: None
         self._newest_take = ("", 0)  # consumer, number
         self._wanted = (0, 0)  # steps, segments: either wakes `take`
+        self.is_awaited = False  # `take` waits for more
         self.awaited_version = 0  # of the batch that the learner waits for; 0: none, or actors do not pause
         self.num_batches = 0  # that were taken
         self._closed = False
@@ -245,11 +246,15 @@ class ExperienceQueue:
             self._wanted = (min_steps, max_segments)
             if version:
                 self._await_version(version)
+            self.is_awaited = not self._has_enough(min_steps, max_segments)
+            if self.is_awaited:
+                self.on_space_freed()
             while not self._closed and not self._has_enough(min_steps, max_segments):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     break
                 self._arrived.wait(remaining_s)
+            self.is_awaited = False
             if self._newest_take != (consumer, number):
                 return None  # abandoned by the learner: a newer request is waiting
             if is_patient and not self._has_enough(min_steps, max_segments):

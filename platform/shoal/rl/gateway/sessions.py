@@ -129,7 +129,8 @@ class Sessions(dict[bytes, Session]):
         """How many segments may be queued and on their way: as `steps_ahead` says, but one for each session."""
         if not self._steps_ahead or not self._queue.mean_steps:
             return self._queue.capacity
-        num_segments = math.ceil(self._steps_ahead / self._queue.mean_steps)
+        num_steps = self._steps_ahead * (2 if self._queue.is_awaited else 1)
+        num_segments = math.ceil(num_steps / self._queue.mean_steps)
         return min(self._queue.capacity, max(num_segments, len(self._playing)))
 
     def has_space(self) -> bool:

@@ -30,7 +30,8 @@ class GatewaySetting:
     token, run_id:     of the run, as its actors must know them
     curve_keys:        (public, secret) as zmq.curve_keypair() makes them
     is_synchronous:    actors pause between two batches
-    steps_ahead:       environment steps that may be queued and on their way; 0: as many segments as the queue takes
+    steps_ahead:       environment steps that may be queued and on their way while the learner learns, and twice as many
+                       while it waits; 0: as many segments as the queue takes
     learns_from_users: it takes the episodes of the endpoint's users
     policy:            its name, which is the path of its WebSocket address; "" where the run gives none
     demonstrations:    where those of others than the policy are stored
