@@ -123,7 +123,7 @@ class ActorCriticConfig(AlgorithmConfig):
 
     discount: float = Field(default=0.999, ge=0, le=1)
     lambda_: float = Field(default=0.98, ge=0, le=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=2e-3, gt=0)
     epochs: int = Field(default=10, ge=1)
     minibatch_steps: int = Field(default=512, ge=1)
     clip: float = Field(default=0.2, gt=0)

@@ -150,7 +150,7 @@ class GatewaySpec(Spec):
         " and outlives the gateway's host",
     )
     queue_capacity: int | None = Field(
-        default=None, ge=2, description="segments; default: those of two batches, and one for each actor"
+        default=None, ge=2, description="segments; default: those of a batch or two, and one for each actor"
     )
     max_credits: int = Field(default=8, ge=1, description="segments that one actor may have on their way")
     max_version_lag: int = Field(default=30, ge=0, description="weight versions; not for dqn")
