@@ -34,7 +34,12 @@ class ActionAnswer(NamedTuple):
 
 
 class PolicyConnection(Protocol):
-    """A connection for playing episodes."""
+    """A connection for playing episodes.
+
+    is_cancelled: set by any thread: then `insist` raises ConnectionLost
+    """
+
+    is_cancelled: bool
 
     def insist(
         self,
@@ -59,6 +64,8 @@ class InferenceConnection:
     state_size: numbers in the state of a recurrent policy; 0 of others
     action:     best or sampled; None: as the endpoint acts by default
     """
+
+    is_cancelled = False
 
     def __init__(
         self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0, action: str | None = None
@@ -131,6 +138,7 @@ class InferenceConnection:
         """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
         deadline = time.monotonic() + patience_s
         while True:
+            _require_wanted(self)
             try:
                 return self.infer(observations, states, masks)
             except (InferenceError, ConnectionLost) as error:
@@ -159,6 +167,8 @@ class RelayedConnection:
     address: of each process's InferenceConnection
     """
 
+    is_cancelled = False
+
     def __init__(self, call: Callable[..., Any], address: PolicyAddress) -> None:
         self._call, self._address = call, address
 
@@ -169,11 +179,17 @@ class RelayedConnection:
         states: np.ndarray | None = None,
         masks: np.ndarray | None = None,
     ) -> ActionAnswer:
+        _require_wanted(self)
         answer: ActionAnswer = self._call(_insist, self._address, observations, patience_s, states, masks)
         return answer
 
     def close(self) -> None:
         """The connections end with their processes."""
+
+
+def _require_wanted(connection: PolicyConnection) -> None:
+    if connection.is_cancelled:
+        raise ConnectionLost("it was cancelled")
 
 
 def _insist(address: PolicyAddress, *arguments: Any) -> ActionAnswer:

@@ -28,6 +28,7 @@ from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
 
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
+PROBE_SEED = 30_000
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
 ACTIONS = ("best", "sampled")  # how a policy acts: see `shoal.serve.model.action_sampler`
@@ -78,6 +79,11 @@ def hold_trial(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Ev
         if not is_sure(trial._replace(returns=at_best), spec):
             break
     return trial
+
+
+def play_probe(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Evaluation:
+    """Play some episodes of a run with one policy while it learns. Raises as `play_through` does."""
+    return _play(connections, spec, max(spec.eval_episodes, MIN_EPISODES), PROBE_SEED)[ONLY_POLICY]
 
 
 def choose_action(trials: Mapping[str, Evaluation]) -> str:
