@@ -29,13 +29,12 @@ from shoal.errors import (
     ShoalError,
     SpecMismatch,
 )
-from shoal.flows import actor_learner, episode_player, loop_policy
+from shoal.flows import actor_learner, loop_policy, policy_evaluation
 from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.episode_player import EpisodePlayer
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.policy_connection import ActionAnswer
-from shoal.flows.policy_evaluation import Evaluation, evaluate_policies, hold_trial
+from shoal.flows.policy_evaluation import EpisodePlayer, Evaluation, evaluate_policies, hold_trial
 from shoal.serve.on_ray.ownership import EndpointOwnership
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
@@ -136,9 +135,9 @@ def test_a_run_learns_on_while_the_endpoint_holds_the_version_of_a_trial(
     flow.policies[0].learner, flow.policies[0].gateway = {"updates": 9}, {"elapsed_s": 4.0, "steps": 80}
     flow._poll = lambda: (called.append(("poll", 0)), has_polled.set())
     answering = SimpleNamespace(insist=lambda *_: ActionAnswer({}, SNAPSHOT.version))
-    flow._connect = lambda action: nullcontext([{"": answering}])
+    flow._connect = lambda *_: nullcontext([{"": answering}])
     flow._player = EpisodePlayer(flow.spec, flow._connect)
-    monkeypatch.setattr(actor_learner, "hold_trial", hold_trial)
+    monkeypatch.setattr(policy_evaluation, "hold_trial", hold_trial)
     assert flow._try(flow.policies[0], SNAPSHOT) == passes
     assert flow.policies[0].played == {"return/trial": mean_return, "return/best_actions": mean_return}
     assert not flow.policies[0].may_be_tried, "the learner has to move on"
@@ -156,12 +155,13 @@ def test_a_probe_of_best_actions_takes_a_twentieth_of_the_time_and_gives_way_to_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(episode_player, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(policy_evaluation, "time", SimpleNamespace(monotonic=lambda: clock.now))
     outcomes: list[object] = [played(300.0, 3), ConnectionLost("no replica"), None, played(480.0, 9)]
     begun = threading.Semaphore(0)
 
-    def play_probe(connections: Any, spec: ActorLearnerSpec) -> Evaluation:
+    def probe_policy(connections: Any, spec: ActorLearnerSpec) -> Evaluation:
         begun.release()
+        clock.now += 2.0
         outcome = outcomes.pop(0)
         if outcome is None:  # until it is cancelled
             wait_for(lambda: connections[0][""].is_cancelled, 60.0, "the end of the probe")
@@ -171,27 +171,30 @@ def test_a_probe_of_best_actions_takes_a_twentieth_of_the_time_and_gives_way_to_
         assert isinstance(outcome, Evaluation)
         return outcome
 
-    monkeypatch.setattr(episode_player, "play_probe", play_probe)
-    player = EpisodePlayer(ActorLearnerSpec(), lambda action: nullcontext([{"": SimpleNamespace(is_cancelled=False)}]))
+    monkeypatch.setattr(policy_evaluation, "probe_policy", probe_policy)
+    player = EpisodePlayer(ActorLearnerSpec(), lambda *_: nullcontext([{"": SimpleNamespace(is_cancelled=False)}]))
 
-    def probe_for(seconds: float) -> float | None:
+    def probe() -> float | None:
         assert player.probe() is None
+        assert player._probe is not None
         assert begun.acquire(timeout=60.0)
         wait([player._probe])
-        clock.now += seconds
         return player.probe()
 
-    assert probe_for(2.0) == 300.0
+    assert probe() == 300.0
     clock.now += 19 * 2.0 - 0.1
     assert player.probe() is None
     assert player._probe is None, "not yet"
     clock.now += 0.1
-    assert probe_for(1.0) is None  # it has failed
-    clock.now += 19.0
+    assert probe() is None  # it has failed
+    clock.now += 19 * 2.0
     assert player.probe() is None
     assert begun.acquire(timeout=60.0)
-    assert player.start("best", lambda connections: played(400.0, 5)).result(60.0).mean_return == 400.0
-    assert probe_for(0.0) == 480.0
+    monkeypatch.setattr(policy_evaluation, "hold_trial", lambda *_: played(400.0, 5))
+    assert player.start_trial("best", SNAPSHOT).result(60.0).mean_return == 400.0
+    assert player.probe() is None  # it was given up
+    clock.now += 19 * 2.0
+    assert probe() == 480.0
     player.close()
 
 
@@ -418,7 +421,7 @@ def test_a_run_without_an_environment_registers_the_version_of_its_games_best_re
     model = SimpleNamespace(ref="game@1", name="game", version=1, aliases=["champion"], decision="")
     policy.register = lambda snapshot, recorder, action: model
     answering = SimpleNamespace(insist=lambda *_: ActionAnswer({}, best.version))
-    flow._connect = lambda action: nullcontext([{"": answering}])
+    flow._connect = lambda *_: nullcontext([{"": answering}])
     flow.finish()
     LoopRun._announce_gateways(flow)
     said = capsys.readouterr().out

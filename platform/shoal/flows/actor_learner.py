@@ -40,7 +40,6 @@ from shoal.errors import (
     needs_extra,
 )
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.episode_player import EpisodePlayer, connect_policies, wait_for_versions
 from shoal.flows.loop_policy import (
     BEST_RETURN,
     TRIAL_RETURN,
@@ -54,13 +53,14 @@ from shoal.flows.loop_policy import (
     require_capacity,
     require_experience,
 )
+from shoal.flows.policy_connection import connect_policies
 from shoal.flows.policy_evaluation import (
     Connections,
+    EpisodePlayer,
     Evaluation,
     choose_action,
     describe_registered,
     evaluate_policies,
-    hold_trial,
     is_better,
     judge_trial,
     record_evaluation,
@@ -228,10 +228,8 @@ class LoopRun:
         if passes := self._passes(snapshot):
             policy.workers.pause_learner()
             self._candidates = [policy.workers.republish(snapshot)]
-            if not self._is_solved:
-                policy.solved_s = float(policy.gateway.get("elapsed_s", 0.0))
-                how = f"mean return {policy.trial_return:.6g} in a trial with action={self._action}"
-                self._note_solved(how, action=self._action)
+            policy.solved_s = policy.solved_s or policy.gateway["elapsed_s"]
+            self._note_solved(f"mean return {policy.trial_return:.4g} of a trial", action=self._action)
         policy.workers.hold(None)
         return passes
 
@@ -249,10 +247,8 @@ class LoopRun:
                 return self._was_not_tried(snapshot, str(error))
             if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint refused it
                 return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
-            played = self.policies[0].played
-            played[TRIAL_RETURN] = trial.mean_return
-            if action == "best":
-                played[BEST_RETURN] = trial.mean_return
+            names = [TRIAL_RETURN, BEST_RETURN] if action == "best" else [TRIAL_RETURN]
+            self.policies[0].played |= dict.fromkeys(names, trial.mean_return)
             details = judge_trial([*self._failed, trial], self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
@@ -295,12 +291,7 @@ class LoopRun:
 
     def _hold_trial(self, action: str, snapshot: WeightSnapshot) -> Evaluation:
         """Play a trial of this version, which the endpoint has or will have, and go on polling."""
-
-        def play(connections: Sequence[Connections]) -> Evaluation:
-            wait_for_versions(connections[0], self.policies, [snapshot])
-            return hold_trial(connections, self.spec)
-
-        trial = self._player.start(action, play)
+        trial = self._player.start_trial(action, snapshot)
         self._follow_until_done(trial)
         return trial.result()
 
@@ -317,8 +308,7 @@ class LoopRun:
                 self._probe()
                 if self._is_done() or self._has_missed_targets():
                     return
-                time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
-            elif wait([trial], max(0.0, POLL_S - (time.monotonic() - polled_at))).done:
+            if wait([trial or Future()], max(0.0, polled_at + POLL_S - time.monotonic())).done:  # or else it sleeps
                 return
 
     def _is_done(self) -> bool:
@@ -327,13 +317,15 @@ class LoopRun:
             if is_over := self._time_is_up():
                 require_experience(self.policies, self.spec)
             return is_over
-        if not self._is_solved and all(each.is_solved for each in self.policies):
+        if all(each.is_solved for each in self.policies):
             self._note_solved(f"{format_mean_returns(self.policies)} over 100 episodes")
         if self._only is None:
             return self._is_solved
         return self._only.may_be_tried and not (self._failed_trial and self._time_is_up())
 
     def _note_solved(self, how: str, **details: Any) -> None:
+        if self._is_solved:
+            return
         self._is_solved = True
         seconds = max(each.solved_s or 0.0 for each in self.policies)
         steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
@@ -418,17 +410,16 @@ class LoopRun:
             if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
                 each.withhold_champion()
             models[each.name] = each.register(snapshot, self.recorder, self._action)
-        with self._connect(self._action) as connections:
-            wait_for_versions(connections[0], self.policies, self._candidates)
+        with self._connect(self._action, self._candidates) as connections:
             played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(describe_registered(model, played.get(name), self._action), flush=True)
 
-    def _connect(self, action: str) -> AbstractContextManager[Sequence[Connections]]:
+    def _connect(self, *setting: Any) -> AbstractContextManager[Sequence[Connections]]:
         assert self._endpoint is not None
-        return connect_policies(self.policies, self._endpoint.url, self.token, action)
+        return connect_policies(self.policies, self._endpoint.url, self.token, *setting)
 
     def shut_down(self) -> None:
         """Let the learners save, end the actors' sessions and record the last numbers, however the run ended. Waits at

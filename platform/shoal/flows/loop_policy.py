@@ -157,9 +157,9 @@ class LoopPolicy:
     @property
     def may_be_probed(self) -> bool:
         """Whether best actions may say more than the actors' mean return."""
-        is_playable = not self.name and not self.spec.given and not self.spec.self_play.is_on
-        has_episodes = self.gateway.get("episodes", 0) >= MIN_EPISODES
-        return is_playable and has_episodes and "best" in list_actions(self.spec, self.experience)
+        if self.name or self.spec.given or self.spec.self_play.is_on or self.gateway.get("episodes", 0) < MIN_EPISODES:
+            return False
+        return "best" in list_actions(self.spec, self.experience)
 
     @property
     def first_inputs(self) -> tuple[np.ndarray, np.ndarray | None]:
@@ -315,9 +315,8 @@ class LoopPolicy:
         """One line of its gateway's counts."""
         stats = self.gateway
         mean = format_number(stats["mean_return"]) if math.isfinite(stats["mean_return"]) else "-"
-        best = f" ({format_number(self.played[BEST_RETURN])} by best actions)" if BEST_RETURN in self.played else ""
         return (
-            f"return {mean:>6}{best} | {self.num_steps:9,} steps | {stats['episodes']:6,} episodes"
+            f"return {mean:>6} | {self.num_steps:9,} steps | {stats['episodes']:6,} episodes"
             f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}"
             f" | dropped {sum(stats['segments']['dropped'].values()):,}"
         )
