@@ -303,8 +303,12 @@ class ActorLearnerWorkers:
     def make_episode_service(self) -> RayEpisodeService:
         return RayEpisodeService(_gateway_name(self._run_id))
 
-    def make_weight_source(self) -> RayWeightSource:
-        return RayWeightSource(self._store)
+    def make_weight_source(self, follows_hold: bool = False) -> RayWeightSource:
+        return RayWeightSource(self._store, follows_hold)
+
+    def hold(self, snapshot: WeightSnapshot | None) -> None:
+        """Let the endpoint have this version, or with None the newest again. Raises ClusterError."""
+        self._call_until_answered(self._store.hold, snapshot)
 
     def wait_for_gateway(self) -> str:
         """Wait for the learner's first weights, and for the gateway. Raises ClusterError when either does not start."""
