@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-import shoal.rl.spec
 from benchmarks.balancing import still, write_checkpoint
 from benchmarks.talk import commands, say
 from shoal.actor.environment import make_environment
@@ -159,7 +158,8 @@ def wait_steps(engine: Engine, num_steps: int, timeout_s: float, num_points: int
 
 def main(name: str, setting: dict[str, Any]) -> None:
     if setting["batches_ahead"]:
-        shoal.rl.spec.BATCHES_AHEAD = setting["batches_ahead"]
+        num_batches = setting["batches_ahead"]
+        RLSpec.steps_ahead = property(lambda spec: num_batches * spec.batch_limits[0])  # type: ignore[method-assign,assignment]
     spec = RLSpec.parse(setting["spec"]).override(setting["words"])
     environment = make_environment(spec.env)
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
