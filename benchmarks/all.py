@@ -13,8 +13,16 @@ import time
 from benchmarks.children import ROOT
 
 NAMES = (
-    *("time_to_solve", "champion_promise", "experience", "weights", "algorithms", "actor_cost", "self_play"),
-    *("version_lag", "publish_latency", "remote_inference", "gateway_durable", "idle_sessions", "host_loss"),
+    *("time_to_solve", "champion_promise", "experience", "weights", "algorithms", "learning_anywhere", "actor_cost"),
+    *(
+        "self_play",
+        "version_lag",
+        "publish_latency",
+        "remote_inference",
+        "gateway_durable",
+        "idle_sessions",
+        "host_loss",
+    ),
     *("steady_lag", "mixed_policies", "load", "tables", "messy_tables", "websocket", "browser", "godot", "films"),
     *("agents_in_one_message", "console", "console_hostile"),
     *(

@@ -64,7 +64,7 @@ def still(spec: RLSpec) -> RLSpec:
 def write_checkpoint(spec: RLSpec, experience: ExperienceSpec, folder: Path) -> None:
     """A checkpoint in `folder` from which a learner starts with the balancing policy."""
     ledger = Ledger()
-    learner = Learner(spec, experience, ExperienceQueue(spec.gateway.queue_capacity, ledger), WeightStore(), folder)
+    learner = Learner(spec, experience, ExperienceQueue(spec.queue_capacity, ledger), WeightStore(), folder)
     balance(learner.model)
     learner.save()
     ledger.close()

@@ -6,9 +6,9 @@ Each tree runs its own benchmark, in its own checkout, with the same Python; the
 process. `benchmarks.serving.before` measures small requests in the same way.
 
 *cartpole*: the processor time of a step until CartPole-v1 is solved, of gateway and learner in one process and of the
-actors (`benchmarks.time_to_solve`), the same seeds on both sides; the seconds until then vary by a third from run to
-run, with the number of steps. *segment*: what gateway and learner take of a processor for a step of experience, four
-actors (`benchmarks.experience`). *sensors*: the 99th percentile of an answer's latency, 1,000 sensors at 1 Hz
+actors, the same seeds and settings on both sides; the seconds until then vary by a third from run to run, with the
+number of steps. *segment*: what gateway and learner take of a processor for a step of experience, four actors
+(`benchmarks.experience`). *sensors*: the 99th percentile of an answer's latency, 1,000 sensors at 1 Hz
 (`benchmarks.stream`). *step*: a step of DDP over two ranks over the same step by hand (`benchmarks.training_step`).
 """
 
@@ -41,8 +41,10 @@ PROBES = {
         "CartPole-v1 until it is solved, without Ray",
         "core-µs a step",
         """from benchmarks.ours.rl import actors_of, run_of
-    from benchmarks.time_to_solve import NUM_ACTORS, TARGET, WORDS
-    words = [*WORDS, f"learner.seed={run}"]
+    from benchmarks.time_to_solve import NUM_ACTORS, TARGET
+    words = ["algorithm=ppo", "algorithm.synchronous=true", "algorithm.discount=0.98", "algorithm.lambda_=0.9"]
+    words += ["algorithm.epochs=8", "algorithm.learning_rate=0.002", "algorithm.entropy_cost=0"]
+    words += ["learner.batch_steps=2048", "learner.max_batch_steps=2048", f"learner.seed={run}"]
     with (
         run_of("local", folder, words=words, target_return=TARGET) as (learner, address),
         actors_of(folder, NUM_ACTORS, ["--connect", address]) as actors,

@@ -45,19 +45,19 @@ class Game(NamedTuple):
 FRESH = {"queue_capacity": 16, "max_credits": 2}
 LANDER = {
     "env": "LunarLander-v3",
-    "algorithm": {"name": "ppo", "discount": 0.999, "lambda_": 0.98, "learning_rate": 3e-4, "minibatches": 64},
+    "algorithm": {"name": "ppo", "discount": 0.999, "lambda_": 0.98, "learning_rate": 3e-4, "minibatch_steps": 64},
     "learner": {"batch_steps": 4096},
     "gateway": FRESH,
 }
 ACROBOT = {
     "env": "Acrobot-v1",
-    "algorithm": {"name": "ppo", "lambda_": 0.94, "learning_rate": 3e-4, "minibatches": 16, "entropy_cost": 0.0},
+    "algorithm": {"name": "ppo", "lambda_": 0.94, "learning_rate": 3e-4, "minibatch_steps": 256, "entropy_cost": 0.0},
     "learner": {"batch_steps": 4096},
     "gateway": FRESH,
 }
 SMALL_FRAMES = {
     "segment_length": 128,
-    "algorithm": {"name": "ppo", "learning_rate": 5e-4, "minibatches": 8},
+    "algorithm": {"name": "ppo", "learning_rate": 5e-4, "minibatch_steps": 256},
     "learner": {"batch_steps": 2048},
     "gateway": FRESH,
 }

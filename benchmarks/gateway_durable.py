@@ -57,7 +57,7 @@ def serving(spec: GatewaySpec, ledger: Ledger, store: Store | None) -> Iterator[
     """A gateway whose queue a learner empties."""
     weights = WeightStore()
     weights.publish(WeightSnapshot.of(1, {"w": np.zeros((2, 4), np.float32), "b": np.zeros(2, np.float32)}))
-    queue = ExperienceQueue(spec.queue_capacity, ledger)
+    queue = ExperienceQueue(spec.queue_capacity or 96, ledger)
     commit = None if store is None else GroupCommit(SegmentLog(store, EXPERIENCE), queue)
     gateway = Gateway(GatewaySetting(spec, EXPERIENCE, TOKEN), queue, weights, group_commit=commit)
     gateway.start()

@@ -235,8 +235,12 @@ def options(
     minutes: float | None = None,
     rounds: int | None = None,
     before: str = "",
+    sides: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """The command line that all benchmarks share: `runs`, `quick`, `results`; for some, which peers, or how long."""
+    """The command line that all benchmarks share: `runs`, `quick`, `results`; for some, which peers, or how long.
+
+    sides: of a benchmark that can be resumed, those that can be measured alone
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--runs", "--seeds", type=int, default=None, help=f"repetitions, of each side and seed from 0 (default {runs})"
@@ -251,6 +255,9 @@ def options(
         parser.add_argument("--before", default=before, help=f"the commit of the other side (default {before})")
     if only:
         parser.add_argument("--only", nargs="+", choices=only, default=list(only), help="the peers to run")
+    if sides:
+        parser.add_argument("--resume", action="store_true", help="measure no attempt again that is beside the results")
+        parser.add_argument("--sides", nargs="+", choices=sides, default=list(sides), help="those that are measured")
     chosen = parser.parse_args()
     chosen.runs = chosen.runs or (1 if chosen.quick else runs)
     chosen.results = chosen.results or (QUICK_RESULTS if chosen.quick else RESULTS)

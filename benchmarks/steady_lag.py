@@ -13,7 +13,6 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +117,7 @@ def train(
     for number in range(1, num_batches + 1):
         queue.append(players.play(policy, number))
         if len(queue) > lag:
-            batch = replace(queue.popleft(), learner_version=number)
-            for step in algorithm.update(algorithm.prepare(batch)):
+            for step in algorithm.update(algorithm.prepare(queue.popleft())):
                 metrics = {**step}
             policy.load(number + 1, model_arrays(algorithm.model))
     return spec, experience, algorithm, metrics

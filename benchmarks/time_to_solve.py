@@ -4,11 +4,11 @@
 
 Solved: a mean return of at least 475 over the last 100 finished training episodes. The clock runs from the first step
 (ours: from the first segment that the gateway receives) and leaves out every start-up. Ours is what a user types,
-`shoal run actor_learner --actors 4`, with synchronous PPO, on a cluster that it starts: gateway, learner and endpoint
-are Ray workers, the actors four processes of their own. It is also measured without Ray. The peer of torch runs with
-its default threads and with one, and the better median counts; the time of the one of JAX includes its compilation.
-RLlib, which takes minutes, runs with every third seed. A run that does not solve it in time counts with the cap, and
-the note says so.
+`shoal run actor_learner --actors 4`, with the defaults, on a cluster that it starts: gateway, learner and endpoint are
+Ray workers, the actors four processes of their own. It is also measured without Ray. The peer of torch runs with its
+default threads and with one, and the better median counts; the time of the one of JAX includes its compilation. RLlib,
+which takes minutes, runs with every third seed. A run that does not solve it in time counts with the cap, and the note
+says so.
 """
 
 from __future__ import annotations
@@ -30,21 +30,17 @@ RLLIB_CAP_S = 300.0  # longer: a cap is a lower bound
 START_TIMEOUT_S = 120.0
 NUM_ACTORS = 4
 SB3_BAR, SBX_BAR, RLLIB_BAR = 0.5, 1.0, 0.05
-# Chosen from 16 settings of PPO and IMPALA: docs/what-did-not-work/learning.md.
-WORDS = (
-    *("algorithm=ppo", "algorithm.synchronous=true", "algorithm.discount=0.98", "algorithm.lambda_=0.9"),
-    *("algorithm.epochs=8", "algorithm.learning_rate=0.002", "algorithm.entropy_cost=0"),
-    *("learner.batch_steps=2048", "learner.max_batch_steps=2048"),
-)
 
 
 class Solved(NamedTuple):
-    """One attempt; `seconds` is the cap when it was not solved. `points`, where known: steps and mean returns."""
+    """One attempt; `seconds` is the cap when it was not solved. Where known, `points` are steps and mean returns, and
+    `lag` the mean age of batches, in versions of the weights."""
 
     seconds: float
     steps: int
     solved: bool
     points: tuple[tuple[int, float], ...] = ()
+    lag: float = 0.0
 
 
 def ours_on_ray(seed: int, folder: Path, cap_s: float) -> Solved:
@@ -52,7 +48,7 @@ def ours_on_ray(seed: int, folder: Path, cap_s: float) -> Solved:
     home = folder / f"home-{seed}"
     words = [str(Path(OUR_PYTHON).parent / "shoal"), "run", "actor_learner", "--actors", str(NUM_ACTORS), "--plain"]
     words += ["--address", "local", f"learner.seed={seed}", f"target_return={TARGET}", f"max_wall_s={cap_s}"]
-    words += ["eval_episodes=1", *WORDS]
+    words += ["eval_episodes=1"]
     with Child(words, folder, {"SHOAL_HOME": str(home)}, goodbye_s=0.0) as child:
         status = child.wait(2 * START_TIMEOUT_S + cap_s)
         output = "\n".join(child.output)
@@ -73,7 +69,7 @@ def ours_on_ray(seed: int, folder: Path, cap_s: float) -> Solved:
 def ours_without_ray(seed: int, folder: Path, cap_s: float) -> Solved:
     """The same gateway and learner in one process."""
     with (
-        run_of("local", folder, words=[*WORDS, f"learner.seed={seed}"], target_return=TARGET) as (run, address),
+        run_of("local", folder, words=[f"learner.seed={seed}"], target_return=TARGET) as (run, address),
         actors_of(folder, NUM_ACTORS, ["--connect", address]),
     ):
         return read_outcome(run.ask(cap_s + 30.0, do="solved", timeout_s=cap_s), cap_s)
@@ -106,7 +102,8 @@ def rllib(seed: int, folder: Path, cap_s: float) -> Solved:
 def read_outcome(said: dict[str, Any], cap_s: float) -> Solved:
     solved = bool(said.get("solved", said["seconds"] is not None))
     points = tuple((steps, mean_return) for steps, mean_return in said.get("points", ()))
-    return Solved(float(said["seconds"]) if solved else cap_s, int(said["steps"]), solved, points)
+    seconds = float(said["seconds"]) if solved else cap_s
+    return Solved(seconds, int(said["steps"]), solved, points, float(said.get("lag", 0.0)))
 
 
 SIDES: dict[str, Callable[[int, Path, float], Solved]] = {
@@ -120,7 +117,7 @@ SIDES: dict[str, Callable[[int, Path, float], Solved]] = {
 
 
 def rows_of(found: dict[str, list[Solved]]) -> list[Row]:
-    """The headline with Ray, against each peer that ran, and the same without Ray."""
+    """The headline with Ray, against each peer that ran, and the same without Ray: seconds, and environment steps."""
     of_torch = [side for side in ("sb3", "sb3, one thread") if found[side]]
     best = min(of_torch, key=lambda side: median(one.seconds for one in found[side]), default="sb3")
     peers = (
@@ -134,11 +131,17 @@ def rows_of(found: dict[str, list[Solved]]) -> list[Row]:
             ours, theirs = found[side], found[peer]
             if not ours or not theirs:
                 continue
-            row = compare(
-                title, "s", "lower", [one.seconds for one in ours], [one.seconds for one in theirs], name,
-                bar, "ratio", note="; ".join(filter(None, (note_unsolved("Shoal", ours), note_unsolved(name, theirs)))),
-            )  # fmt: skip
-            rows.append(row)
+            note = "; ".join(filter(None, (note_unsolved("Shoal", ours), note_unsolved(name, theirs))))
+            rows += [
+                compare(
+                    title, "s", "lower", [one.seconds for one in ours], [one.seconds for one in theirs], name,
+                    bar, "ratio", note,
+                ),
+                compare(
+                    f"{title}, environment steps", "steps", "lower", [float(one.steps) for one in ours],
+                    [float(one.steps) for one in theirs], name, note=note,
+                ),
+            ]  # fmt: skip
     return rows
 
 

@@ -15,21 +15,7 @@ from shoal.flows.rl_policy import check
 
 def spec() -> ActorLearnerSpec:
     """The recipe: a mean return of -86 over 100 episodes."""
-    return ActorLearnerSpec.parse(
-        {
-            "env": "Acrobot-v1",
-            "algorithm": {
-                "name": "ppo",
-                "lambda_": 0.94,
-                "learning_rate": 0.0003,
-                "minibatches": 16,
-                "entropy_cost": 0.0,
-            },
-            "learner": {"batch_steps": 4096},
-            "gateway": {"queue_capacity": 16, "max_credits": 2},
-            "target_return": -86.0,
-        }
-    )
+    return ActorLearnerSpec(env="Acrobot-v1", target_return=-86.0)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,7 @@ from shoal.flows.rl_policy import check
 
 def spec() -> ActorLearnerSpec:
     """The recipe: 30 apples an episode, in the mean of 100."""
-    return ActorLearnerSpec.parse(
-        {
-            "env": "shoal.libs.games:Harvest-v0",
-            "algorithm": {"name": "ppo", "learning_rate": 0.0005, "minibatches": 8},
-            "segment_length": 128,
-            "learner": {"batch_steps": 2048},
-            "gateway": {"queue_capacity": 16, "max_credits": 2},
-            "target_return": 30.0,
-            "max_wall_s": 1800.0,
-        }
-    )
+    return ActorLearnerSpec(env="shoal.libs.games:Harvest-v0", target_return=30.0, max_wall_s=1800.0)
 
 
 if __name__ == "__main__":

@@ -15,22 +15,7 @@ from shoal.flows.rl_policy import check
 
 def spec() -> ActorLearnerSpec:
     """The recipe: a mean return of 200 over 100 episodes, which counts as solved."""
-    return ActorLearnerSpec.parse(
-        {
-            "env": "LunarLander-v3",
-            "algorithm": {
-                "name": "ppo",
-                "discount": 0.999,
-                "lambda_": 0.98,
-                "learning_rate": 0.0003,
-                "minibatches": 64,
-            },
-            "learner": {"batch_steps": 4096},
-            "gateway": {"queue_capacity": 16, "max_credits": 2},
-            "target_return": 200.0,
-            "max_wall_s": 1800.0,
-        }
-    )
+    return ActorLearnerSpec(env="LunarLander-v3", target_return=200.0, max_wall_s=1800.0)
 
 
 if __name__ == "__main__":

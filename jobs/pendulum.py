@@ -14,17 +14,8 @@ from shoal.flows.rl_policy import check
 
 
 def spec() -> ActorLearnerSpec:
-    """The recipe: a mean return of -200 over 100 episodes; short segments and a short queue, so that actors do not run
-    ahead of a learner that takes a step of the optimizers for each of theirs."""
-    return ActorLearnerSpec.parse(
-        {
-            "env": "Pendulum-v1",
-            "algorithm": {"name": "sac"},
-            "target_return": -200.0,
-            "segment_length": 32,
-            "gateway": {"queue_capacity": 4, "max_credits": 1},
-        }
-    )
+    """The recipe: a mean return of -200 over 100 episodes."""
+    return ActorLearnerSpec.parse({"env": "Pendulum-v1", "algorithm": "sac", "target_return": -200.0})
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ def spec() -> ActorLearnerSpec:
                 "target_update_period": 500,
                 "replay_mb": 1500,
             },
-            "segment_length": 64,
-            "gateway": {"queue_capacity": 16, "max_credits": 2},
             "target_return": -15.0,
             "max_wall_s": 7200.0,
         }

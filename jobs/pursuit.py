@@ -19,9 +19,6 @@ def spec() -> ActorLearnerSpec:
         {
             "env": "shoal.libs.games.pursuit:Pursuit",
             "algorithm": {"name": "ppo", "discount": 0.95, "learning_rate": 0.002},
-            "segment_length": 64,
-            "learner": {"batch_steps": 1024},
-            "gateway": {"queue_capacity": 32, "max_credits": 4},
             "self_play": {"snapshot_every": 4000},
             "target_return": 0.85,
         }

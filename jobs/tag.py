@@ -22,9 +22,6 @@ def spec() -> PoliciesSpec:
         {
             "env": "shoal.libs.games.tag:Tag",
             "algorithm": {"name": "ppo", "discount": 0.95, "learning_rate": 0.002},
-            "segment_length": 64,
-            "learner": {"batch_steps": 1024},
-            "gateway": {"queue_capacity": 32, "max_credits": 4},
             "max_wall_s": 120,
             "policies": {"hunters": {"agents": ["left", "right"]}, "prey": {"agents": ["prey"]}},
         }

@@ -19,8 +19,6 @@ def spec() -> ActorLearnerSpec:
         {
             "env": "shoal.libs.games:TicTacToe-v0",
             "algorithm": {"name": "dqn", "discount": 1.0, "num_steps": 1, "epsilon": 0.02},
-            "segment_length": 16,
-            "gateway": {"queue_capacity": 16, "max_credits": 4},
             "eval_episodes": 200,
             "target_return": 0.85,
         }

@@ -84,7 +84,7 @@ class Parts:
         self.store.publish(weights(1))
         self.ledger = Ledger(folder / "ledger.sqlite" if folder else None)
         self.spec = GatewaySpec.parse({"heartbeat_s": 0.2, "timeout_s": 60.0, **spec})
-        self.queue = ExperienceQueue(self.spec.queue_capacity, self.ledger)
+        self.queue = ExperienceQueue(self.spec.queue_capacity or 96, self.ledger)
         commit = None if log is None else GroupCommit(SegmentLog(log, experience), self.queue)
         site = DemonstrationSite(DemonstrationsSpec(), experience, folder) if folder else None
         made = GatewaySetting(self.spec, experience, TOKEN, run_id, 475.0, demonstrations=site, **(setting or {}))

@@ -80,7 +80,7 @@ def main(seconds: float, game: list[str], profile_path: str = "") -> None:
     MeasuredGateway.profile_path = profile_path
     with tempfile.TemporaryDirectory() as folder:
         ledger, store = Ledger(Path(folder) / LEDGER_NAME), WeightStore()
-        queue = ExperienceQueue(SPEC.gateway.queue_capacity, ledger)
+        queue = ExperienceQueue(SPEC.queue_capacity, ledger)
         Manager.register("queue", lambda: queue)
         Manager.register("store", lambda: store)
         server = Manager(("127.0.0.1", 0), TOKEN.encode()).get_server()

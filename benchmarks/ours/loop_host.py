@@ -35,7 +35,7 @@ UPDATE_S = 0.2  # a learner that is slower than its actors: the queue is full wh
 
 def main(folder: Path) -> None:
     spec = RLSpec().override(WORDS)
-    queue, weights = ExperienceQueue(spec.gateway.queue_capacity, Ledger(folder / "ledger.sqlite")), WeightStore()
+    queue, weights = ExperienceQueue(spec.queue_capacity, Ledger(folder / "ledger.sqlite")), WeightStore()
     commit = GroupCommit(open_log(RUN, EXPERIENCE), queue)
     num_recovered, outcomes, acknowledge = len(queue), list[str | None](), queue.acknowledge
 

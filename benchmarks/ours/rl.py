@@ -1,6 +1,6 @@
 """Starting a run and its external actors as children: what the benchmarks of the loop share.
 
-Called by `time_to_solve`, `experience` and `weights`.
+Called by `time_to_solve`, `experience`, `weights` and others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ACTOR_ENV = {"SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
 
 @contextmanager
 def run_of(engine: str, folder: Path, **setting: Any) -> Iterator[tuple[Child, str]]:
-    """A run on `engine` ("local" or "ray") and the address of its gateway."""
+    """A run on `engine` ("local" or "ray") and the address of its gateway. Without Ray, `pause_s` and `pause_factor`
+    slow the learner: after each batch it sleeps so many seconds, and so many times as long as the batch took. Of
+    `batches_ahead` batches the experience is in the queue or on its way to it, where it is not 0."""
     defaults: dict[str, Any] = {
         "spec": {},
         "words": [],
@@ -30,6 +32,8 @@ def run_of(engine: str, folder: Path, **setting: Any) -> Iterator[tuple[Child, s
         "still": False,
         "target_return": None,
         "pause_s": 0,
+        "pause_factor": 0,
+        "batches_ahead": 0,
     }
     whole = {**defaults, **setting, "folder": str(folder / f"run-{os.urandom(4).hex()}")}
     env = {"SHOAL_TOKEN": TOKEN, "SHOAL_HOME": str(folder)}

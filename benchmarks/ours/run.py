@@ -2,15 +2,16 @@
 
     python -m benchmarks.ours.run local|ray '{"folder": ..., "spec": {...}, "words": ["a.b=c"], ...}'
 
-Says its address, then obeys: `solved` waits for the target, `curve` for a number of environment steps, `learnt` for one
-that the learner has learnt from, `stats` gives the gateway's, `published` the versions since the last question, and
-`steps` how long each batch has taken since, without Ray. Ends when its input closes. The token is $SHOAL_TOKEN.
-`benchmarks.ours.rl` has the other entries of a setting.
+Says its address, then obeys: `solved` waits for the target or a number of environment steps, `curve` for such a number,
+`learnt` for one that the learner has learnt from, `stats` gives the gateway's, `published` the versions since the last
+question, and `steps` how long each batch has taken since, without Ray. Ends when its input closes. The token is
+$SHOAL_TOKEN. `benchmarks.ours.rl` has the other entries of a setting.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -49,12 +50,12 @@ class LocalEngine:
         self._loop = closing.enter_context(LocalLoop(spec, experience, folder, token, setting["target_return"]))
         self.address = self._loop.address
         self._step_s: list[float] = []
-        pause_s = setting["pause_s"]
+        pause_s, pause_factor = setting["pause_s"], setting["pause_factor"]
 
         def note(seconds: float) -> None:
             self._step_s.append(seconds)
-            if pause_s:
-                time.sleep(pause_s)
+            if pause := pause_s + pause_factor * seconds:
+                time.sleep(pause)
 
         self._loop.learner.on_batch = note
 
@@ -122,16 +123,19 @@ def wait_learnt(engine: Engine, num_steps: int, timeout_s: float) -> dict[str, A
         time.sleep(0.1)
 
 
-def wait_solved(engine: Engine, timeout_s: float) -> dict[str, Any]:
-    """Seconds from the first segment and steps until the target return; seconds is None when it was not reached. The
-    curve until then has a point each 0.2 s: steps and mean return."""
-    deadline_s, points = time.monotonic() + timeout_s, list[tuple[int, float]]()
+def wait_solved(engine: Engine, timeout_s: float, num_steps: float = math.inf) -> dict[str, Any]:
+    """Seconds from the first segment and steps until the target return, or until so many steps are made; seconds is
+    None when it was not reached. The curve until then has a point each 0.2 s: steps and mean return. `lag` is the mean
+    age in versions of the batches that were looked at."""
+    deadline_s, points, lags = time.monotonic() + timeout_s, list[tuple[int, float]](), list[float]()
     while True:
         stats = engine.stats()
         if stats["episodes"]:
-            points.append((stats["steps"], round(stats["mean_return"], 2)))
-        if stats["solved_s"] is not None or time.monotonic() > deadline_s:
-            return {"seconds": stats["solved_s"], "steps": stats["solved_steps"] or stats["steps"], "points": points}
+            points.append((stats["steps"], float(f"{stats['mean_return']:.5g}")))
+        lags.append(engine.learner_stats()["metrics"].get("learner/policy_lag", 0.0))
+        if stats["solved_s"] is not None or stats["steps"] >= num_steps or time.monotonic() > deadline_s:
+            steps, lag = stats["solved_steps"] or stats["steps"], sum(lags) / len(lags)
+            return {"seconds": stats["solved_s"], "steps": steps, "points": points, "lag": lag}
         time.sleep(0.2)
 
 
@@ -153,6 +157,9 @@ def wait_steps(engine: Engine, num_steps: int, timeout_s: float, num_points: int
 
 
 def main(name: str, setting: dict[str, Any]) -> None:
+    if setting["batches_ahead"]:
+        num_batches = setting["batches_ahead"]
+        RLSpec.steps_ahead = property(lambda spec: num_batches * spec.batch_limits[0])  # type: ignore[method-assign,assignment]
     spec = RLSpec.parse(setting["spec"]).override(setting["words"])
     environment = make_environment(spec.env)
     experience = experience_spec(environment.observation_space, environment.action_space, spec)
@@ -168,7 +175,7 @@ def main(name: str, setting: dict[str, Any]) -> None:
         for command in commands():
             match command["do"]:
                 case "solved":
-                    say(**wait_solved(engine, command["timeout_s"]))
+                    say(**wait_solved(engine, command["timeout_s"], command.get("steps", math.inf)))
                 case "curve":
                     say(**wait_steps(engine, command["steps"], command["timeout_s"], command["points"]))
                 case "learnt":

@@ -39,7 +39,7 @@ def test_a_recipe_can_learn_its_environment(name: str, environment: tuple[Box, D
         environment = get_spaces(made, spec.env)
     assert experience_spec(*environment, spec).observation.shape == environment[0].shape
     assert spec.target_return is not None
-    assert spec.gateway.queue_capacity >= 4 * spec.gateway.max_credits  # the actors that its commands name
+    assert spec.queue_capacity >= 4 * spec.gateway.max_credits  # the actors that its commands name
 
 
 def test_the_recipe_of_several_policies_gives_each_agent_one() -> None:
@@ -81,6 +81,6 @@ def test_a_game_of_several_policies_needs_no_job_of_its_own(
     spec = make(words.split()).override(words.split())
     assert {name: each.agents for name, (each, _) in check(spec).items()} == agents
     assert spec.model_name == ("zoo" if "zoo" in words else "tag")
-    assert {each.algorithm.name for each in spec.split_by_policy().values()} == {"impala"} | (
+    assert {each.algorithm.name for each in spec.split_by_policy().values()} == {"ppo"} | (
         {"dqn"} if "dqn" in words else set()
     )

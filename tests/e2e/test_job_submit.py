@@ -58,8 +58,13 @@ def test_ray_job_submit_runs_the_same_job(cluster: EmbeddedCluster, tmp_path: Pa
     assert "start each actor with" in (run.folder / "logs" / "driver.log").read_text()
     assert {endpoint.state for endpoint in run.endpoints()} == {"closed"}
     assert [each["balanced"] for _, each in run.list_events("accounting")] == [True]
-    versions = run.versions()["version"].tolist()
-    assert versions == list(range(1, len(versions) + 1))
+    versions = run.versions()
+    assert versions["version"].tolist() == list(range(1, len(versions) + 1))
+    tried = versions.iloc[run.last_events()["tried"]["version"] - 1]
+    newest = versions.iloc[-1]
+    assert newest["sha256"] == tried["sha256"], "what has passed is published again"
+    assert newest["step"] > tried["step"], "the learner has gone on during the trial"
+    assert {"return/trial", "return/best_actions"} <= run.latest().keys()
 
 
 @pytest.mark.soak

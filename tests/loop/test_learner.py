@@ -20,7 +20,7 @@ from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch
 from shoal.rl import batch_checks, published_versions
 from shoal.rl import learner as learner_module
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
-from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
+from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
@@ -140,7 +140,7 @@ def test_resuming_with_another_learning_rate_learns_at_that_rate(tmp_path: Path)
     for _ in range(2):
         second.put(random_segment(random, second.learner.version))
     assert second.learner.step()
-    for name, value in second.learner.model.state_dict().items():
+    for name, value in second.learner.model.named_parameters():
         # a step of Adam is of the order of its rate: 1e-9 is far above this one, and far below the recipe's
         torch.testing.assert_close(value, before[name], rtol=0, atol=1e-9)
 
@@ -447,15 +447,9 @@ def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
     assert (loaded.step, loaded.state) == (4, {"step": 4})
 
 
-def test_what_was_recovered_from_a_lost_host_is_learnt(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_recovered_from_a_lost_host_is_learnt(tmp_path: Path, store: Store) -> None:
     """Its versions were published after the newest checkpoint, or just before, and the new ones begin far above them.
     A third host learns what the second has published, too."""
-    ages, get_ages = list[int](), ExperienceBatch.get_ages
-    monkeypatch.setattr(
-        ExperienceBatch, "get_ages", lambda batch: [ages.extend(get_ages(batch).tolist()), get_ages(batch)][1]
-    )
     first = Bench(tmp_path / "a", "gateway.max_version_lag=8", store=store)
     for folder in ("b", "c"):
         first.learner.save()
@@ -470,10 +464,9 @@ def test_what_was_recovered_from_a_lost_host_is_learnt(
                 second.put(segment(16, version=version))
         while len(second.queue):
             assert second.learner.step()
-        assert 1 <= max(ages) <= 8
         assert second.learner.counts["dropped"] == 0
         assert second.learner.counts["consumed"] >= 4
-        assert second.learner.stats()["metrics"]["learner/policy_lag"] <= 8
+        assert 0 < second.learner.stats()["metrics"]["learner/policy_lag"] <= 8
         first = second
 
 

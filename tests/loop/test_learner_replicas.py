@@ -36,11 +36,11 @@ A, KEY, HOST = ("a", 1), b"a key of the tests", "127.0.0.1"
 # Float32 sums in another order, and Adam's quotients of them, over 5 batches.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 ALGORITHMS = {
-    "impala": [],
-    "impala-normalized": ["algorithm.normalize_advantages=true"],
-    "impala-gru": ["core=gru", "core_size=6"],
+    "impala": ["algorithm=impala", "algorithm.epochs=2"],
+    "impala-plain": ["algorithm=impala", "algorithm.epochs=2", "algorithm.normalize_advantages=false"],
+    "impala-gru": ["algorithm=impala", "algorithm.minibatch_steps=16", "core=gru", "core_size=6"],
     "ppo": ["algorithm=ppo", "algorithm.epochs=2"],
-    "ppo-lstm": ["algorithm=ppo", "algorithm.epochs=2", "algorithm.minibatches=4", "core=lstm", "core_size=6"],
+    "ppo-lstm": ["algorithm=ppo", "algorithm.epochs=2", "algorithm.minibatch_steps=16", "core=lstm", "core_size=6"],
     "dqn": [
         "algorithm=dqn",
         "algorithm.batch_size=32",

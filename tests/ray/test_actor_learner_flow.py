@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,14 +29,15 @@ from shoal.errors import (
     ShoalError,
     SpecMismatch,
 )
-from shoal.flows import actor_learner, loop_policy
+from shoal.flows import actor_learner, loop_policy, policy_evaluation
 from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
 from shoal.flows.policy_connection import ActionAnswer
-from shoal.flows.policy_evaluation import Evaluation, evaluate_policies, hold_trial
+from shoal.flows.policy_evaluation import EpisodePlayer, Evaluation, evaluate_policies, hold_trial
 from shoal.serve.on_ray.ownership import EndpointOwnership
 from shoal.weights import WeightSnapshot
+from waiting import wait_for
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
 
@@ -54,18 +58,16 @@ class FakeFlow(LoopRun):
         super().__init__(spec, recorder, {"": (EXPERIENCE, np.zeros(4, np.float32))})
         self._outcome, self._is_up, self._sampled, self.tried = outcome, time_is_up, sampled, list[str]()
 
-    @contextmanager
-    def _connect(self, action: str) -> Iterator[Any]:
+    def _hold_trial(self, action: str, snapshot: WeightSnapshot) -> Evaluation:
         self.tried.append(action)
         if isinstance(self._outcome, ShoalError):
             raise self._outcome
-        yield self._sampled if action == "sampled" and self._sampled else self._outcome
+        return self._sampled if action == "sampled" and self._sampled else self._outcome
 
     def _time_is_up(self) -> bool:
         return self._is_up
 
-    def passes(self, monkeypatch: pytest.MonkeyPatch) -> bool:
-        monkeypatch.setattr(actor_learner, "hold_trial", lambda outcome, spec: outcome)
+    def passes(self) -> bool:
         return self._passes(SNAPSHOT)
 
 
@@ -74,9 +76,9 @@ def played(mean: float, *versions: int) -> Evaluation:
 
 
 def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FakeFlow(played(480.0, 7)).passes(monkeypatch)
+    assert FakeFlow(played(480.0, 7)).passes()
     flow = FakeFlow(played(470.0, 7), action="best")
-    assert not any(flow.passes(monkeypatch) for _ in range(53))
+    assert not any(flow.passes() for _ in range(53))
     reasons = [details["reason"] for _, details in flow.events]
     assert "the nearest trial returned 470, and would pass target_return=470: lower it, or raise max_w" in reasons[2]
     assert reasons[3] == "version 7 returned 470"
@@ -87,7 +89,7 @@ def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flow = FakeFlow(played(300.0, 7), sampled=played(480.0, 7))
-    assert flow.passes(monkeypatch)
+    assert flow.passes()
     assert (flow.tried, flow._action) == (["best", "sampled"], "sampled")
     assert [(details["action"], details["passes"]) for _, details in flow.events] == [
         ("best", False),
@@ -97,17 +99,126 @@ def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_
 
 def test_a_run_tries_no_other_actions_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = FakeFlow(played(300.0, 7), sampled=played(480.0, 7), action="sampled")
-    assert sampled.passes(monkeypatch)
+    assert sampled.passes()
     best = FakeFlow(played(300.0, 7), sampled=played(480.0, 7), action="best")
-    assert not best.passes(monkeypatch)
+    assert not best.passes()
     assert (sampled.tried, best.tried) == (["sampled"], ["best"])
 
 
 def test_without_a_target_the_better_actions_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     for sampled, action in ((0.9, "sampled"), (0.3, "best")):
         flow = FakeFlow(played(0.66, 7), sampled=played(sampled, 7), target_return=None)
-        assert flow.passes(monkeypatch)
+        assert flow.passes()
         assert flow._action == action
+
+
+@pytest.mark.parametrize(("mean_return", "passes"), [(480.0, True), (470.0, False)])
+def test_a_run_learns_on_while_the_endpoint_holds_the_version_of_a_trial(
+    monkeypatch: pytest.MonkeyPatch, mean_return: float, passes: bool
+) -> None:
+    called: list[tuple[str, int]] = []
+    has_polled = threading.Event()
+
+    def call(name: str, snapshot: WeightSnapshot | None = None) -> WeightSnapshot:
+        called.append((name, snapshot.version if snapshot else 0))
+        return snapshot or SNAPSHOT
+
+    def hold_trial(connections: object, spec: ActorLearnerSpec) -> Evaluation:
+        assert has_polled.wait(60.0), "the run is polled during its trial"
+        return played(mean_return, 7)
+
+    events: list[tuple[str, dict[str, Any]]] = []
+    recorder = SimpleNamespace(record_event=lambda kind, **details: events.append((kind, details)))
+    flow = make_flow(ActorLearnerSpec.parse({"action": "best", "target_return": 475.0}), recorder)
+    names = {"pause_learner": "pause", "resume_learner": "resume", "hold": "hold", "republish": "republish"}
+    flow.policies[0]._workers = SimpleNamespace(**{name: partial(call, word) for name, word in names.items()})
+    flow.policies[0].learner, flow.policies[0].gateway = {"updates": 9}, {"elapsed_s": 4.0, "steps": 80}
+    flow._poll = lambda: (called.append(("poll", 0)), has_polled.set())
+    answering = SimpleNamespace(insist=lambda *_: ActionAnswer({}, SNAPSHOT.version))
+    flow._connect = lambda *_: nullcontext([{"": answering}])
+    flow._player = EpisodePlayer(flow.spec, flow._connect)
+    monkeypatch.setattr(policy_evaluation, "hold_trial", hold_trial)
+    assert flow._try(flow.policies[0], SNAPSHOT) == passes
+    assert flow.policies[0].played == {"return/trial": mean_return, "return/best_actions": mean_return}
+    assert not flow.policies[0].may_be_tried, "the learner has to move on"
+    done = [each for each in called if each[0] != "poll"]
+    if passes:
+        assert done == [("hold", 7), ("resume", 0), ("pause", 0), ("republish", 7), ("hold", 0)]
+        assert events[1:] == [("solved", {"seconds": 4.0, "steps": 80, "action": "best"})], "not before it has passed"
+    else:
+        assert done == [("hold", 7), ("resume", 0), ("hold", 0)]
+        assert [kind for kind, _ in events] == ["tried"]
+    flow._player.close()
+
+
+def test_a_probe_of_best_actions_takes_a_twentieth_of_the_time_and_gives_way_to_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(policy_evaluation, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    outcomes: list[object] = [played(300.0, 3), ConnectionLost("no replica"), None, played(480.0, 9)]
+    begun = threading.Semaphore(0)
+
+    def probe_policy(connections: Any, spec: ActorLearnerSpec) -> Evaluation:
+        begun.release()
+        clock.now += 2.0
+        outcome = outcomes.pop(0)
+        if outcome is None:  # until it is cancelled
+            wait_for(lambda: connections[0][""].is_cancelled, 60.0, "the end of the probe")
+            raise ConnectionLost("it was cancelled")
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert isinstance(outcome, Evaluation)
+        return outcome
+
+    monkeypatch.setattr(policy_evaluation, "probe_policy", probe_policy)
+    player = EpisodePlayer(ActorLearnerSpec(), lambda *_: nullcontext([{"": SimpleNamespace(is_cancelled=False)}]))
+
+    def probe() -> float | None:
+        assert player.probe() is None
+        assert player._probe is not None
+        assert begun.acquire(timeout=60.0)
+        wait([player._probe])
+        return player.probe()
+
+    assert probe() == 300.0
+    clock.now += 19 * 2.0 - 0.1
+    assert player.probe() is None
+    assert player._probe is None, "not yet"
+    clock.now += 0.1
+    assert probe() is None  # it has failed
+    clock.now += 19 * 2.0
+    assert player.probe() is None
+    assert begun.acquire(timeout=60.0)
+    monkeypatch.setattr(policy_evaluation, "hold_trial", lambda *_: played(400.0, 5))
+    assert player.start_trial("best", SNAPSHOT).result(60.0).mean_return == 400.0
+    assert player.probe() is None  # it was given up
+    clock.now += 19 * 2.0
+    assert probe() == 480.0
+    player.close()
+
+
+@pytest.mark.parametrize(
+    ("mean_return", "solved_s", "best", "updates", "may"),
+    [
+        (480.0, 1.0, None, 50, True),
+        (480.0, None, None, 50, False),  # of fewer than 100 episodes
+        (300.0, None, 480.0, 50, True),  # as it explores
+        (300.0, 1.0, 470.0, 50, False),
+        (480.0, 1.0, 480.0, 49, False),
+    ],
+)
+def test_a_version_may_be_tried_at_the_target_of_its_actors_or_of_best_actions(
+    mean_return: float, solved_s: float | None, best: float | None, updates: int, may: bool
+) -> None:
+    (policy,) = make_flow(ActorLearnerSpec(), SimpleNamespace()).policies
+    policy.gateway, policy.solved_s, policy.tried_at = {"mean_return": mean_return, "episodes": 100}, solved_s, 0
+    policy.learner = {"updates": updates}
+    policy.played = {} if best is None else {"return/best_actions": best}
+    assert policy.may_be_tried == may
+    assert policy.may_be_probed
+    policy.gateway["episodes"] = 99
+    assert not policy.may_be_probed
 
 
 def attach_republishing(flow: LoopRun, source: object = None) -> list[int]:
@@ -132,7 +243,7 @@ def test_a_run_that_has_collapsed_registers_the_version_of_its_best_returns(
     published = attach_republishing(flow, SimpleNamespace(latest=lambda: kept))
     flow.policies[0].gateway = make_stats(mean_return=480.0, episodes=100)
     flow.policies[0].keep_best()
-    monkeypatch.setattr(actor_learner, "hold_trial", lambda *_: played(kept_return if published else 9.0, 7))
+    monkeypatch.setattr(flow, "_hold_trial", lambda *_: played(kept_return if published else 9.0, 7))
     flow._candidates = [SNAPSHOT]
     assert flow._passes(SNAPSHOT)
     assert published == [3] if is_registered else [3, 7]
@@ -158,13 +269,13 @@ def test_a_run_registers_its_newest_version_if_the_one_of_its_best_returns_canno
     flow = FakeFlow(played(9.0, 7), target_return=None, action="best")
     published = attach_republishing(flow)
 
-    def hold(outcome: Evaluation, spec: ActorLearnerSpec) -> Evaluation:
+    def hold(action: str, snapshot: WeightSnapshot) -> Evaluation:
         if published:
             raise ConnectionLost("the endpoint did not answer")
-        return outcome
+        return played(9.0, 7)
 
     flow.policies[0].retained = WeightSnapshot.of(3, {"w": np.ones(1, np.float32)})
-    monkeypatch.setattr(actor_learner, "hold_trial", hold)
+    monkeypatch.setattr(flow, "_hold_trial", hold)
     flow._candidates = [SNAPSHOT]
     assert flow._passes(SNAPSHOT)
     assert published == [3, 7]
@@ -174,7 +285,7 @@ def test_a_run_registers_its_newest_version_if_the_one_of_its_best_returns_canno
 
 def test_what_other_versions_answered_speaks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     flow = FakeFlow(played(500.0, 7, 8))
-    assert not flow.passes(monkeypatch)
+    assert not flow.passes()
     assert flow.events == [("trial_failed", {"version": 7, "error": "versions [7, 8] answered"})]
 
 
@@ -183,10 +294,10 @@ def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(
     error: ShoalError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flow = FakeFlow(error)
-    assert not flow.passes(monkeypatch)
+    assert not flow.passes()
     assert [kind for kind, _ in flow.events] == ["trial_failed"]
     with pytest.raises(type(error)):
-        FakeFlow(error, time_is_up=True).passes(monkeypatch)
+        FakeFlow(error, time_is_up=True).passes()
 
 
 def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +320,7 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     monkeypatch.setattr("shoal.serve.on_ray.ingress_front.is_on_head", lambda: True)
     spec = ActorLearnerSpec(env="CartPole-v1", eval_episodes=5).override(["endpoint.model.max_batch_size=2"])
     flow = LoopRun(spec, SimpleNamespace(), {"": (EXPERIENCE, np.zeros(4, np.float32))})  # type: ignore[arg-type]
-    flow._endpoint, flow._candidates = SimpleNamespace(url="http://h"), [SNAPSHOT]  # type: ignore[assignment]
+    flow._endpoint = SimpleNamespace(url="http://h")  # type: ignore[assignment]
     with flow._connect("best") as connections:
         assert len(evaluate_policies(connections, spec)[""].returns) == 5
         assert len(hold_trial(connections, spec).returns) == 4  # two for each connection: hopeless
@@ -309,7 +420,8 @@ def test_a_run_without_an_environment_registers_the_version_of_its_games_best_re
     assert flow._candidates == [best]
     model = SimpleNamespace(ref="game@1", name="game", version=1, aliases=["champion"], decision="")
     policy.register = lambda snapshot, recorder, action: model
-    flow._connect = nullcontext
+    answering = SimpleNamespace(insist=lambda *_: ActionAnswer({}, best.version))
+    flow._connect = lambda *_: nullcontext([{"": answering}])
     flow.finish()
     LoopRun._announce_gateways(flow)
     said = capsys.readouterr().out
@@ -352,9 +464,9 @@ def test_a_run_whose_trials_did_not_pass_ends_with_what_the_last_one_returned(mo
     flow._poll()
     flow.policies[0].gateway |= {"mean_return": 480.0, "steps": 9}
     trial = Evaluation([400.0, 560.0] * 10, 1, {7}, 1.0)
-    monkeypatch.setattr(actor_learner, "hold_trial", lambda *_: trial)
-    flow._connect = nullcontext
+    flow._hold_trial = lambda *_: trial
     assert not flow._passes(SNAPSHOT)
+    assert flow.policies[0].compute_metrics(0)["return/trial"] == 480.0
     tried = (
         r"\(version 7 returned 480 over 20 episodes of a trial with action=sampled, and would miss 475 in others with"
         r" a probability of 0.41, where 0.001 is allowed\)"
@@ -384,24 +496,28 @@ def test_learners_and_replicas_wait_for_nodes_together(monkeypatch: pytest.Monke
 
     replace_cluster(monkeypatch, Growth({"CPU": 3.0}, (NodeType("small", {"CPU": 2.0}, 1),)))
     abandoned: dict[str, str] = {}
-    monkeypatch.setattr(actor_learner, "list_driver_endpoints", lambda: EndpointOwnership(abandoned=abandoned))
-    monkeypatch.setattr(actor_learner, "gpus_by_host", lambda: [0.0])
+    monkeypatch.setattr(loop_policy, "list_driver_endpoints", lambda: EndpointOwnership(abandoned=abandoned))
+    monkeypatch.setattr(loop_policy, "gpus_by_host", lambda: [0.0])
     monkeypatch.setattr("shoal.cluster.capacity.find_growth", run_admission.find_growth)
     for name in ("cluster_resources", "available_resources"):
         monkeypatch.setattr(ray, name, lambda: {"CPU": 3.0})
     spec = ActorLearnerSpec.parse({"learner": {"num_cpus": 2}, "endpoint": {"num_cpus": 0.5, "wait": "2m"}})
     admission = RunAdmission("loop")
-    make_flow(spec, SimpleNamespace())._require_capacity(admission)
+
+    def require(spec: ActorLearnerSpec) -> None:
+        flow = make_flow(spec, SimpleNamespace(record_event=lambda *_, **__: None))
+        loop_policy.require_capacity(flow.policies, spec, admission, flow._note)
+
+    require(spec)
     assert FakeRequest.asked == [], "there is room for them"
     larger = spec.update({"endpoint": {"num_replicas": 3}})
     monkeypatch.setattr(FakeRequest, "answers", [True, False])
-    make_flow(larger, SimpleNamespace())._require_capacity(admission)
+    require(larger)
     assert FakeRequest.asked == [[{"CPU": 2.0}, *[{"CPU": 0.5}] * 3]]
-    flow = make_flow(larger.update({"wait": 0}), SimpleNamespace())
     with pytest.raises(NoCapacity, match=r"learners and replicas need 3.5 CPU, and has waited 0 s"):
-        flow._require_capacity(admission)
+        require(larger.update({"wait": 0}))
     abandoned["old"] = "controller"
-    flow._require_capacity(admission)
+    require(larger.update({"wait": 0}))
     assert len(FakeRequest.asked) == 2, "what the endpoint of a dead driver has becomes free"
 
 

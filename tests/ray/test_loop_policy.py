@@ -62,7 +62,7 @@ def test_a_policy_is_registered_with_the_code_of_its_beginning(tmp_path: Path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("sizes.py").write_text("WIDTH = 8\n")
     Path("my_net.py").write_text("from sizes import WIDTH\n")
-    workers = SimpleNamespace(make_weight_source=lambda: None)
+    workers = SimpleNamespace(make_weight_source=lambda follows_hold: None)
     monkeypatch.setattr(loop_policy, "ActorLearnerWorkers", lambda *_: workers)
     policy = LoopPolicy("", SPEC.override(["model=my_net.py:Net"]), EXPERIENCE, np.zeros(4, np.float32))
     served = policy.start("run-1", tmp_path, "token", None).source

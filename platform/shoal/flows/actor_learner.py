@@ -7,9 +7,9 @@ queue, ledger, learner, weights, checkpoints). An actor connects to all gateways
 of the policy whose agent has played it.
 
 The candidate of one policy passes a trial before it is registered: the actors' mean return mixes many versions and an
-exploring policy, while the trial plays this one version as it will be served. A candidate that fails is not registered;
-learning goes on. Several policies have no trial: they may play against each other, and reach their targets one after
-the other.
+exploring policy, while the trial plays this one version as it will be served. Meanwhile the endpoint holds it, and
+learning goes on. A candidate that fails is not registered; one that passes is published again, as the newest.
+Several policies have no trial: they may play against each other, and reach their targets one after the other.
 
 Called by jobs such as `jobs/actor_learner.py`, in a process connected to a Ray cluster. It owns the order of events and
 the run record; the gateways, the learners and the replicas do the work.
@@ -18,9 +18,9 @@ the run record; the gateways, the learners and the replicas do the work.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +29,7 @@ from pydantic import SecretStr
 import shoal.runs
 from shoal.actor.environment import describe_joining
 from shoal.cluster.admission import RunAdmission
-from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
-from shoal.cluster.job_main import expected_run_id, print_too
-from shoal.cluster.run_queue import format_needs
+from shoal.cluster.job_main import expected_run_id
 from shoal.errors import (
     ClusterError,
     ConnectionLost,
@@ -43,6 +41,8 @@ from shoal.errors import (
 )
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.loop_policy import (
+    BEST_RETURN,
+    TRIAL_RETURN,
     LoopPolicy,
     announce_websocket,
     close_gateways,
@@ -50,16 +50,17 @@ from shoal.flows.loop_policy import (
     describe_other_addresses,
     format_mean_returns,
     join_addresses,
+    require_capacity,
     require_experience,
 )
-from shoal.flows.policy_connection import PolicyAddress, PolicyConnection, connect_policy, wait_for_version
+from shoal.flows.policy_connection import connect_policies
 from shoal.flows.policy_evaluation import (
     Connections,
+    EpisodePlayer,
     Evaluation,
     choose_action,
     describe_registered,
     evaluate_policies,
-    hold_trial,
     is_better,
     judge_trial,
     record_evaluation,
@@ -71,7 +72,7 @@ from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
 from shoal.rl.ray_first_game import take_spaces
 from shoal.runs import RunRecorder, Status
-from shoal.serve.on_ray.ownership import list_driver_endpoints, require_free_name
+from shoal.serve.on_ray.ownership import require_free_name
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 
@@ -83,7 +84,6 @@ FINISH_S = 5.0  # for the learners to save when the run is stopped
 SHUTDOWN_TIMEOUT_S = 10.0  # for that and for the gateways' bye: Ray kills a job that takes 15 s to stop
 PRINT_S = 2.0
 WAITING_PRINT_S = 30.0  # until an actor has sent anything
-NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps the environments of the other
 
 
 def run_actor_learner(spec: ActorLearnerSpec, job: str) -> str:
@@ -139,6 +139,7 @@ class LoopRun:
         self.missed = ""  # what the run lacks of its targets, at its end
         self._is_solved, self._failed_trial, self._num_requests, self._failed = False, "", 0.0, list[Evaluation]()
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
+        self._player = EpisodePlayer(spec, self._connect)
 
     @property
     def _only(self) -> LoopPolicy | None:
@@ -154,7 +155,7 @@ class LoopRun:
         require_free_name(spec.model_name)
         admission = RunAdmission(recorder.id, spec.priority)
         closing.callback(admission.close)
-        self._require_capacity(admission)
+        require_capacity(self.policies, spec, admission, self._note)
         served = []
         for each in self.policies:
             served.append(each.start(recorder.id, recorder.folder, self.token, keys))
@@ -174,28 +175,6 @@ class LoopRun:
         for each in self.policies:
             each.wait_for_gateway()
         self._announce_gateways()
-
-    def _require_capacity(self, admission: RunAdmission) -> None:
-        """Wait until all learners and replicas fit and it is the run's turn. Raises ConfigError where they never fit,
-        NoCapacity when they have not fitted within `wait`."""
-        spec, learner = self.spec, self.spec.learner
-        num_learners = len(self.policies) * learner.replicas
-        num_replicas = max(1, spec.endpoint.least_replicas)
-        has_gpus = learner.device != "cpu" and count_gpu_slots(learner.num_gpus, gpus_by_host()) >= num_learners
-        num_gpus = learner.num_gpus if learner.device == "cuda" or has_gpus else 0.0
-        of_learner = {"CPU": learner.num_cpus, "GPU": num_gpus}
-        bundles = [of_learner] * num_learners + [{"CPU": spec.endpoint.num_cpus}] * num_replicas
-        fields = "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas"
-        needs = {"CPU": sum(each["CPU"] for each in bundles), "GPU": num_gpus * num_learners}
-        require_cpus(needs["CPU"], fields, bundles)
-        if learner.device == "cuda":
-            require_gpus(learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas", of_learner)
-        if learner.device == "auto" and not has_gpus:
-            for each in self.policies:  # a learner would wait for a GPU without end
-                each.spec = each.spec.update({"learner": {"device": "cpu"}})
-        if not list_driver_endpoints().abandoned:  # otherwise `deploy` frees what those hold
-            wait_s = spec.endpoint.wait if spec.wait is None else spec.wait
-            admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(self._note))
 
     def _announce_gateways(self) -> None:
         (address, _), others = join_addresses(self.policies), describe_other_addresses(self.policies)
@@ -232,10 +211,27 @@ class LoopRun:
             if self.missed or self.spec.given:
                 self._candidates = [each.choose_best(self._candidates[i]) for i, each in enumerate(self.policies)]
                 return
-            if self._only is None or self._passes(self._candidates[0]):
+            if self._only is None or self._try(self._only, self._candidates[0]):
+                self._poll()  # records the trial's return
                 return
-            self._only.tried_at = self._only.updates
-            self._only.workers.resume_learner()
+
+    def _try(self, policy: LoopPolicy, snapshot: WeightSnapshot) -> bool:
+        """Whether this version passes a trial, and is the newest again. With a target the learner goes on during the
+        trial, and after one that fails."""
+        policy.tried_at = policy.updates
+        if self.spec.target_return is None:
+            if not (passes := self._passes(snapshot)):
+                policy.workers.resume_learner()
+            return passes
+        policy.workers.hold(snapshot)
+        policy.workers.resume_learner()
+        if passes := self._passes(snapshot):
+            policy.workers.pause_learner()
+            self._candidates = [policy.workers.republish(snapshot)]
+            policy.solved_s = policy.solved_s or policy.gateway["elapsed_s"]
+            self._note_solved(f"mean return {policy.trial_return:.4g} of a trial", action=self._action)
+        policy.workers.hold(None)
+        return passes
 
     def _passes(self, snapshot: WeightSnapshot) -> bool:
         """Whether this version of the only policy, played through the endpoint, will reach the target with near
@@ -244,14 +240,15 @@ class LoopRun:
         trials = dict[str, Evaluation]()
         for action in list_actions(self.spec, self.policies[0].experience):
             try:
-                with self._connect(action) as connections:
-                    trials[action] = trial = hold_trial(connections, self.spec)
+                trials[action] = trial = self._hold_trial(action, snapshot)
             except (ConnectionLost, InferenceError) as error:
                 if self._time_is_up():
                     raise
                 return self._was_not_tried(snapshot, str(error))
             if trial.versions != {snapshot.version}:  # a restarted learner has published, or the endpoint refused it
                 return self._was_not_tried(snapshot, f"versions {sorted(trial.versions)} answered")
+            names = [TRIAL_RETURN, BEST_RETURN] if action == "best" else [TRIAL_RETURN]
+            self.policies[0].played |= dict.fromkeys(names, trial.mean_return)
             details = judge_trial([*self._failed, trial], self.spec, snapshot.version, action)
             self._note("tried", **details)
             if details["passes"] and self.spec.target_return is not None:
@@ -275,8 +272,7 @@ class LoopRun:
             return
         self._candidates = [policy.workers.republish(policy.retained)]
         try:
-            with self._connect(self._action) as connections:
-                retained = hold_trial(connections, self.spec)
+            retained = self._hold_trial(self._action, self._candidates[0])
         except (ConnectionLost, InferenceError) as error:
             self._was_not_tried(policy.retained, str(error), "the newest is registered")
             retained = trial
@@ -293,17 +289,27 @@ class LoopRun:
         print(f"version {snapshot.version} could not be tried ({why}): {then}", flush=True)
         return False
 
-    def _follow_until_done(self) -> None:
-        """Poll, record and print. Raises RunError when a learner has failed, or there was nothing to learn from."""
+    def _hold_trial(self, action: str, snapshot: WeightSnapshot) -> Evaluation:
+        """Play a trial of this version, which the endpoint has or will have, and go on polling."""
+        trial = self._player.start_trial(action, snapshot)
+        self._follow_until_done(trial)
+        return trial.result()
+
+    def _follow_until_done(self, trial: Future[Evaluation] | None = None) -> None:
+        """Poll, record and print, until the trial ends, if there is one. Raises RunError when a learner has failed, or
+        there was nothing to learn from."""
         while True:
             polled_at = time.monotonic()
             self._poll()
             for each in self.policies:
                 if failure := each.learner.get("failure"):
                     raise RunError(f"the learner{f' of {each.name}' * bool(each.name)} failed: {failure}")
-            if self._is_done() or self._has_missed_targets():
+            if trial is None:
+                self._probe()
+                if self._is_done() or self._has_missed_targets():
+                    return
+            if wait([trial or Future()], max(0.0, polled_at + POLL_S - time.monotonic())).done:  # or else it sleeps
                 return
-            time.sleep(max(0.0, POLL_S - (time.monotonic() - polled_at)))
 
     def _is_done(self) -> bool:
         """Whether the actors have reached the targets; without any, whether the time is over."""
@@ -311,16 +317,27 @@ class LoopRun:
             if is_over := self._time_is_up():
                 require_experience(self.policies, self.spec)
             return is_over
-        if not all(each.is_solved for each in self.policies):
-            return False
-        if not self._is_solved:
-            self._is_solved = True
-            seconds = max(each.solved_s or 0.0 for each in self.policies)
-            steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
-            self._note("solved", seconds=seconds, steps=steps)
-            after = f"{seconds:.1f} s after the first segment, {steps:,} environment steps"
-            print(f"solved: {format_mean_returns(self.policies)} over 100 episodes, {after}", flush=True)
-        return self._only is None or self._only.may_be_tried
+        if all(each.is_solved for each in self.policies):
+            self._note_solved(f"{format_mean_returns(self.policies)} over 100 episodes")
+        if self._only is None:
+            return self._is_solved
+        return self._only.may_be_tried and not (self._failed_trial and self._time_is_up())
+
+    def _note_solved(self, how: str, **details: Any) -> None:
+        if self._is_solved:
+            return
+        self._is_solved = True
+        seconds = max(each.solved_s or 0.0 for each in self.policies)
+        steps = sum(each.gateway.get("solved_steps") or each.num_steps for each in self.policies)
+        self._note("solved", seconds=seconds, steps=steps, **details)
+        after = f"{seconds:.1f} s after the first segment, {steps:,} environment steps"
+        print(f"solved: {how}, {after}", flush=True)
+
+    def _probe(self) -> None:
+        """Let best actions be played now and then, and keep their mean return."""
+        policy = self.policies[0]
+        if policy.may_be_probed and (mean_return := self._player.probe()) is not None:
+            policy.played[BEST_RETURN] = mean_return
 
     def _time_is_up(self) -> bool:
         return self._learning_since is not None and time.monotonic() - self._learning_since > self.spec.max_wall_s
@@ -387,42 +404,27 @@ class LoopRun:
 
     def finish(self) -> None:
         """Register the weights of all policies, and evaluate them through the endpoint."""
+        self._player.close()
         models = {}
         for each, snapshot in zip(self.policies, self._candidates, strict=True):
             if self.missed and (self._only or not each.is_solved):  # what follows champion keeps what it has
                 each.withhold_champion()
             models[each.name] = each.register(snapshot, self.recorder, self._action)
-        with self._connect(self._action) as connections:
+        with self._connect(self._action, self._candidates) as connections:
             played = evaluate_policies(connections, self.spec)
         step = sum(each.num_steps for each in self.policies) + 1
         record_evaluation(self.recorder, step, {name: each for name, each in played.items() if each.returns})
         for name, model in models.items():
             print(describe_registered(model, played.get(name), self._action), flush=True)
 
-    @contextmanager
-    def _connect(self, action: str) -> Iterator[Sequence[Connections]]:
-        """Connections to all policies at the endpoint, which must serve the candidates by then, for such actions."""
+    def _connect(self, *setting: Any) -> AbstractContextManager[Sequence[Connections]]:
         assert self._endpoint is not None
-        from shoal.serve.on_ray.ingress_front import call_on_head, is_on_head  # loads Serve, as `deploy` has
-
-        url = self._endpoint.url
-        with ExitStack() as opened:
-
-            def connect(policy: LoopPolicy) -> PolicyConnection:
-                address = PolicyAddress(url, policy.spec.model_name, self.token, policy.spec.state_size, action)
-                connection = connect_policy(address, None if is_on_head() else call_on_head)
-                opened.callback(connection.close)
-                return connection
-
-            result = [{each.name: connect(each) for each in self.policies} for _ in range(NUM_CONNECTIONS)]
-            for each, snapshot in zip(self.policies, self._candidates, strict=True):
-                observation, mask = each.first_inputs
-                wait_for_version(result[0][each.name], observation, snapshot.version, mask=mask)
-            yield result
+        return connect_policies(self.policies, self._endpoint.url, self.token, *setting)
 
     def shut_down(self) -> None:
         """Let the learners save, end the actors' sessions and record the last numbers, however the run ended. Waits at
         most SHUTDOWN_TIMEOUT_S in all: a run that is stopped while it starts may lack workers."""
+        self._player.close()
         started = [each for each in self.policies if each.has_started]
         if not started:
             return

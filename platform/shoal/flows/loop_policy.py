@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,10 @@ import numpy as np
 
 import shoal.runs
 from shoal.atomic_file import make_folder
+from shoal.cluster.admission import RunAdmission
+from shoal.cluster.capacity import count_gpu_slots, gpus_by_host, require_cpus, require_gpus
+from shoal.cluster.job_main import print_too
+from shoal.cluster.run_queue import format_needs
 from shoal.errors import RunError, StoreError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_metrics import ActorLearnerMetrics, combine_policies, describe_rejections
@@ -32,6 +36,7 @@ from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
+from shoal.serve.on_ray.ownership import list_driver_endpoints
 from shoal.serve.spec.model_source import EndpointModel, LiveModel
 from shoal.store import open_store, store_variable
 from shoal.weights import WeightSnapshot
@@ -42,6 +47,7 @@ ADDRESS_NAME, WEBSOCKET_NAME = "gateway.address", "websocket.address"  # in the 
 ACTORS_BACK_S = 60.0  # after a gateway has restarted, until it is recorded that no actor has come back
 KEEP_S = 5.0  # between two versions that are kept
 MIN_EPISODES = 100  # of the actors' mean return
+BEST_RETURN, TRIAL_RETURN = "return/best_actions", "return/trial"  # metrics
 MIN_SETTINGS_EPISODES = 20  # likewise, for a rule of the game's settings
 
 
@@ -52,6 +58,7 @@ class LoopPolicy:
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
     trial_return: the mean return of the version that is registered, in its trial; None without one
+    played:   metrics of the newest episodes through the endpoint
     retained: the weights at the actors' best mean return so far
     """
 
@@ -69,6 +76,7 @@ class LoopPolicy:
         self.solved_s: float | None = None
         self.tried_at = -spec.algorithm.updates_between_trials
         self.trial_return: float | None = None
+        self.played: dict[str, float] = {}
         self.retained: WeightSnapshot | None = None
         self._retained_return, self._retained_at = -math.inf, -math.inf
         self._is_registered, self._checkpoint_failure = False, ""
@@ -99,7 +107,7 @@ class LoopPolicy:
         model = LiveModel(
             factory.update({"action": "sampled" if self.spec.action == "sampled" else "best"}),
             signature,
-            workers.make_weight_source(),
+            workers.make_weight_source(follows_hold=True),
             workers.make_episode_service() if self.spec.learn_from_endpoint else None,
         )
         return EndpointModel(self.spec.model_name, model)
@@ -138,9 +146,20 @@ class LoopPolicy:
 
     @property
     def may_be_tried(self) -> bool:
-        """Whether it is at its target now, and the learner has moved on since the last trial."""
-        has_learnt = self.updates >= self.tried_at + self.spec.algorithm.updates_between_trials
-        return has_learnt and (self.spec.target_return is None or self.mean_return >= self.spec.target_return)
+        """Whether it is at its target now, as its actors act or by best actions, and the learner has moved on since
+        the last trial."""
+        target = self.spec.target_return
+        if target is None or self.updates < self.tried_at + self.spec.algorithm.updates_between_trials:
+            return target is None
+        sampled = self.mean_return if self.is_solved else -math.inf  # of fewer episodes before
+        return sampled >= target or self.played.get(BEST_RETURN, -math.inf) >= target
+
+    @property
+    def may_be_probed(self) -> bool:
+        """Whether best actions may say more than the actors' mean return."""
+        if self.name or self.spec.given or self.spec.self_play.is_on or self.gateway.get("episodes", 0) < MIN_EPISODES:
+            return False
+        return "best" in list_actions(self.spec, self.experience)
 
     @property
     def first_inputs(self) -> tuple[np.ndarray, np.ndarray | None]:
@@ -270,7 +289,7 @@ class LoopPolicy:
 
     def compute_metrics(self, num_requests: float) -> dict[str, float]:
         """num_requests: of the endpoint, so far"""
-        return self._metrics.compute(self.gateway, self.learner, num_requests, time.time())
+        return self._metrics.compute(self.gateway, self.learner, num_requests, time.time()) | self.played
 
     def register(self, snapshot: WeightSnapshot, recorder: RunRecorder, action: str) -> ModelVersion:
         """Register these weights, or with `action=average` the mixture of the pool, and record that."""
@@ -301,6 +320,31 @@ class LoopPolicy:
             f" | weights {stats['weights_version']:5} | queue {stats['queue_depth']:3}"
             f" | dropped {sum(stats['segments']['dropped'].values()):,}"
         )
+
+
+def require_capacity(
+    policies: Sequence[LoopPolicy], spec: ActorLearnerSpec, admission: RunAdmission, note: Callable[..., None]
+) -> None:
+    """Wait until all learners and replicas fit and it is the run's turn. Raises ConfigError where they never fit,
+    NoCapacity when they have not fitted within `wait`. note: records an event"""
+    learner = spec.learner
+    num_learners = len(policies) * learner.replicas
+    num_replicas = max(1, spec.endpoint.least_replicas)
+    has_gpus = learner.device != "cpu" and count_gpu_slots(learner.num_gpus, gpus_by_host()) >= num_learners
+    num_gpus = learner.num_gpus if learner.device == "cuda" or has_gpus else 0.0
+    of_learner = {"CPU": learner.num_cpus, "GPU": num_gpus}
+    bundles = [of_learner] * num_learners + [{"CPU": spec.endpoint.num_cpus}] * num_replicas
+    fields = "learner.num_cpus, endpoint.num_cpus or endpoint.num_replicas"
+    needs = {"CPU": sum(each["CPU"] for each in bundles), "GPU": num_gpus * num_learners}
+    require_cpus(needs["CPU"], fields, bundles)
+    if learner.device == "cuda":
+        require_gpus(learner.num_gpus, num_learners, "learner.num_gpus or learner.replicas", of_learner)
+    if learner.device == "auto" and not has_gpus:
+        for each in policies:  # a learner would wait for a GPU without end
+            each.spec = each.spec.update({"learner": {"device": "cpu"}})
+    if not list_driver_endpoints().abandoned:  # otherwise `deploy` frees what those hold
+        wait_s = spec.endpoint.wait if spec.wait is None else spec.wait
+        admission.wait(bundles, f"learners and replicas need {format_needs(needs)}", wait_s, print_too(note))
 
 
 def join_addresses(policies: Sequence[LoopPolicy]) -> tuple[str, str]:

@@ -11,17 +11,23 @@ import http.client
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from shoal.client.tls import create_tls_context
 from shoal.errors import ConnectionLost, InferenceError
+from shoal.weights import WeightSnapshot
 from shoal.wire.action_masks import INFO_KEY
 
+if TYPE_CHECKING:
+    from shoal.flows.loop_policy import LoopPolicy
+
+NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps the environments of the other
 PATIENCE_S = 60.0  # with an unavailable endpoint: a dead replica restarts within it
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -34,7 +40,12 @@ class ActionAnswer(NamedTuple):
 
 
 class PolicyConnection(Protocol):
-    """A connection for playing episodes."""
+    """A connection for playing episodes.
+
+    is_cancelled: set by any thread: then `insist` raises ConnectionLost
+    """
+
+    is_cancelled: bool
 
     def insist(
         self,
@@ -59,6 +70,8 @@ class InferenceConnection:
     state_size: numbers in the state of a recurrent policy; 0 of others
     action:     best or sampled; None: as the endpoint acts by default
     """
+
+    is_cancelled = False
 
     def __init__(
         self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0, action: str | None = None
@@ -130,13 +143,14 @@ class InferenceConnection:
     ) -> ActionAnswer:
         """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
         deadline = time.monotonic() + patience_s
-        while True:
+        while not self.is_cancelled:
             try:
                 return self.infer(observations, states, masks)
             except (InferenceError, ConnectionLost) as error:
                 if time.monotonic() > deadline or (isinstance(error, InferenceError) and error.status != 503):
                     raise
             time.sleep(0.05)
+        raise ConnectionLost("the connection was cancelled")
 
     def close(self) -> None:
         self._connection.close()
@@ -159,6 +173,8 @@ class RelayedConnection:
     address: of each process's InferenceConnection
     """
 
+    is_cancelled = False
+
     def __init__(self, call: Callable[..., Any], address: PolicyAddress) -> None:
         self._call, self._address = call, address
 
@@ -169,6 +185,8 @@ class RelayedConnection:
         states: np.ndarray | None = None,
         masks: np.ndarray | None = None,
     ) -> ActionAnswer:
+        if self.is_cancelled:
+            raise ConnectionLost("the connection was cancelled")
         answer: ActionAnswer = self._call(_insist, self._address, observations, patience_s, states, masks)
         return answer
 
@@ -191,6 +209,28 @@ _connect_once = cache(_connect)
 def connect_policy(address: PolicyAddress, call: Callable[..., Any] | None = None) -> PolicyConnection:
     """A connection from this process, or, given `call`, from where that calls."""
     return _connect(address) if call is None else RelayedConnection(call, address)
+
+
+@contextmanager
+def connect_policies(
+    policies: Sequence[LoopPolicy], url: str, token: str, action: str, candidates: Sequence[WeightSnapshot] = ()
+) -> Iterator[Sequence[Mapping[str, PolicyConnection]]]:
+    """Connections to all policies at the endpoint, for such actions, when it serves the candidates."""
+    from shoal.serve.on_ray.ingress_front import call_on_head, is_on_head  # loads Serve, as `deploy` has
+
+    with ExitStack() as opened:
+
+        def connect(policy: LoopPolicy) -> PolicyConnection:
+            address = PolicyAddress(url, policy.spec.model_name, token, policy.spec.state_size, action)
+            connection = connect_policy(address, None if is_on_head() else call_on_head)
+            opened.callback(connection.close)
+            return connection
+
+        result = [{each.name: connect(each) for each in policies} for _ in range(NUM_CONNECTIONS)]
+        for each, snapshot in zip(policies, candidates, strict=False):
+            observation, mask = each.first_inputs
+            wait_for_version(result[0][each.name], observation, snapshot.version, mask=mask)
+        yield result
 
 
 def wait_for_version(

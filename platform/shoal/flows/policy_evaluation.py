@@ -1,4 +1,5 @@
-"""Play episodes through an endpoint: the evaluation of a run's policies, and the trial of one before it.
+"""Play episodes through an endpoint: the evaluation of a run's policies, the trial of one before it, and probes of best
+actions while it learns.
 
 The trial makes sure that the evaluation will reach the target.
 
@@ -10,9 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,14 +21,17 @@ import numpy as np
 
 from shoal.actor.agent_streams import AgentsEpisode, is_parallel
 from shoal.actor.environment import open_environment, translate_environment_errors
-from shoal.errors import RunError
+from shoal.errors import RunError, ShoalError
 from shoal.flows.actor_learner_spec import ONLY_POLICY, ActorLearnerSpec
 from shoal.flows.policy_connection import ActionAnswer, PolicyConnection
 from shoal.registry import ModelVersion
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
+from shoal.weights import WeightSnapshot
 
 TRIAL_SEED, EVALUATION_SEED = 20_000, 10_000  # the trial selects, so the evaluation must have other episodes
+PROBE_SEED = 30_000
+PAUSE_FACTOR = 19  # pauses between probes are so many times as long as a probe: they take 5% of the time at most
 MAX_MISS_PROBABILITY = 1e-3  # that an evaluation misses the target after a passed trial
 MIN_EPISODES = 20  # for a mean: with fewer, luck decides in many environments
 ACTIONS = ("best", "sampled")  # how a policy acts: see `shoal.serve.model.action_sampler`
@@ -78,6 +82,62 @@ def hold_trial(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Ev
         if not is_sure(trial._replace(returns=at_best), spec):
             break
     return trial
+
+
+def probe_policy(connections: Sequence[Connections], spec: ActorLearnerSpec) -> Evaluation:
+    """Play some episodes of a run with one policy while it learns. Raises as `play_through` does."""
+    return _play(connections, spec, max(spec.eval_episodes, MIN_EPISODES), PROBE_SEED)[ONLY_POLICY]
+
+
+class EpisodePlayer:
+    """One evaluation at a time, in a thread of its own. connect: as `connect_policies`"""
+
+    def __init__(
+        self, spec: ActorLearnerSpec, connect: Callable[..., AbstractContextManager[Sequence[Connections]]]
+    ) -> None:
+        self._spec, self._connect = spec, connect
+        self._thread = ThreadPoolExecutor(1, "episode-player")
+        self._connections: Sequence[Connections] = ()
+        self._probe: Future[float | None] | None = None
+        self._due_s = 0.0  # of the next probe
+
+    def start_trial(self, action: str, snapshot: WeightSnapshot) -> Future[Evaluation]:
+        """Begin a trial of this version. A probe that has not ended is given up."""
+        self.cancel()
+        return self._thread.submit(self._play, hold_trial, action, [snapshot])
+
+    def probe(self) -> float | None:
+        """The mean return of a probe that has just ended; begin one when it is time."""
+        found = None
+        if self._probe is None and time.monotonic() >= self._due_s:
+            self._probe = self._thread.submit(self._run_probe)
+        elif self._probe is not None and self._probe.done():
+            found, self._probe = self._probe.result(), None
+        return found
+
+    def cancel(self) -> None:
+        """Let what is being played raise ConnectionLost. Does not wait."""
+        for each in self._connections:
+            for connection in each.values():
+                connection.is_cancelled = True
+
+    def close(self) -> None:
+        """End without waiting. Idempotent."""
+        self.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _play(self, play: Callable[..., Evaluation], *setting: Any) -> Evaluation:
+        with self._connect(*setting) as self._connections:
+            return play(self._connections, self._spec)
+
+    def _run_probe(self) -> float | None:
+        began_s = time.monotonic()
+        try:
+            return self._play(probe_policy, "best").mean_return
+        except ShoalError:
+            return None  # as while a replica restarts: the next one may succeed
+        finally:
+            self._due_s = time.monotonic() + PAUSE_FACTOR * (time.monotonic() - began_s)
 
 
 def choose_action(trials: Mapping[str, Evaluation]) -> str:

@@ -91,8 +91,13 @@ class ActorCritic(nn.Module):
     squashed Gaussian between `action_low` and `action_high` (nested lists), with standard deviations that do not depend
     on the observation. With `network`, the arguments of an OwnNetwork, that one computes the outputs and the value.
 
+    Values are learned in units of their targets, and answered as returns: `value_shift` + `value_scale` · output.
+
     Shapes: observation [B, observation_size]; num_actions is the number of choices, or of numbers in an action.
     """
+
+    value_scale: Tensor
+    value_shift: Tensor
 
     def __init__(
         self,
@@ -107,6 +112,8 @@ class ActorCritic(nn.Module):
         network: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("value_scale", torch.ones(()))
+        self.register_buffer("value_shift", torch.zeros(()))
         self.encoder, observation_size = make_encoder(frames, observation_size)
         self.distribution: Categorical | MultiCategorical | SquashedGaussian = Categorical()
         self._action_shape = list(action_shape)
@@ -127,13 +134,23 @@ class ActorCritic(nn.Module):
         """Outputs of the distribution (logits [B, num_actions]; or means, log stds, [B, 2 num_actions]), values [B]."""
         if self.network is not None:
             outputs, value = self.network(observation)
-            return outputs, value
+            return outputs, torch.addcmul(self.value_shift, value, self.value_scale)
         if self.encoder is not None:
             observation = self.encoder(observation)
         outputs = self.policy(observation)
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
-        return outputs, self.value(observation).squeeze(-1)
+        return outputs, torch.addcmul(self.value_shift, self.value(observation).squeeze(-1), self.value_scale)
+
+    def set_value_unit(self, scale: float, shift: float) -> None:
+        """Let the value be `shift` + `scale` · output."""
+        self.value_scale.fill_(scale)
+        self.value_shift.fill_(shift)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("value_scale", "value_shift"):  # weights of earlier releases have none
+            state_dict.setdefault(prefix + name, getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def predict(self, observation: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers: the most probable action int64 [B], logits [B, num_actions], value [B]; of a Box,

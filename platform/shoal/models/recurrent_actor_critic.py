@@ -50,6 +50,10 @@ class RecurrentActorCritic(nn.Module):
     def distribution(self) -> Categorical | MultiCategorical | SquashedGaussian:
         return self.head.distribution
 
+    def set_value_unit(self, scale: float, shift: float) -> None:
+        """As of an ActorCritic."""
+        self.head.set_value_unit(scale, shift)
+
     def forward(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs of the distribution [T, B, ...] and values [T, B] at observations [T, B, *obs], and the states after
         them [B, S]; state [B, S] is that before them."""

@@ -37,7 +37,9 @@ class AlgorithmConfig(Spec):
     action_spaces: gymnasium's names of the spaces that it can act in
     is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
     changeable:    fields that a learner can change while it learns, as populations do; () where it cannot
-    batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given; at most twice as many
+    segment_length: environment steps in a segment, at most, unless the run's `segment_length` is given
+    batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given
+    batch_growth:  at most so many times as many, when the learner has fallen behind
     updates_between_trials: steps of the optimizer after which weights that failed their trial get another one
     """
 
@@ -53,7 +55,9 @@ class AlgorithmConfig(Spec):
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
     is_off_policy: ClassVar[bool] = False
     changeable: ClassVar[tuple[str, ...]] = ()
+    segment_length: ClassVar[int] = 256
     batch_steps: ClassVar[int] = 2048
+    batch_growth: ClassVar[int] = 2
     updates_between_trials: ClassVar[int] = 50
 
     @property
@@ -68,7 +72,7 @@ class AlgorithmConfig(Spec):
     @property
     def take_timeout_s(self) -> float:
         """How long the learner waits for a full batch, unless `learner.take_timeout_s` is given."""
-        return 5.0 if self.pauses_actors else 0.5
+        return 0.5
 
     @property
     def disk_mb(self) -> float:
@@ -97,82 +101,77 @@ class AlgorithmConfig(Spec):
         return (*CONFIGS, *collect_extensions(GROUP))
 
 
-class ImpalaConfig(AlgorithmConfig):
-    """Names and defaults as in table D.1 of the paper, but for the optimiser: Adam, with rates for small networks.
+class ActorCriticConfig(AlgorithmConfig):
+    """What IMPALA and PPO have in common.
 
-    discount:      γ, for an environment step
-    learning_rate: of Adam
-    value_cost:    weight of the value loss
-    entropy_cost:  weight of the entropy, reward units for a nat
-    rho_bar:       the most that a step counts, by π / μ
-    c_bar:         the most that a trace is carried on
-    lambda_:       of the traces; below 1 less variance and more bias
-    clip:          ε; a step that is k versions old does not change the policy once π / μ has moved beyond 1 ± ε/k in
-                   the direction of its advantage
-    max_grad_norm: of the loss's gradient
-    normalize_advantages: to mean 0 and standard deviation 1 in each batch
+    discount:        γ, for an environment step
+    lambda_:         of the traces or advantages; below 1 less variance and more bias
+    learning_rate:   of Adam
+    epochs:          passes over each batch
+    minibatch_steps: environment steps for one step of the optimizer: whatever the batch, N environment steps are
+                     learnt by N · epochs / minibatch_steps updates
+    clip:            ε, the trust region: a step teaches nothing more once π / μ has left 1 ± ε, where μ has acted
+    value_cost:      weight of the value loss, in units of the deviation of the value targets
+    entropy_cost:    weight of the entropy at first, beside normalised advantages, for a nat
+    entropy_half_steps: environment steps after which that has fallen to a half; it goes on as 1 / (1 + steps / these)
+    rho_bar:         the most that a step counts, by π / μ, which experience of older weights may have far from 1
+    max_grad_norm:   of the loss's gradient
+    normalize_advantages: to mean 0 and standard deviation 1 in each batch, of impala in each minibatch; otherwise
+                     they are in units of the deviation of the value targets
+    synchronous:     actors pause while the learner updates: every step is of the newest weights
     """
 
-    name: Literal["impala"] = "impala"
-    discount: float = Field(default=0.99, ge=0, le=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    value_cost: float = Field(default=0.5, ge=0)
-    entropy_cost: float = Field(default=0.01, ge=0)
-    rho_bar: float = Field(default=1.0, gt=0)
-    c_bar: float = Field(default=1.0, gt=0)
-    lambda_: float = Field(default=1.0, ge=0, le=1)
-    clip: float = Field(default=2.0, gt=0)
-    max_grad_norm: float = Field(default=40.0, gt=0)
-    normalize_advantages: bool = False
-
-    algorithm: ClassVar[str] = "shoal.rl.algorithms.impala:Impala"
-    cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
-    changeable: ClassVar[tuple[str, ...]] = (
-        *("discount", "learning_rate", "value_cost", "entropy_cost"),
-        *("rho_bar", "c_bar", "lambda_", "clip", "max_grad_norm"),
-    )
-
-
-class PPOConfig(AlgorithmConfig):
-    """Names and defaults as in Schulman et al. (1707.06347) and Huang et al. ("37 details", 2022).
-
-    discount:      γ, for an environment step
-    lambda_:       of the generalised advantages
-    learning_rate: of Adam
-    epochs, minibatches: steps of the optimiser for a batch: epochs * minibatches
-    clip:          ε of the clipped objective, around the policy that has acted
-    value_cost:    weight of the value loss
-    entropy_cost:  weight of the entropy, reward units for a nat
-    rho_bar:       the most that a step counts, by π / μ, which experience of older weights may have far from 1
-    max_grad_norm: of the loss's gradient
-    normalize_advantages: to mean 0 and standard deviation 1 in each batch
-    synchronous:   actors pause while the learner updates, as in the paper: every step is of the newest weights
-    """
-
-    name: Literal["ppo"] = "ppo"
-    discount: float = Field(default=0.99, ge=0, le=1)
-    lambda_: float = Field(default=0.95, ge=0, le=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    epochs: int = Field(default=4, ge=1)
-    minibatches: int = Field(default=4, ge=1)
+    discount: float = Field(default=0.999, ge=0, le=1)
+    lambda_: float = Field(default=0.98, ge=0, le=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
+    epochs: int = Field(default=10, ge=1)
+    minibatch_steps: int = Field(default=512, ge=1)
     clip: float = Field(default=0.2, gt=0)
     value_cost: float = Field(default=0.5, ge=0)
     entropy_cost: float = Field(default=0.01, ge=0)
+    entropy_half_steps: float = Field(default=100_000, gt=0)
     rho_bar: float = Field(default=2.0, gt=0)
     max_grad_norm: float = Field(default=0.5, gt=0)
     normalize_advantages: bool = True
     synchronous: bool = False
 
-    algorithm: ClassVar[str] = "shoal.rl.algorithms.ppo:PPO"
     cores: ClassVar[tuple[str, ...]] = ("none", "gru", "lstm")
     changeable: ClassVar[tuple[str, ...]] = (
-        *("discount", "lambda_", "learning_rate", "epochs", "minibatches", "clip"),
-        *("value_cost", "entropy_cost", "rho_bar", "max_grad_norm"),
+        *("discount", "lambda_", "learning_rate", "epochs", "minibatch_steps", "clip"),
+        *("value_cost", "entropy_cost", "entropy_half_steps", "rho_bar", "max_grad_norm"),
     )
+    batch_steps: ClassVar[int] = 1024
+    batch_growth: ClassVar[int] = 1
 
     @property
     def pauses_actors(self) -> bool:
         return self.synchronous
+
+    @property
+    def take_timeout_s(self) -> float:
+        return 5.0 if self.synchronous else 60.0
+
+
+class ImpalaConfig(ActorCriticConfig):
+    """Names as in table D.1 of the paper; the optimizer is Adam.
+
+    c_bar: the most that a trace is carried on
+    """
+
+    name: Literal["impala"] = "impala"
+    rho_bar: float = Field(default=1.0, gt=0)
+    c_bar: float = Field(default=1.0, gt=0)
+
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.impala:Impala"
+    changeable: ClassVar[tuple[str, ...]] = (*ActorCriticConfig.changeable, "c_bar")
+
+
+class PPOConfig(ActorCriticConfig):
+    """Names as in Schulman et al. (1707.06347)."""
+
+    name: Literal["ppo"] = "ppo"
+
+    algorithm: ClassVar[str] = "shoal.rl.algorithms.ppo:PPO"
 
 
 def find_algorithm_config_type(name: object) -> type[AlgorithmConfig]:

@@ -92,7 +92,7 @@ class Learner:
         numbering = folder / VERSIONS_FILE, after, bool(used_version), self.updates
         self._versions = PublishedVersions(sink, *numbering, *self._published)
         # Actors that do not pause fill one half of the queue while the learner has the other.
-        max_segments = max(1, spec.gateway.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
+        max_segments = max(1, spec.queue_capacity // (1 if spec.algorithm.pauses_actors else 2))
         request = BatchRequest(*spec.batch_limits, max_segments, spec.take_timeout_s, position=self._log_position)
         self._lease = BatchLease(source, request)
         check = EvidenceCheck(self.algorithm.compute_log_ratios, spec.learner.seed)
@@ -173,7 +173,7 @@ class Learner:
             return False
         started = time.perf_counter()
         versions = self.version - self._versions.measure_lag(batch.versions)  # as if no number had been skipped
-        prepared = self.algorithm.prepare(replace(batch, versions=versions, learner_version=self.version))
+        prepared = self.algorithm.prepare(replace(batch, versions=versions))
         # Before the weights depend on the batch.
         evidence = [] if self._evidence is None else self._evidence.score(prepared, time.monotonic())
         lags = self.version - prepared.oldest_versions()

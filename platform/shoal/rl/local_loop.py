@@ -55,7 +55,7 @@ class LocalLoop:
             closing.enter_context(preserve_rng(has_cuda=False))
             self.store = WeightStore()
             self.ledger = Ledger(folder / LEDGER_NAME)
-            self.queue = ExperienceQueue(spec.gateway.queue_capacity, self.ledger)
+            self.queue = ExperienceQueue(spec.queue_capacity, self.ledger)
             site = DemonstrationSite(spec.demonstrations, experience, folder)
             site.prepare()
             setting = GatewaySetting(
@@ -65,6 +65,7 @@ class LocalLoop:
                 folder.name,
                 target_return,
                 is_synchronous=spec.algorithm.pauses_actors,
+                steps_ahead=spec.steps_ahead,
                 learns_from_users=spec.learn_from_endpoint,
                 demonstrations=site,
                 settings=spec.settings,

@@ -30,10 +30,10 @@ class LearnerSpec(Spec):
         default=None, ge=1, description="environment steps in a batch, at least; default: the algorithm's"
     )
     max_batch_steps: int | None = Field(
-        default=None, ge=1, description="at most, when the learner has fallen behind; default: twice the algorithm's"
+        default=None, ge=1, description="at most, when the learner has fallen behind; default: the algorithm's"
     )
     take_timeout_s: float | None = Field(
-        default=None, gt=0, description="after which a smaller batch is taken; default: 0.5, or 5 if actors pause"
+        default=None, gt=0, description="after which a smaller batch is taken; default: the algorithm's"
     )
     publish_interval_s: float = Field(default=0.05, ge=0, description="between two weight versions, at least")
     checkpoint_every_s: float = Field(default=5.0, gt=0)
@@ -149,7 +149,9 @@ class GatewaySpec(Spec):
         description="where a segment is counted before it is acknowledged; store: it is also kept there until learnt,"
         " and outlives the gateway's host",
     )
-    queue_capacity: int = Field(default=96, ge=2, description="segments")
+    queue_capacity: int | None = Field(
+        default=None, ge=2, description="segments; default: those of a batch or two, and one for each actor"
+    )
     max_credits: int = Field(default=8, ge=1, description="segments that one actor may have on their way")
     max_version_lag: int = Field(default=30, ge=0, description="weight versions; not for dqn")
     heartbeat_s: float = Field(default=1.0, gt=0)

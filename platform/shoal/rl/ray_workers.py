@@ -83,7 +83,7 @@ class GatewayWorker:
         make_folder(setting.folder)  # absent on a host that shares no files with the driver's
         self._pool = OpponentPool.of_run(spec.self_play, setting.folder)
         self._ledger = Ledger(setting.folder / LEDGER_NAME)
-        self._queue = ExperienceQueue(spec.gateway.queue_capacity, self._ledger)
+        self._queue = ExperienceQueue(spec.queue_capacity, self._ledger)
         has_log = spec.gateway.durable == "store"
         commit = GroupCommit(open_log(setting.folder_name, experience), self._queue) if has_log else None
         gateway = GatewaySetting(
@@ -94,6 +94,7 @@ class GatewayWorker:
             setting.target_return,
             setting.curve_keys,
             is_synchronous=spec.algorithm.pauses_actors,
+            steps_ahead=spec.steps_ahead,
             learns_from_users=spec.learn_from_endpoint,
             policy=setting.policy,
             demonstrations=setting.demonstrations,
@@ -302,8 +303,12 @@ class ActorLearnerWorkers:
     def make_episode_service(self) -> RayEpisodeService:
         return RayEpisodeService(_gateway_name(self._run_id))
 
-    def make_weight_source(self) -> RayWeightSource:
-        return RayWeightSource(self._store)
+    def make_weight_source(self, follows_hold: bool = False) -> RayWeightSource:
+        return RayWeightSource(self._store, follows_hold)
+
+    def hold(self, snapshot: WeightSnapshot | None) -> None:
+        """Let the endpoint have this version, or with None the newest again. Raises ClusterError."""
+        self._call_until_answered(self._store.hold, snapshot)
 
     def wait_for_gateway(self) -> str:
         """Wait for the learner's first weights, and for the gateway. Raises ClusterError when either does not start."""

@@ -29,6 +29,7 @@ from shoal.wire.experience_spec import DTYPES, STATE, ConvolutionSpec, Experienc
 from shoal.wire.segment import largest_segment_bytes
 
 CORE_TENSORS = tuple(f"core.rnn.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+LEAST_CAPACITY = 96
 LARGEST_GRU_STATE = 1.001  # |h| ≤ 1, with a margin for rounding
 
 
@@ -62,7 +63,9 @@ class RLSpec(Spec):
     )
     logs: LogFormat = Field(default="text", description="of the driver and the workers")
     track: TrackerNames = Field(default=(), description="where its record is mirrored to: mlflow, wandb, trackio")
-    segment_length: int = Field(default=256, ge=1, description="environment steps in a segment, at most")
+    segment_length: int | None = Field(
+        default=None, ge=1, description="environment steps in a segment, at most; default: the algorithm's"
+    )
     gateway: GatewaySpec = GatewaySpec()
     learn_from_endpoint: bool = Field(default=False, description="from users of the endpoint, who act and reward")
     settings: dict[str, Setting] = Field(
@@ -75,15 +78,26 @@ class RLSpec(Spec):
     self_play: SelfPlaySpec = SelfPlaySpec()
     demonstrations: DemonstrationsSpec = DemonstrationsSpec()
     algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work/learning.md
-        default={"name": "impala", "discount": 0.98, "learning_rate": 1.5e-3}, validate_default=True
+        default={"name": "ppo"}, validate_default=True
     )
 
     @property
     def batch_limits(self) -> tuple[int, int]:
         """Environment steps in a batch, at least and at most."""
         least = self.learner.batch_steps or self.algorithm.batch_steps
-        most = self.learner.max_batch_steps or max(least, 2 * self.algorithm.batch_steps)
+        most = self.learner.max_batch_steps or max(least, self.algorithm.batch_growth * self.algorithm.batch_steps)
         return min(least, most), most
+
+    @property
+    def queue_capacity(self) -> int:
+        """Segments that the queue may have: by default those of twice `steps_ahead`, even if each has a single step."""
+        return self.gateway.queue_capacity or max(LEAST_CAPACITY, 2 * self.steps_ahead)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Environment steps that may be queued and on their way while the learner learns, and twice as many while it
+        waits: those of a batch. 0: `gateway.queue_capacity` says how many segments."""
+        return 0 if self.gateway.queue_capacity else self.batch_limits[0]
 
     @property
     def given(self) -> dict[str, Any]:
@@ -160,7 +174,8 @@ def experience_spec(observation_space: Any, action_space: Any, spec: RLSpec, has
             )
             raise ConfigError("env", spec.env, problem, remedy)
         extras += (describe_masks(action, policy.action_sizes),)
-    experience = ExperienceSpec(observation, action, spec.segment_length, policy, extras, spec.self_play.is_on)
+    length = spec.segment_length or spec.algorithm.segment_length
+    experience = ExperienceSpec(observation, action, length, policy, extras, spec.self_play.is_on)
     if spec.model is not None:
         experience = msgspec.structs.replace(experience, policy=describe_graph(spec, spec.model.word, experience))
     require_segment_fits(spec.gateway, experience)

@@ -33,21 +33,28 @@ class WeightStoreWorker:
     async def publish(self, snapshot: WeightSnapshot) -> bool:
         newer = self._store.publish(snapshot)
         if newer:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._notify()
         return newer
+
+    async def hold(self, snapshot: WeightSnapshot | None) -> None:
+        self._store.hold(snapshot)
+        self._notify()
 
     async def version(self) -> int:
         return self._store.version
 
-    async def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
+    async def wait_newer(self, than: int, timeout_s: float, follows_hold: bool = False) -> WeightSnapshot | None:
         try:
             async with asyncio.timeout(timeout_s):
-                while self._store.version <= than:
+                while (found := self._store.wait_newer(than, 0.0, follows_hold)) is None:
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return self._store.latest()
+        return found
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def start_weight_store(run_id: str, placement: Mapping[str, Any] = MappingProxyType({})) -> ActorHandle:
@@ -60,12 +67,15 @@ def start_weight_store(run_id: str, placement: Mapping[str, Any] = MappingProxyT
 
 
 class RayWeightSource:
-    """A WeightSource on a store's handle; can be pickled. None also while the store is away: the caller asks again."""
+    """A WeightSource on a store's handle; can be pickled. None also while the store is away: the caller asks again.
+
+    follows_hold: reads the snapshot that the store holds, while there is one
+    """
 
     is_reachable = True
 
-    def __init__(self, store: ActorHandle) -> None:
-        self._store = store
+    def __init__(self, store: ActorHandle, follows_hold: bool = False) -> None:
+        self._store, self._follows_hold = store, follows_hold
 
     def latest(self) -> WeightSnapshot | None:
         return self.wait_newer(0, 0.0)
@@ -74,7 +84,8 @@ class RayWeightSource:
         limit_s, pause_s = timeout_s + CALL_TIMEOUT_S, min(timeout_s, RETRY_S)
         self.is_reachable = True
         try:
-            snapshot: WeightSnapshot | None = ray.get(self._store.wait_newer.remote(than, timeout_s), timeout=limit_s)
+            asked = self._store.wait_newer.remote(than, timeout_s, self._follows_hold)
+            snapshot: WeightSnapshot | None = ray.get(asked, timeout=limit_s)
         except AWAY:
             self.is_reachable = False
             time.sleep(pause_s)  # a dead store answers at once, and the caller must not spin

@@ -346,6 +346,7 @@ class WeightStore:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._latest: WeightSnapshot | None = None
+        self._retained: WeightSnapshot | None = None
         self._closed = False
 
     @property
@@ -369,13 +370,23 @@ class WeightStore:
             self._changed.notify_all()
             return True
 
-    def latest(self) -> WeightSnapshot | None:
-        return self._latest
-
-    def wait_newer(self, than: int, timeout_s: float) -> WeightSnapshot | None:
+    def hold(self, snapshot: WeightSnapshot | None) -> None:
+        """Let readers that follow holds read this one until another is held, or with None the newest again."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.version > than, timeout_s)
-            return self._latest if self.version > than else None
+            self._retained = snapshot
+            self._changed.notify_all()
+
+    def latest(self, follows_hold: bool = False) -> WeightSnapshot | None:
+        return (follows_hold and self._retained) or self._latest
+
+    def wait_newer(self, than: int, timeout_s: float, follows_hold: bool = False) -> WeightSnapshot | None:
+        def find() -> WeightSnapshot | None:
+            found = self.latest(follows_hold)
+            return found if found is not None and found.version > than else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or find(), timeout_s)
+            return find()
 
     def close(self) -> None:
         """Wake every waiter; the last snapshot stays readable. Idempotent."""

@@ -105,9 +105,11 @@ def test_episodes_have_their_spread_and_success() -> None:
     spread = {"return_std": 12.5, "return_min": 0.03, "return_max": 200.0, "length": 20.25, "length_std": 3.0}
     view = replace(VIEW, metrics=METRICS | {f"episode/{name}": value for name, value in spread.items()})
     assert "episodes  return ± 12.5 (0.03 to 200), length 20.25 ± 3 " in drawn(view)
+    view = replace(view, metrics=view.metrics | {"return/best_actions": 480.0, "return/trial": 470.0})
+    assert "by best actions 480 " in drawn(view)
     view = replace(VIEW, metrics={**view.metrics, "episode/success_rate": 0.25, "learner/q_value": 1.5})
     assert "learner   Q 1.5" in drawn(view)
-    assert "return 123.4, length 20.25 ± 3, success 25%, steps/s" in view.format_plain_line()
+    assert "return 123.4, by best actions 480, length 20.25 ± 3, success 25%, steps/s" in view.format_plain_line()
 
 
 @pytest.mark.parametrize("width", [50, 80, 140])

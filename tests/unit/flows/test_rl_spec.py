@@ -151,7 +151,7 @@ RECURRENT = ["algorithm=ppo", "core=gru", "core_size=128"]
     [
         ([], ["hidden=[8]"], r"hidden = \[8\]: run one has learnt with \[64, 64\]"),
         ([], ["env=Acrobot-v1"], "has learnt CartPole-v1"),
-        ([], ["algorithm=dqn"], "algorithm = 'dqn': run one has learnt with another network, by name='impala'"),
+        ([], ["algorithm=dqn"], "algorithm = 'dqn': run one has learnt with another network, by name='ppo'"),
         ([], ["algorithm=r2d2"], "algorithm = 'r2d2': run one has learnt with another network"),
         # a state as large
         (RECURRENT, ["core=lstm", "core_size=64"], r"core = 'lstm of 64': run one has learnt with gru of 128"),
@@ -202,7 +202,7 @@ def test_an_algorithm_is_chosen_by_its_name_and_set_by_its_fields() -> None:
     spec = RLSpec().override(["algorithm.learning_rate=0.5"])
     assert spec.algorithm.model_dump()["learning_rate"] == 0.5
     assert RLSpec.from_yaml(spec.to_yaml()) == spec
-    assert spec.override(["algorithm=impala"]) == spec
+    assert spec.override(["algorithm=ppo"]) == spec
     for words, match in (
         (["algorithm=reinforce"], "'reinforce' is none of impala"),
         (["algorithm.rate=3"], "algorithm.rate = 3: no such field"),
@@ -213,7 +213,7 @@ def test_an_algorithm_is_chosen_by_its_name_and_set_by_its_fields() -> None:
 
 
 def test_an_algorithm_says_how_much_experience_it_takes_and_of_what_age() -> None:
-    assert RLSpec().batch_limits == (2048, 4096)
+    assert RLSpec().batch_limits == (1024, 1024)
     assert RLSpec().applied_gateway.max_version_lag == 30
     dqn = RLSpec().override(["algorithm=dqn"])
     assert dqn.batch_limits == (256, 512)

@@ -112,7 +112,7 @@ def test_vtrace_equals_the_papers_double_sum(seed: int, rho_bar: float, c_bar: f
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [7, 7], [20, 3, 14, 1, 8]])
 def test_loss_equals_the_oracle_on_segments_of_unequal_length(lengths: list[int]) -> None:
-    config = ImpalaConfig(rho_bar=1.5, c_bar=0.9, lambda_=0.95, entropy_cost=0.03, clip=0.4)
+    config = ImpalaConfig(rho_bar=1.5, c_bar=0.9, lambda_=0.95, entropy_cost=0.03, clip=0.4, normalize_advantages=False)
     batch, arrays = draw_batch(len(lengths), lengths)
     random = np.random.default_rng(7)
     rows = sum(lengths) + len(lengths)
@@ -192,7 +192,7 @@ def test_truncation_bootstraps_from_the_final_observation_and_termination_does_n
 
 
 def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> None:
-    config = ImpalaConfig()
+    config = ImpalaConfig(normalize_advantages=False)
     model = ActorCritic(4, 3, (8,))
     both, _ = draw_batch(21, [3, 10])
     alone = SegmentBatch(
@@ -210,16 +210,16 @@ def test_a_segments_padding_and_its_neighbours_do_not_change_its_targets() -> No
     assert float(whole.total) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("age", "is_pushed"), [(0, True), (1, True), (10, False)])
-def test_old_experience_pushes_no_further_than_its_age_allows(age: int, is_pushed: bool) -> None:
-    """π = 1/3 of an action that μ took with 1/4: π/μ is 1.33, beyond 1 + 2/10 and within 1 + 2/1."""
+@pytest.mark.parametrize(("behaviour", "is_pushed"), [(0.3, True), (0.25, False)])
+def test_experience_pushes_no_further_than_the_trust_region(behaviour: float, is_pushed: bool) -> None:
+    """π = 1/3 of an action that μ took with 0.3 or 0.25: π/μ is 1.11, within 1 + 0.2, or 1.33."""
     one = build_batch(
-        np.zeros((2, 1)), np.array([0]), np.array([1.0], np.float32), np.log(np.array([0.25], np.float32)),
+        np.zeros((2, 1)), np.array([0]), np.array([1.0], np.float32), np.log(np.array([behaviour], np.float32)),
         np.array([1]), np.array([True]),
     )  # fmt: skip
     logits = torch.zeros(2, 3, requires_grad=True)
-    config = ImpalaConfig(entropy_cost=0.0)
-    losses = impala_loss(logits, torch.zeros(2), one._replace(ages=torch.tensor([age])), config, Categorical())
+    config = ImpalaConfig(entropy_cost=0.0, normalize_advantages=False)
+    losses = impala_loss(logits, torch.zeros(2), one, config, Categorical())
     losses.policy.backward()
     assert bool(logits.grad.abs().sum() > 0) == is_pushed
     assert float(losses.clip_fraction) == (not is_pushed)
@@ -227,7 +227,8 @@ def test_old_experience_pushes_no_further_than_its_age_allows(age: int, is_pushe
 
 def make_impala(learning_rate: float) -> Impala:
     torch.manual_seed(0)
-    return Impala(RLSpec(hidden=(16,)).override([f"algorithm.learning_rate={learning_rate}"]), EXPERIENCE)
+    words = ["algorithm=impala", f"algorithm.learning_rate={learning_rate}"]
+    return Impala(RLSpec(hidden=(16,)).override(words), EXPERIENCE)
 
 
 def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:

@@ -265,8 +265,8 @@ def test_a_checkpoint_is_due_when_something_has_changed_and_the_interval_is_over
 
 
 class TestImpala(AlgorithmContract):
-    config = ImpalaConfig()
+    config = ImpalaConfig(epochs=1)
 
 
 class TestPPO(AlgorithmContract):
-    config = PPOConfig(epochs=1, minibatches=1)
+    config = PPOConfig(epochs=1)

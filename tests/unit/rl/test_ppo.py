@@ -83,7 +83,7 @@ def test_the_loss_is_that_of_the_equation(clip: float) -> None:
 
 def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
     """Then π is the behaviour policy: the first step's ratios are 1, and nothing is clipped."""
-    ppo, batch = make_ppo(epochs=1, minibatches=1), random_batch(0, [6, 4])
+    ppo, batch = make_ppo(epochs=1), random_batch(0, [6, 4])
     log_probabilities = batch.log_probabilities + ppo.compute_log_ratios(batch)
     fresh = ExperienceBatch(**{**vars(batch), "log_probabilities": log_probabilities})
     [metrics] = ppo.update(fresh)
@@ -92,9 +92,10 @@ def test_a_batch_of_the_newest_weights_counts_each_step_alike() -> None:
 
 
 def test_an_update_has_a_step_for_each_minibatch_of_each_epoch() -> None:
-    ppo = make_ppo(epochs=3, minibatches=4)
+    ppo = make_ppo(epochs=3, minibatch_steps=4)
     assert len(list(ppo.update(random_batch(0, [8, 8])))) == 12
-    assert len(list(ppo.update(random_batch(0, [2])))) == 6  # two steps, so two minibatches
+    assert len(list(ppo.update(random_batch(0, [6])))) == 6  # 1.5 minibatches are two
+    assert len(list(ppo.update(random_batch(0, [1])))) == 1  # a quarter of a minibatch, three times
 
 
 def test_what_is_not_finite_changes_nothing() -> None:
@@ -136,3 +137,57 @@ def test_the_explained_variance_is_that_of_the_whole_batch_whoever_has_its_parts
     found = explain_variance(*(parts[0] + parts[1]).tolist())
     assert found == pytest.approx(1 - (targets - values).var() / targets.var(), rel=1e-6)
     assert explain_variance(0.0, 0.0, 50.0, 2500.0) == 0.0
+
+
+@pytest.mark.parametrize("name", ["ppo", "impala"])
+@pytest.mark.parametrize("reward", [0.001, 1.0, 1000.0])
+def test_values_are_returns_of_the_game_whatever_the_size_of_its_rewards(name: str, reward: float) -> None:
+    """Rewards of 0 and 2 times `reward` at random, in episodes of a single step."""
+    torch.manual_seed(0)
+    experience = msgspec.structs.replace(EXPERIENCE, policy=policy_spec(SPEC.hidden))
+    algorithm = make_algorithm(RLSpec(hidden=(8,), algorithm={"name": name, "learning_rate": 0.01}), experience)
+    random = np.random.default_rng(0)
+    for seed in range(6):
+        rewards = (reward * random.integers(0, 3, 256)).astype(np.float32)
+        batch = random_batch(
+            seed, [1] * 256, [True] * 256, rewards=rewards, log_probabilities=np.full(256, np.log(0.5), np.float32)
+        )
+        assert list(algorithm.update(batch))
+    with torch.no_grad():
+        _, values = algorithm.model(torch.zeros(1, SIZE))
+    assert float(values) == pytest.approx(reward, rel=0.2)
+
+
+def test_rewards_of_another_size_teach_the_same_policy() -> None:
+    """After the first steps, in which the size becomes known."""
+    policies = []
+    for factor in (1.0, 1000.0):
+        ppo = make_ppo(minibatch_steps=64, epochs=4)
+        for seed in range(6):
+            batch = random_batch(seed, [16] * 16)
+            list(ppo.update(ExperienceBatch(**{**vars(batch), "rewards": batch.rewards * np.float32(factor)})))
+        with torch.no_grad():
+            policies.append(torch.softmax(ppo.model(torch.eye(SIZE))[0], -1))
+    assert (policies[0] - policies[1]).abs().max() < 0.15
+    assert (policies[0] - 1 / NUM_ACTIONS).abs().max() > 0.02  # they have learnt
+
+
+def test_the_entropy_counts_less_and_less() -> None:
+    ppo = make_ppo(entropy_cost=0.02, entropy_half_steps=32)
+    list(ppo.update(random_batch(0, [32])))
+    assert ppo._loss_config.entropy_cost == 0.02
+    other = make_ppo(entropy_cost=0.02, entropy_half_steps=32)
+    other.load_state_dict(ppo.state_dict())
+    list(other.update(random_batch(1, [64])))
+    assert other._loss_config.entropy_cost == 0.01
+    assert other._targets.deviation == pytest.approx(float(other.model.value_scale))
+
+
+def test_weights_of_earlier_releases_have_their_values() -> None:
+    model = ActorCritic(4, 2, (8,))
+    earlier = {name: value for name, value in model.state_dict().items() if not name.startswith("value_")}
+    with torch.no_grad():
+        model.value_scale.fill_(3.0)
+    model = ActorCritic(4, 2, (8,))
+    model.load_state_dict(earlier)
+    assert (float(model.value_scale), float(model.value_shift)) == (1.0, 0.0)

@@ -28,7 +28,7 @@ from shoal.runs import Run
 from shoal.runs.formatting import format_metric
 from shoal.runs.run_kind import RunKind
 
-RETURN = "return/mean_100"
+RETURN, BEST_RETURN = "return/mean_100", "return/best_actions"
 NUMBERS = (
     ("steps/s", "steps/per_s"),
     ("steps", "steps/total"),
@@ -80,10 +80,13 @@ class LoopView(RunView):
     @property
     def policies(self) -> dict[str, float]:
         """The mean returns of a run of several policies, by policy."""
-        return {name: each for name, each in self.get_group("return").items() if name != "mean_100"}
+        returns = self.get_group("return")
+        return {} if "mean_100" in returns else returns
 
     def list_panels(self) -> Iterator[RenderableType]:
         yield _render_return(self)
+        if math.isfinite(best := self.value(BEST_RETURN)):
+            yield render_fact("by best actions ", format_or_dash(best))
         if self.spaces:
             yield render_fact("spaces", self.spaces)
         if episodes := _describe_episodes(self):
@@ -110,9 +113,11 @@ class LoopView(RunView):
     def list_facts(self) -> list[str]:
         if math.isnan(self.value("steps/total")):
             return []
+        best = self.value(BEST_RETURN)
         returns = [f"return of {name} {format_or_dash(each)}" for name, each in self.policies.items()]
         return [
             *(returns or [f"return {format_or_dash(self.value(RETURN))}"]),
+            *([f"by best actions {format_or_dash(best)}"] if math.isfinite(best) else []),
             *_describe_episodes(self)[1:],
             *(f"{name} {format_or_dash(self.value(metric))}" for name, metric in PLAIN_NUMBERS),
             f"drops {sum(self.drops.values()):.0f}",

@@ -150,6 +150,7 @@ class SACConfig(AlgorithmConfig):
     has_value_head: ClassVar[bool] = False
     action_spaces: ClassVar[tuple[str, ...]] = ("Box",)
     is_off_policy: ClassVar[bool] = True
+    segment_length: ClassVar[int] = 32
     batch_steps: ClassVar[int] = 64
     updates_between_trials: ClassVar[int] = 1000
 

@@ -250,8 +250,8 @@ def _choose_panels(read: _ReportData, metric: str) -> list[plots.Panel]:
             panels.append(plots.Panel(metric, "step", [(metric, read.make_curve(metric))]))
         return panels
     titles = read.panels.titles
-    policies = [name for name in map(str, read.metrics) if name.startswith(RETURNS) and name != MEAN_RETURN]
-    if policies:
+    policies = [name for name in map(str, read.metrics) if name.startswith(RETURNS)]
+    if policies and MEAN_RETURN not in policies:
         headings = [f"{titles[MEAN_RETURN]}: {name.removeprefix(RETURNS)}" for name in policies]
         curves = [[(name, read.make_curve(name))] for name in policies]
         return [
@@ -323,6 +323,7 @@ def _build_metric_rows(read: _ReportData) -> list[tuple[str, str, str, str]]:
 COMMON = ReportPanels(
     titles={
         MEAN_RETURN: "Mean return, last 100 episodes",
+        "return/best_actions": "Mean return by best actions",
         "episode/return_std": "Spread of returns (standard deviation)",
         "episode/length": "Mean length of episodes (steps)",
         "episode/success_rate": "Share of episodes that reached their goal",

@@ -6,7 +6,7 @@ Legend: N steps, S segments laid end to end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,7 +24,7 @@ from shoal.rl.algorithms.algorithm import (
     restore_optimizer,
     set_learning_rate,
 )
-from shoal.rl.algorithms.normalization import Normalizer
+from shoal.rl.algorithms.normalization import Normalizer, TargetMoments
 from shoal.rl.algorithms.segments import MOMENTS, compute_log_pi, compute_log_ratios, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import LearnerGroup
@@ -54,15 +54,18 @@ class ActorCriticAlgorithm(Algorithm):
 
     adam_epsilon: ClassVar[float] = 1e-8
     _config: ImpalaConfig | PPOConfig
+    _loss_config: ImpalaConfig | PPOConfig  # with the present weight of the entropy
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec, folder: Path | None = None) -> None:
         assert isinstance(spec.algorithm, ImpalaConfig | PPOConfig)
-        self._config = spec.algorithm
+        self._config = self._loss_config = spec.algorithm
         self.device, self.normalizer = find_device(spec), Normalizer(spec, experience)
         self.model: AnyActorCritic = build_model(spec, experience)
         self.model.to(self.device)
+        self._parameters = list(self.model.parameters())
+        self._targets, self._num_learnt = TargetMoments(), 0
         rate = self._config.learning_rate
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, eps=self.adam_epsilon, fused=True)
+        self._optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=self.adam_epsilon, fused=True)
 
     def compute_gradients(self, losses: Losses, num_mine: int, num_steps: int, group: LearnerGroup) -> dict[str, float]:
         """Store the clipped gradients of a loss over `num_mine` steps in the model; returns a step's metrics.
@@ -81,18 +84,53 @@ class ActorCriticAlgorithm(Algorithm):
             "learner/kl": losses.kl,
             **dict(zip(MOMENTS, losses.moments, strict=True)),
         }
-        sums = group.sum_gradients(self.model.parameters(), metrics, num_mine, num_steps)
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
-        explained = explain_variance(*(sums.pop(each) for each in MOMENTS))
+        sums = group.sum_gradients(self._parameters, metrics, num_mine, num_steps)
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        error, squared_error, target, squared_target = (sums.pop(each) for each in MOMENTS)
+        self._newest_targets = num_steps, target, squared_target
+        explained = explain_variance(error, squared_error, target, squared_target)
         sums |= {"learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
         return {**sums, **(shown or {})}
 
     def take_step(self, metrics: dict[str, float]) -> dict[str, float]:
         """Take the step of these gradients. Raises NonFiniteLoss, leaving the weights as they were."""
-        if bad := find_non_finite(metrics):
+        num_steps, target, square = self._newest_targets
+        if bad := find_non_finite({**metrics, "mean square of the value targets": square}):
             raise NonFiniteLoss(f"{', '.join(bad)} is not finite; lower algorithm.learning_rate or check the rewards")
         self._optimizer.step()
+        self._targets.add(num_steps, target, square)
+        self.model.set_value_unit(self._targets.deviation, self._targets.mean)
         return metrics
+
+    @property
+    def value_scale(self) -> float:
+        """The unit in which values are learned: the deviation of their targets."""
+        return self._targets.deviation
+
+    def count_learnt(self, num_steps: int) -> None:
+        """Count the environment steps of a batch of all learners: the entropy counts less and less."""
+        share = 1 / (1 + self._num_learnt / self._config.entropy_half_steps)
+        self._loss_config = self._config.model_copy(update={"entropy_cost": share * self._config.entropy_cost})
+        self._num_learnt += num_steps
+
+    def count_minibatches(self, num_steps: int) -> int:
+        return max(1, round(num_steps / self._config.minibatch_steps))
+
+    def count_epochs(self, num_steps: int) -> int:
+        """As configured, but fewer for a batch that is smaller than a minibatch."""
+        most = self._config.epochs
+        return min(most, max(1, round(num_steps * most / self._config.minibatch_steps)))
+
+    def draw_segments(self, batch: ExperienceBatch) -> Iterator[tuple[np.ndarray, int]]:
+        """In each epoch, whole segments at random: yield which of this learner's are in a minibatch, bool [s], and the
+        steps of all learners' segments in it."""
+        segments, lengths = self.group.locate_segments(batch)
+        total = int(lengths.sum())
+        self.count_learnt(total)
+        num_minibatches = min(len(lengths), self.count_minibatches(total))
+        for _ in range(self.count_epochs(total)):
+            for chosen in torch.randperm(len(lengths)).tensor_split(num_minibatches):
+                yield np.isin(segments, chosen.numpy()), int(lengths[chosen.numpy()].sum())
 
     def take_demonstrations(self) -> bool:
         """Steps of cloning alone: a batch of experience has few, and comes from a policy that was shown nothing."""
@@ -100,7 +138,7 @@ class ActorCriticAlgorithm(Algorithm):
         num_steps = self.demonstrations.take_cloning_steps()
         for _ in range(num_steps):
             if self._add_shown_gradient():
-                nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+                nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
                 self._optimizer.step()
         return num_steps > 0
 
@@ -111,7 +149,8 @@ class ActorCriticAlgorithm(Algorithm):
             None if demonstrations is None else demonstrations.compute_loss(self.compute_log_pi, self._differentiate)
         )
         if shown is None:
-            self.model.zero_grad(set_to_none=True)
+            for each in self._parameters:
+                each.grad = None
         return shown
 
     def _differentiate(self, loss: Tensor) -> bool:
@@ -131,7 +170,7 @@ class ActorCriticAlgorithm(Algorithm):
 
     def configure(self, config: AlgorithmConfig) -> None:
         assert isinstance(config, type(self._config))
-        self._config = config
+        self._config = self._loss_config = config
         set_learning_rate(self._optimizer, config.learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,11 +178,15 @@ class ActorCriticAlgorithm(Algorithm):
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "normalizer": self.normalizer.state_dict(),
+            "targets": vars(self._targets),
+            "num_learnt": self._num_learnt,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.normalizer.load_state_dict(state["normalizer"])
+        vars(self._targets).update(state.get("targets", {}))
+        self._num_learnt = state.get("num_learnt", 0)
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 
 

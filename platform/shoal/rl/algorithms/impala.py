@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from shoal.rl.algorithm_config import ImpalaConfig
 from shoal.rl.algorithms.actor_critic import ActorCriticAlgorithm, Losses, find_non_finite
 from shoal.rl.algorithms.algorithm import Metrics
 from shoal.rl.algorithms.segments import (
+    MOMENTS,
     SegmentBatch,
     compute_moments,
     evaluate_rows,
@@ -36,11 +38,12 @@ def impala_loss(
     distribution: Categorical | MultiCategorical | SquashedGaussian,
     num_steps: int | None = None,
     group: LearnerGroup = SINGLE,
+    scale: float | Tensor = 1.0,
 ) -> Losses:
     """The loss of §4.2: policy gradient with V-trace advantages, squared error to V-trace targets, entropy bonus.
 
-    Of experience that is k versions old, a step beyond 1 ± ε/k in the direction of its advantage has no policy gradient
-    (the trust region of PPO, 1707.06347): ρ = 1 would push it on with each batch until the effect of the first is seen.
+    A step beyond 1 ± ε in the direction of its advantage has no policy gradient (the trust region of PPO, 1707.06347):
+    ρ = 1 would push it on with each step of the optimizer until the effect of the first is seen.
 
     outputs [N+S, ...] of the distribution and values [N+S] are the learner's, for every observation; differentiable in
     both. num_steps: of the `group` of learners, if the batch is a share of one
@@ -59,14 +62,12 @@ def impala_loss(
         log_rhos_TB, discounts_TB, rewards_TB, values_T1B, mask_TB, config.rho_bar, config.c_bar, config.lambda_
     )
     advantages = grid.collect(trace.advantages_TB)
-    if config.normalize_advantages:
-        advantages = standardize(advantages, group)
+    advantages = standardize(advantages, group) if config.normalize_advantages else advantages / scale
     ratios = log_ratios.exp()
-    reach = config.clip / (1 if batch.ages is None else batch.ages.clamp(min=1))
-    is_clipped = torch.where(advantages > 0, ratios > 1 + reach, ratios < 1 - reach)
+    is_clipped = torch.where(advantages > 0, ratios > 1 + config.clip, ratios < 1 - config.clip)
     policy_loss = -(advantages * ~is_clipped * log_pi).sum() / num_steps
     targets, values = grid.collect(trace.targets_TB), values.index_select(0, grid.step_rows)
-    value_loss = 0.5 * (targets - values).square().sum() / num_steps
+    value_loss = 0.5 * ((targets - values) / scale).square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     moments = compute_moments(values, targets, num_steps)
     kl = (ratios - 1 - log_ratios).sum() / num_steps
@@ -75,19 +76,34 @@ def impala_loss(
 
 
 class Impala(ActorCriticAlgorithm):
-    """One step of Adam for each batch."""
+    """`epochs` times over the segments of each batch, in minibatches of whole segments at random: V-trace computes
+    advantages and targets anew for each."""
 
     _config: ImpalaConfig
+    _loss_config: ImpalaConfig
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
-        _, num_steps = self.group.locate(batch)
-        yield self.take_step(self._compute_metrics(batch, num_steps, self.group))
+        for is_mine, num_steps in self.draw_segments(batch):
+            yield self.take_step(self._compute_metrics(batch, is_mine, num_steps, self.group))
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
-        return not find_non_finite(self._compute_metrics(segment, segment.num_steps, SINGLE))
+        return not find_non_finite(self._compute_metrics(segment, np.array([True]), segment.num_steps, SINGLE))
 
-    def _compute_metrics(self, batch: ExperienceBatch, num_steps: int, group: LearnerGroup) -> dict[str, float]:
-        tensors, config = to_tensors(batch, self.device), self._config
+    def _compute_metrics(
+        self, batch: ExperienceBatch, is_mine: np.ndarray, num_steps: int, group: LearnerGroup
+    ) -> dict[str, float]:
+        """Of a minibatch of `num_steps`, of which this learner has the segments where `is_mine` (bool [s]) is true:
+        perhaps none, and then its gradients are 0."""
+        has_any = bool(is_mine.any())
+        mine = batch.select(is_mine if has_any else np.arange(len(is_mine)) == 0)
+        tensors, config = to_tensors(mine, self.device), self._loss_config
         outputs, values = evaluate_rows(self.model, tensors)
-        losses = impala_loss(outputs, values, tensors, config, self.model.distribution, num_steps, group)
-        return self.compute_gradients(losses, batch.num_steps, num_steps, group)
+        if has_any:
+            distribution, scale = self.model.distribution, self.value_scale
+            losses = impala_loss(outputs, values, tensors, config, distribution, num_steps, group, scale)
+        else:
+            if config.normalize_advantages:
+                standardize(values.new_zeros(0), group)
+            nothing = 0 * (outputs.sum() + values.sum())
+            losses = Losses._make([nothing] * len(Losses._fields))._replace(moments=nothing.expand(len(MOMENTS)))
+        return self.compute_gradients(losses, mine.num_steps * has_any, num_steps, group)

@@ -7,6 +7,7 @@ Legend: N steps, S segments laid end to end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ ROUNDING = 1e-6
 # nothing in float32, and one of 1e30 would make them equal for ever.
 HUGE = 1e8
 ROWS_PER_HUGE = 250
+TARGET_STEPS = 200_000  # each counts in every epoch
+SMALLEST_DEVIATION = 1e-8
 _OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
 
 
@@ -63,6 +66,29 @@ class ExperienceMoments:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = int(state["count"])
         self.mean, self.squares = state["mean"].numpy(), state["squares"].numpy()
+
+
+class TargetMoments:
+    """Mean and mean square of value targets, in which those of the last TARGET_STEPS count most.
+
+    Values are learned in these units (van Hasselt et al., 1602.07714, without the step that preserves outputs: the
+    values of a policy that gets better grow together), so that the size of rewards does not matter.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps, self.mean, self.square = 0, 0.0, 0.0
+
+    def add(self, num_steps: int, mean: float, square: float) -> None:
+        """Take the moments of further targets."""
+        self.num_steps = min(self.num_steps + num_steps, max(num_steps, TARGET_STEPS))
+        share = num_steps / self.num_steps
+        self.mean += share * (mean - self.mean)
+        self.square += share * (square - self.square)
+
+    @property
+    def deviation(self) -> float:
+        """1 before the first targets."""
+        return max(math.sqrt(max(self.square - self.mean**2, 0.0)), SMALLEST_DEVIATION) if self.num_steps else 1.0
 
 
 class Normalizer:

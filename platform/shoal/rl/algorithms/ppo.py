@@ -69,6 +69,7 @@ def ppo_loss(
     config: PPOConfig,
     distribution: Categorical | MultiCategorical | SquashedGaussian,
     num_steps: int | None = None,
+    scale: float | Tensor = 1.0,
 ) -> Losses:
     """The clipped objective, equation (7) of 1707.06347, around the policy μ that has acted, of any age.
 
@@ -84,7 +85,7 @@ def ppo_loss(
     clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
     gains = torch.minimum(ratios * targets.advantages, clipped * targets.advantages)
     policy_loss = -((config.rho_bar / ratios.detach()).clamp(max=1.0) * gains).sum() / num_steps
-    value_loss = 0.5 * (values - targets.values).square().sum() / num_steps
+    value_loss = 0.5 * ((values - targets.values) / scale).square().sum() / num_steps
     total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
     with torch.no_grad():
         clip_fraction = ((ratios - 1).abs() > config.clip).float().sum() / num_steps
@@ -100,29 +101,27 @@ class PPO(ActorCriticAlgorithm):
 
     adam_epsilon = 1e-5
     _config: PPOConfig
+    _loss_config: PPOConfig
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         tensors = to_tensors(batch, self.device)
         step_rows, targets = self._prepare(tensors, self.group)
+        if tensors.states is not None:
+            for is_mine, num_steps in self.draw_segments(batch):
+                yield self._step_on_segments(batch, is_mine, targets, num_steps)
+            return
         positions, num_steps = self.group.locate(batch)
+        self.count_learnt(num_steps)
         index_of_position = torch.full((num_steps,), -1).index_copy_(0, positions, torch.arange(len(positions)))
-        for _ in range(self._config.epochs):
-            if tensors.states is not None:
-                segments, lengths = self.group.locate_segments(batch)
-                for chosen in torch.randperm(len(lengths)).tensor_split(self._config.minibatches):
-                    if len(chosen):
-                        is_mine, num_steps = np.isin(segments, chosen.numpy()), int(lengths[chosen.numpy()].sum())
-                        yield self._step_on_segments(batch, is_mine, targets, num_steps)
-                continue
-            for minibatch in torch.randperm(num_steps).tensor_split(self._config.minibatches):
-                if len(minibatch):
-                    mine = index_of_position[minibatch]  # -1: another learner has the step
-                    chosen = mine[mine >= 0].to(self.device)
-                    rows = step_rows[chosen]
-                    outputs, values = self.model(tensors.observations[rows])
-                    outputs = mask_logits(outputs, None if tensors.masks is None else tensors.masks[rows])
-                    actions, selected = tensors.actions[chosen], targets.select(chosen)
-                    yield self._step(outputs, values, actions, selected, len(minibatch))
+        for _ in range(self.count_epochs(num_steps)):
+            for minibatch in torch.randperm(num_steps).tensor_split(self.count_minibatches(num_steps)):
+                mine = index_of_position[minibatch]  # -1: another learner has the step
+                chosen = mine[mine >= 0].to(self.device)
+                rows = step_rows[chosen]
+                outputs, values = self.model(tensors.observations[rows])
+                outputs = mask_logits(outputs, None if tensors.masks is None else tensors.masks[rows])
+                actions, selected = tensors.actions[chosen], targets.select(chosen)
+                yield self._step(outputs, values, actions, selected, len(minibatch))
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
         tensors = to_tensors(segment, self.device)
@@ -163,5 +162,6 @@ class PPO(ActorCriticAlgorithm):
 
     def _step(self, outputs: Tensor, values: Tensor, actions: Tensor, targets: PPOTargets, num_steps: int) -> Metrics:
         """A step on some of the `num_steps` of a minibatch, of which the other learners have the others."""
-        losses = ppo_loss(outputs, values, actions, targets, self._config, self.model.distribution, num_steps)
+        distribution, scale = self.model.distribution, self.value_scale
+        losses = ppo_loss(outputs, values, actions, targets, self._loss_config, distribution, num_steps, scale)
         return self.take_step(self.compute_gradients(losses, len(actions), num_steps, self.group))

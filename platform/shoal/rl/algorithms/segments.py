@@ -24,7 +24,7 @@ MOMENTS = ("error", "squared_error", "target", "squared_target")  # of values: s
 class SegmentBatch(NamedTuple):
     """S segments laid end to end: observations [N+S, *obs] (one more a segment), actions, rewards and behaviour
     log_probabilities [N], lengths_B int64 [S], terminated_B bool [S]; of a recurrent policy, the states [S, size]
-    before their first observations; masks bool [N+S, K], where the run has action masks; ages [N], in versions."""
+    before their first observations; masks bool [N+S, K], where the run has action masks."""
 
     observations: Tensor
     actions: Tensor
@@ -34,7 +34,6 @@ class SegmentBatch(NamedTuple):
     terminated_B: Tensor
     masks: Tensor | None = None
     states: Tensor | None = None
-    ages: Tensor | None = None
 
 
 class SegmentGrid(NamedTuple):
@@ -101,7 +100,6 @@ def to_tensors(batch: ExperienceBatch, device: torch.device = CPU) -> SegmentBat
         device,
         batch.extras.get(MASKS),
     )
-    tensors = tensors._replace(ages=torch.from_numpy(batch.get_ages()).to(device))
     states = batch.extras.get(STATE)
     return tensors if states is None else tensors._replace(states=torch.from_numpy(np.array(states)).to(device))
 

@@ -25,8 +25,9 @@ from shoal.rl.experience.segment_log import Positioned, Unlogged
 from shoal.weights import decode_tensors, encode_tensors
 from shoal.wire.segment import DropReason, Segment
 
+MEAN_SEGMENTS = 32
 UNWRITABLE_PAUSE_S = 0.5
-_NUMBERS = ("lease_id", "position", "learner_version")
+_NUMBERS = ("lease_id", "position")
 _EXTRA = "extra."  # before the name of an extra, where a batch is one flat mapping
 
 
@@ -38,7 +39,6 @@ class ExperienceBatch:
     log_probabilities [N], versions [N], lengths int64 [S], terminated bool [S]; `acknowledge` takes the lease_id.
     extras: the segments' further tensors by name, [S, ...] or [N+S, ...] as they are given for a segment or observation
     position: of its last segment in the log of the run; 0 without a log
-    learner_version: of the weights that learn from it; 0 before
     """
 
     lease_id: int
@@ -51,7 +51,6 @@ class ExperienceBatch:
     terminated: np.ndarray
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     position: int = 0
-    learner_version: int = 0
 
     @classmethod
     def from_segments(cls, lease_id: int, segments: list[Segment], position: int = 0) -> ExperienceBatch:
@@ -89,11 +88,6 @@ class ExperienceBatch:
         numbers = {name: int(arrays.pop(name)[0]) for name in _NUMBERS}
         return cls(extras=extras, **numbers, **arrays)  # type: ignore[arg-type]
 
-    def get_ages(self) -> np.ndarray:
-        """How many versions behind the learner's each step is. [N]"""
-        ages: np.ndarray = np.maximum(0, self.learner_version - self.versions)
-        return ages
-
     def oldest_versions(self) -> np.ndarray:
         """The oldest weights version in each segment. [S]"""
         starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
@@ -115,7 +109,6 @@ class ExperienceBatch:
             self.terminated[keep],
             {name: each[keep if len(each) == len(keep) else rows] for name, each in self.extras.items()},
             self.position,
-            self.learner_version,
         )
 
 
@@ -170,6 +163,7 @@ class ExperienceQueue:
         self._arrived = Condition(ledger.lock)  # one lock: the ledger and the queue always agree
         self._segments: deque[Positioned] = deque()
         self._num_steps = 0
+        self.mean_steps = 0.0  # of the newest segments; 0 before the first
         self._num_ready = self._ready_steps = 0  # of those, the first ones: what may be taken
         self._next_position = 1
         self._logged_end: int | None = None  # with a log: segments of lower positions are ready; without, all
@@ -178,6 +172,7 @@ class ExperienceQueue:
         self.on_closed: Callable[[], object] = lambda: None
         self._newest_take = ("", 0)  # consumer, number
         self._wanted = (0, 0)  # steps, segments: either wakes `take`
+        self.is_awaited = False  # `take` waits for more
         self.awaited_version = 0  # of the batch that the learner waits for; 0: none, or actors do not pause
         self.num_batches = 0  # that were taken
         self._closed = False
@@ -198,6 +193,7 @@ class ExperienceQueue:
             self._next_position += 1
             self._segments.append(entry)
             self._num_steps += segment.num_steps
+            self.mean_steps += (segment.num_steps - self.mean_steps) / min(entry.position, MEAN_SEGMENTS)
             self.ledger.record_received(key, seq)
             if self._logged_end is not None:
                 self._unlogged.append(entry)
@@ -250,11 +246,15 @@ class ExperienceQueue:
             self._wanted = (min_steps, max_segments)
             if version:
                 self._await_version(version)
+            self.is_awaited = not self._has_enough(min_steps, max_segments)
+            if self.is_awaited:
+                self.on_space_freed()
             while not self._closed and not self._has_enough(min_steps, max_segments):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     break
                 self._arrived.wait(remaining_s)
+            self.is_awaited = False
             if self._newest_take != (consumer, number):
                 return None  # abandoned by the learner: a newer request is waiting
             if is_patient and not self._has_enough(min_steps, max_segments):

@@ -13,6 +13,7 @@ and `take_credit` after it has committed the ledger.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 import time
 from collections import deque
@@ -83,9 +84,9 @@ class Sessions(dict[bytes, Session]):
     touched:      routes with something to be sent, perhaps; the gateway clears them
     """
 
-    def __init__(self, queue: ExperienceQueue, round_length: int = 0) -> None:
+    def __init__(self, queue: ExperienceQueue, round_length: int = 0, steps_ahead: int = 0) -> None:
         super().__init__()
-        self._queue = queue
+        self._queue, self._steps_ahead = queue, steps_ahead
         self._round_length, self._round = round_length, 0
         self._lapse_s = ROUND_LAPSE_S if round_length else LAPSE_S
         self._waits_s: deque[float] = deque(maxlen=256)  # from credit, or the segment before, to a segment
@@ -122,7 +123,15 @@ class Sessions(dict[bytes, Session]):
 
     def count_free(self) -> int:
         """How many slots of the queue no session may fill; below 0: fewer than those that they may."""
-        return self._queue.capacity - len(self._queue) - sum(self.compute_open_credit().values())
+        return self._limit() - len(self._queue) - sum(self.compute_open_credit().values())
+
+    def _limit(self) -> int:
+        """How many segments may be queued and on their way: as `steps_ahead` says, but one for each session."""
+        if not self._steps_ahead or not self._queue.mean_steps:
+            return self._queue.capacity
+        num_steps = self._steps_ahead * (2 if self._queue.is_awaited else 1)
+        num_segments = math.ceil(num_steps / self._queue.mean_steps)
+        return min(self._queue.capacity, max(num_segments, len(self._playing)))
 
     def has_space(self) -> bool:
         """Whether the queue has a slot that no session may fill."""
@@ -153,7 +162,8 @@ class Sessions(dict[bytes, Session]):
         if self._round_length:
             grants = self._share_round(open_credit, max_credits)
         else:
-            capacity = queue.capacity - (queue.capacity // 8 if self._idle else 0)  # for what idle sessions send
+            capacity = self._limit()
+            capacity -= capacity // 8 if self._idle else 0  # for what idle sessions send
             grants = grant_credit(open_credit, len(queue), capacity, max_credits)
         for route, grant in grants.items():
             session = self._playing[route] = self._playing.pop(route)
@@ -203,7 +213,7 @@ class Sessions(dict[bytes, Session]):
     def describe_shortage(self) -> dict[str, Any] | None:
         """Who has been without credit for CREDIT_WAIT_S, and who holds the queue's slots; None while some are free."""
         queue, open_credit = self._queue, self.compute_open_credit()
-        if self.count_free() > queue.capacity // 8:
+        if self.count_free() > self._limit() // 8:
             return None
         deadline, get_account = time.monotonic() - CREDIT_WAIT_S, queue.ledger.get_account
         silent = [each for each in self._playing.values() if each.credit_at < deadline]
@@ -215,7 +225,7 @@ class Sessions(dict[bytes, Session]):
             "waiting": len(waiting),
             "actors": [each.key[0] for each in waiting[:MAX_HOLDERS]],
             "queued": len(queue),
-            "capacity": queue.capacity,
+            "capacity": self._limit(),
             "credit": {self[route].key[0]: open_credit[route] for route in largest if open_credit[route]},
         }
 

@@ -30,6 +30,8 @@ class GatewaySetting:
     token, run_id:     of the run, as its actors must know them
     curve_keys:        (public, secret) as zmq.curve_keypair() makes them
     is_synchronous:    actors pause between two batches
+    steps_ahead:       environment steps that may be queued and on their way while the learner learns, and twice as many
+                       while it waits; 0: as many segments as the queue takes
     learns_from_users: it takes the episodes of the endpoint's users
     policy:            its name, which is the path of its WebSocket address; "" where the run gives none
     demonstrations:    where those of others than the policy are stored
@@ -43,6 +45,7 @@ class GatewaySetting:
     target_return: float | None = None
     curve_keys: tuple[bytes, bytes] | None = None
     is_synchronous: bool = False
+    steps_ahead: int = 0
     learns_from_users: bool = False
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
@@ -78,7 +81,8 @@ class GatewayState:
         self.episodes = site.open_episodes(record) if site else None
         self.progress = RunProgress(setting.target_return, opponent_names=opponents.names if opponents else {})
         self.actors = ActorTable()
-        self.sessions = Sessions(queue, setting.experience.segment_length if setting.is_synchronous else 0)
+        length = setting.experience.segment_length
+        self.sessions = Sessions(queue, length if setting.is_synchronous else 0, setting.steps_ahead)
         self.send_queue = SendQueue(group_commit)
         self.weights: WeightSnapshot | None = None
         self.settings: GameSettings = {}  # of the game; `progress.settings` is their version
