@@ -142,6 +142,7 @@ class ActorCriticConfig(AlgorithmConfig):
     )
     batch_steps: ClassVar[int] = 1024
     batch_growth: ClassVar[int] = 1
+    updates_between_trials: ClassVar[int] = 200  # those of ten batches
 
     @property
     def pauses_actors(self) -> bool:
