@@ -128,11 +128,13 @@ class Sessions(dict[bytes, Session]):
     def _limit(self) -> int:
         """How many segments may be queued and on their way: as `steps_ahead` says, but one for each session, and two
         while the learner waits, so that no actor does."""
-        if not self._steps_ahead or not self._queue.mean_steps:
-            return self._queue.capacity
-        num_each = 2 if self._queue.is_awaited else 1
-        num_segments = math.ceil(num_each * self._steps_ahead / self._queue.mean_steps)
-        return min(self._queue.capacity, max(num_segments, num_each * len(self._playing)))
+        queue = self._queue
+        if not self._steps_ahead:
+            return queue.capacity
+        num_each = 2 if queue.is_awaited else 1
+        num_missing = max(0, num_each * self._steps_ahead - queue.num_steps)
+        num_segments = len(queue) + math.ceil(num_missing / (queue.mean_steps or self._steps_ahead))
+        return min(queue.capacity, max(num_segments, num_each * len(self._playing)))
 
     def has_space(self) -> bool:
         """Whether the queue has a slot that no session may fill."""
@@ -164,7 +166,7 @@ class Sessions(dict[bytes, Session]):
             grants = self._share_round(open_credit, max_credits)
         else:
             capacity = self._limit()
-            capacity -= capacity // 8 if self._idle else 0  # for what idle sessions send
+            capacity -= max(0, capacity - len(queue)) // 8 if self._idle else 0  # for what idle sessions send
             grants = grant_credit(open_credit, len(queue), capacity, max_credits, 1 if self._steps_ahead else 4)
         for route, grant in grants.items():
             session = self._playing[route] = self._playing.pop(route)
