@@ -248,8 +248,8 @@ class ExperienceQueue:
             if version:
                 self._await_version(version)
             self.is_awaited = not self._has_enough(min_steps, max_segments)
-            if self.is_awaited:
-                self.on_space_freed()
+            if self.is_awaited and not version:
+                self.on_space_freed()  # the pace allows more
             while not self._closed and not self._has_enough(min_steps, max_segments):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
