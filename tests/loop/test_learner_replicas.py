@@ -36,10 +36,10 @@ A, KEY, HOST = ("a", 1), b"a key of the tests", "127.0.0.1"
 # Float32 sums in another order, and Adam's quotients of them, over 5 batches.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 ALGORITHMS = {
-    "impala": ["algorithm=impala", "algorithm.epochs=2"],
+    "impala": ["algorithm=impala", "algorithm.epochs=2", "algorithm.minibatch_steps=16"],
     "impala-plain": ["algorithm=impala", "algorithm.epochs=2", "algorithm.normalize_advantages=false"],
     "impala-gru": ["algorithm=impala", "algorithm.minibatch_steps=16", "core=gru", "core_size=6"],
-    "ppo": ["algorithm=ppo", "algorithm.epochs=2"],
+    "ppo": ["algorithm=ppo", "algorithm.epochs=2", "algorithm.minibatch_steps=16"],
     "ppo-lstm": ["algorithm=ppo", "algorithm.epochs=2", "algorithm.minibatch_steps=16", "core=lstm", "core_size=6"],
     "dqn": [
         "algorithm=dqn",
@@ -108,7 +108,7 @@ class Bench:
     def learn(self, random: np.random.Generator, num_batches: int) -> None:
         """From segments of 3 to 16 steps, without an equal division."""
         for _ in range(num_batches):
-            while self.queue._num_steps < 48:
+            while self.queue.num_steps < 48:
                 made = random_segment(random, self.spec)
                 self.queue.put(A, self.queue.ledger.get_account(A).next_seq, made)
             assert self.learner.step()

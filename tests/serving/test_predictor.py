@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import Identity
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
+from shoal.models.actor_critic import ActorCritic
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.model.formats.torch_forward import COPIED_BYTES
@@ -376,6 +377,22 @@ def test_weights_that_do_not_fit_are_refused(snapshot: WeightSnapshot, complaint
     with pytest.raises(WeightsError, match=complaint):
         subject.load(snapshot)
     assert ask(subject.load(weights(1))) == {"y": [[4.0, 4.0]]}
+
+
+def test_a_policy_of_an_earlier_release_is_served() -> None:
+    """Its weights lack the unit of the values."""
+    kwargs = {"observation_size": 3, "num_actions": 2, "hidden": [4]}
+    model = ActorCritic(**kwargs)
+    earlier = {name: each.numpy() for name, each in model.state_dict().items() if not name.startswith("value_")}
+    inputs = [TensorSignature(name="observation", datatype="FP32", shape=[-1, 3])]
+    outputs = [TensorSignature(name="value", datatype="FP32", shape=[-1])]
+    factory = ModelFactory(factory="shoal.models.actor_critic:ActorCritic", kwargs=kwargs)
+    served = Predictor(factory, Signature(inputs=inputs, outputs=outputs), ModelOptions())
+    observation = np.ones((1, 3), np.float32)
+    [answer] = served.load(WeightSnapshot.of(1, earlier)).predict_batch([{"observation": observation}])
+    with torch.no_grad():
+        expected = model.predict(torch.from_numpy(observation))["value"]
+    assert answer["value"].tolist() == pytest.approx(expected.tolist())
 
 
 def test_a_factory_that_gives_no_module_is_refused() -> None:

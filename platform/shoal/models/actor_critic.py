@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,7 @@ class ActorCritic(nn.Module):
     Shapes: observation [B, observation_size]; num_actions is the number of choices, or of numbers in an action.
     """
 
+    added_state: ClassVar[Mapping[str, float]] = {"value_scale": 1.0, "value_shift": 0.0}
     value_scale: Tensor
     value_shift: Tensor
 
@@ -112,8 +113,8 @@ class ActorCritic(nn.Module):
         network: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.register_buffer("value_scale", torch.ones(()))
-        self.register_buffer("value_shift", torch.zeros(()))
+        for name, number in self.added_state.items():
+            self.register_buffer(name, torch.tensor(number))
         self.encoder, observation_size = make_encoder(frames, observation_size)
         self.distribution: Categorical | MultiCategorical | SquashedGaussian = Categorical()
         self._action_shape = list(action_shape)
@@ -148,8 +149,8 @@ class ActorCritic(nn.Module):
         self.value_shift.fill_(shift)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("value_scale", "value_shift"):  # weights of earlier releases have none
-            state_dict.setdefault(prefix + name, getattr(self, name))
+        for name, number in self.added_state.items():  # weights of earlier releases have none
+            state_dict.setdefault(prefix + name, torch.tensor(number))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def predict(self, observation: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:

@@ -141,7 +141,8 @@ class ActorCriticConfig(AlgorithmConfig):
         *("value_cost", "entropy_cost", "entropy_half_steps", "rho_bar", "max_grad_norm"),
     )
     batch_steps: ClassVar[int] = 1024
-    batch_growth: ClassVar[int] = 1
+    batch_growth: ClassVar[int] = 4  # of hundreds of actors, so that experience is few versions old
+    updates_between_trials: ClassVar[int] = 200  # those of ten batches
 
     @property
     def pauses_actors(self) -> bool:

@@ -213,7 +213,7 @@ def test_an_algorithm_is_chosen_by_its_name_and_set_by_its_fields() -> None:
 
 
 def test_an_algorithm_says_how_much_experience_it_takes_and_of_what_age() -> None:
-    assert RLSpec().batch_limits == (1024, 1024)
+    assert RLSpec().batch_limits == (1024, 4096)
     assert RLSpec().applied_gateway.max_version_lag == 30
     dqn = RLSpec().override(["algorithm=dqn"])
     assert dqn.batch_limits == (256, 512)

@@ -209,6 +209,28 @@ def test_a_learner_that_is_slower_than_its_actors_leaves_none_of_them_waiting_fo
     assert max(received) - min(received) <= 2
 
 
+@pytest.mark.parametrize("length", [1, 3, 20, 256])
+def test_a_batch_fills_whatever_the_lengths_of_segments_were_before(length: int) -> None:
+    """Segments of 256 steps, and then shorter ones, while the learner waits for 64 steps."""
+    queue = ExperienceQueue(2000, Ledger())
+    sessions = Sessions(queue, steps_ahead=64)
+    for number in range(2):
+        sessions[bytes([number])] = Session((f"a{number}", 1), ActorProgress(f"a{number}", 1), 0)
+    for seq in range(40):
+        assert queue.put(("other", 1), seq, segment(256))
+    assert queue.take("learner", BatchRequest(1, 10**6, 2000, 0.0, 1))
+    queue.is_awaited = True
+    for _ in range(200):
+        sessions.grant_credit(max_credits=8)
+        for session in sessions.values():
+            seq = queue.ledger.get_account(session.key).next_seq
+            if seq < session.send_limit:
+                assert queue.put(session.key, seq, segment(length))
+        if queue.num_steps >= 64:
+            return
+    raise AssertionError(f"{queue.num_steps} steps, and no credit")
+
+
 @pytest.mark.parametrize(("length", "num_actors", "expected"), [(16, 2, 8), (2, 2, 64), (16, 12, 12), (100, 2, 2)])
 def test_credit_is_paced_in_steps_and_leaves_one_segment_to_each_actor(
     length: int, num_actors: int, expected: int

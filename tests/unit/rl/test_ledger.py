@@ -88,6 +88,20 @@ def test_a_lease_number_is_never_used_twice(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "ledger.sqlite").open_lease("learner 2", []) > lease
 
 
+def test_a_lease_that_a_lost_gateway_has_not_logged_keeps_its_number() -> None:
+    """The learner names it: otherwise the next one, with the same number, would be counted as learnt when its answer is
+    lost."""
+    ledger = Ledger()
+    for seq in range(2):
+        ledger.record_received(("a", 1), seq)
+    ledger.acknowledge_seen("learner", 7, [])
+    lease = ledger.open_lease("learner", [("a", 1)])
+    assert lease == 8
+    ledger.acknowledge_seen("learner", 7, [])  # its answer was lost: the learner knows of none after the seventh
+    assert ledger.revoke_open_leases("learner") == 1
+    assert ledger.get_totals().dropped == Counter({DropReason.LEASE_LOST: 1})
+
+
 def test_what_was_queued_in_a_gateway_that_died_is_dropped_and_what_was_leased_can_be_settled(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     before = Ledger(path)

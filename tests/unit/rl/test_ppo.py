@@ -183,6 +183,32 @@ def test_the_entropy_counts_less_and_less() -> None:
     assert other._targets.deviation == pytest.approx(float(other.model.value_scale))
 
 
+def test_a_checkpoint_of_an_earlier_release_keeps_the_unit_of_its_values() -> None:
+    ppo = make_ppo()
+    state = {**ppo.state_dict(), "model": {name: each for name, each in ppo.model.state_dict().items()}}
+    del state["targets"], state["model"]["value_scale"], state["model"]["value_shift"]
+    resumed = make_ppo()
+    resumed.load_state_dict(state)
+    again = make_ppo()
+    for seed in range(3):
+        batch = random_batch(seed, [16] * 4)
+        list(resumed.update(ExperienceBatch(**{**vars(batch), "rewards": batch.rewards + np.float32(100)})))
+    again.load_state_dict(resumed.state_dict())
+    for each in (resumed, again):
+        assert (each.value_scale, float(each.model.value_scale), float(each.model.value_shift)) == (1.0, 1.0, 0.0)
+
+
+def test_one_absurd_reward_does_not_set_the_unit() -> None:
+    ppo = make_ppo(epochs=1, minibatch_steps=64)
+    for seed in range(20):
+        list(ppo.update(random_batch(seed, [16] * 16)))
+    before = ppo.value_scale
+    batch = random_batch(99, [16] * 16)
+    batch.rewards[3] = 1e12
+    list(ppo.update(batch))
+    assert ppo.value_scale < 20 * before
+
+
 def test_weights_of_earlier_releases_have_their_values() -> None:
     model = ActorCritic(4, 2, (8,))
     earlier = {name: value for name, value in model.state_dict().items() if not name.startswith("value_")}

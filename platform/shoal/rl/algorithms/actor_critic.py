@@ -185,7 +185,7 @@ class ActorCriticAlgorithm(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.normalizer.load_state_dict(state["normalizer"])
-        vars(self._targets).update(state.get("targets", {}))
+        vars(self._targets).update(state.get("targets", {"is_fixed": True}))
         self._num_learnt = state.get("num_learnt", 0)
         restore_optimizer(self._optimizer, state["optimizer"], self._config.learning_rate)
 

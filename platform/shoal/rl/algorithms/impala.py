@@ -87,7 +87,8 @@ class Impala(ActorCriticAlgorithm):
             yield self.take_step(self._compute_metrics(batch, is_mine, num_steps, self.group))
 
     def is_usable(self, segment: ExperienceBatch) -> bool:
-        return not find_non_finite(self._compute_metrics(segment, np.array([True]), segment.num_steps, SINGLE))
+        everything = np.ones(len(segment.lengths), np.bool_)
+        return not find_non_finite(self._compute_metrics(segment, everything, segment.num_steps, SINGLE))
 
     def _compute_metrics(
         self, batch: ExperienceBatch, is_mine: np.ndarray, num_steps: int, group: LearnerGroup

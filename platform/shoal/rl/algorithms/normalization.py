@@ -26,7 +26,8 @@ ROUNDING = 1e-6
 HUGE = 1e8
 ROWS_PER_HUGE = 250
 TARGET_STEPS = 200_000  # each counts in every epoch
-SMALLEST_DEVIATION = 1e-8
+LARGER = 10.0
+SMALLEST_DEVIATION, ROUNDING_OF_SQUARES = 1e-8, 1e-5
 _OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
 
 
@@ -77,9 +78,15 @@ class TargetMoments:
 
     def __init__(self) -> None:
         self.num_steps, self.mean, self.square = 0, 0.0, 0.0
+        self.is_fixed = False  # values stay as they are: they were learned by an earlier release
 
     def add(self, num_steps: int, mean: float, square: float) -> None:
-        """Take the moments of further targets."""
+        """Take the moments of further targets; of much larger ones as if they were LARGER times as large."""
+        if self.is_fixed:
+            return
+        if self.num_steps and square > (limit := LARGER**2 * self.square) > 0:
+            mean *= math.sqrt(limit / square)
+            square = limit
         self.num_steps = min(self.num_steps + num_steps, max(num_steps, TARGET_STEPS))
         share = num_steps / self.num_steps
         self.mean += share * (mean - self.mean)
@@ -87,8 +94,11 @@ class TargetMoments:
 
     @property
     def deviation(self) -> float:
-        """1 before the first targets."""
-        return max(math.sqrt(max(self.square - self.mean**2, 0.0)), SMALLEST_DEVIATION) if self.num_steps else 1.0
+        """1 before the first targets; at least what rounding leaves of their size."""
+        if not self.num_steps:
+            return 1.0
+        variance = max(self.square - self.mean**2, ROUNDING_OF_SQUARES * self.square)
+        return max(math.sqrt(variance), SMALLEST_DEVIATION)
 
 
 class Normalizer:

@@ -143,8 +143,8 @@ class PPO(ActorCriticAlgorithm):
         )
         advantages = grid.collect(advantages_TB)
         targets = advantages + values[grid.step_rows]
-        if self._config.normalize_advantages:
-            advantages = standardize(advantages, group)
+        is_normalized = self._config.normalize_advantages
+        advantages = standardize(advantages, group) if is_normalized else advantages / self.value_scale
         return grid.step_rows, PPOTargets(batch.log_probabilities, advantages, targets)
 
     def _step_on_segments(

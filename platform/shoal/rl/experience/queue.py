@@ -162,8 +162,8 @@ class ExperienceQueue:
         self.on_space_freed: Callable[[], None] = lambda: None  # called when there may be credit to grant
         self._arrived = Condition(ledger.lock)  # one lock: the ledger and the queue always agree
         self._segments: deque[Positioned] = deque()
-        self._num_steps = 0
-        self.mean_steps = 0.0  # of the newest segments; 0 before the first
+        self.num_steps = 0
+        self.mean_steps, self._num_put = 0.0, 0  # of the newest segments; 0 before the first
         self._num_ready = self._ready_steps = 0  # of those, the first ones: what may be taken
         self._next_position = 1
         self._logged_end: int | None = None  # with a log: segments of lower positions are ready; without, all
@@ -192,8 +192,9 @@ class ExperienceQueue:
             entry = Positioned(self._next_position, key, seq, segment)
             self._next_position += 1
             self._segments.append(entry)
-            self._num_steps += segment.num_steps
-            self.mean_steps += (segment.num_steps - self.mean_steps) / min(entry.position, MEAN_SEGMENTS)
+            self.num_steps += segment.num_steps
+            self._num_put = min(self._num_put + 1, MEAN_SEGMENTS)
+            self.mean_steps += (segment.num_steps - self.mean_steps) / self._num_put
             self.ledger.record_received(key, seq)
             if self._logged_end is not None:
                 self._unlogged.append(entry)
@@ -206,7 +207,7 @@ class ExperienceQueue:
         with self._arrived:
             self._next_position = self._logged_end = next_position
             self._segments.extend(segments)
-            self._num_steps += sum(each.segment.num_steps for each in segments)
+            self.num_steps += sum(each.segment.num_steps for each in segments)
             self._admit(segments)
 
     @property
@@ -247,8 +248,8 @@ class ExperienceQueue:
             if version:
                 self._await_version(version)
             self.is_awaited = not self._has_enough(min_steps, max_segments)
-            if self.is_awaited:
-                self.on_space_freed()
+            if self.is_awaited and not version:
+                self.on_space_freed()  # the pace allows more
             while not self._closed and not self._has_enough(min_steps, max_segments):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
@@ -266,7 +267,7 @@ class ExperienceQueue:
                 lease_id = self.ledger.open_lease(consumer, [each.key for each in popped])
             except LedgerUnwritable:
                 self._segments.extendleft(reversed(popped))
-                self._num_steps += sum(each.segment.num_steps for each in popped)
+                self.num_steps += sum(each.segment.num_steps for each in popped)
                 self._admit(popped)
                 self._arrived.wait_for(lambda: self._closed, UNWRITABLE_PAUSE_S)  # the caller retries without a pause
                 return None
@@ -305,7 +306,7 @@ class ExperienceQueue:
                 self._closed = True
                 self.ledger.drop_queued((each.key for each in self._segments), DropReason.SHUTDOWN)
                 self._segments.clear()
-                self._num_steps = self._num_ready = self._ready_steps = 0
+                self.num_steps = self._num_ready = self._ready_steps = 0
                 self._arrived.notify_all()  # the waiters continue when this lock is released
                 if finished:
                     self.ledger.revoke_open_leases("")
@@ -317,7 +318,7 @@ class ExperienceQueue:
         """How many segments of this length complete the batch that the learner waits for; 0 while it waits for none."""
         with self._arrived:
             min_steps, max_segments = self._wanted
-            num_segments = math.ceil((min_steps - self._num_steps) / segment_length)
+            num_segments = math.ceil((min_steps - self.num_steps) / segment_length)
             num_missing = max(0, min(num_segments, max_segments - len(self._segments)))
             return num_missing if self.awaited_version else 0
 
@@ -338,7 +339,7 @@ class ExperienceQueue:
         queued, num_ready = self._segments, self._num_ready
         self._segments = deque(each for each in queued if each.position not in positions)
         ready = [each for each in itertools.islice(queued, num_ready) if each.position not in positions]
-        self._num_steps = sum(each.segment.num_steps for each in self._segments)
+        self.num_steps = sum(each.segment.num_steps for each in self._segments)
         self._num_ready, self._ready_steps = len(ready), sum(each.segment.num_steps for each in ready)
 
     def _admit(self, segments: Sequence[Positioned]) -> None:
@@ -363,5 +364,5 @@ class ExperienceQueue:
         removed = self._segments.popleft()
         num_steps = removed.segment.num_steps
         self._num_ready, self._ready_steps = self._num_ready - 1, self._ready_steps - num_steps
-        self._num_steps -= num_steps
+        self.num_steps -= num_steps
         return removed

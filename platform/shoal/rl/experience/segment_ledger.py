@@ -234,6 +234,7 @@ class Ledger:
         """Count as consumed what `consumer` has acknowledged to a gateway that was lost before it could log that: its
         leases up to `last_lease`, and one queued segment of each key."""
         with self.lock:
+            self._next_lease = max(self._next_lease, last_lease + 1)  # the lost gateway may not have logged it
             seen = [number for number, each in self._leases.items() if each.consumer == consumer]
             leased = [key for number in seen if number <= last_lease for key in self._close_lease(number)]
             for key, count in Counter([*leased, *keys]).items():

@@ -126,12 +126,15 @@ class Sessions(dict[bytes, Session]):
         return self._limit() - len(self._queue) - sum(self.compute_open_credit().values())
 
     def _limit(self) -> int:
-        """How many segments may be queued and on their way: as `steps_ahead` says, but one for each session."""
-        if not self._steps_ahead or not self._queue.mean_steps:
-            return self._queue.capacity
-        num_steps = self._steps_ahead * (2 if self._queue.is_awaited else 1)
-        num_segments = math.ceil(num_steps / self._queue.mean_steps)
-        return min(self._queue.capacity, max(num_segments, len(self._playing)))
+        """How many segments may be queued and on their way: as `steps_ahead` says, but one for each session, and two
+        while the learner waits, so that no actor does."""
+        queue = self._queue
+        if not self._steps_ahead:
+            return queue.capacity
+        num_each = 2 if queue.is_awaited else 1
+        num_missing = max(0, num_each * self._steps_ahead - queue.num_steps)
+        num_segments = len(queue) + math.ceil(num_missing / (queue.mean_steps or self._steps_ahead))
+        return min(queue.capacity, max(num_segments, num_each * len(self._playing)))
 
     def has_space(self) -> bool:
         """Whether the queue has a slot that no session may fill."""
@@ -163,8 +166,8 @@ class Sessions(dict[bytes, Session]):
             grants = self._share_round(open_credit, max_credits)
         else:
             capacity = self._limit()
-            capacity -= capacity // 8 if self._idle else 0  # for what idle sessions send
-            grants = grant_credit(open_credit, len(queue), capacity, max_credits)
+            capacity -= max(0, capacity - len(queue)) // 8 if self._idle else 0  # for what idle sessions send
+            grants = grant_credit(open_credit, len(queue), capacity, max_credits, 1 if self._steps_ahead else 4)
         for route, grant in grants.items():
             session = self._playing[route] = self._playing.pop(route)
             session.reserved_limit = queue.ledger.get_account(session.key).next_seq + open_credit[route] + grant
@@ -230,11 +233,13 @@ class Sessions(dict[bytes, Session]):
         }
 
 
-def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int) -> dict[K, int]:
+def grant_credit(
+    open_credit: Mapping[K, int], queued: int, capacity: int, max_credits: int, part: int = 4
+) -> dict[K, int]:
     """How many more segments each session may send; `open_credit` is its present credit.
 
     Sessions with the least credit come first, equal ones in the order of `open_credit`. A session is topped up only
-    when half of its window is used, since not every freed slot is worth a message. The window is a quarter of an equal
+    when half of its window is used, since not every freed slot is worth a message. The window is one `part` of an equal
     share of the queue, at least 1 and at most `max_credits`: later sessions must find some left before unused credit
     lapses.
     """
@@ -242,7 +247,7 @@ def grant_credit(open_credit: Mapping[K, int], queued: int, capacity: int, max_c
     if not open_credit:
         return grants
     free = capacity - queued - sum(open_credit.values())
-    window = max(1, min(max_credits, capacity // (4 * len(open_credit))))
+    window = max(1, min(max_credits, capacity // (part * len(open_credit))))
     needy = [(session, credit) for session, credit in open_credit.items() if credit <= window // 2]
     for session, credit in sorted(needy, key=lambda each: each[1]):
         if free <= 0:
