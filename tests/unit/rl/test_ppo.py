@@ -185,7 +185,7 @@ def test_the_entropy_counts_less_and_less() -> None:
 
 def test_a_checkpoint_of_an_earlier_release_keeps_the_unit_of_its_values() -> None:
     ppo = make_ppo()
-    state = {**ppo.state_dict(), "model": {name: each for name, each in ppo.model.state_dict().items()}}
+    state = {**ppo.state_dict(), "model": dict(ppo.model.state_dict())}
     del state["targets"], state["model"]["value_scale"], state["model"]["value_shift"]
     resumed = make_ppo()
     resumed.load_state_dict(state)
