@@ -201,11 +201,11 @@ def test_a_probe_of_best_actions_takes_a_twentieth_of_the_time_and_gives_way_to_
 @pytest.mark.parametrize(
     ("mean_return", "solved_s", "best", "updates", "may"),
     [
-        (480.0, 1.0, None, 50, True),
-        (480.0, None, None, 50, False),  # of fewer than 100 episodes
-        (300.0, None, 480.0, 50, True),  # as it explores
-        (300.0, 1.0, 470.0, 50, False),
-        (480.0, 1.0, 480.0, 49, False),
+        (480.0, 1.0, None, 200, True),
+        (480.0, None, None, 200, False),  # of fewer than 100 episodes
+        (300.0, None, 480.0, 200, True),  # as it explores
+        (300.0, 1.0, 470.0, 200, False),
+        (480.0, 1.0, 480.0, 199, False),
     ],
 )
 def test_a_version_may_be_tried_at_the_target_of_its_actors_or_of_best_actions(
