@@ -486,3 +486,15 @@ def test_a_learner_on_another_host_publishes_no_version_twice(tmp_path: Path, st
         assert len(published) == 2
         assert not published & used
         used |= published
+
+
+def test_a_batch_grows_with_the_queue_only_where_experience_is_many_versions_old(tmp_path: Path) -> None:
+    """Larger batches with as many updates for each sample learn less from it, and catch up in versions."""
+    bench = Bench(tmp_path, "learner.batch_steps=16", "learner.max_batch_steps=64")
+    for _ in range(8):
+        bench.put(segment(16, version=bench.learner.version))
+    assert bench.learner.step()
+    assert bench.learner.counts["consumed"] == 1
+    bench.learner._metrics["learner/policy_lag"] = 5.0
+    assert bench.learner.step()
+    assert bench.learner.counts["consumed"] == 5

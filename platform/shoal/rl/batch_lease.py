@@ -31,7 +31,7 @@ class BatchLease:
         self.outcomes: tuple[int, Sequence[DropReason | None], Sequence[float]] | None = None
         self.is_superseded = False
 
-    def take(self, version: int) -> ExperienceBatch | None:
+    def take(self, version: int, max_steps: int) -> ExperienceBatch | None:
         """A batch, or None after POLL_S, so that stopping or pausing does not wait for all of the timeout. version: the
         weights that all of it must be of, if actors pause; otherwise 0"""
         now = time.monotonic()
@@ -43,6 +43,7 @@ class BatchLease:
             timeout_s=POLL_S if is_patient else max(0.0, left_s),
             is_patient=is_patient,
             version=version,
+            max_steps=max_steps,
         )
         batch = self._source.take(self.consumer, self.request)
         if batch is not None or not is_patient:

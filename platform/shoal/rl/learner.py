@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 VERSIONS_FILE = "versions-reserved"  # in the folder of checkpoints
 VERSIONS_AHEAD = 1_000_000  # of a checkpoint: that many are published without another in the store, at most
+LARGE_LAG = 4.0  # versions, of the newest batch, beyond which the next one may be larger
 UPLOAD_TIMEOUT_S = 30.0  # of the last checkpoint, at the end
 
 
@@ -163,7 +164,9 @@ class Learner:
         return True
 
     def _take_and_learn(self) -> bool:
-        batch = self._lease.take(self.version if self.spec.algorithm.pauses_actors else 0)
+        least, most = self.spec.batch_limits
+        is_behind = self.spec.algorithm.is_off_policy or self._metrics.get("learner/policy_lag", 0.0) > LARGE_LAG
+        batch = self._lease.take(self.version if self.spec.algorithm.pauses_actors else 0, most if is_behind else least)
         if batch is None:
             if self._learn_shown():
                 self.updates += 1

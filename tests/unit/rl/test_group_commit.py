@@ -144,7 +144,7 @@ class Learner:
         assert self._lease is not None
         if self._lease.outcomes is not None:
             self._lease.acknowledge()
-        batch = self._lease.take(0)
+        batch = self._lease.take(0, 64)
         if batch is None:
             return 0
         self.learnt += values_of(batch)
@@ -200,7 +200,7 @@ def test_what_was_dropped_does_not_come_again_and_what_was_learnt_is_deleted(tmp
     first.put_logged(A, 1, 2, 3)
     first.put_logged(B, 11, 12)
     first.queue.put(A, 3, numbered(4, version=7))
-    assert values_of(lease(first, 1).take(0)) == [1]  # leased to a learner that dies
+    assert values_of(lease(first, 1).take(0, 64)) == [1]  # leased to a learner that dies
     first.queue.take("learner", BatchRequest(10**6, 10**6, 10**6, 0.0, version=5, is_patient=True))
     group = first.commit.await_group()
     wait_for(lambda: first.commit.num_uploaded >= group)
@@ -209,11 +209,11 @@ def test_what_was_dropped_does_not_come_again_and_what_was_learnt_is_deleted(tmp
     assert [int(each.segment.rewards[0]) for each in second.queue._segments] == [4]
     totals = second.queue.ledger.get_totals()
     assert (totals.dropped, totals.queued) == ({"stale_consumption": 4, "learner_crash": 1}, 1)
-    taken = lease(second).take(0)
+    taken = lease(second).take(0, 64)
     assert values_of(taken) == [4]
     for value in range(40):
         second.put_logged(A, value)
-        lease(second).take(0)
+        lease(second).take(0, 64)
     second.queue.close()
     assert second.queue.ledger.get_totals().is_balanced
     assert len(store.list_entries()) == 1
@@ -233,17 +233,17 @@ def test_both_the_gateway_and_the_learner_may_be_lost(tmp_path: Path) -> None:
     first.put_logged(A, 1, 2, 3, 4)
     before = lease(first, 2)
     first.commit._log._store = DyingStore(tmp_path, -1)  # the log never hears of the following
-    batch = before.take(0)
+    batch = before.take(0, 64)
     assert values_of(batch) == [1, 2]
     assert batch is not None
     before.complete(batch, [None, None], [])
     before.acknowledge()
     checkpointed = before.request.position
-    assert values_of(before.take(0)) == [3, 4]
+    assert values_of(before.take(0, 64)) == [3, 4]
     abandon(first)
     second = Host(store)
     assert len(second.queue) == 4
-    assert values_of(lease(second, position=checkpointed).take(0)) == [3, 4]
+    assert values_of(lease(second, position=checkpointed).take(0, 64)) == [3, 4]
     totals = second.queue.ledger.get_totals()
     assert (totals.consumed, totals.queued, totals.dropped.total()) == (2, 2, 0)
     second.queue.close()
@@ -256,7 +256,7 @@ def test_a_lease_that_alone_has_changed_is_logged(tmp_path: Path, monkeypatch: p
     first = Host(store)
     first.put_logged(A, 1, 2)
     before = lease(first)
-    batch = before.take(0)
+    batch = before.take(0, 64)
     assert values_of(batch) == [1, 2]
     group = first.commit.await_group()  # of segments that the group before had
     wait_for(lambda: first.commit.num_uploaded >= group)
@@ -277,7 +277,7 @@ def test_a_learner_may_acknowledge_after_two_gateways_were_lost(tmp_path: Path) 
     first.put_logged(A, 1)
     before = lease(first)
     first.commit._log._store = DyingStore(tmp_path, -1)  # the log never hears of the lease
-    batch = before.take(0)
+    batch = before.take(0, 64)
     assert batch is not None
     before.complete(batch, [None], [])
     abandon(first)
@@ -287,7 +287,7 @@ def test_a_learner_may_acknowledge_after_two_gateways_were_lost(tmp_path: Path) 
     third = Host(store)
     before._source = third.queue
     before.acknowledge()
-    assert values_of(before.take(0)) == [2]
+    assert values_of(before.take(0, 64)) == [2]
     assert third.queue.ledger.get_totals().consumed == 1
     assert not third.queue.acknowledge(batch.lease_id, [None])  # by another life: this one has taken more
     third.queue.close()
@@ -301,7 +301,7 @@ def test_of_two_gateways_of_a_run_the_earlier_ends(tmp_path: Path) -> None:
     group = first.put(A, 2)
     wait_for(lambda: not first.commit.is_alive)
     assert first.commit.num_uploaded < group
-    assert values_of(lease(second).take(0)) == [1]
+    assert values_of(lease(second).take(0, 64)) == [1]
     first.queue.close()
     second.queue.close()
 
@@ -316,14 +316,14 @@ def test_a_group_that_the_earlier_gateway_deletes_while_the_log_is_read_is_not_m
     first = Host(FolderStore(tmp_path))
     first.put_logged(A, 1)
     before = lease(first)
-    batch = before.take(0)
+    batch = before.take(0, 64)
     assert batch is not None
     before.complete(batch, [None], [])
     before.acknowledge()
     first.put_logged(A, 2)
     abandon(first)
     second = Host(Deleting(tmp_path))
-    assert values_of(lease(second, position=before.request.position).take(0)) == [2]
+    assert values_of(lease(second, position=before.request.position).take(0, 64)) == [2]
     second.queue.close()
 
 
@@ -338,11 +338,11 @@ def test_while_the_store_takes_nothing_nothing_is_acknowledged_or_learnt(tmp_pat
     assert "the host is gone" in host.commit.problem
     assert host.commit.num_uploaded < groups[0]
     assert host.commit.get_acknowledged(A) == 1
-    assert values_of(lease(host).take(0)) == [1]
+    assert values_of(lease(host).take(0, 64)) == [1]
     store.calls_left = float("inf")
     wait_for(lambda: host.commit.num_uploaded >= groups[-1])
     assert host.commit.problem == ""
-    assert values_of(lease(host).take(0)) == [2, 3, 4]
+    assert values_of(lease(host).take(0, 64)) == [2, 3, 4]
     host.queue.close()
 
 
@@ -365,13 +365,13 @@ def test_a_new_log_has_positions_that_no_learner_has_seen(tmp_path: Path) -> Non
     first = Host(FolderStore(tmp_path / "one"))
     first.put_logged(A, 1)
     before = lease(first)
-    batch = before.take(0)
+    batch = before.take(0, 64)
     assert batch is not None
     before.complete(batch, [None], [])
     first.queue.close()
     second = Host(FolderStore(tmp_path / "two"))
     second.put_logged(A, 2)
-    assert values_of(lease(second, position=before.request.position).take(0)) == [2]
+    assert values_of(lease(second, position=before.request.position).take(0, 64)) == [2]
     second.queue.close()
 
 
@@ -385,11 +385,11 @@ def test_a_bucket_has_the_log_too(bucket_environment: dict[str, str], monkeypatc
     monkeypatch.setenv("SHOAL_STORE", open_bucket(bucket_environment, monkeypatch).url)
     first = Host(open_log("run-1", EXPERIENCE)._store)
     first.put_logged(A, *range(10))
-    assert values_of(lease(first, 5).take(0)) == [0, 1, 2, 3, 4]
+    assert values_of(lease(first, 5).take(0, 64)) == [0, 1, 2, 3, 4]
     abandoned = first.commit._log
     second = Host(open_log("run-1", EXPERIENCE)._store)
     assert abandoned is not second.commit._log
-    assert values_of(lease(second).take(0))[-5:] == [5, 6, 7, 8, 9]
+    assert values_of(lease(second).take(0, 64))[-5:] == [5, 6, 7, 8, 9]
     first.queue.close()
     second.queue.close()
     names = [each.key for each in open_store().list_entries("runs/run-1/experience")]

@@ -142,15 +142,15 @@ def test_a_lease_waits_in_pieces_and_takes_a_smaller_batch_when_the_time_is_over
     source = FakeSource([None, None, batch(1), None])
     lease = lease_of(source, timeout_s=2.5)
     for _ in range(2):
-        assert lease.take(version=7) is None
+        assert lease.take(version=7, max_steps=32) is None
         now[0] += 1.0
-    assert lease.take(version=7) is not None
+    assert lease.take(version=7, max_steps=32) is not None
     assert [(each.number, each.timeout_s, each.is_patient, each.version) for each in source.requests] == [
         (1, 1.0, True, 7),
         (2, 1.0, True, 7),
         (3, 0.5, False, 7),
     ]
-    lease.take(version=0)
+    lease.take(version=0, max_steps=32)
     assert source.requests[-1].is_patient  # for the next batch there is all of the time
     assert lease.request.number == 4
 
