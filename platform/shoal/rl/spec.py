@@ -77,9 +77,7 @@ class RLSpec(Spec):
     learner: LearnerSpec = LearnerSpec()
     self_play: SelfPlaySpec = SelfPlaySpec()
     demonstrations: DemonstrationsSpec = DemonstrationsSpec()
-    algorithm: AnyAlgorithmConfig = Field(  # the numbers were chosen on CartPole: docs/what-did-not-work/learning.md
-        default={"name": "ppo"}, validate_default=True
-    )
+    algorithm: AnyAlgorithmConfig = Field(default={"name": "ppo"}, validate_default=True)
 
     @property
     def batch_limits(self) -> tuple[int, int]:

@@ -46,11 +46,11 @@ class WeightStoreWorker:
     async def wait_newer(self, than: int, timeout_s: float, follows_hold: bool = False) -> WeightSnapshot | None:
         try:
             async with asyncio.timeout(timeout_s):
-                while (found := self._store.wait_newer(than, 0.0, follows_hold)) is None:
+                while (snapshot := self._store.wait_newer(than, 0.0, follows_hold)) is None:
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return found
+        return snapshot
 
     def _notify(self) -> None:
         self._changed.set()

@@ -381,8 +381,8 @@ class WeightStore:
 
     def wait_newer(self, than: int, timeout_s: float, follows_hold: bool = False) -> WeightSnapshot | None:
         def find() -> WeightSnapshot | None:
-            found = self.latest(follows_hold)
-            return found if found is not None and found.version > than else None
+            snapshot = self.latest(follows_hold)
+            return snapshot if snapshot is not None and snapshot.version > than else None
 
         with self._changed:
             self._changed.wait_for(lambda: self._closed or find(), timeout_s)

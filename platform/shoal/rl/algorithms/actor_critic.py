@@ -126,7 +126,6 @@ class ActorCriticAlgorithm(Algorithm):
         steps of all learners' segments in it."""
         segments, lengths = self.group.locate_segments(batch)
         total = int(lengths.sum())
-        self.count_learnt(total)
         num_minibatches = min(len(lengths), self.count_minibatches(total))
         for _ in range(self.count_epochs(total)):
             for chosen in torch.randperm(len(lengths)).tensor_split(num_minibatches):
@@ -149,15 +148,14 @@ class ActorCriticAlgorithm(Algorithm):
             None if demonstrations is None else demonstrations.compute_loss(self.compute_log_pi, self._differentiate)
         )
         if shown is None:
-            for each in self._parameters:
-                each.grad = None
+            self._optimizer.zero_grad()
         return shown
 
     def _differentiate(self, loss: Tensor) -> bool:
         """Replace the model's gradients by those of a loss; whether they are finite."""
-        self.model.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.get_total_norm([each.grad for each in self.model.parameters() if each.grad is not None])
+        norm = nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None])
         return bool((loss + norm).isfinite())
 
     def compute_log_pi(self, segments: Sequence[Segment]) -> Tensor:

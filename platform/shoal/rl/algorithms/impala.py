@@ -83,6 +83,7 @@ class Impala(ActorCriticAlgorithm):
     _loss_config: ImpalaConfig
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        self.count_learnt(self.group.locate(batch)[1])
         for is_mine, num_steps in self.draw_segments(batch):
             yield self.take_step(self._compute_metrics(batch, is_mine, num_steps, self.group))
 

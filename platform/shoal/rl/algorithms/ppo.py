@@ -106,12 +106,12 @@ class PPO(ActorCriticAlgorithm):
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         tensors = to_tensors(batch, self.device)
         step_rows, targets = self._prepare(tensors, self.group)
+        positions, num_steps = self.group.locate(batch)
+        self.count_learnt(num_steps)
         if tensors.states is not None:
             for is_mine, num_steps in self.draw_segments(batch):
                 yield self._step_on_segments(batch, is_mine, targets, num_steps)
             return
-        positions, num_steps = self.group.locate(batch)
-        self.count_learnt(num_steps)
         index_of_position = torch.full((num_steps,), -1).index_copy_(0, positions, torch.arange(len(positions)))
         for _ in range(self.count_epochs(num_steps)):
             for minibatch in torch.randperm(num_steps).tensor_split(self.count_minibatches(num_steps)):
