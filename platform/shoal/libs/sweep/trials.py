@@ -149,7 +149,7 @@ def list_best_commands(run: Run, best: SweepTrial) -> list[str]:
     again."""
     models = [f"shoal serve deploy {each.name}@{each.version}" for each in run.models().itertuples()]
     fields = yaml.safe_load(run.spec) or {}
-    words = dict(_list_fields(fields.get("loop") or fields.get("train") or {})) | best.parameters
+    words = dict(list_fields(fields.get("loop") or fields.get("train") or {})) | best.parameters
     recipe = words.pop("recipe", "train")
     named = [
         format_override(path, value) if isinstance(value, str) else f"{path}={json.dumps(value)}"
@@ -158,10 +158,11 @@ def list_best_commands(run: Run, best: SweepTrial) -> list[str]:
     return [*models, format_masked_command(["shoal", "run", recipe, *named])]
 
 
-def _list_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested fields by their paths."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            yield from _list_fields(value, f"{prefix}{name}.")
+            yield from list_fields(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
