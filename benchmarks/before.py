@@ -85,9 +85,9 @@ PROBES = {
         GAME.format(env=f"{GAMES}:t_maze", words='"core=gru"', target=3.5, cap_s=180),
     ),
     "masked": (
-        "two numbers of an action, some not allowed, until 7 of 8 are right",
+        "two numbers of an action, some not allowed, until 6 of 8 are right",
         "steps",
-        GAME.format(env=f"{GAMES}:masked", words="", target=7.0, cap_s=120),
+        GAME.format(env=f"{GAMES}:masked", words="", target=6.0, cap_s=120),
     ),
     "catch": (
         "Catch in pictures of 40 by 40 until it returns 0.8",
