@@ -18,10 +18,13 @@ import yaml
 from shoal.config import format_override
 from shoal.errors import RunError
 from shoal.extend.runs import TRIAL_STARTED, Run, RunRecorder, Status, format_masked_command
+from shoal.libs.sweep.loop_spec import LoopTrialSpec
 
 SWEEPING = "sweeping"
 _COPIED, _ENDED = "trial_copied", "trial_ended"
 _STEP, _PROGRESS = "step", "progress"
+_OF_TRIAL = ("stop.steps", "stop.wall_s", "reports")  # and no words of the job of the loop
+_OF_JOB = {"model_name": "endpoint.name"}
 History = list[tuple[float, float]]  # of the evaluations of a trial: the finished share of its steps, and the score
 
 
@@ -149,13 +152,17 @@ def list_best_commands(run: Run, best: SweepTrial) -> list[str]:
     again."""
     models = [f"shoal serve deploy {each.name}@{each.version}" for each in run.models().itertuples()]
     fields = yaml.safe_load(run.spec) or {}
-    words = dict(list_fields(fields.get("loop") or fields.get("train") or {})) | best.parameters
-    recipe = words.pop("recipe", "train")
+    loop = fields.get("loop")
+    words = dict(list_fields(loop or fields.get("train") or {})) | best.parameters
+    command = ["shoal", "run", words.pop("recipe", "train")]
+    if loop:  # a run of the job, which a trial is not
+        command += ["--actors", str(words.pop("actors", LoopTrialSpec().actors))]
+        words = {_OF_JOB.get(path, path): value for path, value in words.items() if path not in _OF_TRIAL}
     named = [
         format_override(path, value) if isinstance(value, str) else f"{path}={json.dumps(value)}"
         for path, value in words.items()
     ]
-    return [*models, format_masked_command(["shoal", "run", recipe, *named])]
+    return [*models, format_masked_command([*command, *named])]
 
 
 def list_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
