@@ -262,7 +262,8 @@ class MultiCategoricalPolicy(MlpPolicy):
 class SquashedGaussianPolicy(MlpPolicy):
     """Actions of a Box: a = center + half · tanh(u), where u is Gaussian ("mlp_squashed_gaussian").
 
-    `act` returns a float32 [*act], within the bounds, and the log-density of the u that belongs to it.
+    `act` returns a float32 [*act], within the bounds, and the log-density of the u that belongs to it. Noise may go on
+    from step to step of a stream; at each step alone it is standard normal, which the log-density is of.
     """
 
     kind = "mlp_squashed_gaussian"
@@ -274,6 +275,8 @@ class SquashedGaussianPolicy(MlpPolicy):
         low, high = np.array(spec.action_low), np.array(spec.action_high)
         self._center, self._half = (low + high) / 2, (high - low) / 2
         self._log_stds = np.empty(0)
+        self._decays = np.array(spec.noise_decays)[:, None]
+        self._noises: dict[Hashable, np.ndarray] = {}  # [K, n] of streams that have acted in their present episode
         self._num_outputs = self._low.size * (1 if spec.log_std else 2)
 
     def load(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
@@ -284,6 +287,12 @@ class SquashedGaussianPolicy(MlpPolicy):
             self._log_stds = log_stds.astype(np.float64)
         super().load(version, tensors)
 
+    def reset(self, stream: Hashable = 0) -> None:
+        self._noises.pop(stream, None)
+
+    def act(self, observation: np.ndarray, stream: Hashable = 0, mask: np.ndarray | None = None) -> tuple[Any, float]:
+        return self._sample(self._compute(observation), stream)
+
     def _sample(self, logits: list[float], stream: Hashable) -> tuple[Any, float]:
         actions, log_densities = self._sample_batch(np.array([logits]), (stream,))
         return actions[0], log_densities[0]
@@ -293,13 +302,25 @@ class SquashedGaussianPolicy(MlpPolicy):
         means = outputs[:, :num_numbers]
         log_stds = np.clip(self._log_stds if self._spec.log_std else outputs[:, num_numbers:], *LOG_STD_LIMITS)
         stds = np.exp(log_stds)
-        u = means + stds * self._random.standard_normal(means.shape)
+        u = means + stds * self._draw_noise(means.shape, streams)
         actions = np.clip((self._center + self._half * np.tanh(u)).astype(np.float32), self._low, self._high)
         # By the rounded action, as the learner sees it: both find the same u.
         y = np.clip((actions - self._center) / self._half, -LARGEST_SQUASHED, LARGEST_SQUASHED)
         noise = (np.arctanh(y) - means) / stds
         log_densities = -0.5 * (noise**2).sum(-1) - log_stds.sum(-1) - 0.5 * math.log(2 * math.pi) * num_numbers
         return list(actions.reshape(len(actions), *self._shape)), log_densities.tolist()
+
+    def _draw_noise(self, shape: tuple[int, int], streams: Sequence[Hashable]) -> np.ndarray:
+        if not self._decays.size:
+            return self._random.standard_normal(shape)
+        drawn = self._random.standard_normal((shape[0], self._decays.size, shape[1]))
+        for noise, stream in zip(drawn, streams, strict=True):
+            if (before := self._noises.get(stream)) is not None:
+                noise *= np.sqrt(1 - self._decays**2)
+                noise += self._decays * before
+            self._noises[stream] = noise.copy()
+        total: np.ndarray = drawn.sum(1) / math.sqrt(self._decays.size)
+        return total
 
 
 @lru_cache(maxsize=4096)

@@ -31,6 +31,8 @@ class PolicyHead(Protocol):
 
     def load(self, version: int, tensors: Mapping[str, np.ndarray]) -> None: ...
 
+    def reset(self, stream: Hashable = 0) -> None: ...
+
     def act(
         self, observation: np.ndarray, stream: Hashable = 0, mask: np.ndarray | None = None
     ) -> tuple[Any, float]: ...
@@ -75,6 +77,7 @@ class RecurrentPolicy:
     def reset(self, stream: Hashable = 0) -> None:
         """The next observation of this stream begins an episode, from a state of zeros."""
         self._states.pop(stream, None)
+        self._head.reset(stream)
 
     def get_extras(self, stream: Hashable = 0) -> Mapping[str, Any]:
         """What a segment carries with the next observation of this stream: the state before it. [S]"""

@@ -84,7 +84,23 @@ class _Perceptron(nn.Sequential):
         return y
 
 
-class ActorCritic(nn.Module):
+class AddedBuffers(nn.Module):
+    """A module with numbers as buffers, `added_state`, which weights of earlier releases lack: they get these."""
+
+    added_state: ClassVar[Mapping[str, float]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, number in self.added_state.items():
+            self.register_buffer(name, torch.tensor(number))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, number in self.added_state.items():
+            state_dict.setdefault(prefix + name, torch.tensor(number))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class ActorCritic(AddedBuffers):
     """Policy and value over flat observations, or over frames, whose encoder they share (`frames`: its arguments).
 
     The policy is categorical; or of independent choices, of `action_sizes` each, for actions of `action_shape`; or
@@ -113,8 +129,6 @@ class ActorCritic(nn.Module):
         network: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        for name, number in self.added_state.items():
-            self.register_buffer(name, torch.tensor(number))
         self.encoder, observation_size = make_encoder(frames, observation_size)
         self.distribution: Categorical | MultiCategorical | SquashedGaussian = Categorical()
         self._action_shape = list(action_shape)
@@ -147,11 +161,6 @@ class ActorCritic(nn.Module):
         """Let the value be `shift` + `scale` · output."""
         self.value_scale.fill_(scale)
         self.value_shift.fill_(shift)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, number in self.added_state.items():  # weights of earlier releases have none
-            state_dict.setdefault(prefix + name, torch.tensor(number))
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def predict(self, observation: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers: the most probable action int64 [B], logits [B, num_actions], value [B]; of a Box,

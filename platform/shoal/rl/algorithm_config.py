@@ -36,6 +36,7 @@ class AlgorithmConfig(Spec):
     cores:         recurrent cores that its network can have, "none" among them; the first one is the default
     action_spaces: gymnasium's names of the spaces that it can act in
     is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
+    normalize_rewards: whether it learns from normalised rewards, unless the run's `normalize_rewards` is given
     changeable:    fields that a learner can change while it learns, as populations do; () where it cannot
     search_space:  fields that `shoal sweep` searches unless it is given a space, each with the word of its distribution
     segment_length: environment steps in a segment, at most, unless the run's `segment_length` is given
@@ -55,6 +56,7 @@ class AlgorithmConfig(Spec):
     cores: ClassVar[tuple[str, ...]] = ("none",)
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
     is_off_policy: ClassVar[bool] = False
+    normalize_rewards: ClassVar[bool] = False
     changeable: ClassVar[tuple[str, ...]] = ()
     search_space: ClassVar[Mapping[str, str]] = {}
     segment_length: ClassVar[int] = 256

@@ -52,7 +52,9 @@ class RLSpec(Spec):
     )
     core_size: int = Field(default=64, ge=1, description="outputs of the core")
     normalize_observations: bool = Field(default=False, description="by running means and deviations; not frames")
-    normalize_rewards: bool = Field(default=False, description="by the deviation of their discounted sums")
+    normalize_rewards: bool | None = Field(
+        default=None, description="by the deviation of their discounted sums; default: the algorithm's"
+    )
     wait: Duration | None = Field(
         default=None,
         description="for the places of learners and replicas, as 30m; default: 30m where an autoscaler may add nodes, "
@@ -105,6 +107,10 @@ class RLSpec(Spec):
     @property
     def applied_core(self) -> str:
         return self.core or self.algorithm.cores[0]
+
+    @property
+    def has_normalized_rewards(self) -> bool:
+        return self.algorithm.normalize_rewards if self.normalize_rewards is None else self.normalize_rewards
 
     @property
     def model_factory(self) -> str:

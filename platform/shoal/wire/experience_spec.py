@@ -71,6 +71,8 @@ class PolicySpec(msgspec.Struct, frozen=True, omit_defaults=True):
     activation: "tanh" or "relu", applied after every layer but the last
     layers:     (weight, bias) names in the safetensors payload, in order; y = activation(W x + b), W is [out, in]
     epsilon:    the name there of a scalar e: an actor's ε is e^(1 + epsilon_exponent u), its id gives u in [0, 1)
+    noise_decays: d of K processes for each number of a Box's action, z ← d z + √(1 - d²) e; e, and z at an episode's
+                first step, are standard normal. The noise of u is their sum over √K; empty: white noise
     action_sizes: how many values each number of an action has, from 0 on, in C order
     convolutions: of observations that are frames, before the layers, which take the last one's output, flat in C
                 order of [channels, height, width]
@@ -102,6 +104,7 @@ class PolicySpec(msgspec.Struct, frozen=True, omit_defaults=True):
     core: str = ""
     core_tensors: tuple[str, ...] = ()
     core_position: int = 0
+    noise_decays: tuple[float, ...] = ()
 
 
 class ExtraSpec(msgspec.Struct, frozen=True):

@@ -63,7 +63,7 @@ def make_case(name: str) -> tuple[RLSpec, ExperienceSpec, dict[str, Any]]:
 def test_a_quarter_of_a_sample_was_shown_and_has_priorities_of_its_own(name: str) -> None:
     torch.manual_seed(0)
     spec, experience, fields = make_case(name)
-    algorithm: Any = make_algorithm(spec, experience)
+    algorithm: Any = make_algorithm(spec.override(["normalize_rewards=false"]), experience)
     algorithm.demonstrations = FakeShown(
         0.25, segment(behaviour="human", rewards=np.full(8, REWARD, np.float32), **fields)
     )

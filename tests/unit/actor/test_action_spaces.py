@@ -22,7 +22,16 @@ from shoal.flows.rl_policy import describe_policy_model, inspect_environment
 from shoal.models.action_distribution import SquashedGaussian
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.spec import RLSpec, experience_spec, network_kwargs
-from shoal.wire import DropReason, ExperienceSpec, MessageLimits, Segment, decode, pack_segment, unpack_segment
+from shoal.wire import (
+    DropReason,
+    ExperienceSpec,
+    MessageLimits,
+    PolicySpec,
+    Segment,
+    decode,
+    pack_segment,
+    unpack_segment,
+)
 
 LOW = np.array([[-2.0, 0.0], [10.0, -1e-3]], np.float32)
 HIGH = np.array([[2.0, 0.1], [11.0, 1e3]], np.float32)
@@ -102,6 +111,32 @@ def test_actions_are_distributed_as_the_outputs_tell() -> None:
     expected = [0.5 * math.erfc(float(m / s) / math.sqrt(2)) for m, s in zip(means[0], log_stds[0].exp(), strict=True)]
     below = (actions < (LOW.astype(np.float64) + HIGH) / 2).mean(0).ravel()
     np.testing.assert_allclose(below, expected, atol=3 * 0.5 / math.sqrt(4000))
+
+
+def test_noise_goes_on_within_an_episode_and_is_normal_at_each_step() -> None:
+    """Of 4000 streams at once: correlations by lag, and by the oracle of each part's d^lag; five standard errors."""
+    decays = (0.0, 0.5, 0.9)
+    spec = PolicySpec(
+        "mlp_squashed_gaussian", "tanh", (("w", "b"),), action_low=(-1, -1), action_high=(1, 1), noise_decays=decays
+    )
+    policy = make_policy(spec, 0, action_shape=(2,))
+    policy.load(1, {"w": np.zeros((4, 3), np.float32), "b": np.float32([0.3, -0.2, -1.0, -2.0])})
+    observations, streams = np.zeros((4000, 3), np.float32), list(range(4000))
+
+    def draw() -> np.ndarray:
+        actions = np.array(policy.act_batch(observations, streams)[0])
+        return (np.arctanh(actions.astype(np.float64)) - [0.3, -0.2]) / np.exp([-1.0, -2.0])
+
+    steps = np.stack([draw() for _ in range(4)])
+    for lag in range(4):
+        found = (steps[0] * steps[lag]).mean(0)
+        np.testing.assert_allclose(found, np.mean([each**lag for each in decays]), atol=5 * 2**0.5 / 4000**0.5)
+    for stream in streams:
+        policy.reset(stream)
+    assert np.abs((steps[3] * draw()).mean(0)).max() < 5 / 4000**0.5
+    alone = np.array([policy.act(observations[0], stream)[0] for stream in ("a", "b") for _ in range(2)])
+    assert policy._noises.keys() == {*streams, "a", "b"}
+    assert np.isfinite(alone).all()
 
 
 def test_density_and_entropy_are_those_of_the_equations() -> None:

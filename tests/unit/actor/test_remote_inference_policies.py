@@ -56,7 +56,9 @@ CASES: dict[str, tuple[ExperienceSpec, dict[str, np.ndarray]]] = {
             FLAT,
             TensorSpec("float32", (2,), -2, 1),
             4,
-            PolicySpec("mlp_squashed_gaussian", "tanh", LAYERS, action_low=(-2, 0), action_high=(1, 1)),
+            PolicySpec(
+                "mlp_squashed_gaussian", "tanh", LAYERS, action_low=(-2, 0), action_high=(1, 1), noise_decays=(0, 0.9)
+            ),
         ),
         dense(4),
     ),
@@ -136,6 +138,7 @@ def test_a_segment_has_the_log_probabilities_that_the_actor_itself_would_have_se
     desk.inference.close()
     assert all(answer.action is None and not answer.reason for answer in taken[2].values())
     assert len(desk.segments) == 12
+    assert not getattr(desk.inference._policy, "_noises", {})
     for index, segment in enumerate(desk.segments):
         policy = make_policy(experience.policy, 0, names[index], experience.action.shape)
         policy.load(7, arrays)

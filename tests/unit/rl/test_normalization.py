@@ -15,7 +15,7 @@ from shoal.actor.policy import make_policy
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import describe_policy_model
 from shoal.registry.manifest import find_callable
-from shoal.rl.algorithms.algorithm import make_algorithm
+from shoal.rl.algorithms.algorithm import Algorithm, make_algorithm
 from shoal.rl.algorithms.normalization import ExperienceMoments, Normalizer, sum_discounted
 from shoal.rl.experience.queue import ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import Ledger
@@ -169,8 +169,12 @@ def test_published_weights_compute_from_observations_what_the_learners_do_from_n
     served.load_state_dict({key: torch.tensor(each) for key, each in snapshot.tensors().items()})
     states = [torch.zeros(17, spec.state_size)] if spec.state_size else []
     expected = learner.model.predict(torch.from_numpy(normalized.observations), *states)
+    of_rewards = {"value", "q_values"} if not spec.state_size else {"value"}
     for key, each in served.predict(torch.from_numpy(batch.observations), *states).items():
-        torch.testing.assert_close(each, expected[key], rtol=1e-3, atol=1e-4)
+        wanted = expected[key]
+        if key in of_rewards:
+            wanted = wanted * float(normalizer._moments["rewards"].deviation)
+        torch.testing.assert_close(each, wanted, rtol=1e-3, atol=1e-4)
     policy = make_policy(experience.policy, 0, "actor-0", experience.action.shape)
     policy.load(1, snapshot.tensors())
     if not spec.state_size:
@@ -185,6 +189,47 @@ def test_published_weights_compute_from_observations_what_the_learners_do_from_n
     again.algorithm.load_state_dict(copy.deepcopy(learner.algorithm.state_dict()))
     for key, each in again.snapshot().tensors().items():
         np.testing.assert_array_equal(each, snapshot.tensors()[key])
+
+
+OFF_POLICY = ("dqn", "r2d2", "sac")
+
+
+def learn_scaled(name: str, scale: float) -> Algorithm:
+    """Batches whose rewards are so many times as large."""
+    torch.manual_seed(0)
+    spec, experience = make_case(name)
+    algorithm = make_algorithm(spec.override(["normalize_rewards=null"]), experience)
+    random = np.random.default_rng(1)
+    for _ in range(3):
+        rewards = (scale * random.normal(size=16)).astype(np.float32)
+        batch = ExperienceBatch.from_segments(0, [change(draw_segment(random, spec), rewards=rewards)] * 2)
+        assert list(algorithm.update(algorithm.prepare(batch)))
+        algorithm.normalizer.learn(batch, np.ones(2, bool))
+    return algorithm
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_rewards_of_any_size_teach_the_same(name: str, scale: float) -> None:
+    one, other = learn_scaled(name, 1.0), learn_scaled(name, scale)
+    before, after = (each.normalizer.fold(model_arrays(each.model)) for each in (one, other))
+    for key, each in before.items():
+        factor = scale if key.endswith("value_scale") else 1.0
+        np.testing.assert_array_equal(after[key], factor * each)
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_a_checkpoint_of_an_earlier_release_goes_on_in_the_units_of_its_rewards(name: str) -> None:
+    spec, experience = make_case(name)
+    state = learn_scaled(name, 4.0).state_dict()
+    del state["normalizer"]["rewards"]
+    state["model"] = {key: each for key, each in state["model"].items() if not key.endswith("value_scale")}
+    algorithm = make_algorithm(spec, experience)
+    algorithm.load_state_dict(state)
+    batch = ExperienceBatch.from_segments(0, [draw_segment(np.random.default_rng(0), spec)])
+    assert algorithm.normalizer.normalize(batch).rewards.tolist() == batch.rewards.tolist()
+    scales = [each for key, each in algorithm.normalizer.fold(model_arrays(algorithm.model)).items() if "scale" in key]
+    assert scales == [1.0] * (name != "sac")
 
 
 def test_what_is_dropped_and_what_is_first_do_not_spoil_the_statistics(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -57,6 +58,7 @@ class QLearningConfig(AlgorithmConfig):
         "samples_per_insert": "choice(2,4,8)",
         "target_update_period": "choice(30,100,300)",
     }
+    normalize_rewards: ClassVar[bool] = True
     batch_steps: ClassVar[int] = 256
     value_prefix: ClassVar[str] = ""  # of the network's tensors of values
 
@@ -116,6 +118,9 @@ class R2D2Config(QLearningConfig):
     updates_between_trials: ClassVar[int] = 500
     value_prefix: ClassVar[str] = "head."
 
+    def get_model_options(self) -> dict[str, Any]:
+        return {**super().get_model_options(), "rescaling_epsilon": self.rescaling_epsilon}
+
     @model_validator(mode="after")
     def _burn_in_fits(self) -> R2D2Config:
         if self.burn_in > self.sequence_length:
@@ -132,7 +137,9 @@ class SACConfig(AlgorithmConfig):
     batch_size:          steps drawn for one step of the optimizers
     updates_per_step:    steps of the optimizers for each environment step inserted
     learning_starts:     environment steps to insert before the first step of the optimizers, also after a resume
-    initial_temperature: α at first
+    initial_temperature: α at first, beside normalised rewards, for a nat
+    noise_steps:         environment steps over which the slowest part of the exploration's noise goes on; other parts
+                         do so a quarter and a sixteenth as long, and one is new at each step, as all are with 0
     target_entropy:      H̄ in nats, of the action scaled to [-1, 1]; default: -1 for each number of an action
     replay_mb:           MiB of the replay; what is older is overwritten
     replay_on_disk:      in files of the run's folder, so that a resumed run goes on with it
@@ -145,7 +152,8 @@ class SACConfig(AlgorithmConfig):
     batch_size: int = Field(default=256, ge=1)
     updates_per_step: float = Field(default=1.0, gt=0)
     learning_starts: int = Field(default=1000, ge=1)
-    initial_temperature: float = Field(default=1.0, gt=0)
+    initial_temperature: float = Field(default=0.1, gt=0)
+    noise_steps: float = Field(default=32.0, ge=0)
     target_entropy: float | None = None
     replay_mb: float = Field(default=256.0, gt=0)
     replay_on_disk: bool = False
@@ -164,10 +172,12 @@ class SACConfig(AlgorithmConfig):
         "batch_size": "choice(128,256,512)",
         "updates_per_step": "choice(0.5,1,2)",
     }
+    normalize_rewards: ClassVar[bool] = True
     segment_length: ClassVar[int] = 32
     batch_steps: ClassVar[int] = 64
     updates_between_trials: ClassVar[int] = 1000
 
     def describe_policy(self, hidden: Sequence[int]) -> PolicySpec:
         layers = tuple((f"policy.{2 * i}.weight", f"policy.{2 * i}.bias") for i in range(len(hidden) + 1))
-        return PolicySpec("mlp_squashed_gaussian", "relu", layers)
+        decays = (0.0, *(math.exp(-each / self.noise_steps) for each in (16, 4, 1))) if self.noise_steps else ()
+        return PolicySpec("mlp_squashed_gaussian", "relu", layers, noise_decays=decays)

@@ -120,6 +120,8 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
             self.demonstrations.leave_out([segments[index] for index in np.flatnonzero(~is_usable)])
             batch = batch.select(is_usable)
         if batch.num_steps:
+            if self.normalizer.is_empty:
+                self.normalizer.learn(batch, np.ones(len(batch.lengths), np.bool_))
             self.insert(batch, replay)
 
     def take_step(self) -> Metrics:

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from shoal.extend.models import OwnNetwork, RecurrentLayer, make_encoder, mask_logits
+from shoal.extend.models import AddedBuffers, OwnNetwork, RecurrentLayer, make_encoder, mask_logits
 
 
-class QNetwork(nn.Module):
+class QNetwork(AddedBuffers):
     """Q(s, a) = V(s) + A(s, a) - mean of A(s, ·) (Wang et al., 1511.06581, equation 9); without `dueling`, A alone.
 
     All hidden layers but the last are common to both streams. `epsilon` is the actors' exploration, which travels with
     the weights. Observations are flat, [B, observation_size], or frames, which an encoder takes (`frames`: its
     arguments). With `network`, the arguments of an OwnNetwork, that one computes the values.
+
+    They are learned in units of `value_scale`, and answered as returns.
     """
 
+    added_state: ClassVar[Mapping[str, float]] = {"value_scale": 1.0}
     epsilon: Tensor
+    value_scale: Tensor
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class QNetwork(nn.Module):
     def predict(self, observation: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers: the best action int64 [B], q_values [B, num_actions], and the best value [B].
         action_mask: bool [B, num_actions], the allowed actions."""
-        q_values = mask_logits(self(observation), action_mask)
+        q_values = mask_logits(self(observation) * self.value_scale, action_mask)
         value, action = q_values.max(-1)
         return {"action": action, "q_values": q_values, "value": value}
 
@@ -70,7 +74,8 @@ class RecurrentQNetwork(nn.Module):
     """Action values of an episode so far: hidden layers, a recurrent core, and a QNetwork over its outputs.
 
     The last hidden layer is of the QNetwork, the others come before the core. Observations are flat, or frames, which
-    an encoder takes (`frames`: its arguments). Legend: T steps of B sequences, S the size of a state, A actions.
+    an encoder takes (`frames`: its arguments). With `rescaling_epsilon`, values are learned as h(Q) (see R2D2).
+    Legend: T steps of B sequences, S the size of a state, A actions.
     """
 
     def __init__(
@@ -82,8 +87,10 @@ class RecurrentQNetwork(nn.Module):
         core: str = "gru",
         core_size: int = 64,
         frames: Mapping[str, Any] | None = None,
+        rescaling_epsilon: float | None = None,
     ) -> None:
         super().__init__()
+        self._rescaling_epsilon = rescaling_epsilon
         self.encoder, observation_size = make_encoder(frames, observation_size)
         sizes = [observation_size, *hidden[:-1]]
         self.trunk = nn.Sequential(*_make_layers(sizes))
@@ -113,12 +120,23 @@ class RecurrentQNetwork(nn.Module):
 
     def predict(self, observation: Tensor, state: Tensor, action_mask: Tensor | None = None) -> dict[str, Tensor]:
         """What an endpoint answers to observation [B, *obs] and state [B, S], which is zero at first: the best action
-        int64 [B], q_values [B, A], the best value [B], and next_state [B, S], for the episode's next observation.
-        action_mask: bool [B, A], the allowed actions."""
+        int64 [B], q_values [B, A] as they are learned, the best value [B] as a return, and next_state [B, S], for the
+        episode's next observation. action_mask: bool [B, A], the allowed actions."""
         values, next_state = self(observation[None], state)
         q_values = mask_logits(values[0], action_mask)
         value, action = q_values.max(-1)
+        if self._rescaling_epsilon is not None:
+            value = invert_rescaling(value, self._rescaling_epsilon)
+        value = value * self.head.value_scale
         return {"action": action, "q_values": q_values, "value": value, "next_state": next_state}
+
+
+def invert_rescaling(x: Tensor, epsilon: float) -> Tensor:
+    """h⁻¹(x) = sign(x) (((√(1 + 4 ε (|x| + 1 + ε)) - 1) / (2 ε))² - 1), written so that no differences cancel."""
+    size = x.abs()
+    root = (1 + 4 * epsilon * (size + 1 + epsilon)).sqrt()
+    above_one = 2 * size * (1 - 2 * epsilon / (root + 1 + 2 * epsilon)) / (root + 1)  # of the squared number
+    return x.sign() * above_one * (above_one + 2)
 
 
 def _make_stream(size: int, hidden: Sequence[int], output_size: int) -> nn.Sequential:

@@ -19,7 +19,7 @@ from shoal.extend.models import mask_logits
 from shoal.extend.rl import ExperienceBatch, Normalizer, RLSpec, SampleShare, find_device, network_kwargs
 from shoal.libs.off_policy.configs import R2D2Config
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
-from shoal.libs.off_policy.q_network import RecurrentQNetwork
+from shoal.libs.off_policy.q_network import RecurrentQNetwork, invert_rescaling
 from shoal.libs.off_policy.sequence_replay import (
     SequenceReplay,
     Sequences,
@@ -51,13 +51,6 @@ class StepReturns(NamedTuple):
 def rescale(x: Tensor, epsilon: float) -> Tensor:
     """h(x) = sign(x) (√(|x| + 1) - 1) + ε x (§2.3; Pohlen et al., 1805.11593, proposition A.2)."""
     return x.sign() * ((x.abs() + 1).sqrt() - 1) + epsilon * x
-
-
-def invert_rescaling(x: Tensor, epsilon: float) -> Tensor:
-    """h⁻¹(x) = sign(x) (((√(1 + 4 ε (|x| + 1 + ε)) - 1) / (2 ε))² - 1). In double precision: differences cancel."""
-    y = x.double()
-    root = ((1 + 4 * epsilon * (y.abs() + 1 + epsilon)).sqrt() - 1) / (2 * epsilon)
-    return (y.sign() * (root.square() - 1)).to(x.dtype)
 
 
 def sum_rewards(rewards: Tensor, num_steps: Tensor, terminated: Tensor, n: int, discount: float) -> StepReturns:

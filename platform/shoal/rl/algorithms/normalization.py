@@ -29,6 +29,7 @@ TARGET_STEPS = 200_000  # each counts in every epoch
 LARGER = 10.0
 SMALLEST_DEVIATION, ROUNDING_OF_SQUARES = 1e-8, 1e-5
 _OBSERVED, _REWARDED = ("observations", "next_observations"), ("rewards", "returns")
+_IN_REWARDS = ("value_scale", "value_shift", "head.value_scale", "head.value_shift")  # tensors of models
 
 
 class ExperienceMoments:
@@ -102,11 +103,10 @@ class TargetMoments:
 
 
 class Normalizer:
-    """The statistics of one learner. Without `normalize_observations` and `normalize_rewards` everything stays as it
-    is.
+    """The statistics of one learner. Where neither observations nor rewards are normalised everything stays as it is.
 
     Rewards are divided by the deviation of their discounted sums since the beginning of a segment, as gymnasium's
-    NormalizeReward does since that of an episode; values are then in these units.
+    NormalizeReward does since that of an episode. Values are learned in these units, and published in the game's.
     """
 
     def __init__(self, spec: RLSpec, experience: ExperienceSpec) -> None:
@@ -114,14 +114,19 @@ class Normalizer:
         self._moments = dict[str, ExperienceMoments]()
         if spec.normalize_observations:
             self._moments["observations"] = ExperienceMoments(experience.observation.shape)
-        if spec.normalize_rewards:
+        if spec.has_normalized_rewards:
             self._moments["rewards"] = ExperienceMoments(())
         self._is_preliminary = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether some statistics are wanted, and have seen nothing yet."""
+        return any(not each.count for each in self._moments.values())
 
     def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
         """The batch in the present units, those of the newest weights. The first batch gives its own, until `learn`
         says which of its segments are good."""
-        if any(not each.count for each in self._moments.values()):
+        if self.is_empty:
             self._add(batch)
             self._is_preliminary = True
         return self.normalize(batch)
@@ -156,8 +161,12 @@ class Normalizer:
         return result
 
     def fold(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Weights that compute from observations as they are what `arrays` compute from normalised ones."""
+        """Weights that compute from observations as they are what `arrays` compute from normalised ones, and values in
+        the game's rewards."""
         result = dict(arrays)
+        if (gained := self._moments.get("rewards")) is not None:
+            for name in result.keys() & _IN_REWARDS:
+                result[name] = np.asarray(result[name] * gained.deviation, np.float32)
         if (seen := self._moments.get("observations")) is None:
             return result
         if "network.shift" in result:
@@ -174,6 +183,8 @@ class Normalizer:
         return {name: each.state_dict() for name, each in self._moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Without the statistics that the learner of the state did not have."""
+        self._moments = {name: each for name, each in self._moments.items() if name in state}
         for name, each in self._moments.items():
             each.load_state_dict(state[name])
 

@@ -151,7 +151,9 @@ class RemoteInference:
         self._store, self._seed = store, seed
         self._choices = find_choices(self._experience)
         self._clients: dict[ActorKey, OpenEpisodes] = {}
-        self._has_state = any(each.per == "segment" for each in self._experience.extras)
+        self._has_state = any(each.per == "segment" for each in self._experience.extras) or bool(
+            self._experience.policy.noise_decays
+        )
         self._rows: dict[ActorKey, RowEpisodes] = {}  # of clients that have sent `acts`
         # Completed segments, waiting for a slot, in order.
         self._completing: dict[tuple[ActorKey, int], _Completing] = {}
