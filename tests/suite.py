@@ -36,7 +36,7 @@ DURATIONS = "SUITE_DURATIONS"
 DURATIONS_FILE = ROOT / "tests" / "durations.json"
 NUM_TESTS = 20
 FAULTS_FILE, FAULTS_TEST = ROOT / "tests" / "faults.json", ROOT / "tests" / "contracts" / "test_faults.py"
-MAX_FAULTS = 36  # that are tried of one change: each takes some seconds
+MAX_FAULTS = 24  # that are tried of one change: each takes some seconds
 # The second has three processes on two cores: one of them has the several hosts, which wait more than they compute. In
 # the third, a Ray cluster per process. The folders whose tests take longest come first (see conftest.py).
 STAGES = (
