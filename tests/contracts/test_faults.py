@@ -68,7 +68,7 @@ def test_no_fault_is_named_twice() -> None:
 def test_a_change_tries_faults_of_its_files_and_not_too_many() -> None:
     faults = [{"fault": f"Fault {each}.", "file": "a.py", "tests": [f"b{each % 2}.py::test"]} for each in range(100)]
     assert suite.faults_about(["c.py"], faults) == []
-    assert suite.faults_about(["b1.py"], faults)[:2] == ["fault_1", "fault_5"]
+    assert suite.faults_about(["b1.py"], faults[:4]) == ["fault_1", "fault_3"]
     assert len(suite.faults_about(["a.py"], faults)) <= suite.MAX_FAULTS
 
 
