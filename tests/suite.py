@@ -2,7 +2,8 @@
 
     python tests/suite.py            what each change runs
     python tests/suite.py soak       what is marked so, and takes too long for each change
-    python tests/suite.py soak BASE  of that, the files whose subjects have changed since the commit BASE
+    python tests/suite.py soak BASE  of that, the files whose subjects have changed since the commit BASE, and of the
+                                     faults of faults.json those whose file or tests have
     python tests/suite.py keep       as the first, and writes tests/durations.json (see contracts/test_size.py)
 
 A stage that fails does not hide the next; the exit status is that of the first that failed. `Durations` is loaded by
@@ -15,6 +16,7 @@ import ast
 import ctypes
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +35,8 @@ ROOT = Path(__file__).parents[1]
 DURATIONS = "SUITE_DURATIONS"
 DURATIONS_FILE = ROOT / "tests" / "durations.json"
 NUM_TESTS = 20
+FAULTS_FILE, FAULTS_TEST = ROOT / "tests" / "faults.json", ROOT / "tests" / "contracts" / "test_faults.py"
+MAX_FAULTS = 24  # that are tried of one change: each takes some seconds
 # The second has three processes on two cores: one of them has the several hosts, which wait more than they compute. In
 # the third, a Ray cluster per process. The folders whose tests take longest come first (see conftest.py).
 STAGES = (
@@ -180,17 +185,35 @@ def files_about(changed: Sequence[str], files: Sequence[Path]) -> list[Path]:
     return [path for path in files if str(path.relative_to(ROOT)) in changed or names_of(path) & modules]
 
 
+def name_fault(fault: dict[str, Any]) -> str:
+    return re.sub(r"\W+", "_", fault["fault"].lower()).strip("_")
+
+
+def faults_about(changed: Sequence[str], faults: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the faults whose file or tests have changed; of more than MAX_FAULTS so many, evenly."""
+    chosen = [
+        name_fault(each)
+        for each in faults
+        if {each["file"], *(test.partition("::")[0] for test in each["tests"])}.intersection(changed)
+    ]
+    return chosen[:: -(-len(chosen) // MAX_FAULTS) or 1]
+
+
 def soak_stages(base: str | None = None) -> list[str]:
     """The stages of `make soak`; with a commit, what concerns the files that have changed since."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.soak" in path.read_text()]
+    names: list[str] = []
     if base is not None:
         command = ["git", "diff", "--name-only", base, "HEAD"]
         changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        files.remove(FAULTS_TEST)
         files = files_about(changed, files)
+        test = f"{FAULTS_TEST.relative_to(ROOT)}::test_a_fault_that_comes_back_is_found"
+        names = [f"{test}[{each}]" for each in faults_about(changed, json.loads(FAULTS_FILE.read_text()))]
+    names += [str(path.relative_to(ROOT)) for path in files]
     stages = []
     for words in STAGES:
         options, folders = words.partition(" tests/")[0], [word for word in words.split() if word.startswith("tests/")]
-        names = [str(path.relative_to(ROOT)) for path in files]
         if chosen := [name for name in names if name.startswith(tuple(f"{folder}/" for folder in folders))]:
             stages.append(" ".join(["-m soak", options, *chosen]))
     return stages

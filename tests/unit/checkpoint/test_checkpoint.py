@@ -82,12 +82,16 @@ def test_nothing_but_damage_is_an_error(tmp_path: Path) -> None:
         checkpoint.load_latest(tmp_path)
 
 
-def test_a_disk_that_does_not_take_it_is_said_and_leaves_no_draft(tmp_path: Path) -> None:
-    blocker = tmp_path / "folder"
-    blocker.write_text("a file, where the folder should be")
+def test_a_disk_that_does_not_take_it_is_said_and_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Path) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("shoal.checkpoint.files.publish", refuse)
     with pytest.raises(CheckpointError, match="step 1"):
-        checkpoint.save(blocker, 1, state(1))
-    assert list(tmp_path.iterdir()) == [blocker]
+        checkpoint.save(tmp_path, 1, state(1))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unfinished_draft_is_invisible(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ def test_what_was_dropped_does_not_come_again_and_what_was_learnt_is_deleted(tmp
     store = FolderStore(tmp_path)
     first = Host(store)
     first.put_logged(A, 1, 2, 3)
-    first.put_logged(B, 11, 12)
     first.queue.put(A, 3, numbered(4, version=7))
+    first.put_logged(B, 11, 12)
     assert values_of(lease(first, 1).take(0, 64)) == [1]  # leased to a learner that dies
     first.queue.take("learner", BatchRequest(10**6, 10**6, 10**6, 0.0, version=5, is_patient=True))
     group = first.commit.await_group()
@@ -358,6 +358,11 @@ def test_a_log_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         Host(store)
     store.write(newest, msgspec.msgpack.encode(msgspec.msgpack.decode(payload) | {"format": 99}))
     with pytest.raises(RunError, match="newer Shoal"):
+        Host(store)
+    store.write(newest, payload)
+    later = msgspec.msgpack.encode(msgspec.msgpack.decode(payload) | {"is_full": False})
+    store.write(f"{int(newest[:12]) + 2:012d}.group", later)
+    with pytest.raises(RunError, match="lacks"):
         Host(store)
 
 
