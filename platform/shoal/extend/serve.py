@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.serve.controller.audit import AUDIT_FILE, AuditLog, read_audit_log
     from shoal.serve.http.codec import HttpCodec
     from shoal.serve.http.stream_guard import guard_stream
+    from shoal.serve.messages.counts import SECONDS, Histogram, LibraryMetric
     from shoal.serve.messages.inference import (
         CLIENT_GONE,
         Caller,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         TracerProtocol,
         format_origin,
     )
-    from shoal.serve.messages.metrics_snapshot import LibraryMetric
     from shoal.serve.model.formats import open_template
     from shoal.serve.model.formats.module import check_finite, check_names, check_shape
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
@@ -82,7 +82,6 @@ if TYPE_CHECKING:
     )
     from shoal.serve.replica.cold_models import Relay
     from shoal.serve.replica.model_manager import ModelManager
-    from shoal.serve.replica.model_statistics import SECONDS, Histogram
     from shoal.serve.replica.peers import PeerTransport
     from shoal.serve.replica.served_model import ServedModel
     from shoal.serve.replica.shadow import SHADOW_WEIGHT
