@@ -18,6 +18,19 @@ PLACES = {
             *("serve/controller/canary_guard.py", "client/endpoint_status.py", "cli/display/serve_display.py"),
         },
     ),
+    "an exception becomes the error of a request": (
+        r"this request failed: \{type\(error\)",
+        {"serve/messages/model_errors.py"},
+    ),
+    "a model answers an inference, which is traced and encoded": (
+        r"\.record_prediction\(",
+        {"serve/protocol/infer_call.py"},
+    ),
+    "what a model is: for REST, and for gRPC by REST's answer": (
+        r"import [^)]*build_model_config",
+        {"serve/http/admin.py"},
+    ),
+    "another replica answers a client": (r"_transport\.relay\(", {"serve/replica/cold_models.py"}),
 }
 
 

@@ -55,7 +55,7 @@ class ModelFailure:
         return f"{self.reason} ({self.reference})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Residency:
     """A model that replicas load on demand, on one of them. Counts are those since the replica started.
 
@@ -68,7 +68,7 @@ class Residency:
     forwarded: requests for it that another replica answered
     """
 
-    measured_bytes: Mapping[int, int] = field(default_factory=dict)
+    measured_bytes: dict[int, int] = field(default_factory=dict)
     resident_bytes: int = declare(
         Metric("shoal_model_resident_bytes", "Bytes of the loaded versions of a model on demand; 0: cold", "gauge")
     )

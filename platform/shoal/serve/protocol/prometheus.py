@@ -87,7 +87,7 @@ def series(report: ReplicaReport) -> Iterator[Series]:
 
 
 def _read(owner: Any, labels: Labels) -> Iterator[Series]:
-    for field, metric in list_declared(type(owner)):
+    for field, metric in list_declared(owner.__class__):
         if metric.when(owner):
             yield from _divide(metric.name, metric.labels, labels, metric.read(getattr(owner, field)))
 
