@@ -23,7 +23,7 @@ def ports() -> Iterator[dict[str, int]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": str(TESTS)},
+        env={"PYTHONPATH": f"{TESTS}:{TESTS.parent / 'platform'}"},
     )
     assert server.stdin is not None
     assert server.stdout is not None

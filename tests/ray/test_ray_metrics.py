@@ -13,6 +13,7 @@ from shoal.runs import RunKind
 from shoal.runs.record import recorder as recorder_module
 from shoal.runs.record.opening import create, reopen
 from shoal.runs.run_status import Status
+from shoal.serve.messages.counts import LibraryMetric
 from shoal.serve.protocol.prometheus import METRICS
 from unit.serve.test_prometheus import report, worked
 
@@ -60,7 +61,7 @@ def test_counters_grow_by_what_is_new_and_gauges_are_as_they_are(monkeypatch: py
     counted = report(statistics)
     snapshot = counted.models["m"].counts
     assert snapshot is not None
-    snapshot["others"] = {"shoal_words_total": {"kind": "counter", "help": "Words, of a library", "value": 5.0}}
+    snapshot.others = {"shoal_words_total": LibraryMetric("counter", "Words, of a library", 5.0)}
     metrics.publish(counted)
     assert value("shoal_words_total", model="m") == 5
     statistics.count_request(1, 200, 0.01, rows=3)

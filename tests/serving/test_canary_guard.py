@@ -21,8 +21,8 @@ from shoal.batching.batcher import Batcher
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry import Registry
+from shoal.serve.messages.counts import VersionCounts, merge
 from shoal.serve.messages.inference import InferCall, Outputs
-from shoal.serve.messages.metrics_snapshot import VersionSnapshot, merge_snapshots
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.shadow import ShadowTraffic
@@ -57,9 +57,9 @@ async def ask_many(endpoint: ReplicaSet, *, poison_every: int = 10) -> Counter[i
     return statuses
 
 
-def count(endpoint: ReplicaSet, version: int) -> VersionSnapshot:
+def count(endpoint: ReplicaSet, version: int) -> VersionCounts:
     snapshots = [replica.manager.get_model("moody").counts.snapshot() for replica in endpoint.replicas.values()]
-    return merge_snapshots(snapshots)["versions"][str(version)]
+    return merge(snapshots).versions[version]
 
 
 async def test_a_candidate_stays_though_a_client_makes_both_versions_raise() -> None:
@@ -67,9 +67,9 @@ async def test_a_candidate_stays_though_a_client_makes_both_versions_raise() -> 
         assert await ask_many(endpoint) == {200: 144, 500: 16}
         assert endpoint.phase("moody") == "canary"
         both = [count(endpoint, version) for version in (1, 2)]
-        assert sum(each["statuses"]["500"] for each in both) == 16
-        assert sum(each["failed_on_both"] for each in both) == 16
-        assert min(sum(each["statuses"].values()) for each in both) >= 50  # it could have been judged
+        assert sum(each.statuses[500] for each in both) == 16
+        assert sum(each.failed_on_both for each in both) == 16
+        assert min(sum(each.statuses.values()) for each in both) >= 50  # it could have been judged
 
 
 @pytest.mark.parametrize(("mood", "percent"), [(RAISE, 50.0), (SHAPE, 100.0)])
@@ -88,7 +88,7 @@ async def test_a_shadow_is_not_compared_at_requests_that_are_at_fault() -> None:
     async with canary_of(percent=100.0, action="shadow") as endpoint:
         assert await ask_many(endpoint) == {200: 144, 500: 16}
         assert endpoint.phase("moody") == "canary"
-        assert count(endpoint, 1)["failed_on_both"] == 16
+        assert count(endpoint, 1).failed_on_both == 16
 
 
 # -- shadow traffic
@@ -122,7 +122,7 @@ def test_answers_differ_by_more_than_the_tolerance(
         return [{"y": array(datatype, candidate)} for _ in batch.requests]
 
     version = shadowed(forward, array(datatype, stable), datatype)
-    assert (version["compared"], version["disagreed"], version["shadow_failed"]) == (1, differs, 0)
+    assert (version.compared, version.disagreed, version.shadow_failed) == (1, differs, 0)
 
 
 @pytest.mark.parametrize(
@@ -138,23 +138,23 @@ def test_a_failure_is_an_error_and_a_refusal_another_answer(error: Exception, fa
         raise error
 
     version = shadowed(forward, array("FP32", [1.0]))
-    assert (version["shadow_failed"], version["compared"], version["disagreed"]) == (failed, not failed, not failed)
+    assert (version.shadow_failed, version.compared, version.disagreed) == (failed, not failed, not failed)
 
 
-def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> VersionSnapshot:
+def shadowed(forward: Forward, answer: np.ndarray, datatype: str = "FP32") -> VersionCounts:
     """What is counted of version 2 when `forward` is put beside an answer of the stable version."""
 
-    async def body() -> VersionSnapshot:
+    async def body() -> VersionCounts:
         batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher()
         counts = ModelStatistics("m")
         options = ModelOptions(guard=GuardOptions(tolerance=TOLERANCE))
         shadow = ShadowTraffic("m", batcher, forward, options, counts, {"y": datatype}, lambda report: None)
         shadow.set_candidate(Track(SimpleNamespace(version=2, size_limits=None)), 100.0)  # type: ignore[arg-type]
         shadow.sample_call(InferCall({}, 1), {"y": answer}, None)
-        await until(lambda: "2" in counts.snapshot()["versions"])
+        await until(lambda: 2 in counts.snapshot().versions)
         shadow.close()
         batcher.close()
-        return counts.snapshot()["versions"]["2"]
+        return counts.snapshot().versions[2]
 
     return run(body)
 
@@ -185,9 +185,9 @@ async def test_answers_of_before_a_promotion_are_not_held_against_the_next_candi
     shadow.set_candidate(track, 100.0)
     gate.set()
     shadow.sample_call(InferCall({}, 1), {"y": array("FP32", [3.0])}, "new")
-    await until(lambda: "3" in counts.snapshot()["versions"] and not shadow._tasks)
-    version = counts.snapshot()["versions"]["3"]
-    assert (version["compared"], version["disagreed"]) == (1, 0)
+    await until(lambda: 3 in counts.snapshot().versions and not shadow._tasks)
+    version = counts.snapshot().versions[3]
+    assert (version.compared, version.disagreed) == (1, 0)
     shadow.close()
     batcher.close()
 
@@ -222,5 +222,5 @@ async def test_a_shadow_that_is_slow_or_fails_is_rolled_back(
 
 def shadowed_calls(replica: EndpointReplica) -> int:
     """Those that version 2 has computed, or failed at."""
-    versions = replica.manager.get_model("moody").counts.snapshot()["versions"]
-    return versions["2"]["compared"] + versions["2"]["shadow_failed"] if "2" in versions else 0
+    versions = replica.manager.get_model("moody").counts.snapshot().versions
+    return versions[2].requests - sum(versions[2].statuses.values()) if 2 in versions else 0

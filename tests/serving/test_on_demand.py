@@ -291,7 +291,7 @@ async def test_a_load_that_fails_while_the_controller_is_away_fails_its_requests
     replica = endpoint.replicas["r1"]
 
     async def load(*_: object) -> StagedVersion:
-        await until(lambda: replica.manager.on_demand.get_use("m0").waited)
+        await until(lambda: replica.manager.on_demand.get_use("m0").residency.waited)
         endpoint.controller_away = True
         raise StagingError("the file is damaged")
 
@@ -418,14 +418,14 @@ async def test_a_model_that_cannot_be_loaded_drops_no_other_for_a_while(endpoint
 async def test_requests_wait_for_a_load_within_bounds(endpoint: ReplicaSet, folder: Path) -> None:
     replica = endpoint.replicas["r1"]
     first = [ask_gated(replica), ask_gated(replica)]
-    await until(lambda: replica.manager.on_demand.get_use("slow").waiting == 2)
+    await until(lambda: replica.manager.on_demand.get_use("slow").residency.waiting == 2)
     assert decode(replica.measure_load()).waiting == 2
     assert (await ask_gated(replica)).status == 503  # full
     await infer_everywhere(endpoint, "m0")  # another model loads meanwhile
     late = ask_gated(replica, "slow2", shoal_deadline_ms="1")
     assert (await late).status == 504
     first.append(ask_gated(replica, "slow2"))
-    await until(lambda: replica.manager.on_demand.get_use("slow2").waiting)
+    await until(lambda: replica.manager.on_demand.get_use("slow2").residency.waiting)
     assert "8 bytes wait" in (await ask_gated(replica, "slow2")).body["error"]
     for name in ("slow", "slow2"):
         os.remove(folder / name)

@@ -46,9 +46,9 @@ async def test_options_change_everywhere_without_a_failed_request(endpoint: Repl
     assert (event.kind, event.version, event.previous, event.by) == ("set", 1, 1, "tester")
     assert event.reason == "small (max_batch_size=2, guard.min_requests=7)"
     counts = [
-        replica.manager.get_model("linear").counts.snapshot()["versions"]["1"] for replica in endpoint.replicas.values()
+        replica.manager.get_model("linear").counts.snapshot().versions[1] for replica in endpoint.replicas.values()
     ]
-    assert sum(each["statuses"]["200"] for each in counts) >= answered  # they go on
+    assert sum(each.statuses[200] for each in counts) >= answered  # they go on
     assert [(await infer(each, rows=3)).status for each in endpoint.replicas.values()] == [422, 422]
     assert await everywhere(endpoint, 4) == {1: 8}
 

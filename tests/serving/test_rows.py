@@ -135,7 +135,7 @@ async def test_what_training_has_not_seen_is_counted_by_version_and_column(memor
         counted = replica.report().models["charges"].counts
         assert counted is not None  # the examples of the warm-up, which are all gaps, do not count
         found = {"age": {"beyond": 1}, "balance": {"gap": 3}, "plan": {"gap": 1, "unknown": 1}}
-        assert counted["versions"]["1"]["columns"] == found
+        assert counted.versions[1].columns == found
         endpoint.controller.report(replica.report())
         status = msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus)
         assert status.models[0].versions[0].columns == found

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema, format_tensor_type
     from shoal.open_inference.rows import decode_rows
     from shoal.serve.controller.audit import AUDIT_FILE, AuditLog, read_audit_log
+    from shoal.serve.http.admin import RestHandlers
     from shoal.serve.http.codec import HttpCodec
+    from shoal.serve.http.inference import read_body
+    from shoal.serve.http.routes import ADMIN_ACTIONS, UNAUTHENTICATED_ACTIONS, RouteAction, RouteTarget
     from shoal.serve.http.stream_guard import guard_stream
+    from shoal.serve.messages.counts import SECONDS, Histogram, LibraryMetric
     from shoal.serve.messages.inference import (
+        ANONYMOUS,
         CLIENT_GONE,
         Caller,
         Disconnected,
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
         TracerProtocol,
         format_origin,
     )
-    from shoal.serve.messages.metrics_snapshot import LibraryMetric
+    from shoal.serve.messages.model_errors import to_inference_error
     from shoal.serve.model.formats import open_template
     from shoal.serve.model.formats.module import check_finite, check_names, check_shape
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
@@ -49,27 +54,15 @@ if TYPE_CHECKING:
     from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
     from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
     from shoal.serve.protocol.infer_call import (
-        GENERATION_HEADER,
-        LARGE_BYTES,
         PEER_HEADER,
         ModelCodecs,
         compute_deadline,
-        decode_in_thread,
-        has_large_arrays,
+        decode_sized,
         read_head,
         read_side,
-        resolve_version,
-        run_in_thread,
         start_trace,
     )
-    from shoal.serve.protocol.model_metadata import (
-        EXTENSIONS,
-        build_metadata,
-        build_model_config,
-        list_index,
-        list_statistics,
-        to_tensor_metadata,
-    )
+    from shoal.serve.protocol.model_metadata import to_tensor_metadata
     from shoal.serve.protocol.request_lifecycle import (
         CLOSING_MESSAGE,
         Message,
@@ -80,10 +73,8 @@ if TYPE_CHECKING:
         Send,
         decompress_in_thread,
     )
-    from shoal.serve.replica.cold_models import Relay
     from shoal.serve.replica.model_manager import ModelManager
-    from shoal.serve.replica.model_statistics import SECONDS, Histogram
-    from shoal.serve.replica.peers import PeerTransport
+    from shoal.serve.replica.peers import HttpRequest
     from shoal.serve.replica.served_model import ServedModel
     from shoal.serve.replica.shadow import SHADOW_WEIGHT
     from shoal.serve.replica.version_router import Track

@@ -102,8 +102,8 @@ async def test_a_size_that_a_program_excludes_is_refused() -> None:
         words = "input 'x': this version takes 2 to 64 in dimension 1, got 65"
         assert (answer.status, answer.body["error"]) == (422, words)
         counts = replica.manager.get_model("m").counts.snapshot()
-        assert counts["refused"] == {"422": 1}  # held against no version
-        assert counts["versions"]["1"]["statuses"] == {"200": 1}
+        assert counts.refused == {422: 1}  # held against no version
+        assert counts.versions[1].statuses == {200: 1}
 
 
 async def test_a_request_that_waited_for_a_version_of_other_sizes_is_refused() -> None:

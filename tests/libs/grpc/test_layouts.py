@@ -17,8 +17,9 @@ from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc import request_cache
 from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
+from shoal.libs.grpc.methods import GrpcCall
 from shoal.libs.grpc.request_cache import MAX_LAYOUTS, MAX_LAYOUTS_PER_LENGTH, RequestLayout, RequestLayoutCache
-from shoal.libs.grpc.service import InferenceServicer, Invocation
+from shoal.libs.grpc.service import InferenceServicer
 from shoal.open_inference.binary_tensors import to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
@@ -192,7 +193,7 @@ def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.M
     async def body() -> list[pb.ModelInferResponse]:
         servicer = InferenceServicer(host, AccessControl(None, []))  # type: ignore[arg-type]
         return [
-            pb.ModelInferResponse.FromString(await servicer.model_infer(each.SerializeToString(), Invocation({})))
+            pb.ModelInferResponse.FromString(await servicer.model_infer(each.SerializeToString(), GrpcCall({})))
             for each in requests
         ]
 
@@ -232,10 +233,10 @@ async def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may
     servicer = InferenceServicer(FakeHost(model), AccessControl(None, []))  # type: ignore[arg-type]
 
     for _ in range(3):
-        await servicer.model_infer(content, Invocation({}))
+        await servicer.model_infer(content, GrpcCall({}))
     model.options = model.options.model_copy(update={"max_batch_size": 1})
     with pytest.raises(InferenceError, match="expected 1 to 1 rows") as caught:
-        await servicer.model_infer(content, Invocation({}))
+        await servicer.model_infer(content, GrpcCall({}))
     assert caught.value.status == 422
 
 
@@ -272,7 +273,7 @@ def test_a_stream_ends_at_what_is_no_message_and_nothing_behind_it_is_computed()
             yield content
 
     async def body() -> None:
-        answers = servicer.model_stream_infer(contents(), Invocation({}))
+        answers = servicer.model_stream_infer(contents(), GrpcCall({}))
         await anext(answers)
         with pytest.raises(InferenceError, match="not a ModelInferRequest"):
             await anext(answers)
@@ -307,5 +308,5 @@ def test_an_answer_is_the_message_that_protobuf_would_make(
         expected.raw_output_contents.append(bytes(to_binary(spec.datatype, array)))
     asked = InferRequestHeader("m", "", identifier, None, raw=True)
     for _ in range(1 + known):
-        content = codec.encode(asked, (), 5, outputs)
+        content = codec.encode(asked, (), outputs, 5)
     assert pb.ModelInferResponse.FromString(content) == expected

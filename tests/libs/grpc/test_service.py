@@ -13,11 +13,12 @@ import pytest
 from libs.grpc.asking import raw
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import Closed, InferenceError
+from shoal.extend.serve import to_inference_error
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc.codec import FIELDS, GrpcCodec, InferRequestHeader
-from shoal.libs.grpc.methods import GrpcCall
+from shoal.libs.grpc.methods import METHODS, GrpcCall
 from shoal.libs.grpc.request_cache import RequestLayoutCache
-from shoal.libs.grpc.service import InferenceServicer, Invocation, to_inference_error
+from shoal.libs.grpc.service import InferenceServicer
 from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.messages.auth_failures import AuthFailure
@@ -31,16 +32,17 @@ from unit.serve.test_large_tensors import COUNT, answers, gated, host
 
 def call(
     models: FakeHost, method: str, request: Any, access: AccessControl | None = None, **invocation: Any
-) -> tuple[Any, Invocation]:
+) -> tuple[Any, GrpcCall]:
     """The answer of a method, and its call."""
     servicer = InferenceServicer(models, access or AccessControl(None, []))
-    made = Invocation(**{"metadata": {}, **invocation})
-    answer = asyncio.run(getattr(servicer, method)(request, made))
-    return answer, made
+    made = GrpcCall(**{"metadata": {}, **invocation})
+    if method == "ModelInfer":
+        return asyncio.run(servicer.model_infer(request, made)), made
+    return asyncio.run(servicer.describe(METHODS[method], request, made)), made
 
 
 def infer(request: pb.ModelInferRequest, *models: FakeModel, **options: Any) -> pb.ModelInferResponse:
-    answer, _ = call(FakeHost(*models), "model_infer", request.SerializeToString(), **options)
+    answer, _ = call(FakeHost(*models), "ModelInfer", request.SerializeToString(), **options)
     return pb.ModelInferResponse.FromString(answer)
 
 
@@ -149,7 +151,7 @@ def test_metadata_becomes_the_terms_of_the_call() -> None:
     model, key = FakeModel("m", versions=(1, 2)), ApiKey(name="tenant", key="k")  # type: ignore[arg-type]
     metadata = {b"authorization": b"Bearer k", b"shoal-sticky": b"s", b"shoal-track": b"candidate"}
     content = raw(model_version="1").SerializeToString()
-    answer, made = call(FakeHost(model), "model_infer", content, AccessControl(None, [key]), metadata=metadata)
+    answer, made = call(FakeHost(model), "ModelInfer", content, AccessControl(None, [key]), metadata=metadata)
     assert pb.ModelInferResponse.FromString(answer).model_version == "1"
     assert made.trailing == [(b"shoal-model-version", b"1")]
     (seen,) = model.calls
@@ -197,7 +199,7 @@ STATUSES = [
 
 @pytest.mark.parametrize(("error", "code"), STATUSES, ids=lambda each: getattr(each, "name", ""))
 def test_an_error_has_the_status_for_it(error: Exception, code: grpc.StatusCode) -> None:
-    subject = GrpcCall([])
+    subject = GrpcCall({})
     subject.set_error(to_inference_error(error))
     trailers = dict(subject.build_trailers())
     assert trailers[b"grpc-status"] == b"%d" % code.value[0]
@@ -207,7 +209,7 @@ def test_an_error_has_the_status_for_it(error: Exception, code: grpc.StatusCode)
 
 
 def test_a_message_of_a_status_is_escaped() -> None:
-    subject = GrpcCall([])
+    subject = GrpcCall({})
     for text, message in (("no: \udcff.txt", rb"no: \udcff.txt"), ("K\u00f6ln 100%\n", b"K%C3%B6ln 100%25%0A")):
         subject.set_error(InferenceError(500, text))
         assert dict(subject.build_trailers())[b"grpc-message"] == message
@@ -216,14 +218,14 @@ def test_a_message_of_a_status_is_escaped() -> None:
 def test_a_key_of_some_models_sees_no_others() -> None:
     models, key = FakeHost(FakeModel("mine"), FakeModel("theirs")), ApiKey(name="some", key="k", models=["mine"])  # type: ignore[arg-type]
     options = {"access": AccessControl("secret", [key]), "metadata": {b"authorization": b"Bearer k"}}
-    statistics, _ = call(models, "model_statistics", pb.ModelStatisticsRequest(), **options)
+    statistics, _ = call(models, "ModelStatistics", pb.ModelStatisticsRequest(), **options)
     assert {each.name for each in statistics.model_stats} == {"mine"}
-    index, _ = call(models, "repository_index", pb.RepositoryIndexRequest(), **options)
+    index, _ = call(models, "RepositoryIndex", pb.RepositoryIndexRequest(), **options)
     assert {each.name for each in index.models} == {"mine"}
     for kind in ("Load", "Unload"):
         request = getattr(pb, f"RepositoryModel{kind}Request")(model_name="mine")
         with pytest.raises(InferenceError) as caught:
-            call(models, f"repository_model_{kind.lower()}", request, **options)
+            call(models, f"RepositoryModel{kind}", request, **options)
         assert caught.value.status == 403
     assert set(models.models_by_name) == {"mine", "theirs"}
 
@@ -233,7 +235,7 @@ def test_a_load_s_parameters_reach_the_host() -> None:
     request = pb.RepositoryModelLoadRequest(model_name="new")
     request.parameters["version"].int64_param = 3
     request.parameters["config"].string_param = "{}"
-    call(models, "repository_model_load", request)
+    call(models, "RepositoryModelLoad", request)
     assert models.parameters == [{"version": 3, "config": "{}"}]
 
 
@@ -295,8 +297,8 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
     other.inputs.add(name="x", datatype="FP32", shape=[1, 3])
     servicer = InferenceServicer(host(), AccessControl(None, []))
     many, few = answers(
-        servicer.model_infer(request.SerializeToString(), Invocation({})),
-        servicer.model_infer(other.SerializeToString(), Invocation({})),
+        servicer.model_infer(request.SerializeToString(), GrpcCall({})),
+        servicer.model_infer(other.SerializeToString(), GrpcCall({})),
         gate,
     )
     assert list(pb.ModelInferResponse.FromString(many).outputs[0].shape) == [1, 1]
@@ -306,7 +308,7 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
 def test_a_refused_call_is_counted_with_its_address_and_model() -> None:
     access = AccessControl("the-token", [])
     servicer = InferenceServicer(FakeHost(FakeModel("m", tensors(x=("FP32", [-1, 3])))), access)
-    invocation = Invocation({b"shoal-from": b"10.0.0.9", b"authorization": b"Bearer another"})
+    invocation = GrpcCall({b"shoal-from": b"10.0.0.9", b"authorization": b"Bearer another"})
     with pytest.raises(InferenceError) as caught:
         asyncio.run(servicer.model_infer(pb.ModelInferRequest(model_name="m").SerializeToString(), invocation))
     assert caught.value.status == 401

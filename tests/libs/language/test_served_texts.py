@@ -27,6 +27,7 @@ from shoal.libs.language.served import prepared, registered_adapters, text_engin
 from shoal.libs.language.served.text_engine import RequestStream
 from shoal.libs.language.text_model import TextCall, TextModel, TextModels
 from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.serve.messages.counts import VersionCounts
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.model_options import ModelOptions
@@ -124,8 +125,8 @@ async def test_a_registered_version_writes_text_and_answers_tensors(files: Mappi
             name: each.data_ptr() for name, each in its.items()
         }
 
-        counts = served(replica).counts.snapshot()["versions"]["1"]
-        assert counts["statuses"] == {"200": 4}  # two texts, the tensors, the vectors
+        counts = served(replica).counts.snapshot().versions[1]
+        assert counts.statuses == {200: 4}  # two texts, the tensors, the vectors
         lines = render([replica.report()]).decode()
         assert 'shoal_text_prompt_tokens_total{model="tiny",replica="r1"} 32' in lines
         assert 'shoal_text_first_token_seconds_count{model="tiny",replica="r1"} 2' in lines
@@ -148,7 +149,7 @@ async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, byt
         with pytest.raises(InferenceError) as wrong:
             find_texts(replica).get("unknown", ANYONE)
         assert wrong.value.status == 404
-        assert served(replica).counts.snapshot()["refused"] == {"400": 1, "404": 1}
+        assert served(replica).counts.snapshot().refused == {400: 1, 404: 1}
 
 
 async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
@@ -254,7 +255,7 @@ async def test_a_roll_out_under_streams_cuts_none_and_names_each_tokens_version(
         with pytest.raises(InferenceError) as gone:
             await write(replica, TextCall(ANYONE, version=1))
         assert gone.value.status == 404
-        assert replica.report().models["tiny"].counts["versions"]["1"]["statuses"] == {"200": 1}  # type: ignore[index]
+        assert replica.report().models["tiny"].counts.versions[1].statuses == {200: 1}  # type: ignore[union-attr]
 
 
 async def test_an_answer_goes_back_to_the_earlier_version_where_its_own_is_withdrawn(
@@ -426,7 +427,7 @@ async def test_a_reader_that_leaves_frees_its_slot(files: Mapping[str, bytes], p
         pace.allow(2 + 4)  # two were in the queue
         assert list_tokens(await waiting) == continue_greedily(make_decoder(1), PROMPT, 4)
         assert served(replica).is_idle
-        assert served(replica).counts.snapshot()["refused"] == {"499": 1}
+        assert served(replica).counts.snapshot().refused == {499: 1}
 
 
 async def test_a_reader_that_is_too_slow_ends_alone(
@@ -515,7 +516,7 @@ async def test_a_replica_that_ends_says_so_and_a_failed_step_ends_its_answers_al
                 pass
         assert (failed.value.status, "secret" in str(failed.value)) == (500, False)
         monkeypatch.setattr(SlotEngine, "step", step)
-        assert served(replica).counts.snapshot()["versions"]["1"]["statuses"] == {"500": 1}
+        assert served(replica).counts.snapshot().versions[1].statuses == {500: 1}
         _, stream = await begin(replica)
         await replica.close()
         with pytest.raises(InferenceError, match="'tiny' is closing") as closed:
@@ -602,8 +603,8 @@ async def test_adapters_of_a_base_write_beside_it(files: Mapping[str, bytes]) ->
             with pytest.raises(InferenceError, match=problem) as refused:
                 await write_as(replica, f"tiny:{name}", CALL)
             assert refused.value.status == status, name
-        counted = served(replica).counts.snapshot()["versions"]["1"]["statuses"]  # type: ignore[index]
-        assert counted == {"200": 4}  # an adapter's answers count for its base
+        counted = served(replica).counts.snapshot().versions[1].statuses
+        assert counted == {200: 4}  # an adapter's answers count for its base
 
 
 async def test_of_many_adapters_those_leave_that_no_answer_needs(
@@ -725,12 +726,12 @@ async def test_a_shadow_writes_what_callers_got_and_counts_other_tokens(files: M
             for temperature in (0.0, 1.0, 1.0):
                 assert versions_of(await write(replica, max_tokens=6, sampling=Sampling(temperature))) == {1}
 
-            def count(name: str, of: int = version) -> int:
-                return served(replica).counts.snapshot()["versions"].get(str(of), {}).get(name, 0)  # type: ignore
+            def count(of: int = version) -> VersionCounts:
+                return served(replica).counts.snapshot().versions.get(of, VersionCounts())
 
-            await until(lambda: count("compared") == 3)
-            assert count("disagreed") == disagreed
-            written = served(replica).streams.list_metrics()["shoal_text_new_tokens_total"]["value"]  # type: ignore
+            await until(lambda: count().compared == 3)
+            assert count().disagreed == disagreed
+            written = served(replica).streams.list_metrics()["shoal_text_new_tokens_total"].value  # type: ignore
             assert written == 18 * (version - 1)  # those for callers alone
             await endpoint.administer(action="rollback", model="tiny")
             await until(lambda: not served(replica).router.candidate_version)

@@ -7,15 +7,17 @@ import json
 import pickle
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.libs.language.tiny_served import Client, Models, make_tiny_app
 
 from shoal.cluster.ingress import backup_listener
+from shoal.extend.serve import HttpRequest, Send
 from shoal.libs.language.api.app import BODIES
 from shoal.libs.language.api.tools import ToolCall, ToolUse, read_tool_use
+from shoal.serve.messages.inference import Relayed
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 
@@ -405,20 +407,29 @@ def test_a_client_that_leaves_ends_its_answers(n: int, client: Client, models: M
     assert seen.new_tokens - before < 1900 * n
 
 
+def give(fields: dict[str, Any]) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """ASGI's `receive` of a client that sends these, and stays."""
+    bodies = [json.dumps(fields).encode()]
+
+    async def receive() -> dict[str, Any]:
+        if not bodies:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": bodies.pop()}
+
+    return receive
+
+
 def test_a_client_that_takes_nothing_ends_its_answer(models: Models) -> None:
     app = make_tiny_app(models, limits=RequestLimits(answer_grace_s=0.01))
     sent = []
-
-    async def receive() -> dict[str, Any]:
-        body = json.dumps(CHAT | {"max_tokens": 2000, "stream": True}).encode()
-        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Any) -> None:
         sent.append(message)
         if len(sent) > 3:
             await asyncio.Event().wait()
 
-    asyncio.run(app({"method": "POST", "path": "/v1/chat/completions", "headers": []}, receive, send))  # type: ignore[arg-type]
+    scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
+    asyncio.run(app(scope, give(CHAT | {"max_tokens": 2000, "stream": True}), send))  # type: ignore[arg-type]
     pickle.dumps(sent[0])  # Ray Serve does, with the messages of what it passes on
     assert len(sent) == 4  # no event was taken from the engine meanwhile
     models.tiny.engine.step()
@@ -451,17 +462,10 @@ def test_a_client_that_leaves_before_its_first_token_has_spent_its_prompt(
 def test_a_client_that_takes_nothing_ends_what_another_replica_answers(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Transport:
-        async def relay(self, address: str, path: str, headers: dict[str, str], body: bytes, send: Any) -> None:
-            assert (path, headers["shoal-peer"], "expect" in headers) == ("/v1/completions", "ours", False)
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def load(name: str, hop: Any) -> bool:
-        await hop.relay(Transport(), "b:1", {"shoal-peer": "ours"})
-        return False
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": json.dumps({"model": "tiny", "prompt": "a"}).encode()}
+    async def load(name: str, request: HttpRequest, send: Send) -> None:
+        assert (request.path, request.list_headers()) == ("/v1/completions", {"shoal-peer": "x"})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise Relayed
 
     async def send(message: Any) -> None:
         await asyncio.Event().wait()
@@ -473,7 +477,7 @@ def test_a_client_that_takes_nothing_ends_what_another_replica_answers(
         "path": "/v1/completions",
         "headers": [(b"shoal-peer", b"x"), (b"expect", b"100-continue")],
     }
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10.0))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(app(scope, give({"model": "tiny", "prompt": "a"}), send), 10.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])

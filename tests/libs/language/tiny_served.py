@@ -17,10 +17,11 @@ import uvicorn
 from tests.libs.language.tiny_language import copy_state
 
 from shoal.errors import ConfigError, InferenceError
+from shoal.extend.serve import HttpRequest, Send
 from shoal.libs.language.api import make_app
 from shoal.libs.language.api.app import LanguageApp
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
-from shoal.libs.language.text_model import Hop, TextCall, TextModel
+from shoal.libs.language.text_model import TextCall, TextModel
 from shoal.models.decoder import Decoder
 from shoal.serve.messages.inference import Caller
 from shoal.serve.protocol.access import AccessControl
@@ -119,8 +120,7 @@ class Models:
     def is_peer(self, token: bytes) -> bool:
         return token == b"peer"
 
-    async def load(self, name: str, hop: Hop) -> bool:
-        return True
+    async def load(self, name: str, request: HttpRequest, send: Send) -> None: ...
 
 
 def make_tiny_app(models: Models, keys: Sequence[ApiKey] = (), limits: RequestLimits | None = None) -> LanguageApp:

@@ -21,8 +21,8 @@ from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import ControllerState, Deployment, StateFile
 from shoal.serve.controller.status import StatusReporter
+from shoal.serve.messages.counts import Histogram, LibraryMetric, ModelCounts
 from shoal.serve.messages.desired_state import TrafficShares
-from shoal.serve.messages.metrics_snapshot import HistogramSnapshot, LibraryMetric, ModelSnapshot
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 from shoal.weights import WeightSnapshot
@@ -481,16 +481,14 @@ def test_status_has_what_libraries_count_over_all_replicas(cluster: Cluster) -> 
     bounds = [0.01, 0.1]
 
     def report(num_tokens: int, counts: list[int]) -> None:
-        times: HistogramSnapshot = {"bounds": bounds, "counts": counts, "sum": 0.0}
-        others: dict[str, LibraryMetric] = {
-            "tokens_total": {"kind": "counter", "help": "Tokens", "value": num_tokens},
-            "between_seconds": {"kind": "histogram", "help": "Between", "value": times},
-            "used_ratio": {"kind": "gauge", "help": "A share", "value": 0.5},
+        others = {
+            "tokens_total": LibraryMetric("counter", "Tokens", num_tokens),
+            "between_seconds": LibraryMetric("histogram", "Between", Histogram(bounds, counts)),
+            "used_ratio": LibraryMetric("gauge", "A share", 0.5),
         }
         for replica in cluster.replicas.values():
             heard = replica.report()
-            snapshot: ModelSnapshot = {**ModelStatistics("m").snapshot(), "others": others}
-            models = {"m": replace(heard.models["m"], counts=snapshot)}
+            models = {"m": replace(heard.models["m"], counts=ModelCounts(others=others))}
             cluster.controller.report(replace(heard, models=models))
 
     report(100, [50, 0, 0])

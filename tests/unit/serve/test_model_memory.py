@@ -38,7 +38,7 @@ async def test_a_load_waits_for_memory_and_no_load_exceeds_it() -> None:
     assert await waiting == "b"
     assert memory.used_bytes == 100
     assert memory.resident_bytes["b"] == 60
-    assert (memory.loads["b"].num_loads, memory.loads["b"].last_s) == (1, 0.5)
+    assert (memory.loads["b"].loads, memory.loads["b"].load_s) == (1, 0.5)
 
 
 async def test_what_is_no_longer_wanted_does_not_wait() -> None:

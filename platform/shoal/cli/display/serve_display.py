@@ -7,6 +7,7 @@ of the document.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -29,7 +30,14 @@ NUM_EVENTS = 4
 NUM_COLUMNS = 6  # of a table, with values that training has not seen
 LIVE = "live"  # the phase of a model that follows the weights of a run
 _TRACKS = {"stable": "green", "candidate": "yellow", "shadow": "magenta"}
-_COLUMNS = ("model", "version", "share", "req/s", "p50", "p99", "errors", "differ")  # with the margins, 80 columns
+_NUMBERS: dict[str, Callable[[VersionStatus], str]] = {  # of a version; the table has 80 columns with its margins
+    "share": lambda version: _format_share(version.share),
+    "req/s": lambda version: format_number(version.requests_per_s),
+    "p50": lambda version: _format_seconds(version.p50_s),
+    "p99": lambda version: _format_seconds(version.p99_s),
+    "errors": lambda version: _format_error_rate(version),
+    "differ": lambda version: _format_disagreement(version),
+}
 
 
 def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
@@ -61,12 +69,7 @@ def format_plain_lines(status: EndpointStatus, url: str) -> list[str]:
     for model in status.models:
         for version in model.versions:
             numbers = {
-                "share": _format_share(version.share),
-                "requests/s": format_number(version.requests_per_s),
-                "p50": _format_seconds(version.p50_s),
-                "p99": _format_seconds(version.p99_s),
-                "errors": _format_error_rate(version),
-                "differ": _format_disagreement(version),
+                **{name.replace("req/", "requests/"): each(version) for name, each in _NUMBERS.items()},
                 "batch": _format_batch(model),
                 "queue": f"{model.queued_rows}/{model.max_queued_rows}",
                 "refused": f"{model.refused}",
@@ -139,8 +142,8 @@ def format_shares(model: ModelStatus) -> str:
 
 
 def _render_versions(status: EndpointStatus) -> RenderableType:
-    words = ("model", "version")
-    table = make_table(*(Column(t, no_wrap=True) if t in words else make_number_column(t) for t in _COLUMNS))
+    words = (Column(name, no_wrap=True) for name in ("model", "version"))
+    table = make_table(*words, *map(make_number_column, _NUMBERS))
     for model in status.models:
         if not model.versions:
             is_cold = model.state == "READY" and model.residency is not None
@@ -158,16 +161,10 @@ def _sort_key(version: VersionStatus) -> tuple[int, int]:
 
 def _make_version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
     track = Text.assemble(f"{version.version} ", (version.track or "loaded", _TRACKS.get(version.track, "dim")))
-    errors = Text(_format_error_rate(version), "red" if version.errors else "")
-    return (
-        track,
-        _format_share(version.share),
-        format_number(version.requests_per_s),
-        _format_seconds(version.p50_s),
-        _format_seconds(version.p99_s),
-        errors,
-        _format_disagreement(version),
-    )
+    numbers = {name: Text(each(version)) for name, each in _NUMBERS.items()}
+    if version.errors:
+        numbers["errors"].style = "red"
+    return track, *numbers.values()
 
 
 def _render_model(model: ModelStatus) -> RenderableType:

@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any
 
 from shoal.errors import InferenceError
 from shoal.extend.serve import (
@@ -32,8 +31,10 @@ from shoal.extend.serve import (
     TracerProtocol,
     decompress_in_thread,
     guard_stream,
+    to_inference_error,
 )
 from shoal.libs.grpc.methods import (
+    ACTIONS,
     METHODS,
     PATH_PREFIX,
     UNAUTHENTICATED_METHODS,
@@ -41,7 +42,7 @@ from shoal.libs.grpc.methods import (
     GrpcCall,
     GrpcMethod,
 )
-from shoal.libs.grpc.service import InferenceServicer, Invocation, parse_message, to_inference_error
+from shoal.libs.grpc.service import InferenceServicer, parse_message
 from shoal.libs.grpc.stream import HEAD_BYTES, Frame, StreamLifecycle
 from shoal.serve.protocol.request_limits import RequestLimits
 
@@ -68,7 +69,7 @@ class GrpcApp:
         self._in_progress = RequestsInProgress(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, name = GrpcCall(scope["headers"]), scope["path"][len(PATH_PREFIX) :]
+        call, name = GrpcCall(dict(scope["headers"])), scope["path"][len(PATH_PREFIX) :]
         reply = _ResponseWriter(send, call)
         try:
             method = METHODS.get(name)
@@ -78,10 +79,10 @@ class GrpcApp:
                 raise InferenceError(501, problem)
             self._limits.check_head(scope["path"], scope["headers"])
             if name not in UNAUTHENTICATED_METHODS:
-                self._servicer.require_known_key(Invocation(call.metadata))
+                self._servicer.require_known_key(call)
             if method.streams:
                 with StreamLifecycle(self._in_progress, receive) as stream:
-                    await self._answer_stream(stream, method, call, reply)
+                    await self._answer_stream(stream, call, reply)
             else:
                 with RequestLifecycle(self._in_progress, receive) as progress:
                     reply.last_message = await self._answer_unary(progress, method, call)
@@ -97,40 +98,36 @@ class GrpcApp:
                 await reply.finish()
 
     async def _answer_unary(self, progress: RequestLifecycle, method: GrpcMethod, call: GrpcCall) -> bytes:
-        deadline_s = _apply_deadline(progress, call)
+        _apply_deadline(progress, call)
         body = await progress.read_body(None)
         if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
             raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
-        request = await self._decode_request(Frame(body[0] != 0, body[HEAD_BYTES:]), method, call)
-        invocation = Invocation(call.metadata, deadline_s)
-        answer = await method.bind(self._servicer)(request, invocation)
-        call.trailing = invocation.trailing
-        message: bytes = answer if method.takes_bytes else answer.SerializeToString()
-        return message
+        content = await self._decompress(Frame(body[0] != 0, body[HEAD_BYTES:]), call)
+        if method.name in ACTIONS:
+            request = parse_message(method.request, content)
+            return (await self._servicer.describe(method, request, call)).SerializeToString()
+        return await self._servicer.model_infer(content, call)
 
-    async def _answer_stream(
-        self, progress: StreamLifecycle, method: GrpcMethod, call: GrpcCall, reply: _ResponseWriter
-    ) -> None:
-        deadline_s = _apply_deadline(progress, call)
+    async def _answer_stream(self, progress: StreamLifecycle, call: GrpcCall, reply: _ResponseWriter) -> None:
+        _apply_deadline(progress, call)
 
         async def requests() -> AsyncGenerator[bytes, None]:
             while (frame := await progress.read_frame()) is not None:
-                yield await self._decode_request(frame, method, call)
+                yield await self._decompress(frame, call)
 
         async with (
             aclosing(requests()) as incoming,
-            aclosing(method.bind(self._servicer)(incoming, Invocation(call.metadata, deadline_s))) as responses,
+            aclosing(self._servicer.model_stream_infer(incoming, call)) as responses,
         ):
             async for response in responses:
                 await progress.await_send(reply.send_message(response))
 
-    async def _decode_request(self, frame: Frame, method: GrpcMethod, call: GrpcCall) -> Any:
-        """Decode the method's request. Raises InferenceError (400, 413, 415)."""
-        content = frame.content
-        if frame.compressed:
-            encoding = call.metadata.get(b"grpc-encoding", b"identity")
-            content = await decompress_in_thread(self._limits, content, encoding)
-        return content if method.takes_bytes else parse_message(method.request, content)
+    async def _decompress(self, frame: Frame, call: GrpcCall) -> bytes:
+        """The message of a frame. Raises InferenceError (400, 413, 415)."""
+        if not frame.compressed:
+            return frame.content
+        encoding = call.metadata.get(b"grpc-encoding", b"identity")
+        return await decompress_in_thread(self._limits, frame.content, encoding)
 
 
 class _ResponseWriter:
@@ -175,18 +172,16 @@ def _chunk(message: bytes) -> bytes:
     return b"%x\r\n\0%b%b" % (HEAD_BYTES + size_bytes, size_bytes.to_bytes(4, "big"), message)
 
 
-def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> float | None:
-    """Apply the call's deadline, `grpc-timeout`, which ends it; None without one. Raises InferenceError (400)."""
+def _apply_deadline(progress: RequestLifecycle, call: GrpcCall) -> None:
+    """Apply the call's deadline, `grpc-timeout`, which ends it. Raises InferenceError (400)."""
     value = call.metadata.get(b"grpc-timeout")
     if value is None:
-        return None
+        return
     text = value.decode("latin-1")
     parts = _TIMEOUT.fullmatch(text)
     if parts is None:
         raise InferenceError(400, f"grpc-timeout = {text[:40]!r}: expected digits and one of H M S m u n")
     wait_s = int(parts[1]) * UNITS_S[parts[2]]
-    if wait_s > FOREVER_S:
-        return None
-    deadline_s = time.monotonic() + wait_s
-    progress.set_deadline(deadline_s)
-    return deadline_s
+    if wait_s <= FOREVER_S:
+        call.deadline_s = time.monotonic() + wait_s
+        progress.set_deadline(call.deadline_s)

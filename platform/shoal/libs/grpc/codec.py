@@ -135,7 +135,7 @@ class GrpcCodec:
         return DecodedInputs(arrays, self._schema.check_complete(arrays), wanted, names, tuple(sizes))
 
     def encode(
-        self, asked: InferRequestHeader, wanted: Sequence[str], version: int, outputs: Mapping[str, np.ndarray]
+        self, asked: InferRequestHeader, wanted: Sequence[str], outputs: Mapping[str, np.ndarray], version: int
     ) -> bytes:
         """Encode a ModelInferResponse with the requested outputs, in this order; () for all, in the model's."""
         names = wanted or tuple(self._datatypes)

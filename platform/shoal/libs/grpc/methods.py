@@ -14,18 +14,16 @@ from __future__ import annotations
 import math
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 from grpc import StatusCode
 
 from shoal.errors import InferenceError
+from shoal.extend.serve import FORWARDED_FROM_HEADER, RouteAction
 from shoal.libs.grpc import inference_pb2 as pb
-
-if TYPE_CHECKING:
-    from shoal.libs.grpc.service import InferenceServicer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 PATH_PREFIX = f"/{SERVICE}/"
@@ -46,7 +44,6 @@ GRPC_STATUSES = {
     503: StatusCode.UNAVAILABLE,
     504: StatusCode.DEADLINE_EXCEEDED,
 }
-RAW_BYTES_METHODS = frozenset({"ModelInfer", "ModelStreamInfer"})
 UNAUTHENTICATED_METHODS = frozenset({"ServerLive", "ServerReady"})  # to every caller
 MAX_DETAILS_CHARS = 2000  # sent in a header block, which proxies limit
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that `grpc-message` takes unescaped
@@ -62,59 +59,65 @@ UNSUPPORTED_METHODS = {
 }
 
 
+@dataclass(slots=True)
 class GrpcCall:
-    """One call: its metadata, and the status and trailing metadata after its answer."""
+    """One call: its metadata, and the status and trailing metadata after its answer.
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.metadata = dict(headers)
-        self.trailing: list[tuple[bytes, bytes]] = []
-        self._error: InferenceError | None = None
+    deadline_s: `time.monotonic()` until which the client waits; None for no limit
+    """
+
+    metadata: Mapping[bytes, bytes]
+    deadline_s: float | None = None
+    trailing: list[tuple[bytes, bytes]] = field(default_factory=list)
+    error: InferenceError | None = None
+
+    @property
+    def credentials(self) -> tuple[bytes, bytes]:
+        """The caller's key and address."""
+        return self.metadata.get(b"authorization", b""), self.metadata.get(FORWARDED_FROM_HEADER, b"")
 
     def set_error(self, error: InferenceError) -> None:
         """Set the status and message of an error."""
-        self._error = error
+        self.error = error
         self.trailing = (
             [] if error.retry_after_s is None else [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
         )
 
     def build_trailers(self) -> list[tuple[bytes, bytes]]:
         """Build the trailers: the status, its message and the trailing metadata."""
-        if self._error is None:
+        if self.error is None:
             return [(b"grpc-status", b"0"), *self.trailing]
-        status: int = GRPC_STATUSES.get(self._error.status, StatusCode.INTERNAL).value[0]
-        message = urllib.parse.quote(str(self._error)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
+        status: int = GRPC_STATUSES.get(self.error.status, StatusCode.INTERNAL).value[0]
+        message = urllib.parse.quote(str(self.error)[:MAX_DETAILS_CHARS], safe=_PRINTABLE)[:MAX_DETAILS_CHARS]
         message = re.sub("%[0-9A-F]?$", "", message)  # an escape that was cut
         return [(b"grpc-status", b"%d" % status), (b"grpc-message", message.encode()), *self.trailing]
 
 
-@dataclass(frozen=True, slots=True)
-class GrpcMethod:
-    """One method of the service. `attribute` is its name in `InferenceServicer`.
-
-    takes_bytes: it takes and returns messages as bytes
-    """
+class GrpcMethod(NamedTuple):
+    """One method of the service."""
 
     name: str
-    attribute: str
     request: type[Message]
     response: type[Message]
     streams: bool
-    takes_bytes: bool
-
-    def bind(self, servicer: InferenceServicer) -> Callable[..., Any]:
-        """The servicer's method."""
-        method: Callable[..., Any] = getattr(servicer, self.attribute)
-        return method
 
 
 METHODS = {
     each.name: GrpcMethod(
-        each.name,
-        re.sub(r"(?<!^)(?=[A-Z])", "_", each.name).lower(),
-        getattr(pb, each.input_type.name),
-        getattr(pb, each.output_type.name),
-        each.server_streaming,
-        each.name in RAW_BYTES_METHODS,
+        each.name, getattr(pb, each.input_type.name), getattr(pb, each.output_type.name), each.server_streaming
     )
     for each in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+}
+# Of those that are no inferences: what REST does, and the JSON of the message around the JSON of its answer.
+ACTIONS = {
+    "ServerLive": (RouteAction.LIVE, b"%b"),
+    "ServerReady": (RouteAction.READY, b"%b"),
+    "ServerMetadata": (RouteAction.SERVER, b"%b"),
+    "ModelReady": (RouteAction.MODEL_READY, b"%b"),
+    "ModelMetadata": (RouteAction.MODEL, b"%b"),
+    "ModelConfig": (RouteAction.MODEL_CONFIG, b'{"config": %b}'),
+    "ModelStatistics": (RouteAction.STATISTICS, b"%b"),
+    "RepositoryIndex": (RouteAction.INDEX, b'{"models": %b}'),
+    "RepositoryModelLoad": (RouteAction.LOAD, b"%b"),
+    "RepositoryModelUnload": (RouteAction.UNLOAD, b"%b"),
 }

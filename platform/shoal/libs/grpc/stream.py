@@ -11,7 +11,6 @@ Called by `app`, which runs each stream as one of its requests in progress.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from typing import NamedTuple
 
 from shoal.errors import InferenceError
@@ -38,7 +37,6 @@ class StreamLifecycle(RequestLifecycle):
         super().__init__(in_progress, receive)
         self._buffer = bytearray()
         self._message_since_s: float | None = None  # when the wait for the rest of a message began
-        self._sending_since_s: float | None = None
         self._asking = self._server_closes = False
         self._ahead: asyncio.Task[None] | None = None
 
@@ -99,16 +97,8 @@ class StreamLifecycle(RequestLifecycle):
         self._reading = message.get("more_body", False)
         return True
 
-    async def await_send(self, sending: Awaitable[None]) -> None:
-        """Wait until an answer is sent, as fast as the client reads."""
-        self._sending_since_s = asyncio.get_running_loop().time()
-        await sending
-        self._sending_since_s = None
-
-    def poll(self, now_s: float) -> None:
-        """Check that a message's rest arrives in time, that answers are taken, and that the client is connected."""
-        if self._sending_since_s is not None and now_s - self._sending_since_s > self.limits.answer_grace_s:
-            self._cancel(Disconnected())
+    def _poll_input(self, now_s: float) -> None:
+        """Check that a message's rest arrives in time, and that the client is connected."""
         if self._asking:
             if self._message_since_s is not None and now_s - self._message_since_s > self.limits.body_deadline_s(
                 len(self._buffer)

@@ -17,7 +17,7 @@ from shoal.extend.registry import ModelVersion
 from shoal.extend.serve import PATHS, Caller, LoadedModel, ModelOptions, build_body
 from shoal.libs.language.api.answers import begin, merge_events
 from shoal.libs.language.api.app import APIS
-from shoal.libs.language.api.bodies import ChatBody, read_body
+from shoal.libs.language.api.bodies import ChatBody, read_fields
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed, has_tokenizer
 from shoal.libs.language.text_model import TextCall
@@ -31,7 +31,7 @@ def check_version(version: ModelVersion, options: ModelOptions, fields: Mapping[
         remedy = "options.text.tokenizer names one for a language model without"
         raise ConfigError("text", version.ref, "writes no text: it has no tokenizer", remedy)
     try:
-        read_body(msgspec.json.encode(build_body(version.name, "messages", "", fields)), ChatBody)
+        read_fields(msgspec.json.encode(build_body(version.name, "messages", "", fields)), ChatBody)
     except InferenceError as error:
         raise ConfigError("generate", dict(fields), error.message) from None
 
@@ -66,7 +66,7 @@ class LocalTexts:
         return chunks
 
     def _write(self, path: str, body: Mapping[str, Any]) -> Generator[bytes]:
-        job = APIS[path].prepare(self, read_body(msgspec.json.encode(body), APIS[path].body))
+        job = APIS[path].prepare(self, read_fields(msgspec.json.encode(body), APIS[path].body))
         events = merge_events(job, TextCall(Caller("")))
         try:
             answers = _run(begin(job, events, "", lambda: None))

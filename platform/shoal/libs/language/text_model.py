@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.extend.serve import Caller, Relay
+from shoal.extend.serve import Caller, HttpRequest, Send
 from shoal.libs.language.engine.request import TextRequest, TokenEvent
 
 
@@ -28,21 +28,6 @@ class TextCall:
     track: str = ""
     resume: str = ""
     last_version: int | None = None
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A request that may go to another replica, or has come from one.
-
-    deadline_s: of `time.monotonic()`
-    token, generation: of the replica that sent it; b"" for a client's
-    relay:      sends it on, and its answer back
-    """
-
-    deadline_s: float | None
-    token: bytes
-    generation: bytes
-    relay: Relay
 
 
 class TextModel(Protocol):
@@ -86,9 +71,7 @@ class TextModels(Protocol):
         """Whether a request comes from another replica, which shows this token."""
         ...
 
-    async def load(self, name: str, hop: Hop) -> bool:
-        """Have a model loaded, if it is not; False where another replica has answered the request by then.
-
-        Raises InferenceError (404, 503, 504).
-        """
+    async def load(self, name: str, request: HttpRequest, send: Send) -> None:
+        """Have a model loaded, if it is not. Raises Relayed where another replica has answered, by `send`, and
+        InferenceError (404, 503, 504)."""
         ...

@@ -12,7 +12,6 @@ from math import exp, lgamma
 from statistics import median
 from typing import NamedTuple
 
-from shoal.serve.messages.metrics_snapshot import count_requests_and_errors
 from shoal.serve.messages.replica_report import (
     MAX_FORWARDS,
     ForwardMedians,
@@ -155,7 +154,7 @@ def latency_ratio(stable: ForwardMedians, candidate: ForwardMedians) -> float | 
     return weighted / weights if weights else None
 
 
-class VersionCounts(NamedTuple):
+class JudgedCounts(NamedTuple):
     """The counts of one version; requests that fail on both versions are in neither of the first two."""
 
     requests: int = 0
@@ -164,7 +163,7 @@ class VersionCounts(NamedTuple):
     disagreed: int = 0
 
 
-CanaryCounts = tuple[VersionCounts, VersionCounts]  # the candidate's, the stable version's
+CanaryCounts = tuple[JudgedCounts, JudgedCounts]  # the candidate's, the stable version's
 
 
 class EvidenceCollector:
@@ -202,18 +201,17 @@ class EvidenceCollector:
             stable_errors=stable.errors,
         )
 
-    def _sum_since_opening(self, side: int) -> VersionCounts:
+    def _sum_since_opening(self, side: int) -> JudgedCounts:
         since = [
             [now - before for now, before in zip(counts[side], self._before[replica][side], strict=True)]
             for replica, counts in self._now.items()
         ]
-        return VersionCounts(*map(sum, zip(*since, strict=True)))
+        return JudgedCounts(*map(sum, zip(*since, strict=True)))
 
 
-def _count_version(report: ModelReport, version: int) -> VersionCounts:
-    counts = report.counts["versions"].get(str(version)) if report.counts is not None else None
+def _count_version(report: ModelReport, version: int) -> JudgedCounts:
+    counts = report.counts.versions.get(version) if report.counts is not None else None
     if counts is None:
-        return VersionCounts()
-    requests, errors = count_requests_and_errors(counts)
-    excused = counts["failed_on_both"]
-    return VersionCounts(requests - excused, errors - excused, counts["compared"], counts["disagreed"])
+        return JudgedCounts()
+    excused = counts.failed_on_both
+    return JudgedCounts(counts.requests - excused, counts.errors - excused, counts.compared, counts.disagreed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,14 +28,8 @@ from shoal.serve.controller.canary_guard import Evidence, latency_ratio
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase, Rollout
 from shoal.serve.controller.state import ModelState
-from shoal.serve.messages.metrics_snapshot import (
-    ModelSnapshot,
-    count_requests_and_errors,
-    estimate_quantile,
-    merge_snapshots,
-    subtract_histogram,
-)
-from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
+from shoal.serve.messages.counts import Histogram, ModelCounts, merge
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport, Residency
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
 
 WINDOW_S = 10.0
@@ -44,7 +38,8 @@ NUM_EVENTS = 50
 LONG_FORWARD_S = 2.0  # a longer forward shows in the status while it runs
 STATES = {Phase.VACANT: "UNAVAILABLE", Phase.STAGING: "LOADING"}
 
-Counts = Mapping[str, Mapping[str, ModelSnapshot]]  # by replica and model
+Counts = Mapping[str, Mapping[str, ModelCounts]]  # by replica and model
+Part = TypeVar("Part", bound=msgspec.Struct)
 
 
 class StatusReporter:
@@ -82,12 +77,9 @@ class StatusReporter:
         state, reports = controller.state, controller.reports.values()
         models = [self._build_model_status(name, model) for name, model in state.models.items()]
         replicas = [
-            ReplicaStatus(
-                report.replica, report.pid, report.generation, report.ready,
-                "; ".join(_list_problems(state.models, report)), report.host,
-            )
+            _fill(ReplicaStatus, report, id=report.replica, error="; ".join(_list_problems(state.models, report)))
             for report in reports
-        ]  # fmt: skip
+        ]
         status = EndpointStatus(
             endpoint=controller.name,
             time=time.time(),
@@ -103,10 +95,7 @@ class StatusReporter:
             asleep=self._may_sleep and not replicas,
             replicas=replicas,
             models=models,
-            events=[
-                RolloutEvent(each.time, each.kind, each.model, each.version, each.reason, each.by)
-                for each in state.events[-NUM_EVENTS:]
-            ],
+            events=[_fill(RolloutEvent, each) for each in state.events[-NUM_EVENTS:]],
             certificate=self._certificate(),
         )
         return _builtins(status)
@@ -161,7 +150,7 @@ class StatusReporter:
             batch_rows=_average_batch_rows(counts, before),
             max_batch_rows=options.max_rows,
             deadline_s=options.deadline_s,
-            refused=sum(counts["refused"].get(status, 0) for status in ("429", "504")) if counts else 0,
+            refused=sum(counts.refused.get(status, 0) for status in (429, 504)) if counts else 0,
             latency=sorted(slowest.items()),
             last_failure=next((report.failure.describe() for report in reports if report.failure is not None), ""),
             residency=_build_residency(reports) if controller.assignments.is_on_demand(model) else None,
@@ -169,7 +158,7 @@ class StatusReporter:
             metrics=_summarize_metrics(counts, before, before_s),
         )
 
-    def _counts_before_window(self, name: str) -> tuple[float, ModelSnapshot | None]:
+    def _counts_before_window(self, name: str) -> tuple[float, ModelCounts | None]:
         """The present replicas' counts when the window began, and how many seconds ago that was. A later replica's
         counts are those of its first report: it may have served long before this controller started."""
         if not self._samples:
@@ -181,13 +170,13 @@ class StatusReporter:
         return self._clock() - self._samples[0][0], _merge_present(before)
 
 
-def _counts(report: ReplicaReport) -> dict[str, ModelSnapshot]:
+def _counts(report: ReplicaReport) -> dict[str, ModelCounts]:
     return {name: model.counts for name, model in report.models.items() if model.counts is not None}
 
 
-def _merge_present(snapshots: Iterable[ModelSnapshot | None]) -> ModelSnapshot | None:
+def _merge_present(snapshots: Iterable[ModelCounts | None]) -> ModelCounts | None:
     present = [each for each in snapshots if each is not None]
-    return merge_snapshots(present) if present else None
+    return merge(present) if present else None
 
 
 def _list_problems(models: Mapping[str, ModelState], report: ReplicaReport) -> Iterator[str]:
@@ -228,82 +217,69 @@ def _find_track_and_share(version: int, rollout: Rollout, reports: Sequence[Mode
 
 
 def build_version_status(
-    version: int, track: str, share: float, counts: ModelSnapshot | None, before: ModelSnapshot | None, before_s: float
+    version: int, track: str, share: float, counts: ModelCounts | None, before: ModelCounts | None, before_s: float
 ) -> VersionStatus:
     """Build a version's status from its `counts` now and those of `before_s` seconds ago."""
-    now = counts["versions"].get(str(version)) if counts else None
+    now = counts.versions.get(version) if counts else None
     if now is None:
         return VersionStatus(version, track, share)
-    earlier = before["versions"].get(str(version)) if before else None
-    recent = subtract_histogram(earlier["request_s"], now["request_s"]) if earlier else now["request_s"]
+    earlier = before.versions.get(version) if before else None
+    recent = now.request_s.since(earlier.request_s if earlier else None)
     # Lower than before when a replica has gone with its counts.
-    num_recent = max(0, sum(now["statuses"].values()) - (sum(earlier["statuses"].values()) if earlier else 0))
-    requests, errors = count_requests_and_errors(now)
-    return VersionStatus(
-        version,
-        track,
-        share,
-        requests=requests,
-        errors=errors,
+    num_recent = max(0, sum(now.statuses.values()) - (sum(earlier.statuses.values()) if earlier else 0))
+    return _fill(
+        VersionStatus,
+        now,
+        version=version,
+        track=track,
+        share=share,
         requests_per_s=num_recent / before_s if before_s > 0.0 else 0.0,
-        p50_s=estimate_quantile(recent, 0.5),
-        p99_s=estimate_quantile(recent, 0.99),
-        compared=now["compared"],
-        disagreed=now["disagreed"],
-        columns=now["columns"],
+        p50_s=recent.estimate_quantile(0.5),
+        p99_s=recent.estimate_quantile(0.99),
     )
 
 
-def _summarize_metrics(
-    now: ModelSnapshot | None, before: ModelSnapshot | None, before_s: float
-) -> dict[str, MetricStatus]:
+def _summarize_metrics(now: ModelCounts | None, before: ModelCounts | None, before_s: float) -> dict[str, MetricStatus]:
     """Rates of the counters and quantiles of the histograms that libraries have."""
     summarized = {}
-    earlier = before.get("others", {}) if before else {}
-    for name, metric in (now.get("others", {}) if now else {}).items():
-        value, old = metric["value"], earlier[name]["value"] if name in earlier else None
-        if isinstance(value, dict):
-            recent = subtract_histogram(old, value) if isinstance(old, dict) else value
-            p50_s, p99_s = (estimate_quantile(recent, q) for q in (0.5, 0.99))
-            summarized[name] = MetricStatus(metric["help"], p50_s=p50_s, p99_s=p99_s)
-        elif metric["kind"] == "counter" and before_s > 0.0:
-            num_before = 0.0 if old is None or isinstance(old, dict) else old
-            summarized[name] = MetricStatus(metric["help"], max(0.0, value - num_before) / before_s)
+    earlier = before.others if before else {}
+    for name, metric in (now.others if now else {}).items():
+        value, old = metric.value, earlier[name].value if name in earlier else None
+        if isinstance(value, Histogram):
+            recent = value.since(old if isinstance(old, Histogram) else None)
+            p50_s, p99_s = (recent.estimate_quantile(q) for q in (0.5, 0.99))
+            summarized[name] = MetricStatus(metric.help, p50_s=p50_s, p99_s=p99_s)
+        elif metric.kind == "counter" and before_s > 0.0:
+            num_before = old if isinstance(old, int | float) else 0.0
+            summarized[name] = MetricStatus(metric.help, max(0.0, value - num_before) / before_s)
     return summarized
 
 
-def _average_batch_rows(now: ModelSnapshot | None, before: ModelSnapshot | None) -> float | None:
+def _average_batch_rows(now: ModelCounts | None, before: ModelCounts | None) -> float | None:
     if now is None:
         return None
-    histogram = now["batch_rows"] if before is None else subtract_histogram(before["batch_rows"], now["batch_rows"])
-    batches = sum(histogram["counts"])
-    return histogram["sum"] / batches if batches else None
+    recent = now.batch_rows.since(before.batch_rows if before else None)
+    batches = sum(recent.counts)
+    return recent.sum / batches if batches else None
 
 
 def _build_evidence(guard: GuardOptions, evidence: Evidence) -> EvidenceStatus:
-    counts = ("requests", "errors", "stable_requests", "stable_errors", "compared", "disagreed", "lost_replicas")
-    limits = ("metric", "max_error_rate", "max_latency_ratio", "max_disagreement", "min_value", "min_requests")
-    return EvidenceStatus(
-        **{name: getattr(evidence, name) for name in counts},
-        **{name: getattr(guard, name) for name in limits},
-        latency_ratio=latency_ratio(evidence.stable, evidence.candidate),
-        value=evidence.metrics.get(guard.metric),
-    )
+    ratio = latency_ratio(evidence.stable, evidence.candidate)
+    value = evidence.metrics.get(guard.metric)
+    return _fill(EvidenceStatus, evidence, guard, latency_ratio=ratio, value=value)
 
 
 def _build_residency(reports: Sequence[ModelReport]) -> ResidencyStatus:
-    residencies = [report.residency for report in reports if report.residency is not None]
-    loads, total_s = sum(each.loads for each in residencies), sum(each.total_load_s for each in residencies)
-    return ResidencyStatus(
-        replicas=sum(report.version > 0 for report in reports),
-        resident_bytes=sum(each.resident_bytes for each in residencies),
-        waiting=sum(each.waiting for each in residencies),
-        loads=loads,
-        evictions=sum(each.evictions for each in residencies),
-        load_s=total_s / loads if loads else None,
-        forwarded=sum(each.forwarded for each in residencies),
-        waited=sum(each.waited for each in residencies),
-    )
+    total = merge([Residency(), *(report.residency for report in reports if report.residency is not None)])
+    load_s = total.total_load_s / total.loads if total.loads else None
+    return _fill(ResidencyStatus, total, replicas=sum(report.version > 0 for report in reports), load_s=load_s)
+
+
+def _fill(part: type[Part], *sources: object, **more: Any) -> Part:
+    """A part of the document: its fields are those of the same names in `sources`, and `more`."""
+    names = part.__struct_fields__
+    fields = {name: getattr(each, name) for each in sources for name in names if hasattr(each, name)}
+    return part(**fields | more)
 
 
 def _builtins(status: msgspec.Struct) -> dict[str, Any]:

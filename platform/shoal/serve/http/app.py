@@ -12,23 +12,27 @@ test's. Knows the models only through `ModelManagerProtocol`. No Ray, no torch, 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 
-from shoal.errors import Closed, InferenceError
+from shoal.errors import InferenceError
 from shoal.serve.http.admin import RestHandlers
 from shoal.serve.http.inference import InferenceHandler, read_body
 from shoal.serve.http.response import RestResponse, build_error_response
 from shoal.serve.http.routes import ADMIN_ACTIONS, PEERS_PATH, UNAUTHENTICATED_ACTIONS, RouteAction, match_route
-from shoal.serve.messages.inference import Caller, Disconnected, ModelManagerProtocol, TracerProtocol, format_origin
+from shoal.serve.messages.inference import (
+    ANONYMOUS,
+    Caller,
+    Disconnected,
+    ModelManagerProtocol,
+    TracerProtocol,
+    format_origin,
+)
+from shoal.serve.messages.model_errors import to_inference_error
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
 from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, Scope, Send
 from shoal.serve.protocol.request_limits import RequestLimits
 
-logger = logging.getLogger(__name__)
-
-ANONYMOUS = Caller("", models=frozenset())  # for paths without a key
 INFERENCES = (RouteAction.INFER, RouteAction.ROWS, RouteAction.PEER_INFER)
 MAX_JOINED_BYTES = 1 << 16  # smaller parts are joined: another message costs more than the copy
 
@@ -65,15 +69,10 @@ class RestApp:
         assert scope["type"] == "http", scope["type"]
         try:
             answer = await self._answer(scope, receive)
-        except InferenceError as error:
-            answer = build_error_response(error)
-        except Closed:
-            answer = build_error_response(InferenceError(503, "the endpoint is closing; try again later"))
         except Disconnected:
             return
-        except Exception as error:
-            logger.exception("a request failed")
-            answer = build_error_response(InferenceError(500, f"this request failed: {type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001 - a request's top: `to_inference_error` logs a bug
+            answer = build_error_response(to_inference_error(error))
         if not scope["path"].startswith(PEERS_PATH):  # counted where the client has called
             self._statuses[answer.status] += 1
         await _send_response(answer, send)

@@ -14,6 +14,8 @@ import asyncio
 import dataclasses
 import time
 import zlib
+from collections.abc import Mapping
+from functools import partial
 from urllib.parse import unquote
 
 from shoal.serve.http.codec import HttpCodec, RowCodec
@@ -23,14 +25,11 @@ from shoal.serve.messages.inference import Caller, ModelManagerProtocol, TracerP
 from shoal.serve.protocol.infer_call import (
     BATCH_HEADER,
     GENERATION_HEADER,
-    LARGE_BYTES,
     PEER_HEADER,
     TENANT_HEADER,
     ModelCodecs,
-    decode_in_thread,
-    has_large_arrays,
+    decode_sized,
     read_head,
-    run_in_thread,
     start_trace,
 )
 from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, decompress_in_thread
@@ -77,20 +76,9 @@ class InferenceHandler:
             codec: HttpCodec | RowCodec = self._row_codecs.get(model) if has_rows else self._codecs.get(model)
             body = await read_body(progress, headers)
             read_bytes = len(body) if header_length is None or codec.has_bytes_inputs else header_length
-            if read_bytes <= LARGE_BYTES:
-                request = codec.decode(body, header_length)
-            else:
-                request = await decode_in_thread(len(body), codec.decode, body, header_length)
-            call = head.complete(request)
-            prediction = await model.infer(call)
-            if trace is not None:
-                trace.record_prediction(prediction, call.num_rows)
+            request = await decode_sized(read_bytes, codec.decode, body, header_length)
             raw = all(request.binary_of.values()) if request.binary_of else request.binary
-            outputs, version = prediction.outputs, prediction.version
-            if has_large_arrays(outputs, raw=raw):
-                answer = await run_in_thread(codec.encode, request, outputs, version)
-            else:
-                answer = codec.encode(request, outputs, version)
+            answer, prediction = await head.answer(request, partial(codec.encode, request), raw=raw)
             if is_from_peer:
                 batch = prediction.queued_s, prediction.computed_s, prediction.batch_rows
                 answer.headers.append((BATCH_HEADER, b"%.9g %.9g %d" % batch))
@@ -98,7 +86,7 @@ class InferenceHandler:
             return answer if accepted is None else await _compress(answer, accepted)
 
 
-async def read_body(progress: RequestLifecycle, headers: dict[bytes, bytes]) -> bytes:
+async def read_body(progress: RequestLifecycle, headers: Mapping[bytes, bytes]) -> bytes:
     """Read a request's body, decompressed. Raises InferenceError (400, 408, 413, 415), Disconnected."""
     body = await progress.read_body(read_length(headers, b"content-length"))
     encoding = headers.get(b"content-encoding")

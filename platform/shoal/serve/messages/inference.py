@@ -198,8 +198,15 @@ class Caller:
         return self.models is None or not self.models.isdisjoint((model, model.partition(":")[0]))
 
 
+ANONYMOUS = Caller("", models=frozenset())  # for what takes no key
+
+
 class Disconnected(Exception):
     """The client has disconnected."""
+
+
+class Relayed(Disconnected):
+    """Another replica has answered the client: nothing is left to do."""
 
 
 def format_origin(caller: str, address: str, program: str = "") -> str:

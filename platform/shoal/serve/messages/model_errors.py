@@ -1,10 +1,14 @@
-"""The errors of a request that name its model: unknown, of an unknown version, or failed. Pure."""
+"""The error of a request, in every protocol: of one that names an unknown model or version, that its model failed on,
+or that ended with an exception."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
-from shoal.errors import InferenceError
+from shoal.errors import Closed, InferenceError
+
+logger = logging.getLogger(__name__)
 
 OTHER_TENSORS = "it takes or gives other tensors than what is served: deploy it by another name"
 
@@ -44,3 +48,13 @@ def find_version(model: str, text: str, versions: Sequence[int]) -> int:
 def failed_model(reference: str) -> InferenceError:
     """The 500 that conceals a model's own error. `reference`: by which the log has it."""
     return InferenceError(500, f"the model failed on this request: its endpoint's log has the reason ({reference})")
+
+
+def to_inference_error(error: Exception) -> InferenceError:
+    """The client's error for any exception of a request; a bug is logged."""
+    if isinstance(error, InferenceError):
+        return error
+    if isinstance(error, Closed):
+        return InferenceError(503, "the endpoint is closing; try again later", retry_after_s=1.0)
+    logger.error("a request failed", exc_info=error)
+    return InferenceError(500, f"this request failed: {type(error).__name__}: {error}")

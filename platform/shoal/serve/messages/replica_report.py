@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.serve.messages.auth_failures import AuthFailure
-from shoal.serve.messages.metrics_snapshot import ModelSnapshot
+from shoal.serve.messages.counts import Metric, ModelCounts, declare
 
 # Forwards of one version, by batch size: class c has at least 2**c rows, and fewer than twice as many. (count, median
 # in seconds)
@@ -55,7 +55,7 @@ class ModelFailure:
         return f"{self.reason} ({self.reference})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Residency:
     """A model that replicas load on demand, on one of them. Counts are those since the replica started.
 
@@ -68,17 +68,19 @@ class Residency:
     forwarded: requests for it that another replica answered
     """
 
-    measured_bytes: Mapping[int, int] = field(default_factory=dict)
-    resident_bytes: int = 0
+    measured_bytes: dict[int, int] = field(default_factory=dict)
+    resident_bytes: int = declare(
+        Metric("shoal_model_resident_bytes", "Bytes of the loaded versions of a model on demand; 0: cold", "gauge")
+    )
     load_s: float = 0.0
-    total_load_s: float = 0.0
+    total_load_s: float = declare(Metric("shoal_model_load_seconds_total", "Time that these loads took"))
     idle_s: float = 0.0
-    waiting: int = 0
-    loads: int = 0
-    evictions: int = 0
+    waiting: int = declare(Metric("shoal_model_waiting_requests", "Requests that wait for its load", "gauge"))
+    loads: int = declare(Metric("shoal_model_loads_total", "Loads of a model on demand"))
+    evictions: int = declare(Metric("shoal_model_evictions_total", "How often it made way for others"))
     requests: int = 0
-    forwarded: int = 0
-    waited: int = 0
+    forwarded: int = declare(Metric("shoal_model_forwarded_total", "Requests for it that another replica answered"))
+    waited: int = declare(Metric("shoal_model_waited_total", "Requests that waited for its load"))
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ class ModelReport:
     candidate: int = 0
     staged: tuple[int, ...] = ()
     rejected: tuple[RejectedVersion, ...] = ()
-    counts: ModelSnapshot | None = None
+    counts: ModelCounts | None = None
     forwards: Mapping[int, ForwardMedians] = field(default_factory=dict)
-    queued_rows: int = 0
+    queued_rows: int = declare(Metric("shoal_queued_rows", "Rows that wait for a slot", "gauge"))
     latency: tuple[tuple[int, float], ...] = ()
     failure: ModelFailure | None = None
     next_staged: int = 0
@@ -126,16 +128,39 @@ class ReplicaReport:
     replica: str
     pid: int = 0
     generation: int = 0
-    ready: bool = False
+    ready: bool = declare(
+        Metric("shoal_replica_ready", "Whether the replica has every model ready", "gauge"), make=bool
+    )
     models: Mapping[str, ModelReport] = field(default_factory=dict)
-    callers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    statuses: Mapping[str, int] = field(default_factory=dict)
+    callers: Mapping[str, Mapping[str, int]] = declare(
+        Metric(
+            "shoal_caller_requests_total",
+            "Requests by the name of the key, and their outcomes",
+            labels=("key", "result"),
+        ),
+        make=dict,
+    )
+    statuses: Mapping[str, int] = declare(
+        Metric("shoal_http_answers_total", "All answers over HTTP, also without a model", labels=("status",)), make=dict
+    )
     refused: tuple[AuthFailure, ...] = ()
     computing_s: float = 0.0
     host: str = ""
     address: str = ""
-    certificate_expires_at: float = 0.0
-    tokens: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    certificate_expires_at: float = declare(
+        Metric(
+            "shoal_certificate_expires_timestamp_seconds",
+            "When the endpoint's certificate expires, in seconds since the epoch; no series without one",
+            "gauge",
+            when=lambda report: report.certificate_expires_at,
+        )
+    )
+    tokens: Mapping[str, Mapping[str, int]] = declare(
+        Metric(
+            "shoal_caller_tokens_total", "Tokens of texts by the name of the key: input, output", labels=("key", "kind")
+        ),
+        make=dict,
+    )
 
     @property
     def loaded(self) -> frozenset[str]:

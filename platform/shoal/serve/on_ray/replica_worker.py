@@ -18,10 +18,11 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.plugins.find import find_extension
 from shoal.serve.http import fast_path
+from shoal.serve.messages.counts import Metric
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.on_ray.bind_address import announce_http_address, answer_clients, is_head, patch_bind_addresses
 from shoal.serve.on_ray.controller_actor import RayControllerClient
-from shoal.serve.protocol.prometheus import METRICS, Metric, list_metrics, series
+from shoal.serve.protocol.prometheus import METRICS, list_metrics, series
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp
 from shoal.serve.spec.endpoint import PREDICTORS, EndpointSpec
 from shoal.serve.spec.model_source import LiveModel

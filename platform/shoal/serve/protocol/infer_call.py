@@ -28,11 +28,19 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 import numpy as np
 
+from shoal.batching.batcher import Prediction
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.decoded_request import DecodedRequest
-from shoal.serve.messages.inference import Caller, InferCall, RequestTraceProtocol, ServedModelProtocol, TracerProtocol
+from shoal.serve.messages.inference import (
+    Caller,
+    InferCall,
+    Outputs,
+    RequestTraceProtocol,
+    ServedModelProtocol,
+    TracerProtocol,
+)
 from shoal.serve.messages.model_errors import find_version
 from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.spec.model_options import ModelOptions
@@ -121,6 +129,23 @@ class CallHead(msgspec.Struct, frozen=True, gc=False):
             self.trace,
         )
 
+    async def answer(
+        self, request: DecodedRequest, encode: Callable[[Outputs, int], T], *, raw: bool, called_s: float | None = None
+    ) -> tuple[T, Prediction[Outputs]]:
+        """Have the model answer, and encode that, in the thread if it is large. Raises InferenceError.
+
+        encode:   takes the outputs and their version; `raw`: whether it sends numbers as bytes
+        called_s: as for `complete`
+        """
+        call = self.complete(request, called_s)
+        prediction = await self.model.infer(call)
+        if self.trace is not None:
+            self.trace.record_prediction(prediction, call.num_rows)
+        outputs, version = prediction.outputs, prediction.version
+        if has_large_arrays(outputs, raw=raw):
+            return await run_in_thread(encode, outputs, version), prediction
+        return encode(outputs, version), prediction
+
 
 def read_head(
     model: ServedModelProtocol,
@@ -204,9 +229,13 @@ def compute_deadline(
     return now_s + wait_s if called_s is None else min(now_s + wait_s, called_s)
 
 
-async def decode_in_thread(size_bytes: int, read: Callable[..., T], *arguments: object) -> T:
-    """Run `read(*arguments)`, which reads so many bytes. Raises InferenceError (429)."""
+async def decode_sized(
+    size_bytes: int, read: Callable[..., T], *arguments: object, large_bytes: int = LARGE_BYTES
+) -> T:
+    """Run `read(*arguments)`, which reads so many bytes: at once, or in the thread. Raises InferenceError (429)."""
     global _waiting_bytes
+    if size_bytes <= large_bytes:
+        return read(*arguments)
     if _waiting_bytes and _waiting_bytes + size_bytes > MAX_WAITING_BYTES:
         raise InferenceError(429, "too many large requests wait to be read; try again later", retry_after_s=1.0)
     _waiting_bytes += size_bytes

@@ -57,6 +57,7 @@ class RequestLifecycle:
     _reading = True
     _received_bytes = 0
     _watched = False
+    _sending_since_s: float | None = None
 
     def __init__(self, in_progress: RequestsInProgress, receive: Receive) -> None:
         self._in_progress, self._receive, self.limits = in_progress, receive, in_progress.limits
@@ -119,13 +120,24 @@ class RequestLifecycle:
             self.cancel_reason = why
             self._task.cancel()
 
+    async def await_send(self, sending: Awaitable[None]) -> None:
+        """Wait until a part of a stream is sent, as fast as the client reads. A client that reads nothing ends it."""
+        self._sending_since_s = asyncio.get_running_loop().time()
+        await sending
+        self._sending_since_s = None
+
     async def _watch_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._cancel(Disconnected())
 
     def poll(self, now_s: float) -> None:
-        """Check whether a long request should continue."""
+        """Check whether a long request should continue: that its client is connected, and takes what it gets."""
+        if self._sending_since_s is not None and now_s - self._sending_since_s > self.limits.answer_grace_s:
+            self._cancel(Disconnected())
+        self._poll_input(now_s)
+
+    def _poll_input(self, now_s: float) -> None:
         if not self._reading:
             if not self._watched:
                 self._watched = True

@@ -25,8 +25,9 @@ from shoal.batching.batcher import Prediction
 from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
+from shoal.serve.messages.counts import merge
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
+from shoal.serve.messages.inference import InferCall, Outputs, Relayed, size_bytes
 from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, PeerReport, Residency
 from shoal.serve.protocol.infer_call import (
@@ -36,9 +37,10 @@ from shoal.serve.protocol.infer_call import (
     has_large_arrays,
     run_in_thread,
 )
+from shoal.serve.protocol.request_lifecycle import Send
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.peers import PeerTransport, decode_answer, encode_call
+from shoal.serve.replica.peers import HttpRequest, PeerTransport, decode_answer, encode_call
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.model_options import ModelOptions
@@ -49,7 +51,6 @@ MAX_FORWARDS = 3
 MAX_LOST = 2  # replicas with one request, which may be why
 LOST_S = 5.0  # a replica that cannot be reached is not called again for so long
 T = TypeVar("T")
-Relay = Callable[[PeerTransport, str, Mapping[str, str]], Awaitable[None]]  # to an address, with these headers too
 
 
 @dataclass
@@ -57,19 +58,16 @@ class ModelUse:
     """The use of one model on this replica, while it has the model and while it has not."""
 
     counts: ModelStatistics
+    residency: Residency = field(default_factory=Residency)
     since_s: float = field(default_factory=time.time)
-    waiting: int = 0
     waiting_rows: int = 0
     waiting_bytes: int = 0
-    waited: int = 0
-    evictions: int = 0
-    forwarded: int = 0
 
     @property
     def idle_s(self) -> float:
         """The time since the last request."""
         used_s = max(self.since_s, self.counts.last_inference_ms / 1e3)
-        return 0.0 if self.waiting else max(0.0, time.time() - used_s)
+        return 0.0 if self.residency.waiting else max(0.0, time.time() - used_s)
 
 
 class ColdModel:
@@ -98,10 +96,10 @@ class ColdModel:
     async def infer(self, call: InferCall) -> Prediction[Outputs]:
         return await self._requests.answer(self, call, self._generation)
 
-    async def reach(self, deadline_s: float | None, relay: Relay) -> bool:
-        """For a request that is no call of tensors: True once the model is loaded here, False once `relay` has had the
-        replica that has it answer. Raises as `infer` where that takes too long."""
-        return await self._requests.reach(self, deadline_s, self._generation, relay)
+    async def reach(self, request: HttpRequest, send: Send) -> None:
+        """For a request that is no call of tensors: returns once the model is loaded here. Raises Relayed once another
+        replica, which has it, has answered by `send`, and as `infer` where that takes too long."""
+        await self._requests.reach(self, request, self._generation, send)
 
     def await_load(self, generation: int) -> ColdModel:
         """The model for a request that another replica sends, which is answered here or not at all."""
@@ -166,7 +164,7 @@ class OnDemandRequests:
 
     @property
     def num_waiting(self) -> int:
-        return sum(use.waiting for use in self._uses.values())
+        return sum(use.residency.waiting for use in self._uses.values())
 
     def add_residency(
         self, reports: Mapping[str, ModelReport], memory: ModelMemory, served: Mapping[str, ServedModel]
@@ -175,12 +173,12 @@ class OnDemandRequests:
         added = dict(reports)
         for name, use in self._uses.items():
             report = added.get(name) or ModelReport(counts=use.counts.snapshot())
-            loads = memory.loads[name]
-            residency = Residency(
-                loads.measured_bytes, memory.resident_bytes.get(served.get(name), 0), loads.last_s, loads.total_s,
-                self._measure_idle(name, use), use.waiting, loads.num_loads, use.evictions, use.counts.num_requests,
-                use.forwarded, use.waited,
-            )  # fmt: skip
+            residency = replace(
+                merge([use.residency, memory.loads[name]]),
+                resident_bytes=memory.resident_bytes.get(served.get(name), 0),
+                idle_s=self._measure_idle(name, use),
+                requests=use.counts.num_requests,
+            )
             added[name] = replace(report, residency=residency)
         return added
 
@@ -214,20 +212,21 @@ class OnDemandRequests:
             lambda holder: self._forward(holder, model, call),
         )
 
-    async def reach(self, model: ColdModel, deadline_s: float | None, generation: int | None, relay: Relay) -> bool:
+    async def reach(self, model: ColdModel, request: HttpRequest, generation: int | None, send: Send) -> None:
         """See `ColdModel.reach`."""
 
-        async def find(served: ServedModel) -> bool:
-            return True
+        async def find(served: ServedModel) -> None:
+            return
 
-        async def forward(holder: str) -> bool:
-            headers = {PEER_HEADER.decode(): self._plan.peer_token}
+        async def forward(holder: str) -> None:
+            headers = request.list_headers() | {PEER_HEADER.decode(): self._plan.peer_token}
             headers[GENERATION_HEADER.decode()] = str(self._plan.generation)
-            await relay(self._transport, self._plan.addresses[holder], headers)
-            self.get_use(model.name).forwarded += 1
-            return False
+            address = self._plan.addresses[holder]
+            await self._transport.relay(address, request.path, headers, request.body, send)
+            self.get_use(model.name).residency.forwarded += 1
+            raise Relayed
 
-        return await self._answer(model, InferCall({}, 1, deadline_s=deadline_s), generation, find, forward)
+        await self._answer(model, InferCall({}, 1, deadline_s=request.deadline_s), generation, find, forward)
 
     async def _answer(
         self,
@@ -237,25 +236,14 @@ class OnDemandRequests:
         answer: Callable[[ServedModel], Awaitable[T]],
         forward: Callable[[str], Awaitable[T]],
     ) -> T:
-        ends_s = time.monotonic() + LOAD_WAIT_S
+        name, num_forwards, num_lost, ends_s = model.name, 0, 0, time.monotonic() + LOAD_WAIT_S
         if call.deadline_s is not None:
             ends_s = min(ends_s, call.deadline_s)
-        if generation is None:
-            return await self._answer_anywhere(model, call, ends_s, answer, forward)
-        served = await self._await_here(model, call, generation, ends_s)
-        if served is None:
-            raise InferenceError(503, f"model {model.name!r} is being moved; try again later", retry_after_s=1.0)
-        return await answer(served)
-
-    async def _answer_anywhere(
-        self,
-        model: ColdModel,
-        call: InferCall,
-        ends_s: float,
-        answer: Callable[[ServedModel], Awaitable[T]],
-        forward: Callable[[str], Awaitable[T]],
-    ) -> T:
-        name, num_forwards, num_lost = model.name, 0, 0
+        if generation is not None:
+            served = await self._await_here(model, call, generation, ends_s)
+            if served is None:
+                raise InferenceError(503, f"model {name!r} is being moved; try again later", retry_after_s=1.0)
+            return await answer(served)
         while True:
             lost = {each for each, until_s in self._lost_until_s.items() if time.monotonic() < until_s}
             if (served := self._find_served(name)) is not None:
@@ -308,7 +296,7 @@ class OnDemandRequests:
         has_text = any(tensor.datatype == "BYTES" for tensor in model.signature.outputs)
         is_large = has_text and len(answer[2]) > LARGE_BYTES
         prediction = await run_in_thread(decode_answer, *answer) if is_large else decode_answer(*answer)
-        self.get_use(model.name).forwarded += 1
+        self.get_use(model.name).residency.forwarded += 1
         return prediction
 
     async def _await_here(
@@ -328,7 +316,7 @@ class OnDemandRequests:
                 await self._changed.wait()
             return served
 
-        self.get_use(name).waited += 1
+        self.get_use(name).residency.waited += 1
         with self._count_waiting(model, call):
             return await _wait_until(ends_s, call, wait())
 
@@ -368,14 +356,14 @@ class OnDemandRequests:
         """Count a request that waits for a load, and its failure. Raises InferenceError (503) when too many wait."""
         use, options, since_s = self.get_use(model.name), model.options, time.monotonic()
         num_bytes = size_bytes(call.inputs)
-        has_too_many_bytes = use.waiting and use.waiting_bytes + num_bytes > options.max_queue_bytes
+        has_too_many_bytes = use.residency.waiting and use.waiting_bytes + num_bytes > options.max_queue_bytes
         if use.waiting_rows + call.num_rows > options.max_queue_size or has_too_many_bytes:
             use.counts.count_request(0, 503, 0.0)
             limits = f"the limits are {options.max_queue_size} and {options.max_queue_bytes}"
             there = f"{use.waiting_rows} rows and {use.waiting_bytes} bytes wait"
             problem = f"{there} for model {model.name!r} to be loaded, {limits}"
             raise InferenceError(503, problem, retry_after_s=1.0)
-        use.waiting += 1
+        use.residency.waiting += 1
         use.waiting_rows += call.num_rows
         use.waiting_bytes += num_bytes
         try:
@@ -384,7 +372,7 @@ class OnDemandRequests:
             use.counts.count_request(0, error.status, time.monotonic() - since_s)
             raise
         finally:
-            use.waiting -= 1
+            use.residency.waiting -= 1
             use.waiting_rows -= call.num_rows
             use.waiting_bytes -= num_bytes
 

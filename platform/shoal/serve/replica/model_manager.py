@@ -22,12 +22,14 @@ from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, 
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate
-from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests, Relay
+from shoal.serve.protocol.infer_call import GENERATION_HEADER, PEER_HEADER
+from shoal.serve.protocol.request_lifecycle import Send
+from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
 from shoal.serve.replica.live_follower import LiveFollower
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_slot import ModelSlot, Prepare, SlotHost
-from shoal.serve.replica.peers import HttpTransport, PeerTransport
+from shoal.serve.replica.peers import HttpRequest, HttpTransport, PeerTransport
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import BatchGroup
 from shoal.serve.replica.watchers import ControllerClient
@@ -120,15 +122,12 @@ class ModelManager:
         model = self.get_model(name)
         return model.await_load(int(generation)) if isinstance(model, ColdModel) else model
 
-    async def reach_model(
-        self, name: str, deadline_s: float | None, token: bytes, generation: bytes, relay: Relay
-    ) -> bool:
-        """See `ColdModel.reach`; True for a loaded model.
-
-        token, generation: of another replica's request; b"" for a client's
-        """
+    async def reach_model(self, name: str, request: HttpRequest, send: Send) -> None:
+        """See `ColdModel.reach`. The request may have come from another replica."""
+        token, generation = (request.headers.get(each, b"") for each in (PEER_HEADER, GENERATION_HEADER))
         model = self.get_peer_model(name, token, generation) if token else self.get_model(name)
-        return await model.reach(deadline_s, relay) if isinstance(model, ColdModel) else True
+        if isinstance(model, ColdModel):
+            await model.reach(request, send)
 
     def list_repository(self) -> list[RepositoryEntry]:
         """Every planned version. A model on demand is READY: it is loaded when it is asked for."""
@@ -194,7 +193,7 @@ class ModelManager:
             if slot.plan is None or not slot.plan.is_same_model(plans.get(name)):
                 cold = self.on_demand.models.get(name)
                 if slot.served is not None and cold is not None:
-                    self.on_demand.get_use(name).evictions += 1
+                    self.on_demand.get_use(name).residency.evictions += 1
                 slot.retire(cold)
                 self._retired = [*self._list_ending(), slot]
                 del self._slots[name]

@@ -16,21 +16,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 from shoal.serve.messages.desired_state import ModelPlan
+from shoal.serve.messages.replica_report import Residency
 
 MEASURED_FROM_BYTES = 16 << 20  # the interpreter, caches and other requests' tensors grow a process, too
-
-
-@dataclass
-class ModelLoads:
-    """The loads of one model on this replica. measured_bytes: of versions in memory, by number"""
-
-    measured_bytes: dict[int, int] = field(default_factory=dict)
-    num_loads: int = 0
-    last_s: float = 0.0
-    total_s: float = 0.0
 
 
 class ModelMemory:
@@ -40,7 +30,7 @@ class ModelMemory:
         self._capacity_bytes, self._process_bytes = capacity_bytes, process_bytes
         self._loading: dict[object, int] = {}
         self.resident_bytes: dict[Hashable, int] = {}  # by the served model
-        self.loads: defaultdict[str, ModelLoads] = defaultdict(ModelLoads)
+        self.loads: defaultdict[str, Residency] = defaultdict(Residency)  # what is counted of them
         self._num_loads = 0
         self._changed = asyncio.Event()
 
@@ -83,9 +73,9 @@ class ModelMemory:
     def add(self, served: Hashable, plan: ModelPlan, load_s: float) -> None:
         """Account for a version that was loaded, in so many seconds."""
         loads = self.loads[plan.name]
-        loads.num_loads += 1
-        loads.last_s = load_s
-        loads.total_s += load_s
+        loads.loads += 1
+        loads.load_s = load_s
+        loads.total_load_s += load_s
         self.resident_bytes[served] = self.resident_bytes.get(served, 0) + plan.size_bytes
 
     def account(self, served: Hashable, resident_bytes: int) -> None:
@@ -97,7 +87,7 @@ class ModelMemory:
 
     def retain_models(self, names: Iterable[str]) -> None:
         """Forget the loads of all models but these, and let waiting loads see what has changed."""
-        self.loads = defaultdict(ModelLoads, {name: self.loads[name] for name in names if name in self.loads})
+        self.loads = defaultdict(Residency, {name: self.loads[name] for name in names if name in self.loads})
         self.notify()
 
     def notify(self) -> None:

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -37,10 +37,26 @@ from shoal.serve.protocol.request_lifecycle import Send
 MAX_IDLE = 64
 CONNECT_TIMEOUT_S = 2.0
 LOST_HOST_S = 5
+# Of a request, those that another replica gets anew.
+HOP_HEADERS = ("host", "origin", "connection", "expect", "content-length", "content-encoding", "transfer-encoding")
 _RELAYED = (b"content-type", b"content-length", b"cache-control", b"retry-after")  # of an answer's headers
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(InferResponse).decode
+
+
+class HttpRequest(NamedTuple):
+    """A client's request, which another replica may answer as it is. `body`: decompressed."""
+
+    path: str
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    deadline_s: float | None
+
+    def list_headers(self) -> dict[str, str]:
+        """Those for another replica."""
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers.items()}
+        return {name: given[name] for name in given if name not in HOP_HEADERS} | _describe_deadline(self.deadline_s)
 
 
 class PeerTransport(Protocol):
@@ -195,9 +211,7 @@ def encode_call(
         PEER_HEADER.decode(): token,
         GENERATION_HEADER.decode(): str(generation),
         TENANT_HEADER.decode(): quote(call.tenant),
-    }
-    if call.deadline_s is not None:
-        headers["shoal-deadline-ms"] = f"{max(1e-3, (call.deadline_s - time.monotonic()) * 1e3):.3f}"
+    } | _describe_deadline(call.deadline_s)
     if call.track:
         headers["shoal-track"] = call.track
     if call.sticky:
@@ -206,6 +220,12 @@ def encode_call(
         context = call.trace.context
         headers["traceparent"] = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
     return path, headers, b"".join((head, *buffers.values()))
+
+
+def _describe_deadline(deadline_s: float | None) -> dict[str, str]:
+    if deadline_s is None:
+        return {}
+    return {"shoal-deadline-ms": f"{max(1e-3, (deadline_s - time.monotonic()) * 1e3):.3f}"}
 
 
 def decode_answer(status: int, headers: Mapping[str, str], body: bytes) -> Prediction[Outputs]:

@@ -20,6 +20,7 @@ from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
 from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
+from shoal.serve.messages.counts import LibraryMetric, merge
 from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.inference import (
     CLIENT_GONE,
@@ -29,7 +30,6 @@ from shoal.serve.messages.inference import (
     TracerProtocol,
     size_bytes,
 )
-from shoal.serve.messages.metrics_snapshot import LibraryMetric
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
@@ -249,7 +249,7 @@ class ServedModel:
         rows = [2**power for power in range(self.options.max_rows.bit_length())]
         latency, counts = self._queue.latency, self.counts.snapshot()
         if self.streams is not None:
-            counts["others"] = dict(self.streams.list_metrics())
+            counts.others = merge([self.streams.list_metrics()])
         return replace(
             report if self.live is None else self.live.report(),
             counts=counts,

@@ -23,7 +23,7 @@ from shoal.serve.http.codec import HttpCodec, RowCodec
 from shoal.serve.http.response import RestResponse, build_error_response, build_json_response, read_length
 from shoal.serve.http.routes import RouteAction, RouteTarget, match_route
 from shoal.serve.messages.decoded_request import Arrays
-from shoal.serve.messages.model_errors import failed_model, find_version, unknown_model
+from shoal.serve.messages.model_errors import failed_model, find_version, to_inference_error, unknown_model
 from shoal.serve.model.output_check import OutputCheck
 from shoal.serve.protocol.request_limits import RequestLimits
 
@@ -94,11 +94,8 @@ class FolderModel:
             if target.action in (RouteAction.INFER, RouteAction.ROWS):
                 return self._infer(target, dict(headers), body)
             return self._describe(target)
-        except InferenceError as error:
-            return build_error_response(error)
-        except Exception as error:
-            logger.exception("a request failed")
-            return build_error_response(InferenceError(500, f"this request failed: {type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001 - a request's top: `to_inference_error` logs a bug
+            return build_error_response(to_inference_error(error))
 
     def _require_version(self, target: RouteTarget) -> None:
         name, version = self.description.name, self.description.version

@@ -126,7 +126,7 @@ class EmbeddingBody(Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
 
 
-def read_body(raw: bytes, kind: type[T]) -> T:
+def read_fields(raw: bytes, kind: type[T]) -> T:
     """Raises InferenceError (400) that names the field. A field that is null counts as absent, as in OpenAI's API."""
     try:
         body = msgspec.json.decode(raw)

@@ -11,14 +11,24 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import Closed, ConfigError, InferenceError
-from shoal.extend.serve import CLIENT_GONE, Caller, LibraryMetric, ModelLoad, ModelManager, ServedModel, Track
+from shoal.extend.serve import (
+    CLIENT_GONE,
+    Caller,
+    HttpRequest,
+    LibraryMetric,
+    ModelLoad,
+    ModelManager,
+    Send,
+    ServedModel,
+    Track,
+)
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed
 from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
 from shoal.libs.language.served.text_engine import RequestStream, TextEngine
 from shoal.libs.language.served.text_shadow import TextShadow
 from shoal.libs.language.served.text_statistics import TextStatistics
-from shoal.libs.language.text_model import Hop, TextCall, TextModel
+from shoal.libs.language.text_model import TextCall, TextModel
 
 _STATUSES = {"stop": 200, "length": 200, "swapped": 503, "deadline": 504, "cancelled": CLIENT_GONE, "error": 500}
 
@@ -61,11 +71,9 @@ class ServedTexts:
         """See `TextModels`."""
         return self._manager.is_peer(token)
 
-    async def load(self, name: str, hop: Hop) -> bool:
+    async def load(self, name: str, request: HttpRequest, send: Send) -> None:
         """See `TextModels`."""
-        return await self._manager.reach_model(
-            name.partition(":")[0], hop.deadline_s, hop.token, hop.generation, hop.relay
-        )
+        await self._manager.reach_model(name.partition(":")[0], request, send)
 
     def open(self, name: str) -> ModelTexts:
         """The texts of a model as it is served now. Raises InferenceError: 503 where it just made way for another."""

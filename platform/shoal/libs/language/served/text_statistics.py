@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 from shoal.batching.latency_model import ForwardTime
 from shoal.extend.serve import SECONDS, BatcherCounts, Histogram, LibraryMetric, ModelLoad
@@ -58,20 +57,18 @@ class TextStatistics:
         versions = {version for each in observed for version in each.versions}
         used = max((each.cells_used for each in observed), default=0.0)
         return {
-            "shoal_text_first_token_seconds": _histogram("Time to the first token of a request", self._first_s),
-            "shoal_text_between_tokens_seconds": _histogram("Time between two tokens of an answer", self._between_s),
-            "shoal_text_prompt_tokens_total": _number("counter", "Tokens of prompts", self._prompt_tokens),
-            "shoal_text_new_tokens_total": _number("counter", "Tokens written", self._new_tokens),
-            "shoal_text_running_answers": _number("gauge", "Answers that are computed now", running),
-            "shoal_text_queued_answers": _number("gauge", "Answers that wait", sum(each.queued for each in observed)),
-            "shoal_text_cells_used_ratio": _number("gauge", "Share of the cache that running answers use", used),
-            "shoal_text_versions": _number("gauge", "Versions that compute running answers", len(versions)),
+            "shoal_text_first_token_seconds": LibraryMetric(
+                "histogram", "Time to the first token of a request", self._first_s
+            ),
+            "shoal_text_between_tokens_seconds": LibraryMetric(
+                "histogram", "Time between two tokens of an answer", self._between_s
+            ),
+            "shoal_text_prompt_tokens_total": LibraryMetric("counter", "Tokens of prompts", self._prompt_tokens),
+            "shoal_text_new_tokens_total": LibraryMetric("counter", "Tokens written", self._new_tokens),
+            "shoal_text_running_answers": LibraryMetric("gauge", "Answers that are computed now", running),
+            "shoal_text_queued_answers": LibraryMetric(
+                "gauge", "Answers that wait", sum(each.queued for each in observed)
+            ),
+            "shoal_text_cells_used_ratio": LibraryMetric("gauge", "Share of the cache that running answers use", used),
+            "shoal_text_versions": LibraryMetric("gauge", "Versions that compute running answers", len(versions)),
         }
-
-
-def _number(kind: Literal["counter", "gauge"], text: str, value: float) -> LibraryMetric:
-    return {"kind": kind, "help": text, "value": value}
-
-
-def _histogram(text: str, histogram: Histogram) -> LibraryMetric:
-    return {"kind": "histogram", "help": text, "value": histogram.snapshot()}
