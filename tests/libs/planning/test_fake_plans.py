@@ -248,7 +248,6 @@ def test_the_time_on_gpus_that_are_not_here_is_not_predicted() -> None:
     found = count("device=cuda")
     assert not math.isfinite(found["step_s"])
     assert any("times are not predicted" in note for note in found.notes)
-    assert found["flops_step"] > 0
 
 
 @pytest.mark.usefixtures("_small_limit")

@@ -137,10 +137,9 @@ def test_an_average_of_the_weights_takes_memory_too(plan: str) -> None:
 def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time where it is taken in before the call that sends it returns."""
     threads, receive = threading.active_count(), ShmP2P.receive
-    small, large = measure_transfer(0), measure_transfer(8 << 20)
-    assert (small.send_s, small.take_s) == (0.0, 0.0)
-    assert 0 <= small.transit_s < 1
-    assert min(large.send_s, large.take_s) > 0
+    found = measure_transfer(8 << 20)
+    assert 0 <= found.transit_s < 1
+    assert min(found.send_s, found.take_s) > 0
     assert threading.active_count() == threads
 
     def late(self: ShmP2P, tensor: Tensor, sender: int) -> Any:
