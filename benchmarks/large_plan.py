@@ -68,13 +68,13 @@ print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes, **number}))
 """
 COUNT = """
 import json, sys
-from shoal.libs.planning.predict.fake_plan import predict_on_fake_tensors
+from shoal.libs.planning.predict.fake_plan import read_plan_on_fake_tensors
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.task import make_task
 
 spec = spec_from_overrides(json.loads(sys.argv[1]))
 task = make_task(spec.task, spec.args)
-print(json.dumps(predict_on_fake_tensors(task, spec).values))
+print(json.dumps(read_plan_on_fake_tensors(task, spec).runs[0].values))
 """
 TRACK = """
 import json, sys

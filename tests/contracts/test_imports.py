@@ -210,6 +210,19 @@ def test_a_circle_is_found() -> None:
     assert circles_in({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
+# What one module alone may import: its mechanism has one place.
+ONE_IMPORTER = {
+    "torch.testing._internal.distributed.fake_pg": "libs/planning/predict/fake_process_group.py",
+    "shoal.libs.planning.predict.fake_process_group.fake_world": "libs/planning/predict/rank_step.py",
+    "shoal.extend.cost.profile_step": "libs/planning/predict/rank_step.py",
+}
+
+
+def test_a_mechanism_has_one_place() -> None:
+    for name, place in ONE_IMPORTER.items():
+        assert [path for path in FILES if name in imports_of(path)] == [PACKAGE / place]
+
+
 def test_folders_hold_at_most_fifteen_files() -> None:
     sizes: dict[Path, int] = {}
     for path in FILES:

@@ -20,10 +20,12 @@ from shoal.cost.cost_table import format_ranks
 from shoal.cost.fake_tensors import ModelTooLarge, build_small_model, use_fake_tensors
 from shoal.data import Data
 from shoal.errors import PlanError
+from shoal.libs.planning.predict import fake_step
 from shoal.libs.planning.predict.fake_plan import NOTE, open_task
-from shoal.libs.planning.predict.fake_step import FakeStep, FakeTask, find_repeated_blocks
+from shoal.libs.planning.predict.fake_step import FakeTask, find_repeated_blocks
 from shoal.libs.planning.predict.placement import build_placement
 from shoal.libs.planning.predict.predict import predict_cost
+from shoal.libs.planning.predict.rank_step import RankStep
 from shoal.models.decoder import Decoder
 from shoal.parallel.spec import ParallelDims, ParallelSpec
 from shoal.parallel.tensor.plan import TensorPlan
@@ -77,6 +79,12 @@ def _small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_tensors, "MAX_REAL_BYTES", 1000)
 
 
+@pytest.fixture
+def _shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter models, of which FSDP has not all of its buffers at once: arithmetic and states are the same."""
+    monkeypatch.setattr(fake_step, "NUM_BLOCKS", (1, 2))
+
+
 def spec_of(*words: str) -> TrainSpec:
     return TrainSpec(batch_size=16).override(["device=cpu", *words])
 
@@ -96,7 +104,7 @@ def open_text(*words: str, task: Text | None = None) -> FakeTask:
     return open_task(task, spec_of(*words))
 
 
-def read(*words: str, num_blocks: int | None = None, samples: int = 4, task: Text | None = None) -> FakeStep:
+def read(*words: str, num_blocks: int | None = None, samples: int = 4, task: Text | None = None) -> RankStep:
     spec, fake = spec_of(*words), open_text(task=task)
     if num_blocks is None:
         return fake.read_step(spec.parallel, spec.resolve_dims(), samples)
@@ -180,7 +188,7 @@ def test_two_short_models_tell_what_a_deep_one_takes(words: tuple[str, ...]) -> 
 @pytest.mark.usefixtures("_small_limit")
 def test_a_model_that_cannot_be_copied_is_built_again() -> None:
     words = ("parallel=fsdp", "workers=2")
-    assert read(*words, task=Locked(), num_blocks=4).values == read(*words, num_blocks=4).values
+    assert read(*words, task=Locked(), num_blocks=1).values == read(*words, num_blocks=1).values
 
 
 @pytest.mark.usefixtures("_small_limit")
@@ -213,7 +221,7 @@ def test_counts_are_those_of_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted["memory_peak"] == pytest.approx(run["memory_peak"], rel=0.1)
 
 
-@pytest.mark.usefixtures("_small_limit")
+@pytest.mark.usefixtures("_small_limit", "_shallow")
 def test_a_stage_holds_its_part_and_the_activations_in_flight() -> None:
     staged, whole = count("parallel=pipeline", "workers=4", "parallel.micro_batches=4"), read(samples=16)
     assert staged["parameters_rank"] == pytest.approx(staged["parameters"] / 4, rel=0.2)
@@ -229,25 +237,23 @@ def test_a_stage_holds_its_part_and_the_activations_in_flight() -> None:
 def test_gpus_copy_nothing_to_exchange() -> None:
     spec = spec_of("parallel=fsdp", "workers=4", "parallel.backend=gloo")
     fakes = open_text(), open_text("device=cuda")
-    cpu, gpu = (each.run_step(spec.parallel, spec.resolve_dims(), 4, 2) for each in fakes)
+    cpu, gpu = (each.run_step(spec.parallel, spec.resolve_dims(), 4, 1) for each in fakes)
     assert gpu.values["sent_bytes"] == pytest.approx(cpu.values["sent_bytes"] * 3 / 4, rel=0.05)  # Gloo reduces all
     assert gpu.memory_peak < cpu.memory_peak
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-@pytest.mark.usefixtures("_small_limit")
+@pytest.mark.usefixtures("_small_limit", "_shallow")
 def test_the_time_on_gpus_that_are_not_here_is_not_predicted() -> None:
-    found, here = count("parallel=fsdp", "workers=4", "device=cuda"), count_sharded()
+    found = count("device=cuda")
     assert not math.isfinite(found["step_s"])
     assert any("times are not predicted" in note for note in found.notes)
-    assert found["flops_step"] == here["flops_step"]
-    assert here["step_s"] > 0
 
 
 @pytest.mark.usefixtures("_small_limit")
 def test_weights_that_are_gathered_in_bf16_are_counted() -> None:
     plan = ("parallel=fsdp", "workers=4")
-    gathered, cast = (read(*plan, f"parallel.precision={each}", num_blocks=2) for each in ("bf16_params", "bf16"))
+    gathered, cast = (read(*plan, f"parallel.precision={each}", num_blocks=1) for each in ("bf16_params", "bf16"))
     assert gathered.memory_peak < cast.memory_peak
     assert gathered.values["flops_forward"] == cast.values["flops_forward"]
     with pytest.raises(PlanError, match=r"bf16_params.*single gathers none"):

@@ -15,6 +15,7 @@ from shoal.libs.planning import planner
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.large_planner import LargePlanner
 from shoal.libs.planning.plan import plan as plan_command
+from shoal.libs.planning.predict import fake_step
 from shoal.parallel import ParallelDims
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.task import make_task
@@ -50,6 +51,7 @@ PLANS = ("one device", "fsdp=4", "fsdp=2 x tensor=2", "ddp=2 x pipeline=2, 4 mic
 
 
 def test_plans_are_counted_and_what_does_not_fit_has_its_number(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_step, "NUM_BLOCKS", (1, 2))
     enumerate_all = planner.enumerate_candidates
     monkeypatch.setattr(
         planner, "enumerate_candidates", lambda *words: [each for each in enumerate_all(*words) if each.name in PLANS]

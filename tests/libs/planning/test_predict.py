@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,10 @@ from torch.utils.data import TensorDataset
 from shoal.cost import CostTable
 from shoal.data import Data
 from shoal.errors import DataError, PlanError
-from shoal.libs.planning.predict.dry_run import DryRun
-from shoal.libs.planning.predict.fake_process_group import MessageCosts, NotYetSent, SimulatedRanks, fake_world
-from shoal.libs.planning.predict.predict import _estimate_transfers, _extrapolate, measure_latency_s, predict_cost
+from shoal.libs.planning.predict.fake_process_group import NotYetSent, SimulatedRanks, fake_world
+from shoal.libs.planning.predict.predict import _extrapolate, measure_transfer, predict_cost
+from shoal.libs.planning.predict.rank_step import RankStep, StageTimes
+from shoal.libs.planning.predict.simulate_pipeline import TransferTime
 from shoal.libs.planning.predict.single_device import profile_single_device, watch_silent_modules
 from shoal.parallel.comm.shm_p2p import ShmP2P
 from shoal.train import Task, TrainSpec
@@ -93,11 +93,13 @@ def test_large_batches_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_is_never_predicted_to_take_less_than_one_of_fewer_samples() -> None:
     """Other load on the machine slowed the smaller of two steps."""
-    small = DryRun({"step_s": 0.9, "memory_peak": 10.0} | STATES, (), busy_s={(0, "forward"): 0.4})
-    large = replace(small, values=small.values | {"step_s": 0.8, "memory_peak": 12.0}, busy_s={(0, "forward"): 0.3})
+    small, large = (
+        RankStep({"step_s": step_s, "memory_peak": peak} | STATES, times=StageTimes(busy_s={(0, "forward"): busy_s}))
+        for step_s, peak, busy_s in ((0.9, 10.0, 0.4), (0.8, 12.0, 0.3))
+    )
     found = _extrapolate(small, large, 31.0)
     assert (found.values["step_s"], found.values["memory_peak"]) == (0.8, 72.0)
-    assert found.busy_s == {(0, "forward"): 0.3}
+    assert found.times.busy_s == {(0, "forward"): 0.3}
 
 
 def test_it_leaves_no_trace() -> None:
@@ -135,7 +137,9 @@ def test_an_average_of_the_weights_takes_memory_too(plan: str) -> None:
 def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time where it is taken in before the call that sends it returns."""
     threads, receive = threading.active_count(), ShmP2P.receive
-    assert 0 <= measure_latency_s() < 1
+    found = measure_transfer(8 << 20)
+    assert 0 <= found.transit_s < 1
+    assert min(found.send_s, found.take_s) > 0
     assert threading.active_count() == threads
 
     def late(self: ShmP2P, tensor: Tensor, sender: int) -> Any:
@@ -143,39 +147,25 @@ def test_a_message_takes_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
         return receive(self, tensor, sender)
 
     monkeypatch.setattr(ShmP2P, "receive", late)
-    assert measure_latency_s() > 0.03
+    assert measure_transfer(0).transit_s > 0.03
 
 
 @pytest.mark.soak
-def test_messages_that_take_long_lengthen_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.libs.planning.predict.predict.measure_latency_s", lambda: 60.0)
+@pytest.mark.parametrize(
+    ("transfer", "step_s"),
+    [
+        (TransferTime(transit_s=60.0), 4 * 60.0),  # there and back, twice: two are under way at a time
+        (TransferTime(30.0, 0.0, 60.0), 30.0 + 4 * (60.0 + 30.0) + 60.0),  # the last rank, four times
+    ],
+)
+def test_messages_lengthen_the_bubble(transfer: TransferTime, step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    monkeypatch.setattr(
+        "shoal.libs.planning.predict.predict.measure_transfer", lambda size: sizes.append(size) or transfer
+    )
     found = table("parallel=pipeline", "workers=2")
-    assert found["bubble"] > 0.9
-    assert found["step_s"] == pytest.approx(4 * 60.0, rel=0.01)  # there and back, twice: two are under way at a time
-
-
-@pytest.mark.soak
-def test_what_a_rank_does_with_messages_lengthens_the_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four micro-batches: the last rank takes in as many tensors and sends as many gradients, one after the other."""
-    handled = []
-
-    def slow(self: MessageCosts) -> dict[int, tuple[float, float]]:
-        handled.append(set(self.send_s))
-        return {4 * WIDTH * BATCH // 4: (30.0, 60.0)}
-
-    monkeypatch.setattr(MessageCosts, "compute_medians", slow)
-    found = table("parallel=pipeline", "workers=2")
-    assert handled == [{4 * WIDTH * BATCH // 4}] * 4  # of each of four micro-batches, on both ranks, twice
-    assert found["step_s"] == pytest.approx(30.0 + 4 * (60.0 + 30.0) + 60.0, rel=0.01)
-
-
-def test_larger_messages_take_longer_also_those_that_were_not_tried() -> None:
-    pipeline = replace(DryRun({}), messages_s={1000: (1.0, 2.0), 3000: (2.0, 2.0)}, handed_bytes={0: 1000.0, 1: 5000.0})
-    found = _estimate_transfers({0: pipeline})
-    assert [(each.send_s, each.take_s) for each in found] == [pytest.approx((1.0, 2.0)), pytest.approx((3.0, 2.0))]
-    assert [(each.send_s, each.take_s) for each in _estimate_transfers({0: replace(pipeline, messages_s={})})] == [
-        (0, 0)
-    ] * 2
+    assert sizes == [4 * WIDTH * BATCH // 4]  # of each of four micro-batches
+    assert found["step_s"] == pytest.approx(step_s, rel=0.01)
 
 
 def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +173,12 @@ def test_a_stage_is_as_slow_as_its_own_work(monkeypatch: pytest.MonkeyPatch) -> 
     loss = Blocks.loss
 
     def elsewhere(self: Blocks, outputs: Any, batch: Any) -> Tensor:
-        time.sleep(0.1)
+        time.sleep(0.03)
         return loss(self, outputs, batch)
 
     monkeypatch.setattr(Blocks, "loss", elsewhere)
-    monkeypatch.setattr("shoal.libs.planning.predict.predict.measure_latency_s", lambda: 0.0)  # which others lengthen
-    assert table("parallel=pipeline", "workers=2")["step_s"] < 0.1  # of four micro-batches that slept as long
+    monkeypatch.setattr("shoal.libs.planning.predict.predict.measure_transfer", lambda _: TransferTime())
+    assert table("parallel=pipeline", "workers=2")["step_s"] < 0.03  # of four micro-batches that slept as long
 
 
 def test_ranks_that_are_played_in_turn_hear_what_was_said_before() -> None:

@@ -18,9 +18,10 @@ from shoal.libs.planning import step_time
 from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes
 from shoal.libs.planning.candidates import Candidate
 from shoal.libs.planning.estimate import PlanEstimate, estimate_plan
-from shoal.libs.planning.predict.dry_run import CollectiveTraffic
+from shoal.libs.planning.predict import fake_step
 from shoal.libs.planning.predict.fake_plan import make_pipeline
-from shoal.libs.planning.predict.fake_step import NUM_BLOCKS, STATES, FakeStep, FakeTask, StepByDepth
+from shoal.libs.planning.predict.fake_step import FakeTask, StepByDepth
+from shoal.libs.planning.predict.rank_step import STATES, CollectiveTraffic, RankStep
 from shoal.libs.planning.step_time import Machine, StepTime
 
 OF_SAMPLES = ("flops_rank", "flops_forward", "flops_backward", "memory_activations", "bytes_tensor")
@@ -72,18 +73,19 @@ class LargePlanner:
         pipeline, repeats = make_pipeline(self.fake, spec.parallel, degrees), spec.parallel.accumulate
         steps = self._read_steps(spec, degrees, samples)
         whole, stage = steps.at(pipeline.num_blocks), pipeline.read_stage(steps)
+        handed_bytes = whole.handed_bytes[0]
         for name in ("calls_tensor", "bytes_tensor"):
             stage.values[name] *= pipeline.micro_batches * repeats
         forward_s, backward_s = (whole.values[f"flops_{way}"] / self.flops for way in ("forward", "backward"))
-        message_s = self.machine.latency_s + whole.handed_bytes * self.machine.devices * self.machine.network_s
+        message_s = self.machine.latency_s + handed_bytes * self.machine.devices * self.machine.network_s
         if degrees.workers // degrees.pipeline % self.machine.devices and degrees.workers <= self.machine.devices:
-            message_s = whole.handed_bytes * (self.machine.device_s or 0.0)  # no two stages are on different hosts
+            message_s = handed_bytes * (self.machine.device_s or 0.0)  # no two stages are on different hosts
         played = pipeline.simulate(forward_s, backward_s, message_s)
         traffic = _list_traffic(stage, degrees)
         bubble_s = played.idle_share * played.step_s * repeats
         compute_s = played.step_s * repeats - bubble_s
         time = StepTime(compute_s, self._exposed_s(traffic, compute_s), bubble_s)
-        sent = sum(each.sent_bytes for each in traffic) + 2 * whole.handed_bytes * pipeline.micro_batches * repeats
+        sent = sum(each.sent_bytes for each in traffic) + 2 * handed_bytes * pipeline.micro_batches * repeats
         return PlanEstimate(candidate, time, stage.values["memory_peak"], sent_bytes=sent, is_run=False)
 
     def _exposed_s(self, traffic: list[CollectiveTraffic], compute_s: float) -> float:
@@ -145,7 +147,7 @@ class LargePlanner:
             known[samples] = StepByDepth(*(_sum_traffic(step, degrees) for step in (steps.small, steps.large)))
         elif samples not in known and len(known) == 1:
             [(before, steps)] = known.items()
-            small = _sum_traffic(self.fake.run_step(_flatten(spec), degrees, samples, NUM_BLOCKS[0]), degrees)
+            small = _sum_traffic(self.fake.run_step(_flatten(spec), degrees, samples, fake_step.NUM_BLOCKS[0]), degrees)
             known[samples] = _scale_samples(steps, small, samples / before - 1, degrees)
         if samples in known:
             return known[samples]
@@ -158,7 +160,7 @@ def _flatten(spec: TrainSpec) -> ParallelSpec:
     return spec.parallel.model_copy(update={"pipeline": 1})
 
 
-def _scale_samples(steps: StepByDepth, small: FakeStep, by: float, degrees: ParallelDims) -> StepByDepth:
+def _scale_samples(steps: StepByDepth, small: RankStep, by: float, degrees: ParallelDims) -> StepByDepth:
     """The steps at other samples, from the smaller one of them: a block's part grows as the samples, its states do not.
 
     by: the growth of the samples, 1 for twice as many
@@ -179,7 +181,7 @@ def _scale_samples(steps: StepByDepth, small: FakeStep, by: float, degrees: Para
     return StepByDepth(small, replace(small, values=values, peaks=peaks))
 
 
-def _sum_traffic(step: FakeStep, degrees: ParallelDims) -> FakeStep:
+def _sum_traffic(step: RankStep, degrees: ParallelDims) -> RankStep:
     """The collectives of tensor ranks and of data ranks as values, with bytes as of a group without end."""
     values: dict[str, float] = dict.fromkeys(("calls_data", "bytes_data", "calls_tensor", "bytes_tensor"), 0.0)
     for each in step.traffic:
@@ -190,7 +192,7 @@ def _sum_traffic(step: FakeStep, degrees: ParallelDims) -> FakeStep:
     return replace(step, values={**step.values, **values}, traffic=())
 
 
-def _hold_more(step: FakeStep, factor: float) -> FakeStep:
+def _hold_more(step: RankStep, factor: float) -> RankStep:
     """Of a rank with `factor` times the states. Gradients appear in the backward pass."""
     scaled = {name: step.values[name] * factor for name in (*STATES, "parameters_rank")}
     more = sum(scaled[name] - step.values[name] for name in STATES)
@@ -199,7 +201,7 @@ def _hold_more(step: FakeStep, factor: float) -> FakeStep:
     return replace(step, values={**step.values, **scaled}, peaks=peaks)
 
 
-def _list_traffic(step: FakeStep, degrees: ParallelDims) -> list[CollectiveTraffic]:
+def _list_traffic(step: RankStep, degrees: ParallelDims) -> list[CollectiveTraffic]:
     """The collectives of rank 0, in rings."""
     collectives: list[CollectiveTraffic] = []
 

@@ -26,8 +26,9 @@ from shoal.libs.planning.estimate import PlanEstimate, estimate_plan, sort_estim
 from shoal.libs.planning.hardware import HardwareSpec
 from shoal.libs.planning.large_planner import LargePlanner
 from shoal.libs.planning.predict.fake_plan import open_task
-from shoal.libs.planning.predict.predict import DryPlan, dry_run_plan, simulate_pipeline
-from shoal.libs.planning.predict.single_device import preserve_process
+from shoal.libs.planning.predict.predict import run_ranks, simulate_pipeline
+from shoal.libs.planning.predict.rank_step import RankStep
+from shoal.libs.planning.predict.single_device import preserve_process, profile_single_device
 from shoal.libs.planning.step_time import Machine, StepTime
 
 CALIBRATED_STEP_S = 0.2  # a longer step is calibrated on fewer samples
@@ -37,7 +38,8 @@ CALIBRATED_STEP_S = 0.2  # a longer step is calibrated on fewer samples
 class Planner:
     """Estimates candidates for one Task.
 
-    spec: of the Task, without the choices of a plan
+    spec:     of the Task, without the choices of a plan
+    sample_s: a sample's part of a step of the full model
     """
 
     task: Task
@@ -45,7 +47,8 @@ class Planner:
     machine: Machine
     calibration: Calibration
     device_memory: float
-    _replicas: dict[int, DryPlan] = field(default_factory=dict)  # by their number
+    sample_s: float
+    _replicas: dict[int, RankStep] = field(default_factory=dict)  # by their number
 
     def estimate(self, candidate: Candidate) -> PlanEstimate:
         """The candidate's numbers, or why it is not applicable."""
@@ -61,36 +64,40 @@ class Planner:
         cores = self.machine.cores or count_usable_cores()
         threads = min(count_usable_cores(), cores // min(spec.workers, self.machine.devices))  # this machine times them
         spec = spec.model_copy(update={"threads": spec.threads or max(1, threads)})
-        plan = dry_run_plan(self.task, spec)
+        runs = self._run_ranks(spec)
         slowdown = step_time.compute_slowdown(self.calibration, self.machine, spec.workers)
-        input_s = self._input_s(spec.batch_size / plan.degrees.data)
-        if plan.degrees.pipeline > 1:
-            time = self._time_pipeline(spec, plan, slowdown, input_s)
+        input_s = self._input_s(spec.batch_size / spec.resolve_dims().data)
+        if spec.resolve_dims().pipeline > 1:
+            time = self._time_pipeline(spec, runs, slowdown, input_s)
         else:
-            [run] = plan.runs.values()
+            [run] = runs.values()
             compute_s = slowdown * run.values["step_s"] + input_s
             time = step_time.time_synchronous(compute_s, run.traffic, self.calibration, self.machine)
-        memory = max(run.values["memory_peak"] for run in plan.runs.values())
-        sent = max(run.values["sent_bytes"] for run in plan.runs.values())
+        memory = max(run.values["memory_peak"] for run in runs.values())
+        sent = max(run.values["sent_bytes"] for run in runs.values())
         return PlanEstimate(candidate, time, memory, sent_bytes=sent)
 
-    def _time_pipeline(self, spec: TrainSpec, plan: DryPlan, slowdown: float, input_s: float) -> StepTime:
+    def _run_ranks(self, spec: TrainSpec) -> dict[int, RankStep]:
+        with preserve_process(spec.seed, spec.threads or 1):
+            return run_ranks(self.task, spec, self.task.data(), self.sample_s)[0]
+
+    def _time_pipeline(self, spec: TrainSpec, runs: dict[int, RankStep], slowdown: float, input_s: float) -> StepTime:
+        degrees = spec.resolve_dims()
+
         def time_message(stage: int, size_bytes: float) -> float | None:
-            ranks = [plan.degrees.rank(plan.degrees.coordinates(0)._replace(pipeline=each)) for each in (0, 1)]
+            ranks = [degrees.rank(degrees.coordinates(0)._replace(pipeline=each)) for each in (0, 1)]
             near, far = (self.machine.hosts_of([each])[0] for each in (ranks[1] * stage, ranks[1] * (stage + 1)))
             if near != far:
                 return self.machine.latency_s + size_bytes * self.machine.devices * self.machine.network_s
             return None if self.machine.device_s is None else size_bytes * self.machine.device_s
 
-        played = simulate_pipeline(spec, plan, slowdown, time_message)
+        played = simulate_pipeline(spec, runs, slowdown, time_message)
         rounds = spec.parallel.accumulate
         bubble_s = played.idle_share * played.step_s * rounds
-        slowest = max(plan.runs.values(), key=lambda run: run.outside_s)
-        outside_s = slowdown * slowest.outside_s + input_s
+        outside_s = slowdown * max(run.times.outside_s for run in runs.values()) + input_s
         compute_s = played.step_s * rounds - bubble_s + outside_s
         exposed_s = max(
-            step_time.time_collectives(run.traffic, self.calibration, self.machine, compute_s)
-            for run in plan.runs.values()
+            step_time.time_collectives(run.traffic, self.calibration, self.machine, compute_s) for run in runs.values()
         )
         return StepTime(compute_s, exposed_s, bubble_s)
 
@@ -99,10 +106,8 @@ class Planner:
         workers, sync = spec.workers, spec.sync
         if workers not in self._replicas:
             overrides = ["sync=all_reduce", "parallel=single", "workers=1", f"batch_size={spec.batch_size // workers}"]
-            self._replicas[workers] = dry_run_plan(
-                self.task, spec.override([*overrides, f"threads={spec.threads or 1}"])
-            )
-        [run] = self._replicas[workers].runs.values()
+            [self._replicas[workers]] = self._run_ranks(spec.override(overrides)).values()
+        run = self._replicas[workers]
         with preserve_process(spec.seed, 1):
             optimizer = make_optimizer(self.task, spec.optimizer, build_model(self.task, spec.task).parameters())
             costs = load_probe(sync).measure(optimizer, sync)
@@ -211,9 +216,11 @@ def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callab
     processes = max(2, min(devices, cores))
     threads = max(1, cores // processes)
     single = spec.override(["parallel=single", "sync=all_reduce", "workers=1", f"threads={threads}"])
-    alone = dry_run_plan(task, single).alone
+    with preserve_process(spec.seed, threads):
+        model = task.model().to(device)
+        sample_s = profile_single_device(task, model, task.data(), spec.batch_size, device).sample_s
     share = max(1, spec.batch_size // processes)
-    samples = min(share, max(1, int(CALIBRATED_STEP_S / max(alone.sample_s, 1e-9))))
+    samples = min(share, max(1, int(CALIBRATED_STEP_S / max(sample_s, 1e-9))))
     has_server = True
     try:
         with preserve_process(spec.seed, 1):
@@ -237,7 +244,7 @@ def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callab
         speed=speed,
     )
     memory = hardware.device_memory or _find_memory(device, devices)
-    return Planner(task, spec, machine, calibration, memory)
+    return Planner(task, spec, machine, calibration, memory, sample_s)
 
 
 def _find_memory(device: torch.device, devices: int) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from shoal.extend.sync import ServerCosts
 from shoal.libs.planning.calibration import Calibration, LinkCost
-from shoal.libs.planning.predict.dry_run import CollectiveTraffic
+from shoal.libs.planning.predict.rank_step import CollectiveTraffic
 
 BACKWARD_SHARE = 2 / 3  # of computing: two products for each one of the forward pass
 

@@ -1,1 +1,1 @@
-"""Prediction of a step's cost: dry runs without data, in a fake process group."""
+"""Prediction of a step's cost: ranks of a plan one by one, without the others, in a fake process group."""

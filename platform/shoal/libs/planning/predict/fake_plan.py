@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.errors import PlanError
-from shoal.extend.cost import CostTable, PlacementRow, combine_ranks, measure_peak_flops, use_fake_tensors
+from shoal.extend.cost import CostTable, measure_peak_flops, use_fake_tensors
 from shoal.extend.parallel import ParallelDims, ParallelSpec, ScheduleName, check_plan
 from shoal.extend.train import Task, TrainSpec
-from shoal.libs.planning.predict.fake_step import MIN_BLOCKS, FakeStep, FakeTask, StepByDepth, find_repeated_blocks
+from shoal.libs.planning.predict.fake_step import MIN_BLOCKS, FakeTask, StepByDepth, find_repeated_blocks
 from shoal.libs.planning.predict.placement import build_placement
+from shoal.libs.planning.predict.rank_step import RankStep, build_cost_table
 from shoal.libs.planning.predict.simulate_pipeline import SimulatedStep, TransferTime, simulate_step
-from shoal.libs.planning.predict.single_device import preserve_process
+from shoal.libs.planning.predict.single_device import SingleDeviceProfile, preserve_process
 
 NOTE = "counted on fake tensors, since the model is large; nothing was run"
 
@@ -37,7 +38,7 @@ class Pipeline:
         """Micro-batches whose activations the first stage holds at once."""
         return self.micro_batches if self.schedule == "gpipe" else min(self.micro_batches, self.num_stages)
 
-    def read_stage(self, steps: StepByDepth) -> FakeStep:
+    def read_stage(self, steps: StepByDepth) -> RankStep:
         """The stage with the most memory, of the steps of one micro-batch of a whole model."""
         inner, ends = steps.at(self.num_blocks / self.num_stages), steps.at(0)
         values = {name: value - ends.values[name] / 2 for name, value in inner.values.items()}
@@ -79,8 +80,8 @@ def make_pipeline(fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims)
 
 
 def predict_on_fake_tensors(task: Task, spec: TrainSpec) -> CostTable:
-    """The table for `task` under `spec`, without its model. Its times are those of the operations at the rate of this
-    machine's device in large matrix products; it has none for ranks on GPUs, where this machine has no GPU.
+    """The table for `task` under `spec`, without its model. Its times are those of the operations at the rate of
+    this machine's device in large matrix products; it has none for ranks on GPUs, where this machine has no GPU.
 
     Raises PlanError, DataError or ConfigError for a run that is impossible, and what the model raises on fake tensors.
     """
@@ -90,48 +91,42 @@ def predict_on_fake_tensors(task: Task, spec: TrainSpec) -> CostTable:
         fake = open_task(task, spec)
         check_plan(fake.model, task, parallel, degrees)
         precision = "bf16" if parallel.precision == "bf16_params" else parallel.precision  # of gathered weights
-        alone = fake.read_step(ParallelSpec(precision=precision), ParallelDims(), samples)
-        is_here = torch.cuda.is_available() or not fake.is_cuda
-        device = torch.device("cuda" if fake.is_cuda else "cpu")
-        rate = measure_peak_flops(device, parallel.precision) if is_here else None
-        values, notes, rows = _read_plan(fake, parallel, degrees, samples, rate)
-    flops = {"flops_forward_sample": "flops_forward", "flops_backward_sample": "flops_backward"}
-    parameters = list(fake.model.parameters())
-    table = {
-        "parameters": float(sum(each.numel() for each in parameters)),
-        "parameters_trainable": float(sum(each.numel() for each in parameters if each.requires_grad)),
-        **{name: alone.values[own] / samples for name, own in flops.items()},
-        **combine_ranks({0: values}),
-    }
-    table["flops_step"] = values["flops_rank"] * degrees.workers
-    return CostTable(table, alone.unknown, (NOTE, *notes), ranks={0: values}, placement_rows=tuple(rows))
+        one = fake.read_step(ParallelSpec(precision=precision), ParallelDims(), samples)
+        rate, notes = None, [NOTE]
+        if torch.cuda.is_available() or not fake.is_cuda:
+            rate = measure_peak_flops(torch.device("cuda" if fake.is_cuda else "cpu"), parallel.precision)
+            notes.append(f"times are those of the operations at {rate / 1e9:,.0f} GFLOP a second")
+        else:
+            remedy = "shoal plan predicts them, given device_flops=400TFLOP"
+            notes.append(f"times are not predicted: this machine has no GPU; {remedy}")
+        if degrees.tensor > 1:
+            notes.append("layers are split where their sizes allow it; a run also tries whether their values do")
+        if degrees.pipeline > 1:
+            notes.append("a stage is counted as an equal part of the blocks and half of the rest")
+            step, times = _read_pipeline(fake, parallel, degrees, samples, rate or 1.0)
+        else:
+            step = fake.read_step(parallel, degrees, samples * parallel.accumulate)
+            times = {"step_s": step.values["flops_rank"] / (rate or 1.0)}
+        rows = build_placement(fake.model, degrees) if degrees.tensor == degrees.pipeline == 1 else []
+    if rate is None:
+        del times["step_s"]
+    flops = one.values["flops_forward"], one.values["flops_backward"]
+    alone = SingleDeviceProfile.count(fake.model, samples, flops, one.unknown)
+    runs = {0: replace(step, values=step.values | times)}
+    return replace(build_cost_table(spec, alone, runs, tuple(notes)), placement_rows=tuple(rows))
 
 
-def _read_plan(
-    fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims, samples: int, rate: float | None
-) -> tuple[dict[str, float], list[str], list[PlacementRow]]:
-    """The numbers of a rank, what is to be said of them, and which rank stores what.
-
-    rate: operations a second; None: unknown, and no time is predicted
-    """
-    notes = ["times are not predicted: this machine has no GPU; shoal plan predicts them, given device_flops=400TFLOP"]
-    if rate is not None:
-        notes = [f"times are those of the operations at {rate / 1e9:,.0f} GFLOP a second"]
-    if degrees.tensor > 1:
-        notes.append("layers are split where their sizes allow it; a run also tries whether their values do")
-    if degrees.pipeline == 1:
-        step = fake.read_step(parallel, degrees, samples * parallel.accumulate)
-        rows = [] if degrees.tensor > 1 else build_placement(fake.model, degrees, None, None)
-        times = {} if rate is None else {"step_s": step.values["flops_rank"] / rate}
-        return {**step.values, **times}, notes, rows
+def _read_pipeline(
+    fake: FakeTask, parallel: ParallelSpec, degrees: ParallelDims, samples: int, rate: float
+) -> tuple[RankStep, dict[str, float]]:
+    """A stage's step, and the times of the pipeline. rate: operations a second"""
     pipeline = make_pipeline(fake, parallel, degrees)
-    flat = replace(degrees, pipeline=1)
-    steps = fake.read_depths(parallel.model_copy(update={"pipeline": 1, "accumulate": 1}), flat, samples)
+    flat = parallel.model_copy(update={"pipeline": 1, "accumulate": 1})
+    steps = fake.read_depths(flat, replace(degrees, pipeline=1), samples)
     whole, stage = steps.at(pipeline.num_blocks), pipeline.read_stage(steps)
-    played = pipeline.simulate(*(whole.values[f"flops_{way}"] / (rate or 1.0) for way in ("forward", "backward")))
+    played = pipeline.simulate(*(whole.values[f"flops_{way}"] / rate for way in ("forward", "backward")))
     repeats = pipeline.micro_batches * parallel.accumulate
     flops = whole.values["flops_rank"] / degrees.pipeline * repeats
-    sent = stage.values["sent_bytes"] + 2 * whole.handed_bytes * repeats
-    times = {"bubble": played.idle_share} | ({} if rate is None else {"step_s": played.step_s * parallel.accumulate})
-    notes.append("a stage is counted as an equal part of the blocks and half of the rest")
-    return {**stage.values, "flops_rank": flops, "sent_bytes": sent, **times}, notes, []
+    sent = stage.values["sent_bytes"] + 2 * whole.handed_bytes[0] * repeats
+    step = replace(stage, values={**stage.values, "flops_rank": flops, "sent_bytes": sent})
+    return step, {"bubble": played.idle_share, "step_s": played.step_s * parallel.accumulate}

@@ -1,15 +1,12 @@
 """A process group in which only this process exists: it simulates each of its ranks in turn.
 
 Collectives return at once, with this rank's values as everybody's; rank 0's broadcasts, and the stages' messages about
-shapes, are kept from rank to rank. Called by `dry_run`. Everything is restored afterwards.
+shapes, are kept from rank to rank. Entered by `rank_step` alone. Everything is restored afterwards.
 """
 
 from __future__ import annotations
 
 import pickle
-import socket
-import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,40 +32,14 @@ class NotYetSent(Exception):
 
 
 @dataclass
-class MessageCosts:
-    """CPU seconds that one rank spends on messages, by their bytes; and on simulating the others."""
-
-    send_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    take_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    total_s: float = 0.0
-
-    def record(self, of: dict[int, list[float]], size_bytes: int, began_s: float) -> None:
-        seconds = time.thread_time() - began_s
-        of[size_bytes].append(seconds)
-        self.total_s += seconds
-
-    def compute_medians(self) -> dict[int, tuple[float, float]]:
-        """By bytes: (of sending a message, of receiving one)."""
-
-        def median_s(of: dict[int, list[float]], size_bytes: int) -> float:
-            return statistics.median(of.get(size_bytes, [0.0]))
-
-        return {
-            size: (median_s(self.send_s, size), median_s(self.take_s, size)) for size in {*self.send_s, *self.take_s}
-        }
-
-
-@dataclass
 class SimulatedRanks:
     """The messages of one round: from rank 0 to all, and from rank to rank.
 
-    message_costs: of the simulated rank
-    shared_sums:   of the simulated rank through shared memory: the ranks, and the bytes that this rank sends
+    shared_sums: of the simulated rank through shared memory: the ranks, and the bytes that this rank sends
     """
 
     broadcasts: list[bytes] = field(default_factory=list)
     messages: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    message_costs: MessageCosts = field(default_factory=MessageCosts)
     shared_sums: list[tuple[tuple[int, ...], float]] = field(default_factory=list)
 
 
@@ -108,8 +79,7 @@ def fake_world(rank: int, size: int, device: torch.device, play: SimulatedRanks)
     originals = DistributedDataParallel.__init__, ShmAllReduce.try_create, ShmP2P.try_create, dist.send, dist.recv
     DistributedDataParallel.__init__ = _add_comm_hook(originals[0])  # type: ignore[method-assign]
     ShmAllReduce.try_create = partial(_FakeAllReduce, sums=play.shared_sums)  # type: ignore[method-assign]
-    play.message_costs = MessageCosts()
-    ShmP2P.try_create = partial(_FakeP2P, handled=play.message_costs)  # type: ignore[method-assign]
+    ShmP2P.try_create = _FakeP2P  # type: ignore[method-assign]
     dist.send, dist.recv = _make_send_recv(rank, play)
     try:
         yield _FakeWorld(rank, size, device, play=play)
@@ -170,51 +140,21 @@ class _FakeAllReduce(ShmAllReduce):
 
 
 class _FakeP2P(ShmP2P):
-    """The same messages through the same memory. The other ranks are simulated at once: they read sent messages, and
-    have sent expected ones, with the present content of the receiver's tensor."""
+    """Instead of shared memory: a message has arrived at once, with the present content of the receiver's tensor."""
 
-    def __init__(self, group: dist.ProcessGroup, handled: MessageCosts) -> None:
-        rank, pairs = dist.get_rank(group), {}
-        for other in range(dist.get_world_size(group)):
-            if other != rank:
-                pairs[other] = socket.socketpair()
-        super().__init__(rank, {other: ours for other, (ours, _) in pairs.items()})
-        self._others = {other: ShmP2P(other, {rank: theirs}) for other, (_, theirs) in pairs.items()}
-        self._own_rank, self._message_costs = rank, handled
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), {})
 
     def send(self, tensor: Tensor, to: int) -> Any:
-        began_s = time.thread_time()
-        sent = super().send(tensor, to)
-        self._message_costs.record(self._message_costs.send_s, tensor.nbytes, began_s)
-        began_s = time.thread_time()
-        self._others[to].receive(tensor, self._own_rank).wait()
-        self._message_costs.total_s += time.thread_time() - began_s
-        return sent
+        self.sent_bytes += tensor.nbytes
+        return _Arrived()
 
     def receive(self, tensor: Tensor, sender: int) -> Any:
-        began_s = time.thread_time()
-        self._others[sender].send(tensor, self._own_rank)
-        self._message_costs.total_s += time.thread_time() - began_s
-        return _TimedReceive(super().receive(tensor, sender), tensor.nbytes, self._message_costs)
-
-    def close(self) -> None:
-        super().close()
-        for other in self._others.values():
-            other.close()
+        return _Arrived()
 
 
-@dataclass(frozen=True)
-class _TimedReceive:
-    """A message that has arrived. `message`: the real one to wait for."""
-
-    message: Any
-    size_bytes: int
-    handled: MessageCosts
-
+class _Arrived:
     def wait(self) -> bool:
-        began_s = time.thread_time()
-        self.message.wait()
-        self.handled.record(self.handled.take_s, self.size_bytes, began_s)
         return True
 
 

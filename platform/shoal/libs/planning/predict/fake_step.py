@@ -1,7 +1,7 @@
-"""One rank's step of a plan on fake tensors: the plan's own code, with nothing allocated and nothing computed.
+"""Steps of a plan on fake tensors: a model that this process does not hold, and how its steps grow with its depth.
 
-Owns the reading of memory, arithmetic and communication from such a step, and their growth with the number of equal
-blocks: a deep model is read from two short ones. Called by `fake_plan` and `shoal plan`. Times are not read.
+Owns the model's equal blocks: a deep model is read from two short ones. Called by `fake_plan` and `shoal plan`. Times
+are not read.
 """
 
 from __future__ import annotations
@@ -10,101 +10,31 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import torch
 from torch import nn
 
 from shoal.batch_tree import tensors_of
-from shoal.extend.cost import (
-    FakeMode,
-    OpCounts,
-    allocate_averages,
-    assume_cuda,
-    bytes_of,
-    copy_model,
-    profile_step,
-    use_fake_tensors,
-)
+from shoal.extend.cost import FakeMode, assume_cuda, bytes_of, copy_model, use_fake_tensors
 from shoal.extend.data import Data, load_first_batch
-from shoal.extend.parallel import (
-    ParallelDims,
-    ParallelSpec,
-    TaskProtocol,
-    TensorPlan,
-    World,
-    apply,
-    fsdp_layout,
-    parallelize,
-    plan,
-)
-from shoal.extend.train import Task, TrainSpec, make_optimizer
-from shoal.libs.planning.predict.dry_run import CollectiveTraffic, collect_traffic, make_eager_spec, run_step
-from shoal.libs.planning.predict.fake_process_group import SimulatedRanks, fake_world
+from shoal.extend.parallel import ParallelDims, ParallelSpec, TaskProtocol, TensorPlan, apply, fsdp_layout, plan
+from shoal.extend.train import Task, TrainSpec
+from shoal.libs.planning.predict.fake_process_group import SimulatedRanks
+from shoal.libs.planning.predict.rank_step import RankStep, run_rank
 
 NUM_BLOCKS = (4, 6)  # of the two short models: with fewer, FSDP has not all of its buffers at once
 MIN_BLOCKS = 8  # of a model that is shortened
-STATES = ("memory_parameters", "memory_optimizer", "memory_average", "memory_gradients")
-
-
-@dataclass(frozen=True)
-class FakeStep:
-    """One rank's step.
-
-    values:       of the cost table; besides `flops_forward` and `flops_backward`
-    peaks:        bytes: the most in the forward pass, in each half of the backward pass, and after it
-    traffic:      its collectives
-    handed_bytes: the output of a repeated block
-    unknown:      operators with unknown arithmetic
-    """
-
-    values: dict[str, float]
-    peaks: tuple[float, ...]
-    traffic: tuple[CollectiveTraffic, ...] = ()
-    handed_bytes: float = 0.0
-    unknown: tuple[str, ...] = ()
-
-    @property
-    def memory_peak(self) -> float:
-        return max(self.peaks)
-
-    @property
-    def state_bytes(self) -> float:
-        """What outlives a step, gradients included."""
-        return sum(self.values[name] for name in STATES)
-
-    def extrapolate(self, other: FakeStep, by: float) -> FakeStep:
-        """`by` times the way to `other`: linear in each number."""
-        others = {(each.ranks, each.is_shared): each for each in other.traffic}
-        pairs = [(each, others.get((each.ranks, each.is_shared), each)) for each in self.traffic]
-
-        def go(one: float, two: float) -> float:
-            return one + (two - one) * by
-
-        return replace(
-            self,
-            values={name: go(value, other.values[name]) for name, value in self.values.items()},
-            peaks=tuple(map(go, self.peaks, other.peaks)),
-            traffic=tuple(
-                replace(
-                    one,
-                    num_calls=round(go(one.num_calls, two.num_calls)),
-                    sent_bytes=go(one.sent_bytes, two.sent_bytes),
-                )
-                for one, two in pairs
-            ),
-            handed_bytes=go(self.handed_bytes, other.handed_bytes),
-        )
 
 
 @dataclass(frozen=True)
 class StepByDepth:
     """Steps of two short models, and so of any number of blocks."""
 
-    small: FakeStep
-    large: FakeStep
+    small: RankStep
+    large: RankStep
 
-    def at(self, num_blocks: float) -> FakeStep:
+    def at(self, num_blocks: float) -> RankStep:
         return self.small.extrapolate(self.large, (num_blocks - NUM_BLOCKS[0]) / (NUM_BLOCKS[1] - NUM_BLOCKS[0]))
 
 
@@ -126,7 +56,7 @@ class FakeTask:
     is_cuda: bool
     _tensor_plans: dict[int, TensorPlan] = field(default_factory=dict)  # of the larger short model, by ranks
 
-    def read_step(self, parallel: ParallelSpec, degrees: ParallelDims, samples: int) -> FakeStep:
+    def read_step(self, parallel: ParallelSpec, degrees: ParallelDims, samples: int) -> RankStep:
         """The step of rank 0, of the full model.
 
         samples: of this rank
@@ -145,24 +75,20 @@ class FakeTask:
 
     def run_step(
         self, parallel: ParallelSpec, degrees: ParallelDims, samples: int, num_blocks: int | None = None
-    ) -> FakeStep:
+    ) -> RankStep:
         """As `read_step`, of a model with so many of its repeated blocks."""
-        play, cpu = SimulatedRanks(), torch.device("cpu")
-        batch = load_first_batch(self.data, samples, cpu, is_exact=True)
-        with (
-            _pause_garbage_collection(),
-            assume_cuda(self.is_cuda),
-            use_fake_tensors(self.mode),
-            fake_world(0, degrees.workers, cpu, play) as world,
-        ):
-            model, handed = self._copy_model(num_blocks), list[float]()
+        spec, cpu = self.spec.model_copy(update={"parallel": parallel}), torch.device("cpu")
+        batch, handed = load_first_batch(self.data, samples, cpu, is_exact=True), list[float]()
+        with _pause_garbage_collection(), assume_cuda(self.is_cuda), use_fake_tensors(self.mode):
+            batch, model = self.mode.from_batch(batch), self._copy_model(num_blocks)
             if self.blocks is not None:
                 block = model.get_submodule(".".join(filter(None, (self.blocks.path, self.blocks.names[0]))))
                 block.register_forward_hook(lambda _, args, output: handed.append(bytes_of(tensors_of(output))))
             left, every = (sum(each.numel() for each in network.parameters()) for network in (model, self.model))
+            play = SimulatedRanks()
             with scale_share_thresholds(left / every), self._reuse_tensor_plan():
-                step = self._profile(model, make_eager_spec(parallel), degrees, world, batch, play)
-        return replace(step, handed_bytes=float(handed[-1] if handed else 0.0))
+                step = run_rank(self.task, spec, degrees, lambda: model, batch, cpu, play, is_fake=True)
+        return replace(step, handed_bytes={0: float(handed[-1] if handed else 0.0)})
 
     def _copy_model(self, num_blocks: int | None) -> nn.Module:
         """Copy the model with so many blocks (None: all). One that cannot be copied, as with a lock, is built again."""
@@ -192,42 +118,6 @@ class FakeTask:
         finally:
             vars(apply)["find_tensor_plan"] = find
 
-    def _profile(
-        self,
-        model: nn.Module,
-        parallel: ParallelSpec,
-        degrees: ParallelDims,
-        world: World,
-        batch: object,
-        play: SimulatedRanks,
-    ) -> FakeStep:
-        spec, batch = self.spec, self.mode.from_batch(batch)
-        parallelized = parallelize(model, self.task, parallel, degrees, world, batch, spec.seed)
-        try:
-            parameters = [parameter for _, parameter in parallelized.named_parameters()]
-            optimizer = make_optimizer(self.task, spec.optimizer, parameters)
-            is_shared = degrees.is_sharded and world.device.type == "cpu" and parallel.uses_shared_memory("cpu")
-            # DDP has its buckets from a step on, and shards the memory through which they are gathered.
-            if degrees.data > 1 == degrees.tensor and (is_shared or not degrees.is_sharded):
-                run_step(parallelized, optimizer, batch, 0, spec.clip_norm)
-            else:
-                for parameter in parameters:
-                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-                optimizer.step()  # creates its states
-                for parameter in parameters:
-                    parameter.grad = None
-            average = allocate_averages(parallelized) if spec.average is not None else []
-            play.shared_sums.clear()
-            with profile_step(parallelized, optimizer, average, is_fake=True, allocates=False) as profile:
-                run_step(parallelized, optimizer, batch, 1, spec.clip_norm)
-            counts, peaks = profile.counts, _find_peaks(profile.counts)
-            flops = {"flops_forward": counts.flops_forward, "flops_backward": counts.flops_backward}
-            values = {**profile.values, **flops, "memory_peak": max(peaks)}
-            traffic = collect_traffic(counts.collectives, play)
-            return FakeStep(values, peaks, traffic, unknown=tuple(sorted(counts.unknown)))
-        finally:
-            parallelized.close()
-
 
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
@@ -239,14 +129,6 @@ def _pause_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _find_peaks(reading: OpCounts) -> tuple[float, ...]:
-    """In the forward pass, the halves of the backward pass, and after it. What is alive changes linearly in each."""
-    first, last = reading.backward
-    ends = (0, first, (first + last) // 2, last, len(reading.live_bytes))
-    parts = (reading.live_bytes[begin:end] for begin, end in pairwise(ends))
-    return tuple(float(reading.resident_bytes + max(part, default=0)) for part in parts)
 
 
 @dataclass(frozen=True)

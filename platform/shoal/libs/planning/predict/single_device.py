@@ -5,10 +5,11 @@ Owns the isolation of a trial of a Task (random numbers, threads). Called by `pr
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,16 +29,25 @@ _PARAMETERS_WITHOUT_PRODUCT = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass(frozen=True)
 class SingleDeviceProfile:
-    """The full model in one process, at `num_samples` a batch."""
+    """The full model in one process. FLOPs are of a sample, `sample_s` is of a step's share; NaN: not timed."""
 
     parameters: int
     trainable: int
-    num_samples: int
     flops_forward: float
     flops_backward: float
-    latency_s: float
-    sample_s: float
     unknown: tuple[str, ...]
+    sample_s: float = math.nan
+    latency_s: float = math.nan
+
+    @classmethod
+    def count(
+        cls, model: nn.Module, num_samples: int, flops: tuple[float, float], unknown: Iterable[str]
+    ) -> SingleDeviceProfile:
+        """flops: forward and backward, of all samples"""
+        sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
+        parameters, trainable = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        forward, backward = (each / num_samples for each in flops)
+        return cls(parameters, trainable, forward, backward, tuple(unknown))
 
 
 @contextmanager
@@ -75,17 +85,10 @@ def profile_single_device(
     with watch_silent_modules(model) as silent, count_ops() as reading:
         _forward_backward(task, model, batch)
     model.zero_grad()
-    parameters = list(model.parameters())
-    return SingleDeviceProfile(
-        parameters=sum(each.numel() for each in parameters),
-        trainable=sum(each.numel() for each in parameters if each.requires_grad),
-        num_samples=num_samples,
-        flops_forward=reading.flops_forward,
-        flops_backward=reading.flops_backward,
-        latency_s=_measure_latency_s(task, model, load_first_batch(data, 1, device, is_exact=True), device),
-        sample_s=seconds / num_samples,
-        unknown=(*sorted(reading.unknown), *silent),
-    )
+    flops, unknown = (reading.flops_forward, reading.flops_backward), (*sorted(reading.unknown), *silent)
+    profile = SingleDeviceProfile.count(model, num_samples, flops, unknown)
+    latency_s = _measure_latency_s(task, model, load_first_batch(data, 1, device, is_exact=True), device)
+    return replace(profile, sample_s=seconds / num_samples, latency_s=latency_s)
 
 
 def _forward_backward(task: Task, model: nn.Module, batch: Batch) -> None:
