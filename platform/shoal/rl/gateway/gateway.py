@@ -23,7 +23,7 @@ from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.handshake import Handshake
-from shoal.rl.gateway.listener import Listener, find_listener
+from shoal.rl.gateway.listener import Listener, find_listener, read_frames
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
@@ -32,7 +32,7 @@ from shoal.rl.gateway.user_episodes import EpisodeRejection, UserEpisodes
 from shoal.rl.gateway.zmq_listener import bind_router, format_address
 from shoal.weights import WeightSource
 from shoal.weights.shared_memory import SharedPayloads
-from shoal.wire import Message, MessageLimits, decode, encode
+from shoal.wire import Message, MessageLimits, encode
 from shoal.wire.messages import (
     ActionMessage,
     ActMessage,
@@ -285,11 +285,7 @@ class Gateway:
                 route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                message: Message | ProtocolViolation = decode(frames, self._limits)
-            except ProtocolViolation as violation:
-                message = violation
-            self._handle_message(route, message, frames[1:])
+            self._handle_message(route, read_frames(frames, self._limits), frames[1:])
 
     def _receive_from(self, listener: Listener, is_busy: bool) -> None:
         for route, message, frames in listener.receive(is_busy):

@@ -14,7 +14,7 @@ from shoal.plugins.find import find_extension
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.zmq_listener import format_address
 from shoal.rl.part_specs import GatewaySpec
-from shoal.wire import Message
+from shoal.wire import Message, MessageLimits, decode
 
 # A message, or what is wrong with it, with its route and the frames after its header; None: the connection has ended.
 Received = tuple[bytes, Message | ProtocolViolation | None, Sequence[bytes]]
@@ -50,6 +50,14 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """End all connections."""
+
+
+def read_frames(frames: Sequence[bytes], limits: MessageLimits) -> Message | ProtocolViolation:
+    """The message of the frames of ZeroMQ, as a listener hands it over."""
+    try:
+        return decode(frames, limits)
+    except ProtocolViolation as violation:
+        return violation
 
 
 def format_websocket_address(listener: Listener | None, host: str) -> str:

@@ -122,9 +122,6 @@ class RowAnswers:
     sink:      takes the message, once no row waits
     """
 
-    __slots__ = ("_action", "_actions", "_ends", "_is_single", "_refused", "_sink", "_version")
-    __slots__ += ("key", "num_waiting", "rows")
-
     def __init__(self, key: ActorKey, rows: ActRows, is_single: bool, sink: Answers, action: TensorSpec) -> None:
         self.key, self.rows, self._is_single, self._sink, self._action = key, rows, is_single, sink, action
         self.num_waiting = self._version = 0  # rows whose answer is still to come
