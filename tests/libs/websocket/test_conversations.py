@@ -18,6 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from rl_setting import EXPERIENCE, Parts
 from shoal.open_inference.episodes import EpisodeRequest
+from shoal.rl.gateway import sessions
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.weights import WeightSnapshot
 from shoal.wire import TensorSpec
@@ -137,7 +138,9 @@ def summarize(parts: Parts) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_conversation_is_repeated_byte_for_byte(name: str) -> None:
+def test_a_recorded_conversation_is_repeated_byte_for_byte(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "NEW_LAPSE_S", 600.0)  # on a busy machine credit would lapse, and come anew
+    monkeypatch.setattr(sessions, "LAPSE_S", 600.0)
     recorded = RECORDED[name]
     clients: dict[str, Any] = {}
     with open_gateway(recorded["policy"]) as parts:
