@@ -299,3 +299,21 @@ def test_a_process_loads_only_what_it_needs(groups: list[tuple[list[str], list[s
 def test_every_module_says_what_it_is() -> None:
     silent = [path for path in FILES if not ast.get_docstring(parse(path))]
     assert not silent, "\n".join(map(str, silent))
+
+
+def test_steps_become_segments_at_an_actor_and_at_the_gateway_and_nowhere_else() -> None:
+    """Each in one place: an episode of one agent and those of many are the same rows, whoever sends them."""
+    makers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Segment"
+    }
+    read = {"wire/segment.py", "libs/demonstrations/files.py"}
+    assert makers - read == {"actor/segment_builder.py", "rl/gateway/remote_episodes.py"}
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        if "shoal.rl.gateway.remote_episodes" in imported_modules(path)
+    }
+    assert users == {"rl/gateway/remote_inference.py", "rl/gateway/user_episodes.py"}

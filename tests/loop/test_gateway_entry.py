@@ -17,7 +17,7 @@ from shoal.errors import ConfigError, ConnectionLost
 from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway import sessions
 from shoal.rl.gateway.sessions import USERS_ACTOR_ID, grant_credit
-from shoal.wire import MessageLimits, decode, encode
+from shoal.wire import encode
 from shoal.wire.messages import ErrorMessage, Hello, Ping, Welcome
 from waiting import wait_for
 
@@ -95,9 +95,9 @@ def test_many_actors_that_come_at_once_share_the_credit_once(monkeypatch: pytest
     parts.gateway._state.weights = parts.store.latest()
     monkeypatch.setattr(parts.gateway, "_send_all", lambda: said.extend(parts.gateway._send_queue.take(True)))
     for number in range(40):
-        parts.gateway._handle_message(bytes([number]), [encode(Hello(1, TOKEN, f"actor-{number}", 1))])
+        parts.gateway._handle_message(bytes([number]), Hello(1, TOKEN, f"actor-{number}", 1), ())
     parts.gateway._send_round()
-    welcomes = [decode([*answer.frames], MessageLimits()) for answer in said]
+    welcomes = [answer.message for answer in said]
     assert (len(welcomes), shared) == (40, [40])
     assert {type(welcome) for welcome in welcomes} == {Welcome}
     assert {welcome.send_limit for welcome in welcomes if isinstance(welcome, Welcome)} == {1}

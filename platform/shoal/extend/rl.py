@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.rl.experience.demonstrations import DemonstrationSite
     from shoal.rl.experience.quarantine import read_run_quarantine, release_in_run
     from shoal.rl.experience.queue import ExperienceBatch
-    from shoal.rl.gateway.listener import Listener
+    from shoal.rl.gateway.listener import Listener, Received
     from shoal.rl.gateway.state import GatewaySetting
     from shoal.rl.learner_group import SINGLE, SampleShare
     from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec

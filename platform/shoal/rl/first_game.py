@@ -19,12 +19,12 @@ import zmq
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, ProtocolViolation
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.rl.gateway.listener import find_listener
+from shoal.rl.gateway.listener import find_listener, read_frames
 from shoal.rl.gateway.sessions import find_hello_problem, to_printable
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.zmq_listener import bind_router, format_address
 from shoal.rl.spec import RLSpec, experience_spec
-from shoal.wire import ExperienceSpec, MessageLimits, PolicySpec, TensorSpec, decode, encode
+from shoal.wire import ExperienceSpec, MessageLimits, PolicySpec, TensorSpec, encode
 from shoal.wire.given_spaces import GivenSpaces, find_wrong_spaces
 from shoal.wire.messages import PROTOCOL_VERSION, Bye, ErrorMessage, Hello, Message, reject_version
 
@@ -111,9 +111,9 @@ class FirstGame:
         ready = dict(self._poller.poll(int(1000 * min(timeout_s, self.spec.gateway.heartbeat_s)) + 1))
         if self._socket in ready:
             route, *frames = self._socket.recv_multipart()
-            self._take(route, frames)
+            self._take(route, read_frames(frames, self._limits))
         if self._listener is not None:
-            for route, received in self._listener.receive(is_busy=False):
+            for route, received, _ in self._listener.receive(is_busy=False):
                 if received is not None:
                     self._take(route, received)
                 else:
@@ -122,11 +122,10 @@ class FirstGame:
             self._sweep_at = time.monotonic() + self.spec.gateway.heartbeat_s
             list(self._listener.sweep(()))
 
-    def _take(self, route: bytes, frames: list[bytes] | ProtocolViolation) -> None:
+    def _take(self, route: bytes, message: Message | ProtocolViolation) -> None:
         try:
-            if isinstance(frames, ProtocolViolation):
-                raise frames
-            message = decode(frames, self._limits)
+            if isinstance(message, ProtocolViolation):
+                raise message
             if not isinstance(message, Hello):
                 raise ProtocolViolation("hello_required", "say hello first")
             self._take_hello(route, message)
@@ -165,7 +164,7 @@ class FirstGame:
 
     def _send(self, route: bytes, message: Message) -> None:
         if self._listener is not None and route in self._listener:
-            self._listener.send(route, [encode(message)])
+            self._listener.send(route, message, ())
             return
         try:
             self._socket.send_multipart([route, encode(message)], zmq.NOBLOCK)

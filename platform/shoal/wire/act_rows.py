@@ -1,19 +1,20 @@
-"""The content of an `acts` message: the columns of its rows, checked against the spec.
+"""Rows of observations, each the next one of an episode, checked against the spec: those of an `acts`, or the one of
+an `act`.
 
-Called by the gateway; the trust boundary of remote inference for many agents. Legend: N rows, K choices of a mask.
+Called by the gateway; the trust boundary of remote inference. Legend: N rows, K choices of a mask.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
 
 from shoal.errors import InvalidSegment, ProtocolViolation
-from shoal.wire.action_masks import check_choices
+from shoal.wire.action_masks import check_choices, find_choices, read_mask
 from shoal.wire.experience_spec import ExperienceSpec, TensorSpec
 from shoal.wire.messages import (
     MAX_ROWS,
@@ -24,81 +25,116 @@ from shoal.wire.messages import (
     ActMessage,
     ActsMessage,
 )
-from shoal.wire.segment import REWARD, check_values
+from shoal.wire.segment import LARGEST_REWARD, REWARD, DropReason, check_values
+
+ROW_LAST = ROW_TERMINATED | ROW_TRUNCATED
 
 
 class ActRows(NamedTuple):
-    """The content of an `acts`: observations [N, *obs], rewards float32 [N], flags uint8 [N], masks bool [N, K].
-    settings: int64 [N]; 0: the newest that were sent"""
+    """N rows, in columns.
+
+    settings:     their versions; 0: the newest that were sent
+    observations: their bytes
+    masks:        bool [K], likewise; in a run without masks there are none
+    taken:        of a single row: the action of the step before, where it is not the answer
+    """
 
     episodes: Sequence[int]
-    numbers: np.ndarray  # the same, int64 [N]
-    steps: np.ndarray
-    settings: np.ndarray
-    observations: np.ndarray
-    rewards: np.ndarray
-    flags: np.ndarray
-    masks: np.ndarray
-
-    @property
-    def are_last(self) -> np.ndarray:
-        """Whether the episode ended after the step before. [N]"""
-        ended: np.ndarray = (self.flags & (ROW_TERMINATED | ROW_TRUNCATED)) != 0
-        return ended
-
-    def to_act(self, row: int, has_masks: bool) -> tuple[ActMessage, list[bytes]]:
-        """A row as a message of its own."""
-        flags = int(self.flags[row])
-        message = ActMessage(
-            self.episodes[row],
-            int(self.steps[row]),
-            float(self.rewards[row]),
-            bool(flags & ROW_TERMINATED),
-            bool(flags & ROW_TRUNCATED),
-            bool(flags & ROW_SUCCESS) if flags & ROW_TELLS_SUCCESS else msgspec.UNSET,
-        )
-        return message, [self.observations[row].tobytes(), *([self.masks[row].tobytes()] if has_masks else [])]
+    steps: Sequence[int]
+    settings: Sequence[int]
+    observations: Sequence[bytes]
+    masks: Sequence[bytes]
+    rewards: Sequence[float]
+    flags: Sequence[int]
+    taken: Any = msgspec.UNSET
 
 
-def read_rows(
-    message: ActsMessage, frames: Sequence[bytes], experience: ExperienceSpec, choices: tuple[int, ...]
-) -> tuple[ActRows, dict[int, InvalidSegment]]:
-    """The rows, and what is outside of the spec in which of them. Raises ProtocolViolation for columns of another
-    length. choices: of an action's numbers, in a run with masks"""
-    num_rows = len(message.episodes)
-    if not 0 < num_rows <= MAX_ROWS:
-        raise ProtocolViolation("malformed", f"acts: {num_rows} rows, expected 1 to {MAX_ROWS}")
-    specs = [experience.observation, TensorSpec("float32"), TensorSpec("uint8"), TensorSpec("uint8", (sum(choices),))]
-    expected = dict(zip(("observations", "rewards", "flags", "masks")[: 4 if choices else 3], specs, strict=False))
-    given_settings = message.settings or (0,) * num_rows
-    if not len(message.steps) == len(given_settings) == num_rows or len(frames) != len(expected):
-        problem = f"{num_rows} episodes, {len(message.steps)} steps and {len(frames)} tensors, expected as many steps "
-        raise ProtocolViolation("malformed", f"acts: {problem}as episodes, and {', '.join(expected)}")
-    columns: list[np.ndarray] = []
+class RowReader:
+    """Reads and checks the rows of a run. choices: of an action's numbers, in a run with masks"""
+
+    def __init__(self, experience: ExperienceSpec) -> None:
+        self.choices = find_choices(experience)
+        self._observation, self._dtype = experience.observation, experience.observation.numpy_dtype()
+        mask = TensorSpec("uint8", (sum(self.choices),))
+        self._tensors = {"observation": self._observation}
+        if self.choices:
+            self._tensors["mask"] = TensorSpec("bool", mask.shape)
+        self._columns = {"observations": self._observation, "rewards": TensorSpec("float32")}
+        self._columns |= {"flags": TensorSpec("uint8")} | ({"masks": mask} if self.choices else {})
+        self._sizes = [math.prod(spec.shape) * spec.numpy_dtype().itemsize for spec in self._tensors.values()]
+
+    def read_one(self, message: ActMessage, frames: Sequence[bytes]) -> ActRows:
+        """The row of an `act`. Raises InvalidSegment when the observation, its mask or the reward is outside of the
+        spec."""
+        if [len(frame) for frame in frames] != self._sizes:
+            _raise_misfit(frames, self._tensors)
+        if not -LARGEST_REWARD <= message.reward <= LARGEST_REWARD:  # NaN, too
+            check_values("reward", np.array(message.reward), REWARD)
+        check_values("observation", np.frombuffer(frames[0], self._dtype), self._observation)
+        if self.choices and not message.terminated:  # after that, no action is chosen
+            read_mask(np.frombuffer(frames[1], np.uint8), self.choices)
+        flags = ROW_TERMINATED if message.terminated else 0
+        if message.truncated:
+            flags |= ROW_TRUNCATED
+        if message.success is not msgspec.UNSET:
+            flags |= ROW_TELLS_SUCCESS | (ROW_SUCCESS if message.success else 0)
+        settings = 0 if message.settings is msgspec.UNSET else message.settings
+        numbers = (message.episode,), (message.step,), (settings,)
+        return ActRows(*numbers, frames[:1], frames[1:], (message.reward,), (flags,), message.taken)
+
+    def read_many(self, message: ActsMessage, frames: Sequence[bytes]) -> tuple[ActRows, dict[int, InvalidSegment]]:
+        """The rows of an `acts`, and what is outside of the spec in which of them. Raises ProtocolViolation for columns
+        of another length."""
+        num_rows = len(message.episodes)
+        if not 0 < num_rows <= MAX_ROWS:
+            raise ProtocolViolation("malformed", f"acts: {num_rows} rows, expected 1 to {MAX_ROWS}")
+        settings = message.settings or (0,) * num_rows
+        if not len(message.steps) == len(settings) == num_rows or len(frames) != len(self._columns):
+            problem = (
+                f"{num_rows} episodes, {len(message.steps)} steps and {len(frames)} tensors, expected as many steps "
+            )
+            raise ProtocolViolation("malformed", f"acts: {problem}as episodes, and {', '.join(self._columns)}")
+        columns: list[np.ndarray] = []
+        for (name, spec), frame in zip(self._columns.items(), frames, strict=True):
+            dtype, number = spec.numpy_dtype(), num_rows * math.prod(spec.shape)
+            if not frame and name in ("rewards", "flags"):
+                frame = bytes(number * dtype.itemsize)
+            if len(frame) != number * dtype.itemsize:
+                came = f"{len(frame) / dtype.itemsize:g} numbers, expected {number}"
+                shape = f"{spec.dtype} {[num_rows, *spec.shape]}"
+                raise ProtocolViolation("malformed", f"acts: {name}: {came} ({shape})")
+            columns.append(np.frombuffer(frame, dtype).reshape(num_rows, *spec.shape))
+        observations, rewards, flags, *masks = columns
+
+        def check(part: slice) -> None:
+            check_values("reward", rewards[part], REWARD)
+            check_values("observation", observations[part], self._observation)
+            if self.choices:  # after a terminal state, no action is chosen
+                check_choices(masks[0][part][flags[part] & ROW_TERMINATED == 0], self.choices)
+
+        for each in (message.episodes, message.steps, settings):
+            if not -(2**63) <= min(each) <= max(each) < 2**63:
+                raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign")
+        parts = [
+            [frame[at : at + size] for at in range(0, size * num_rows, size)]
+            for frame, size in zip((frames[0], *frames[3:]), self._sizes, strict=True)
+        ]
+        content = parts[0], parts[1] if self.choices else (), rewards.tolist(), flags.tolist()
+        return ActRows(message.episodes, message.steps, settings, *content), _find_invalid(check, num_rows)
+
+
+def _raise_misfit(frames: Sequence[bytes], expected: Mapping[str, TensorSpec]) -> NoReturn:
+    """Raise InvalidSegment, which names the first tensor that has not as many numbers as expected."""
+    if len(frames) != len(expected):
+        problem = f"{len(frames)} tensors, expected {len(expected)}: {' and '.join(expected)}"
+        raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
     for (name, spec), frame in zip(expected.items(), frames, strict=True):
-        dtype, number = spec.numpy_dtype(), num_rows * math.prod(spec.shape)
-        if not frame and name in ("rewards", "flags"):
-            frame = bytes(number * dtype.itemsize)
-        if len(frame) != number * dtype.itemsize:
-            came = f"{len(frame) / dtype.itemsize:g} numbers, expected {number}"
-            shape = f"{spec.dtype} {[num_rows, *spec.shape]}"
-            raise ProtocolViolation("malformed", f"acts: {name}: {came} ({shape})")
-        columns.append(np.frombuffer(frame, dtype).reshape(num_rows, *spec.shape))
-    observations, rewards, flags = columns[:3]
-    masks = columns[3] if choices else np.zeros((num_rows, 0), np.uint8)
-
-    def check(part: slice) -> None:
-        check_values("reward", rewards[part], REWARD)
-        check_values("observation", observations[part], experience.observation)
-        if choices:  # after a terminal state, no action is chosen
-            check_choices(masks[part][flags[part] & ROW_TERMINATED == 0], choices)
-
-    try:
-        numbers, steps, versions = np.array([message.episodes, message.steps, given_settings], np.int64)
-    except OverflowError:
-        raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign") from None
-    rows = ActRows(message.episodes, numbers, steps, versions, observations, rewards, flags, masks != 0)
-    return rows, _find_invalid(check, num_rows)
+        number, size = math.prod(spec.shape), spec.numpy_dtype().itemsize
+        if len(frame) != number * size:
+            came = f"{len(frame)} bytes, {size} a number" if len(frame) % size else f"{len(frame) // size} numbers"
+            problem = f"{came}, expected {number} ({spec.dtype} {list(spec.shape)})"
+            raise InvalidSegment(DropReason.INVALID_FRAMES, name, problem)
+    raise AssertionError("all fit")
 
 
 def _find_invalid(check: Callable[[slice], None], num_rows: int) -> dict[int, InvalidSegment]:

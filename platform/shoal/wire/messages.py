@@ -292,7 +292,7 @@ class _LooseHeader(msgspec.Struct):
 
 _LOOSE_DECODER = msgspec.msgpack.Decoder(_LooseHeader)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Message))
+_KINDS = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -325,6 +325,18 @@ def decode(frames: Sequence[bytes], limits: MessageLimits) -> Message:
     except _UNREADABLE as error:
         raise _make_violation(frames[0], error) from None
     return message
+
+
+def convert(header: Mapping[str, Any], frames: Sequence[bytes], limits: MessageLimits) -> Message | None:
+    """The message of a header that was read from JSON, and of the frames after it; None for one that `decode` would not
+    take as msgpack."""
+    try:
+        message: Message = msgspec.convert(header, _KINDS[header["kind"]])
+        sizes = [len(encode(message)), *map(len, frames)]
+    except (*_UNREADABLE, KeyError, TypeError, OverflowError):  # of integers of more than 64 bits
+        return None
+    fits = sizes[0] <= limits.max_header_bytes and len(sizes) <= limits.max_frames
+    return message if fits and sum(sizes) <= limits.max_message_bytes else None
 
 
 def reject_version(protocol: int) -> ProtocolViolation:

@@ -16,9 +16,18 @@ from hypothesis import strategies as st
 
 from rl_setting import segment
 from shoal.errors import ProtocolViolation
-from shoal.libs.websocket.framing import MAX_TEXT_BYTES, Dialect, join_binary, join_text, split_binary, split_text
-from shoal.wire import pack_segment
+from shoal.libs.websocket.framing import (
+    MAX_TEXT_BYTES,
+    Dialect,
+    join_binary,
+    join_text,
+    read_message,
+    split_binary,
+    split_text,
+)
+from shoal.wire import Hello, MessageLimits, WeightsMessage, decode, pack_segment
 from shoal.wire.experience_spec import DTYPES, TensorSpec
+from shoal.wire.messages import ActionsMessage
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 HEADERS = st.dictionaries(
@@ -41,14 +50,14 @@ def read_problem(data: bytes | dict[str, Any], dtypes: dict[str, str] = OBSERVAT
 
 
 @settings(deadline=None, max_examples=40)
-@given(header=HEADERS, frames=st.lists(st.binary(min_size=1, max_size=40), max_size=5), is_json=st.booleans())
-def test_frames_come_back_from_a_binary_message(header: dict[str, Any], frames: list[bytes], is_json: bool) -> None:
+@given(offers=HEADERS, frames=st.lists(st.binary(min_size=1, max_size=40), max_size=5), is_json=st.booleans())
+def test_message_and_frames_come_back_from_binary(offers: dict[str, Any], frames: list[bytes], is_json: bool) -> None:
     dialect = Dialect.BINARY_JSON if is_json else Dialect.BINARY
-    sent = [msgpack.packb(header), *frames]
-    message = join_binary(sent, dialect)
-    came = split_binary(message)
-    assert (Dialect.of(False, message), came[1:]) == (dialect, frames)
-    assert msgpack.unpackb(came[0]) == header
+    sent = Hello(1, "token", "game", 1, offers=offers)
+    data = join_binary(sent, frames, dialect)
+    header, came = split_binary(data)
+    assert (Dialect.of(False, data), came) == (dialect, frames)
+    assert read_message(header, came, MessageLimits()) == sent
 
 
 @settings(deadline=None, max_examples=100)
@@ -73,9 +82,8 @@ def test_a_frame_beyond_the_message_is_named() -> None:
 def test_a_list_becomes_the_tensor_of_its_dtype(dtype: str) -> None:
     values = [True, False] if dtype == "bool" else [1, 2] if dtype[0] in "iu" else [0.5, -2]
     for shaped in (values, [[each] for each in values]):
-        header, frame = split_text(json.dumps({"observation": shaped}).encode(), {"observation": dtype})
-        assert frame == np.array(values, DTYPES[dtype]).tobytes()
-        assert msgpack.unpackb(header) == {}
+        header, frames = split_text(json.dumps({"observation": shaped}).encode(), {"observation": dtype})
+        assert (header, frames) == ({}, [np.array(values, DTYPES[dtype]).tobytes()])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +110,7 @@ def test_what_are_no_numbers_of_the_dtype_is_named(values: Any, dtype: str, prob
 
 
 def test_a_number_too_large_for_its_float_is_infinite_and_warns_of_nothing() -> None:
-    _, frame = split_text(b'{"observation": [1e300, -1e39]}', {"observation": "float32"})
+    _, (frame,) = split_text(b'{"observation": [1e300, -1e39]}', {"observation": "float32"})
     assert np.isinf(np.frombuffer(frame, np.float32)).all()
 
 
@@ -111,9 +119,9 @@ def test_a_segment_in_text_is_the_segment_in_frames() -> None:
     header = msgpack.unpackb(frames[0])
     for tensor, frame in zip(header["tensors"], frames[1:], strict=True):
         tensor["data"] = np.frombuffer(frame, DTYPES[tensor["dtype"]]).reshape(tensor["shape"]).tolist()
-    came = split_text(json.dumps(header).encode(), OBSERVATION)
-    assert came[1:] == [bytes(frame) for frame in frames[1:]]
-    assert msgpack.unpackb(came[0]) == msgpack.unpackb(frames[0])
+    read, came = split_text(json.dumps(header).encode(), OBSERVATION)
+    assert came == [bytes(frame) for frame in frames[1:]]
+    assert read_message(read, came, MessageLimits()) == decode(frames, MessageLimits())
     header["tensors"][0]["dtype"] = "float128"
     with pytest.raises(ProtocolViolation, match="observations: no dtype 'float128'") as raised:
         split_text(json.dumps(header).encode(), OBSERVATION)
@@ -123,19 +131,17 @@ def test_a_segment_in_text_is_the_segment_in_frames() -> None:
 def test_the_columns_of_rows_are_frames_and_their_actions_a_list() -> None:
     dtypes = {"observations": "float32", "rewards": "float32", "flags": "uint8", "masks": "bool"}
     header = {"kind": "acts", "episodes": [7, 8], "steps": [0, 3], "observations": [[1, 2], [3, 4.5]], "flags": [0, 13]}
-    _, *frames = split_text(json.dumps({**header, "masks": [[1, 0], [True, True]]}).encode(), dtypes)
+    _, frames = split_text(json.dumps({**header, "masks": [[1, 0], [True, True]]}).encode(), dtypes)
     assert frames == [np.array([1, 2, 3, 4.5], np.float32).tobytes(), b"", b"\x00\x0d", b"\x01\x00\x01\x01"]
     assert "flags: no uint8 numbers" in read_problem({**header, "flags": [-1, 0]}, dtypes)
-    answer = [
-        msgpack.packb({"kind": "actions", "episodes": [7, 8]}),
-        np.array([[0.5, 1], [2, 3]], np.float32).tobytes(),
-    ]
-    assert json.loads(join_text(answer, TensorSpec("float32", (2,))))["actions"] == [[0.5, 1.0], [2.0, 3.0]]
+    actions = np.array([[0.5, 1], [2, 3]], np.float32).tobytes()
+    answer = join_text(ActionsMessage((7, 8), (0, 3)), [actions], TensorSpec("float32", (2,)))
+    assert json.loads(answer)["actions"] == [[0.5, 1.0], [2.0, 3.0]]
 
 
 def test_a_payload_is_base64_in_text() -> None:
-    message = json.loads(join_text([msgpack.packb({"kind": "weights", "version": 3}), b"\x00\xff"], ACTION))
-    assert message == {"kind": "weights", "version": 3, "data": base64.b64encode(b"\x00\xff").decode()}
+    message = json.loads(join_text(WeightsMessage(3, "sha"), [b"\x00\xff"], ACTION))
+    assert message == {"kind": "weights", "version": 3, "sha256": "sha", "data": base64.b64encode(b"\x00\xff").decode()}
 
 
 def test_text_that_is_no_object_and_too_long_text_are_named() -> None:
@@ -143,7 +149,7 @@ def test_text_that_is_no_object_and_too_long_text_are_named() -> None:
         with pytest.raises(ProtocolViolation, match="the header is no JSON"):
             split_text(data, OBSERVATION)
     with pytest.raises(ProtocolViolation, match="the header cannot be read"):
-        split_text(b'{"kind":"act","episode":123456789012345678901234567890}', OBSERVATION)
+        read_message({"kind": "act", "episode": 2**100, "step": 0}, [], MessageLimits())
     too_long = b"{" + b" " * MAX_TEXT_BYTES
     for read in (lambda: split_text(too_long, OBSERVATION), lambda: split_binary(to_bytes(too_long))):
         with pytest.raises(ProtocolViolation, match="frames of a binary message may be larger") as raised:

@@ -112,7 +112,7 @@ class Desk:
             if found is not None:
                 answers[name] = found
         while len(answers) < len(rows):
-            answers.update({key[0]: answer for key, answer in self.inference.run_round()})
+            answers.update({key[0]: answer for key, answer, _ in self.inference.run_round()})
             if len(answers) < len(rows):
                 assert self._woken.wait(20), "no answer came"
                 self._woken.clear()

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 
 from shoal.errors import ProtocolViolation
-from shoal.wire import MessageLimits
+from shoal.wire import Message, MessageLimits, decode, encode
 from shoal.wire.experience_spec import DTYPES, TensorSpec
+from shoal.wire.messages import ActionsMessage, convert
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 4 * 1024 * 1024  # of JSON: numbers that are read from it take up to 30 times the memory of its text
@@ -41,8 +42,17 @@ class Dialect(Enum):
         return cls.TEXT if is_text else cls.BINARY_JSON if data[_SIZE.size :].startswith(b"{") else cls.BINARY
 
 
-def split_binary(data: bytes) -> list[bytes]:
-    """The frames of a binary message, its header as msgpack. Raises ProtocolViolation."""
+def read_message(header: bytes | dict[str, Any], frames: Sequence[bytes], limits: MessageLimits) -> Message:
+    """The message with this header, of msgpack or read from JSON. Raises ProtocolViolation."""
+    if isinstance(header, dict):
+        if (message := convert(header, frames, limits)) is not None:
+            return message
+        header = _attempt(lambda: msgspec.msgpack.encode(header), "the header cannot be read")
+    return decode([header, *frames], limits)
+
+
+def split_binary(data: bytes) -> tuple[bytes | dict[str, Any], list[bytes]]:
+    """The header and the frames of a binary message. Raises ProtocolViolation."""
     frames: list[bytes] = []
     begin = 0
     while begin < len(data):
@@ -57,30 +67,26 @@ def split_binary(data: bytes) -> list[bytes]:
         begin = end + size
     if not frames:
         raise ProtocolViolation("malformed", "a message has at least one frame")
-    if frames[0][:1] == b"{":
-        frames[0] = _write_msgpack(_read_json(frames[0]))
-    return frames
+    header, *frames = frames
+    return _read_json(header) if header[:1] == b"{" else header, frames
 
 
-def join_binary(frames: Sequence[bytes], dialect: Dialect) -> bytes:
-    """A binary message of these frames."""
-    header = frames[0]
-    if dialect is Dialect.BINARY_JSON:
-        header = msgspec.json.encode(msgspec.msgpack.decode(header))
-    parts = [part for frame in (header, *frames[1:]) for part in (_SIZE.pack(len(frame)), frame)]
+def join_binary(message: Message, frames: Sequence[bytes], dialect: Dialect) -> bytes:
+    """A binary message, and the frames that follow its header."""
+    header = msgspec.json.encode(message) if dialect is Dialect.BINARY_JSON else encode(message)
+    parts = [part for frame in (header, *frames) for part in (_SIZE.pack(len(frame)), frame)]
     return b"".join(parts)
 
 
-def split_text(data: bytes, dtypes: Mapping[str, str]) -> list[bytes]:
-    """The frames of a text message. dtypes: of the tensors that stand in a header by name, such as `observation`, in
-    the order of their frames. Raises ProtocolViolation."""
+def split_text(data: bytes, dtypes: Mapping[str, str]) -> tuple[dict[str, Any], list[bytes]]:
+    """The header and the frames of a text message. dtypes: of the tensors that stand in a header by name, such as
+    `observation`, in the order of their frames. Raises ProtocolViolation."""
     header = _read_json(data)
     try:
-        frames = _take_frames(header, dtypes)
+        return header, _take_frames(header, dtypes)
     except ProtocolViolation as violation:
         seq = header.get("seq")
         raise ProtocolViolation(violation.code, violation.message, seq if type(seq) is int else None) from None
-    return [_write_msgpack(header), *frames]
 
 
 def _take_frames(header: dict[str, Any], dtypes: Mapping[str, str]) -> list[bytes]:
@@ -98,14 +104,16 @@ def _take_frames(header: dict[str, Any], dtypes: Mapping[str, str]) -> list[byte
     return frames
 
 
-def join_text(frames: Sequence[bytes], action: TensorSpec) -> bytes:
-    """A text message of these frames; a payload, which is bytes, as base64 in `data`. action: of the actions' frame"""
-    header = msgspec.msgpack.decode(frames[0])
-    if header["kind"] == "actions":
-        actions = np.frombuffer(frames[1], action.numpy_dtype())
-        header["actions"] = actions.reshape(len(header["episodes"]), *action.shape).tolist()
-    elif len(frames) > 1:
-        header["data"] = base64.b64encode(frames[1]).decode()
+def join_text(message: Message, frames: Sequence[bytes], action: TensorSpec) -> bytes:
+    """A text message; a payload, which is bytes, as base64 in `data`. action: of the actions' frame"""
+    if not frames:
+        return msgspec.json.encode(message)
+    header = msgspec.to_builtins(message)
+    if isinstance(message, ActionsMessage):
+        actions = np.frombuffer(frames[0], action.numpy_dtype())
+        header["actions"] = actions.reshape(len(message.episodes), *action.shape).tolist()
+    else:
+        header["data"] = base64.b64encode(frames[0]).decode()
     return msgspec.json.encode(header)
 
 
@@ -117,10 +125,6 @@ def _read_json(data: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ProtocolViolation("malformed", "the header is no JSON object")
     return header
-
-
-def _write_msgpack(header: dict[str, Any]) -> bytes:
-    return _attempt(lambda: msgspec.msgpack.encode(header), "the header cannot be read")
 
 
 def _to_frame(name: str, values: Any, dtype: str) -> bytes:

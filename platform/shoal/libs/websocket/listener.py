@@ -29,11 +29,12 @@ from websockets.frames import CloseCode
 from websockets.http11 import Request
 
 from shoal.errors import ConfigError, ProtocolViolation
-from shoal.extend.rl import GatewaySetting
+from shoal.extend.rl import GatewaySetting, Received
 from shoal.libs.websocket.connection import GameConnection
-from shoal.libs.websocket.framing import Dialect, join_binary, join_text, split_binary, split_text
+from shoal.libs.websocket.framing import Dialect, join_binary, join_text, read_message, split_binary, split_text
 from shoal.libs.websocket.handshake import HandshakeRules, find_policy
 from shoal.libs.websocket.relay import Relays
+from shoal.wire import ErrorMessage, Message, MessageLimits, Pong, Welcome
 
 ROUTE_PREFIX = b"\x00ws"  # no client of the ROUTER has such a name: those that begin with 0 are its own, of 5 bytes
 BACKLOG = 1024
@@ -46,7 +47,7 @@ PING_S = 20.0  # of silence, after which a client's library is asked for a pong
 FAREWELL_S = 0.5  # for the clients to read the last messages of a gateway that stops
 _PORT_WAIT_S = 1.0  # for the previous gateway to release the port
 _HOSTS = {"localhost": "127.0.0.1", "*": "0.0.0.0"}
-_IDLE_ANSWERS = (b"\xa7welcome", b"\xa5error", b"\xa4pong")
+_IDLE_ANSWERS = (Welcome, ErrorMessage, Pong)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # As for the ROUTER: a peer that vanishes silently frees its descriptor after 60 + 4 * 15 s.
 _LOST_PEER = (
@@ -67,6 +68,7 @@ class WebSocketListener:
 
     def __init__(self, setting: GatewaySetting, remembered_port: int = 0) -> None:
         self._spec = spec = setting.spec
+        self._limits = MessageLimits(max_message_bytes=spec.max_message_bytes)
         observed, self._action = setting.experience.observation.dtype, setting.experience.action
         self._dtypes = {"observation": observed, "mask": "bool", "observations": observed, "rewards": "float32"}
         self._dtypes |= {"flags": "uint8", "masks": "bool"}
@@ -105,7 +107,7 @@ class WebSocketListener:
         """Pass connections to the paths of other policies on to the addresses of their gateways."""
         self._relays.addresses = addresses
 
-    def receive(self, is_busy: bool) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+    def receive(self, is_busy: bool) -> Iterator[Received]:
         """One turn of each connection that has something; of those without a session, only of a few."""
         ready = dict(self._epoll.poll(0, MAX_READY))
         if ready.pop(self._relays.fileno(), 0):
@@ -133,9 +135,7 @@ class WebSocketListener:
             self._is_resting = should_rest
             self._epoll.modify(self._waiting_epoll, 0 if should_rest else select.EPOLLIN)
 
-    def _handle(
-        self, connection: GameConnection, mask: int
-    ) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
+    def _handle(self, connection: GameConnection, mask: int) -> Iterator[Received]:
         if mask & select.EPOLLOUT:
             connection.flush()
         if mask & (select.EPOLLERR | select.EPOLLHUP) and connection.is_slowed:
@@ -146,23 +146,25 @@ class WebSocketListener:
             self._hand_over(connection, *connection.relayed)
             return
         if connection.is_ending:
-            yield connection.route, None
+            yield connection.route, None, ()
         self._follow(connection)
 
-    def send(self, route: bytes, frames: Sequence[bytes]) -> str:
+    def send(self, route: bytes, message: Message, frames: Sequence[bytes]) -> str:
         """Send a message of the protocol in the client's dialect; returns why it was not sent, or ""."""
         connection = self._routes.get(route)
         if connection is None:
             return "unreachable"
-        if frames[0].find(b"\xa7welcome", 0, 16) >= 0:
+        if isinstance(message, Welcome):
             connection.begin_session(self._spec.max_message_bytes)
             self._waiting.pop(route, None)
             self._move(connection, self._epoll)
-        if any(frames[0].find(kind, 0, 16) >= 0 for kind in _IDLE_ANSWERS):
+        if isinstance(message, _IDLE_ANSWERS):
             connection.count_idle()
-        is_text = connection.dialect is Dialect.TEXT
-        message = join_text(frames, self._action) if is_text else join_binary(frames, connection.dialect)
-        problem = connection.send(message, is_text)
+        if is_text := connection.dialect is Dialect.TEXT:
+            data = join_text(message, frames, self._action)
+        else:
+            data = join_binary(message, frames, connection.dialect)
+        problem = connection.send(data, is_text)
         self._follow(connection)
         return problem
 
@@ -293,15 +295,16 @@ class WebSocketListener:
             return True
         return False
 
-    def _read(self, connection: GameConnection) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation]]:
-        for is_text, message in connection.receive():
-            connection.dialect = Dialect.of(is_text, message)
+    def _read(self, connection: GameConnection) -> Iterator[Received]:
+        for is_text, data in connection.receive():
+            connection.dialect = Dialect.of(is_text, data)
             try:
-                frames = split_text(message, self._dtypes) if is_text else split_binary(message)
+                header, frames = split_text(data, self._dtypes) if is_text else split_binary(data)
+                message = read_message(header, frames, self._limits)
             except ProtocolViolation as violation:
-                yield connection.route, violation
+                yield connection.route, violation, ()
             else:
-                yield connection.route, frames
+                yield connection.route, message, frames
 
     def _follow(self, connection: GameConnection) -> None:
         """Wait for what the connection needs now, or forget it."""

@@ -23,7 +23,7 @@ from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.gateway.admission import Admission
 from shoal.rl.gateway.handshake import Handshake
-from shoal.rl.gateway.listener import Listener, find_listener
+from shoal.rl.gateway.listener import Listener, find_listener, read_frames
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
@@ -32,7 +32,7 @@ from shoal.rl.gateway.user_episodes import EpisodeRejection, UserEpisodes
 from shoal.rl.gateway.zmq_listener import bind_router, format_address
 from shoal.weights import WeightSource
 from shoal.weights.shared_memory import SharedPayloads
-from shoal.wire import MessageLimits, decode, encode
+from shoal.wire import Message, MessageLimits, encode
 from shoal.wire.messages import (
     ActionMessage,
     ActMessage,
@@ -285,16 +285,14 @@ class Gateway:
                 route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle_message(route, frames)
+            self._handle_message(route, read_frames(frames, self._limits), frames[1:])
 
     def _receive_from(self, listener: Listener, is_busy: bool) -> None:
-        for route, frames in listener.receive(is_busy):
-            if frames is None:
+        for route, message, frames in listener.receive(is_busy):
+            if message is None:
                 self._handshake.end_session(route, "disconnected")
-            elif isinstance(frames, ProtocolViolation):
-                self._handshake.reject(route, frames.code, frames.message, frames.seq)
             else:
-                self._handle_message(route, frames)
+                self._handle_message(route, message, frames)
 
     def _send_round(self) -> None:
         """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""
@@ -307,7 +305,6 @@ class Gateway:
         snapshot = self._state.weights
         if self._opponents is not None and snapshot is not None:
             self._opponents.offer(snapshot, self._progress.steps)
-        payload: list[bytes] | None = None
         version = snapshot.version if snapshot else 0
         are_all = self._opponents is not None or version != self._sent_version
         self._sent_version = version
@@ -320,16 +317,13 @@ class Gateway:
             self._handshake.queue_acks(route, session)
             if snapshot and session.pull_newer_than is not None and snapshot.version > session.pull_newer_than:
                 address = self._shared_payloads.put(snapshot) if session.shares_memory else None
-                if address is not None:
-                    self._send_queue.add(route, WeightsMessage(snapshot.version, snapshot.sha256, *address))
-                else:
-                    payload = payload or [encode(WeightsMessage(snapshot.version, snapshot.sha256)), snapshot.payload]
-                    self._send_queue.add_frames(route, payload)
+                weights = WeightsMessage(snapshot.version, snapshot.sha256, *(address or ()))
+                self._send_queue.add(route, weights, () if address else (snapshot.payload,))
                 session.pull_newer_than = None
             newest, pool = session.pull_opponent_newer_than, self._opponents
             if pool is not None and newest is not None and (member := pool.find_next(newest)) is not None:
                 message = OpponentMessage(member.version, member.sha256, tuple(pool.versions))
-                self._send_queue.add_frames(route, [encode(message), member.payload])
+                self._send_queue.add(route, message, (member.payload,))
                 session.pull_opponent_newer_than = None
         self._sessions.touched.clear()
         self._send_all()
@@ -338,12 +332,12 @@ class Gateway:
         """Take what users have asked, and answer the observations for which there are actions."""
         if self._users is not None:
             self._users.run_round()
-        for key, answer in self._inference.run_round():
+        for key, answer, frames in self._inference.run_round():
             if self._users is not None and key == self._users.key and isinstance(answer, ActionMessage):
                 self._users.deliver(answer)
             elif (route := self._sessions.find_route(key[0])) is not None and self._sessions[route].key == key:
                 # Otherwise another incarnation has taken the actor's place.
-                self._send_queue.add_frames(route, [encode(answer)] if isinstance(answer, ActionMessage) else answer)
+                self._send_queue.add(route, answer, frames)
 
     def _try_commit(self) -> bool:
         """Write the ledger; False when that fails now. Records events when it, or the log in the store, begins and ends
@@ -362,13 +356,14 @@ class Gateway:
         return is_written
 
     def _send_all(self, is_written: bool = True) -> None:
-        for route, frames, *_ in self._send_queue.take(is_written):
+        for route, message, frames, *_ in self._send_queue.take(is_written):
             if self.listener is not None and route in self.listener:
-                if reason := self.listener.send(route, frames):
+                if reason := self.listener.send(route, message, frames):
                     self._handshake.end_session(route, reason)
                 continue
+            parts = [route, encode(message), *frames]
             try:
-                self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
+                self._socket.send_multipart(parts, zmq.NOBLOCK, copy=len(parts[-1]) < 65536)
             except zmq.ZMQError as error:  # the actor reconnects with hello, and resends
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
@@ -377,15 +372,13 @@ class Gateway:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _handle_message(self, route: bytes, frames: list[bytes]) -> None:
+    def _handle_message(self, route: bytes, message: Message | ProtocolViolation, frames: Sequence[bytes]) -> None:
         session = self._sessions.get(route)
         if session is not None:
             session.last_seen = time.monotonic()
             self._sessions.touched[route] = None
-        try:
-            message = decode(frames, self._limits)
-        except ProtocolViolation as violation:
-            return self._handshake.reject(route, violation.code, violation.message, violation.seq)
+        if isinstance(message, ProtocolViolation):
+            return self._handshake.reject(route, message.code, message.message, message.seq)
         seq = message.seq if isinstance(message, SegmentMessage) else None
         if isinstance(message, Hello):
             self._handshake.take_hello(route, message)
@@ -397,10 +390,10 @@ class Gateway:
             inference = REMOTE if session.is_remote else LOCAL
             self._handshake.reject(route, "malformed", f"this session's inference is {inference}", seq)
         elif isinstance(message, SegmentMessage):
-            self._on_segment(route, session, message, frames[1:])
+            self._on_segment(route, session, message, frames)
         elif isinstance(message, ActMessage | ActsMessage):
             try:
-                self._inference.take_message(session.key, message, frames[1:])
+                self._inference.take_message(session.key, message, frames)
             except ProtocolViolation as violation:
                 self._handshake.reject(route, violation.code, violation.message)
         elif isinstance(message, Pull):

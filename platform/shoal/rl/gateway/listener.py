@@ -14,7 +14,10 @@ from shoal.plugins.find import find_extension
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.zmq_listener import format_address
 from shoal.rl.part_specs import GatewaySpec
+from shoal.wire import Message, MessageLimits, decode
 
+# A message, or what is wrong with it, with its route and the frames after its header; None: the connection has ended.
+Received = tuple[bytes, Message | ProtocolViolation | None, Sequence[bytes]]
 LISTENERS = "shoal.listeners"
 
 
@@ -30,12 +33,11 @@ class Listener(Protocol):
     def __contains__(self, route: bytes) -> bool:
         """Whether a route is its own."""
 
-    def receive(self, is_busy: bool) -> Iterator[tuple[bytes, list[bytes] | ProtocolViolation | None]]:
-        """(route, frames) of what has arrived, at most a round of it; None: the connection has ended. Ends connections
-        that have had no session for too long. is_busy: actors of the ROUTER play, which must not wait for clients
-        without a session."""
+    def receive(self, is_busy: bool) -> Iterator[Received]:
+        """What has arrived, at most a round of it. Ends connections that have had no session for too long. is_busy:
+        actors of the ROUTER play, which must not wait for clients without a session."""
 
-    def send(self, route: bytes, frames: Sequence[bytes]) -> str:
+    def send(self, route: bytes, message: Message, frames: Sequence[bytes]) -> str:
         """Send a message without waiting; returns why it was not sent, or an empty string."""
 
     def relay(self, addresses: Mapping[str, str]) -> None:
@@ -48,6 +50,14 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """End all connections."""
+
+
+def read_frames(frames: Sequence[bytes], limits: MessageLimits) -> Message | ProtocolViolation:
+    """The message of the frames of ZeroMQ, as a listener hands it over."""
+    try:
+        return decode(frames, limits)
+    except ProtocolViolation as violation:
+        return violation
 
 
 def format_websocket_address(listener: Listener | None, host: str) -> str:

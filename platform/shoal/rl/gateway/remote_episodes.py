@@ -1,7 +1,8 @@
 """The open episodes of clients that send observations: each step is taken once, and becomes part of a segment.
 
-Owns the episodes and their segments' assembly, and nothing else: no policy, no clock, no socket, no queue. Called by
-`RemoteInference`. A step that is sent again gets the answer that it got before.
+A message has rows, each the next step of an episode; an `act` has one. Owns the episodes, their segments' assembly and
+the answers, and nothing else: no policy, no clock, no socket, no queue. Called by `RemoteInference`. A step that is
+sent again gets the answer that it got before. Legend: N rows of a message, L steps of a segment, K choices of a mask.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,243 +19,298 @@ from shoal.actor.segment_builder import convert_rows
 from shoal.errors import InvalidSegment
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.wire import DropReason, ExperienceSpec, Segment
-from shoal.wire.action_masks import MASKS, check_masks, read_mask
-from shoal.wire.experience_spec import NO_EXTRAS, TensorSpec
-from shoal.wire.messages import ActionMessage, ActMessage
-from shoal.wire.segment import HUMAN, LARGEST_REWARD, REWARD, check_bounds, check_values
+from shoal.wire import DropReason, ExperienceSpec, Segment, TensorSpec
+from shoal.wire.act_rows import ROW_LAST, ActRows
+from shoal.wire.action_masks import MASKS, check_masks
+from shoal.wire.messages import (
+    MAX_ROWS,
+    ROW_SUCCESS,
+    ROW_TELLS_SUCCESS,
+    ROW_TERMINATED,
+    ActionMessage,
+    ActionsMessage,
+    RefusedRow,
+)
+from shoal.wire.segment import HUMAN, check_bounds, check_values, largest_segment_bytes
 
-ENDED_EPISODE = "ended_episode"
-UNKNOWN_EPISODE = "unknown_episode"
-WRONG_STEP = "wrong_step"
-FAILED = "failed"
-Answers = list[tuple[ActorKey, ActionMessage | list[bytes]]]  # each with its client; as frames those of `acts`
-
-
-class Choice(NamedTuple):
-    """An action, as the policy returned it, its log-probability, the version of the weights, and what a segment that
-    begins with its observation carries."""
-
-    action: Any
-    log_probability: float
-    version: int
-    extras: Mapping[str, Any] = NO_EXTRAS
-
-    def to_message(self, episode: int, step: int) -> ActionMessage:
-        """The answer to a client; the numbers of an array in C order."""
-        action = self.action.ravel().tolist() if isinstance(self.action, np.ndarray) else self.action
-        return ActionMessage(episode, step, action, self.version)
+ENDED_EPISODE, UNKNOWN_EPISODE, WRONG_STEP = "ended_episode", "unknown_episode", "wrong_step"
+FAILED, INVALID, TOO_MANY = "failed", "invalid", "too_many_episodes"
+MIN_EPISODES = 256  # that may be open
+_MAX_BYTES = 256 * 2**20  # of the open segments of a client, beyond its first MIN_EPISODES
+_WAITING, _CHOSEN, _FULL = range(3)  # for its action; with it; with its segment complete, for room in the queue
+Refusal = tuple[str, str]  # reason, detail
+Choice = tuple[Any, float, int, Mapping[str, Any]]  # action, log-probability, version, extras of its observation
+Answers = list[tuple[ActorKey, ActionMessage | ActionsMessage, Sequence[bytes]]]  # each with its client and its frames
 
 
-class Choices(NamedTuple):
-    """The policy's answers to rows. extras: see `Choice`, of each; empty without"""
-
-    actions: Sequence[Any]
-    log_probabilities: Sequence[float]
-    version: int
-    extras: Sequence[Mapping[str, Any]]
-
-
-class Observed(NamedTuple):
-    """The bytes of an observation, and in a run with action masks those of its mask: bool [K]."""
-
-    frame: bytes
-    mask: bytes = b""
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RemoteEpisode:
-    """An open episode: the observations and steps since its last segment, and its newest answer.
+    """An open episode: what has come since its last segment, and the policy's answers.
 
     step:    of the newest observation
-    choice:  the answer to it; None: not computed yet
+    choices: of each step, and of the newest observation once it is computed
     used_at: of the newest message, by the caller's clock
-    is_full: its open segment is complete, and waits for room in the queue
     settings: the version of the game's settings
     behaviour:   who took the open steps; "": the policy
     is_assisted: others than the policy have taken steps
     """
 
     number: int
-    observations: list[Observed]
+    observations: list[bytes]
+    masks: list[bytes]
     total: float
     used_at: float
-    steps: list[tuple[Choice, float]] = field(default_factory=list)  # with the reward
+    settings: int
+    is_assisted: bool
     step: int = 0
-    choice: Choice | None = None
-    is_full: bool = False
-    settings: int = 0
+    status: int = _WAITING
     behaviour: str = ""
-    is_assisted: bool = False
+    rewards: list[float] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+
+    def choose(self, choice: Choice) -> None:
+        """Set the policy's answer to the newest observation."""
+        self.choices.append(choice)
+        self.status = _CHOSEN
+
+    def add_step(self, rows: ActRows, row: int) -> None:
+        """Take the step before the observation of this row."""
+        self.observations.append(rows.observations[row])
+        if rows.masks:
+            self.masks.append(rows.masks[row])
+        self.rewards.append(rows.rewards[row])
+        self.total += rows.rewards[row]
+        self.step, self.status = rows.steps[row], _WAITING
+
+    def take_segment(self, flags: int, experience: ExperienceSpec) -> Segment:
+        """The steps since the last segment. The next one begins with the newest observation, and its choice, if there
+        is one. flags: of the row that the last step came with; 0: the episode goes on"""
+        length, observation, action = len(self.rewards), experience.observation, experience.action
+        actions, log_probabilities, versions, extras = zip(*self.choices[:length], strict=True)
+        ended = flags & ROW_LAST
+        masks = np.frombuffer(b"".join(self.masks), np.uint8).reshape(length + 1, -1) != 0
+        segment = Segment(
+            np.frombuffer(b"".join(self.observations), observation.numpy_dtype()).reshape(-1, *observation.shape),
+            np.array(actions, action.numpy_dtype()).reshape(length, *action.shape),
+            np.array(self.rewards, np.float32),
+            np.array(log_probabilities, np.float32),
+            np.array(versions, np.int64),
+            bool(flags & ROW_TERMINATED),
+            bool(ended and not flags & ROW_TERMINATED),
+            self.total if ended else None,
+            self.step if ended else None,
+            {
+                each.name: masks if each.name == MASKS else np.asarray(extras[0][each.name])[None]
+                for each in experience.extras
+            },
+            settings=self.settings,
+            success=bool(flags & ROW_SUCCESS) if ended and flags & ROW_TELLS_SUCCESS else None,
+            behaviour=self.behaviour,
+            assisted=self.is_assisted,
+            episode=self.number,
+        )
+        self.observations, self.masks, self.rewards = self.observations[-1:], self.masks[-1:], []
+        self.choices = self.choices[length:]
+        return segment
 
 
-@dataclass(eq=False)
-class OpenEpisodes:
-    """A client and its open episodes. `last_number` is the highest episode that it has begun: numbers only grow.
-    behaviour: who acts; "": the policy, unless a message says otherwise"""
+class RowAnswers:
+    """The answers to the rows of a message, while some wait. A row that waits with an earlier message is answered with
+    that.
 
-    key: ActorKey
-    progress: ActorProgress
-    max_episodes: int
-    episodes: dict[int, RemoteEpisode] = field(default_factory=dict)
-    last_number: int = -1
-    behaviour: str = ""
+    is_single: it is an `act`
+    sink:      takes the message, once no row waits
+    """
 
-    def find_episode(self, message: ActMessage, observation: Observed, now_s: float) -> RemoteEpisode | ActionMessage:
-        """The episode that takes this step or already has it; a new one for step 0. Otherwise the answer.
+    def __init__(self, key: ActorKey, rows: ActRows, is_single: bool, sink: Answers, action: TensorSpec) -> None:
+        self.key, self.rows, self._is_single, self._sink, self._action = key, rows, is_single, sink, action
+        self.num_waiting = self._version = 0  # rows whose answer is still to come
+        self._actions: dict[int, Any] = {}
+        self._refused: list[RefusedRow] = []
+        self._ends: list[int] = []
 
-        Raises InvalidSegment when too many episodes are open.
+    def answer(self, rows: Sequence[int], actions: Sequence[Any], version: int) -> None:
+        for row, action in zip(rows, actions, strict=True):
+            self._actions[row] = action
+        self._version = max(self._version, version)
+
+    def end(self, row: int) -> None:
+        """An episode has ended with this row."""
+        self._ends.append(self.rows.episodes[row])
+
+    def refuse(self, row: int, reason: str, detail: str = "") -> None:
+        self._refused.append(RefusedRow(row, self.rows.episodes[row], self.rows.steps[row], reason, detail))
+
+    def deliver(self, num_rows: int = 0) -> None:
+        """So many rows wait no longer: with the last one the message leaves; none where each is answered with an
+        earlier one."""
+        self.num_waiting -= num_rows
+        if self.num_waiting or not (self._actions or self._refused or self._ends):
+            return
+        episodes, steps = self.rows.episodes, self.rows.steps
+        if self._is_single:
+            action, reason, detail = self._actions.get(0), "", ""
+            if isinstance(action, np.ndarray):
+                action = action.ravel().tolist()
+            if self._refused:
+                reason, detail = self._refused[0].reason, self._refused[0].detail
+            single = ActionMessage(episodes[0], steps[0], action, self._version, reason, detail or msgspec.UNSET)
+            self._sink.append((self.key, single, ()))
+            return
+        chosen = sorted(self._actions)
+        if len(chosen) < len(episodes):
+            episodes, steps = [episodes[row] for row in chosen], [steps[row] for row in chosen]
+        actions = np.array([self._actions[row] for row in chosen], self._action.numpy_dtype())
+        ends = tuple(self._refused), tuple(self._ends)
+        message = ActionsMessage(tuple(episodes), tuple(steps), self._version, *ends)
+        self._sink.append((self.key, message, [actions.tobytes()]))
+
+
+class OpenEpisodes(dict[int, RemoteEpisode]):
+    """A client and its open episodes by number. `last_number` is the highest that it has begun: numbers only grow.
+
+    max_single: how many may be open when an `act` begins one
+    behaviour:  who acts; "": the policy, unless a message says otherwise
+    """
+
+    def __init__(self, key: ActorKey, progress: ActorProgress, experience: ExperienceSpec, max_single: int) -> None:
+        super().__init__()
+        self.key, self.progress, self.max_single, self._experience = key, progress, max_single, experience
+        self.max_episodes = min(MAX_ROWS, max(MIN_EPISODES, _MAX_BYTES // largest_segment_bytes(experience)))
+        self.last_number, self.behaviour = -1, ""
+
+    def take(
+        self, answers: RowAnswers, refused: dict[int, Refusal], now_s: float, limit: int
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Take the next step of each row's episode, unless it may complete a segment; answer what needs no policy.
+
+        limit: of the open episodes, for those that begin
+
+        Returns the rows that need an action now, those that complete a segment of the policy's, which takes a slot of
+        the queue, and those with a step of others, whose segments take none. Raises InvalidSegment for what is `taken`
+        in a single row, which changes nothing.
         """
-        number, step = message.episode, message.step
-        episode = self.episodes.get(number)
-        if episode is None:
-            ended = message.terminated or message.truncated
-            if number <= self.last_number:  # the answer to the end of an episode may have been lost
-                return ActionMessage(number, step, reason="" if ended else ENDED_EPISODE)
-            if step != 0 or ended:
-                return ActionMessage(number, step, reason=UNKNOWN_EPISODE)
-            if len(self.episodes) >= self.max_episodes:
-                problem = f"{len(self.episodes)} are open, at most {self.max_episodes}"
-                raise InvalidSegment(DropReason.INVALID_RANGE, "episode", problem)
-            self.last_number = number
-            episode = self.episodes[number] = RemoteEpisode(number, [observation], message.reward, now_s)
-            newest = self.progress.settings
-            given = 0 if message.settings is msgspec.UNSET else message.settings
-            episode.settings = given if 0 < given <= newest else newest
-            episode.is_assisted = message.taken is not msgspec.UNSET
-            return episode
-        episode.used_at = now_s
-        if step == episode.step:
-            return episode if episode.choice is None else episode.choice.to_message(number, step)
-        if step != episode.step + 1 or episode.choice is None:
-            return ActionMessage(number, step, reason=WRONG_STEP)
-        return episode
+        rows, longest = answers.rows, self._experience.segment_length
+        asking: list[int] = []
+        filling: list[int] = []
+        showing: list[int] = []
+        others: list[int] = []
+        if len(rows.episodes) > 1 and len(set(rows.episodes)) < len(rows.episodes):
+            seen: set[int] = set()
+            for row, number in enumerate(rows.episodes):
+                if number in seen:
+                    refused.setdefault(row, (WRONG_STEP, "the episode stands in an earlier row"))
+                seen.add(number)
+        is_plain = rows.taken is msgspec.UNSET and not self.behaviour
+        for row, (number, step, flags) in enumerate(zip(rows.episodes, rows.steps, rows.flags, strict=True)):
+            if refused and row in refused:
+                continue
+            episode = self.get(number)
+            if episode is None or step != episode.step + 1 or episode.status != _CHOSEN:
+                others.append(row)
+                continue
+            episode.used_at = now_s
+            if not is_plain or episode.behaviour:
+                (filling if self._fills_slot(episode, rows, row) else showing).append(row)
+            elif flags & ROW_LAST or len(episode.rewards) + 1 == longest:
+                filling.append(row)
+            else:
+                episode.add_step(rows, row)
+                asking.append(row)
+        last_number = self.last_number  # of earlier messages: the rows of this one may be in any order
+        for row in others:
+            if self._take_other(answers, row, last_number, now_s, limit):
+                asking.append(row)
+        for row, refusal in refused.items():
+            answers.refuse(row, *refusal)
+        answers.num_waiting = len(asking) + len(filling) + len(showing)
+        return asking, filling, showing
 
-    def take_idle(self, before_s: float) -> Iterator[RemoteEpisode]:
+    def _fills_slot(self, episode: RemoteEpisode, rows: ActRows, row: int) -> bool:
+        """Whether a step that others than the policy have taken, or that follows such ones, completes a segment of the
+        policy's."""
+        _, behaviour = self._read_step(episode, rows)
+        is_cut = bool(episode.rewards) and episode.behaviour != behaviour
+        num_steps = 1 if is_cut else len(episode.rewards) + 1
+        is_last = bool(rows.flags[row] & ROW_LAST) or num_steps == self._experience.segment_length
+        return (is_cut and not episode.behaviour) or (is_last and not behaviour)
+
+    def _read_step(self, episode: RemoteEpisode, rows: ActRows) -> tuple[Choice, str]:
+        """What was done at the observation before, and by whom: the answer, or what was `taken` in its place. Raises
+        InvalidSegment."""
+        answer, spec, given = episode.choices[-1], self._experience.action, rows.taken
+        if given is msgspec.UNSET:
+            if self.behaviour:
+                problem = f"is missing: in this session {self.behaviour} acts"
+                raise InvalidSegment(DropReason.INVALID_FRAMES, "taken", problem)
+            return answer, ""
+        given = np.asarray(given)
+        given = given.reshape(spec.shape) if given.size == math.prod(spec.shape) else given
+        action = convert_rows("taken", given, spec.numpy_dtype(), spec.shape)
+        check_values("taken", action, spec)
+        check_bounds(action[None], self._experience)
+        if episode.masks:
+            mask = np.frombuffer(episode.masks[-1], np.bool_)
+            check_masks(action[None], np.stack([mask, mask]), True, self._experience)
+        return (action, 0.0, 0, answer[3]), self.behaviour or HUMAN
+
+    def _take_other(self, answers: RowAnswers, row: int, last_number: int, now_s: float, limit: int) -> bool:
+        """Begin an episode with a row, or answer one that is no next step, or let it wait with an earlier message;
+        returns whether it needs an action."""
+        rows = answers.rows
+        number, step, is_last = rows.episodes[row], rows.steps[row], rows.flags[row] & ROW_LAST
+        if (episode := self.get(number)) is not None:
+            episode.used_at = now_s
+            if step == episode.step and episode.status != _WAITING:
+                action, _, version, _ = episode.choices[-1]
+                answers.answer([row], [action], version)
+            elif step != episode.step + (episode.status == _FULL):
+                answers.refuse(row, WRONG_STEP)
+        elif number <= last_number and is_last:  # the answer to the end may have been lost
+            answers.end(row)
+        elif number <= last_number or step != 0 or is_last:
+            answers.refuse(row, ENDED_EPISODE if number <= last_number else UNKNOWN_EPISODE)
+        elif len(self) >= limit:
+            answers.refuse(row, TOO_MANY, f"{len(self)} are open, at most {limit}")
+        else:
+            given, newest = rows.settings[row], self.progress.settings
+            settings, masks = given if 0 < given <= newest else newest, [rows.masks[row]] if rows.masks else []
+            observed, is_assisted = ([rows.observations[row]], masks), rows.taken is not msgspec.UNSET
+            self[number] = RemoteEpisode(number, *observed, rows.rewards[row], now_s, settings, is_assisted)
+            self.last_number = max(self.last_number, number)
+            return True
+        return False
+
+    def hold(self, number: int) -> None:
+        """The next step of this episode completes a segment, for which there is no room."""
+        self[number].status = _FULL
+
+    def complete(self, rows: ActRows, row: int) -> list[Segment]:
+        """Take the step of a row that completes segments; returns these: the one before where others act from now on,
+        and its own."""
+        episode, flags = self[rows.episodes[row]], rows.flags[row]
+        segments: list[Segment] = []
+        choice, behaviour = self._read_step(episode, rows)
+        if episode.rewards and episode.behaviour != behaviour:
+            segments.append(episode.take_segment(0, self._experience))
+        episode.choices[-1], episode.behaviour = choice, behaviour
+        episode.is_assisted |= bool(behaviour)
+        episode.add_step(rows, row)
+        if flags & ROW_LAST or len(episode.rewards) == self._experience.segment_length:
+            segments.append(episode.take_segment(flags, self._experience))
+        if flags & ROW_LAST:
+            del self[episode.number]
+        return segments
+
+    def take_idle(self, before_s: float) -> list[RemoteEpisode]:
         """Remove the episodes whose answers no message has followed since `before_s`."""
-        for episode in list(self.episodes.values()):
-            if episode.choice is not None and episode.used_at < before_s and not episode.is_full:
-                yield self.episodes.pop(episode.number)
+        idle = [each for each in self.values() if each.status == _CHOSEN and each.used_at < before_s]
+        for each in idle:
+            del self[each.number]
+        return idle
 
-
-def read_observation(
-    message: ActMessage, frames: Sequence[bytes], experience: ExperienceSpec, choices: tuple[int, ...] = ()
-) -> Observed:
-    """The observation and its mask. choices: of an action's numbers, in a run with masks. Raises InvalidSegment when
-    one of them or the reward is outside of the spec."""
-    spec = experience.observation
-    sizes = [math.prod(spec.shape) * spec.numpy_dtype().itemsize, *([sum(choices)] if choices else [])]
-    if [len(frame) for frame in frames] != sizes:
-        _raise_misfit(frames, [("observation", spec), ("mask", TensorSpec("bool", tuple(sizes[1:])))][: len(sizes)])
-    if not -LARGEST_REWARD <= message.reward <= LARGEST_REWARD:  # NaN, too
-        check_values("reward", np.array(message.reward), REWARD)
-    check_values("observation", np.frombuffer(frames[0], spec.numpy_dtype()), spec)
-    if choices and not message.terminated:  # after that, no action is chosen
-        read_mask(np.frombuffer(frames[1], np.uint8), choices)
-    return Observed(*frames)
-
-
-def _raise_misfit(frames: Sequence[bytes], expected: Sequence[tuple[str, TensorSpec]]) -> NoReturn:
-    """Raise InvalidSegment, which names the first tensor that has not as many numbers as expected."""
-    if len(frames) != len(expected):
-        problem = f"{len(frames)} tensors, expected {len(expected)}: {' and '.join(name for name, _ in expected)}"
-        raise InvalidSegment(DropReason.INVALID_FRAMES, "observation", problem)
-    for (name, spec), frame in zip(expected, frames, strict=True):
-        number, size = math.prod(spec.shape), spec.numpy_dtype().itemsize
-        if len(frame) != number * size:
-            came = f"{len(frame)} bytes, {size} a number" if len(frame) % size else f"{len(frame) // size} numbers"
-            problem = f"{came}, expected {number} ({spec.dtype} {list(spec.shape)})"
-            raise InvalidSegment(DropReason.INVALID_FRAMES, name, problem)
-    raise AssertionError("all fit")
-
-
-class Step(NamedTuple):
-    """What was done at the observation before the newest one. behaviour: by whom; "": by the policy"""
-
-    choice: Choice
-    behaviour: str
-
-    def fills_slot(self, episode: RemoteEpisode, message: ActMessage, experience: ExperienceSpec) -> bool:
-        """Whether it completes a segment of the policy's, which takes a slot of the queue."""
-        is_cut = bool(episode.steps) and episode.behaviour != self.behaviour
-        num_steps = 1 if is_cut else len(episode.steps) + 1
-        is_last = message.terminated or message.truncated or num_steps == experience.segment_length
-        return (is_cut and not episode.behaviour) or (is_last and not self.behaviour)
-
-
-def read_step(episode: RemoteEpisode, behaviour: str, message: ActMessage, experience: ExperienceSpec) -> Step:
-    """The step before this message: the answer, or what was `taken` in its place. behaviour: of the client. Raises
-    InvalidSegment."""
-    assert episode.choice is not None
-    if message.taken is msgspec.UNSET:
-        if behaviour:
-            problem = f"is missing: in this session {behaviour} acts"
-            raise InvalidSegment(DropReason.INVALID_FRAMES, "taken", problem)
-        return Step(episode.choice, "")
-    spec, given = experience.action, np.asarray(message.taken)
-    given = given.reshape(spec.shape) if given.size == math.prod(spec.shape) else given
-    action = convert_rows("taken", given, spec.numpy_dtype(), spec.shape)
-    check_values("taken", action, spec)
-    check_bounds(action[None], experience)
-    if mask := episode.observations[-1].mask:
-        masks = np.frombuffer(mask, np.bool_)
-        check_masks(action[None], np.stack([masks, masks]), True, experience)
-    return Step(Choice(action, 0.0, 0, episode.choice.extras), behaviour or HUMAN)
-
-
-def take_step(
-    episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step, experience: ExperienceSpec
-) -> list[Segment]:
-    """Add the step before this observation; returns the segments that it completes: the one before where others act
-    from now on, and its own."""
-    segments = []
-    if episode.steps and episode.behaviour != step.behaviour:
-        segments.append(_take_segment(episode, None, experience))
-    episode.behaviour = step.behaviour
-    episode.is_assisted |= bool(step.behaviour)
-    episode.steps.append((step.choice, message.reward))
-    episode.observations.append(observation)
-    episode.step, episode.choice = message.step, None
-    episode.total += message.reward
-    if message.terminated or message.truncated or len(episode.steps) == experience.segment_length:
-        segments.append(_take_segment(episode, message, experience))
-    episode.is_full = False
-    return segments
-
-
-def take_shown(episode: RemoteEpisode, experience: ExperienceSpec) -> Segment | None:
-    """What others have shown since the last segment, if they have: of an episode that does not go on."""
-    return _take_segment(episode, None, experience) if episode.behaviour and episode.steps else None
-
-
-def _take_segment(episode: RemoteEpisode, message: ActMessage | None, experience: ExperienceSpec) -> Segment:
-    """The steps since the last segment, which end with `message`, or where another's begin (None). The next segment
-    begins with its observation."""
-    choices, rewards = zip(*episode.steps, strict=True)
-    length, last = len(rewards), message or ActMessage(episode.number, episode.step)
-    ended = last.terminated or last.truncated
-    observation, action = experience.observation, experience.action
-    masks = np.frombuffer(b"".join(each.mask for each in episode.observations), np.bool_).reshape(length + 1, -1)
-    frames = b"".join(each.frame for each in episode.observations)
-    segment = Segment(
-        np.frombuffer(frames, observation.numpy_dtype()).reshape(-1, *observation.shape),
-        np.array([choice.action for choice in choices], action.numpy_dtype()).reshape(length, *action.shape),
-        np.array(rewards, np.float32),
-        np.array([choice.log_probability for choice in choices], np.float32),
-        np.array([choice.version for choice in choices], np.int64),
-        last.terminated,
-        last.truncated and not last.terminated,
-        episode.total if ended else None,
-        episode.step if ended else None,
-        {
-            each.name: masks if each.name == MASKS else np.asarray(choices[0].extras[each.name])[None]
-            for each in experience.extras
-        },
-        settings=episode.settings,
-        success=last.success if ended and last.success is not msgspec.UNSET else None,
-        behaviour=episode.behaviour,
-        assisted=episode.is_assisted,
-        episode=episode.number,
-    )
-    episode.observations, episode.steps = episode.observations[-1:], []
-    return segment
+    def take_shown(self, episodes: Sequence[RemoteEpisode]) -> Iterator[Segment]:
+        """What others have shown since the last segments of episodes that do not go on."""
+        for each in episodes:
+            if each.behaviour and each.rewards:
+                yield each.take_segment(0, self._experience)

@@ -15,7 +15,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple, Self
 
@@ -28,29 +27,23 @@ from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import (
     FAILED,
-    WRONG_STEP,
+    INVALID,
     Answers,
-    Choice,
-    Choices,
-    Observed,
     OpenEpisodes,
+    Refusal,
     RemoteEpisode,
-    Step,
-    read_observation,
-    read_step,
-    take_shown,
-    take_step,
+    RowAnswers,
 )
-from shoal.rl.gateway.row_episodes import INVALID, AnsweringRows, PendingActions, Refusal, RowEpisodes
 from shoal.rl.gateway.sessions import REMOTE
 from shoal.rl.gateway.state import GatewayState
 from shoal.weights import decode_tensors
 from shoal.wire import DropReason, ExperienceSpec, Segment
-from shoal.wire.act_rows import read_rows
-from shoal.wire.action_masks import MASKS, find_choices
+from shoal.wire.act_rows import ROW_LAST, ActRows, RowReader
+from shoal.wire.action_masks import MASKS
+from shoal.wire.experience_spec import NO_EXTRAS
 from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 
-MAX_OPEN_EPISODES = 256  # of one actor, begun by single messages: see RowEpisodes for others
+MAX_OPEN_EPISODES = 256  # of one actor, where a single message begins the next one: see OpenEpisodes for others
 SHORT_FORWARD_S = 0.0005  # in the gateway's thread: another one's wake-up, and its wait for this one, take as long
 MAX_QUEUE_ROWS = 2**20  # never reached: each actor's open episodes are limited
 logger = logging.getLogger(__name__)
@@ -82,9 +75,6 @@ class CallbackQueue:
             callback(*arguments)
 
 
-_Completing = tuple[Callable[[], ActionMessage | None] | PendingActions, int]  # and its row
-
-
 class _Observations(NamedTuple):
     """Rows of a batch, of one client. streams: the policy's key of each episode; starting: of those at step 0"""
 
@@ -94,27 +84,43 @@ class _Observations(NamedTuple):
     starting: Sequence[Hashable]
 
 
-class _Answering:
-    """An observation that waits for its action: the batcher's future of it."""
+class _Choices(NamedTuple):
+    """The policy's answers to rows. extras: what a segment that begins with its observation carries, of each"""
 
-    __slots__ = ("_answers", "_client", "_episode")
+    actions: Sequence[Any]
+    log_probabilities: Sequence[float]
+    version: int
+    extras: Iterable[Mapping[str, Any]]
 
-    def __init__(self, answers: Answers, client: OpenEpisodes, episode: RemoteEpisode):
-        self._answers, self._client, self._episode = answers, client, episode
+
+class _Asked:
+    """Rows that wait for their actions: the batcher's future of them."""
+
+    __slots__ = ("_answers", "_at", "_client", "_episodes")
+
+    def __init__(self, client: OpenEpisodes, answers: RowAnswers, at: Sequence[int]) -> None:
+        self._client, self._answers, self._at = client, answers, at
+        self._episodes = [client[answers.rows.episodes[row]] for row in at]
 
     def done(self) -> bool:
         return False
 
-    def set_result(self, result: Prediction[Choices], /) -> None:
-        episode, (actions, log_probabilities, version, extras) = self._episode, result.outputs
-        episode.choice = Choice(actions[0], log_probabilities[0], version, *extras)
-        self._answers.append((self._client.key, episode.choice.to_message(episode.number, episode.step)))
+    def set_result(self, result: Prediction[_Choices], /) -> None:
+        actions, log_probabilities, version, extras = result.outputs
+        for episode, action, log_probability, each in zip(
+            self._episodes, actions, log_probabilities, extras, strict=True
+        ):
+            episode.choose((action, log_probability, version, each))
+        self._answers.answer(self._at, actions, version)
+        self._answers.deliver(len(self._at))
 
     def set_exception(self, error: Exception, /) -> None:
-        """The policy has failed: the episode ends without its open segment."""
+        """The policy has failed: the episodes end without their open segments."""
         logger.error("remote inference failed: %r", error)
-        episode = self._client.episodes.pop(self._episode.number, self._episode)
-        self._answers.append((self._client.key, ActionMessage(episode.number, episode.step, reason=FAILED)))
+        for row, episode in zip(self._at, self._episodes, strict=True):
+            self._client.pop(episode.number, None)
+            self._answers.refuse(row, FAILED)
+        self._answers.deliver(len(self._at))
 
 
 def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -> None:
@@ -138,7 +144,7 @@ class RemoteInference:
     """
 
     _policy: Policy
-    _queue: BatchQueue[None, _Observations, Choices]
+    _queue: BatchQueue[None, _Observations, _Choices]
 
     def __init__(
         self,
@@ -149,18 +155,16 @@ class RemoteInference:
     ) -> None:
         self._state, self._experience = state, state.setting.experience
         self._store, self._seed = store, seed
-        self._choices = find_choices(self._experience)
-        self._clients: dict[ActorKey, OpenEpisodes] = {}
+        self._reader = RowReader(self._experience)
         self._has_state = any(each.per == "segment" for each in self._experience.extras) or bool(
             self._experience.policy.noise_decays
         )
-        self._rows: dict[ActorKey, RowEpisodes] = {}  # of clients that have sent `acts`
-        # Completed segments, waiting for a slot, in order.
-        self._completing: dict[tuple[ActorKey, int], _Completing] = {}
-        self._single: dict[tuple[ActorKey, int, int], tuple[PendingActions, int]] = {}  # rows taken as an `act`
+        self._clients: dict[ActorKey, OpenEpisodes] = {}
+        # Rows that complete segments, waiting for a slot, in order.
+        self._filling: dict[tuple[ActorKey, int], tuple[RowAnswers, int]] = {}
         self._answers: Answers = []
         self._callbacks = CallbackQueue(wake)
-        self._batcher: Batcher[None, _Observations, Choices] | None = None  # from `start` on
+        self._batcher: Batcher[None, _Observations, _Choices] | None = None  # from `start` on
 
     def start(self) -> Self:
         """Begin, if it has not. Raises ConfigError for a policy that cannot be computed here."""
@@ -192,221 +196,131 @@ class RemoteInference:
         if self._batcher is None:
             return None
         counts = self._batcher.counts()
-        open_episodes = sum(len(client.episodes) for client in self._clients.values()) + sum(
-            map(len, self._rows.values())
-        )
-        return {"open_episodes": open_episodes, "actions": counts.rows, "batches": counts.batches}
+        return {
+            "open_episodes": sum(map(len, self._clients.values())),
+            "actions": counts.rows,
+            "batches": counts.batches,
+        }
 
-    def add_client(self, key: ActorKey, progress: ActorProgress, max_episodes: int = MAX_OPEN_EPISODES) -> OpenEpisodes:
+    def add_client(self, key: ActorKey, progress: ActorProgress, max_single: int = MAX_OPEN_EPISODES) -> OpenEpisodes:
         """Add a new or returning client; the episodes of a returning one go on."""
-        client = self._clients.setdefault(key, OpenEpisodes(key, progress, max_episodes))
+        client = self._clients.setdefault(key, OpenEpisodes(key, progress, self._experience, max_single))
         client.progress = progress
         return client
 
     def take_message(self, key: ActorKey, message: ActMessage | ActsMessage, frames: Sequence[bytes]) -> None:
         """Take observations of an actor: `run_round` will have the answer. Raises ProtocolViolation for columns that do
         not fit together."""
-        if isinstance(message, ActsMessage):
-            return self._take_acts(key, message, frames)
-        try:
-            answer = self.take_act(key, message, frames)
-        except InvalidSegment as error:
-            reason = "too_many_episodes" if error.field == "episode" else INVALID
-            answer = ActionMessage(
-                message.episode, message.step, reason=reason, detail=self._record_invalid(key, error)
-            )
-        if answer is not None:
-            self._answers.append((key, answer))
+        if isinstance(message, ActMessage):
+            try:
+                self.take_act(key, message, frames)
+            except InvalidSegment as error:
+                reply = ActionMessage(message.episode, message.step, None, 0, *self._reject(key, error))
+                self._answers.append((key, reply, ()))
+            return
+        rows, invalid = self._reader.read_many(message, frames)
+        refused = {row: self._reject(key, error) for row, error in invalid.items()}
+        if behaviour := self._clients[key].behaviour:
+            refused = dict.fromkeys(range(len(rows.episodes)), (INVALID, f"taken: {behaviour} acts: send it as `act`"))
+        self._take(self._clients[key], rows, refused, is_single=False)
 
-    def _record_invalid(self, key: ActorKey, error: InvalidSegment) -> str:
-        """Count it, and return it for people."""
+    def take_act(self, key: ActorKey, message: ActMessage, frames: Sequence[bytes]) -> None:
+        """Take one observation. Raises InvalidSegment for an observation, a reward or an action outside of the spec,
+        which changes nothing."""
+        row = self._reader.read_one(message, frames)
+        self._take(self._clients[key], row, {}, is_single=True)
+
+    def _reject(self, key: ActorKey, error: InvalidSegment) -> Refusal:
+        """Count what is outside of the spec."""
         detail = f"{error.field}: {error.problem}"
         self._state.progress.record_rejection(self._clients[key].progress, error.reason, detail)
-        return detail
+        return INVALID, detail
 
-    def take_act(self, key: ActorKey, message: ActMessage, frames: Sequence[bytes]) -> ActionMessage | None:
-        """Take an observation; returns an answer that needs no policy, or None: `run_round` will have it.
+    def _take(self, client: OpenEpisodes, rows: ActRows, refused: dict[int, Refusal], is_single: bool) -> None:
+        answers = RowAnswers(client.key, rows, is_single, self._answers, self._experience.action)
+        limit = client.max_single if is_single else client.max_episodes
+        asking, filling, showing = client.take(answers, refused, time.monotonic(), limit)
+        if asking:
+            self._ask(client, answers, asking)
+        if filling or showing:
+            room = 0 if self._filling else max(0, self._state.sessions.count_free())
+            self._complete(client, answers, [*showing, *filling[:room]])
+            for row in filling[room:]:
+                number = answers.rows.episodes[row]
+                client.hold(number)
+                self._filling[client.key, number] = answers, row
+        elif not asking:
+            answers.deliver()
 
-        Raises InvalidSegment for an observation or a reward outside of the spec, which changes nothing.
-        """
-        observation = read_observation(message, frames, self._experience, self._choices)
-        client = self._clients[key]
-        if (rows := self._rows.get(key)) is not None:
-            if rows.is_waiting(message.episode, message.step):
-                return None
-            if (released := rows.release(message.episode)) is not None:
-                client.episodes[message.episode] = released
-        known = len(client.episodes)
-        episode = client.find_episode(message, observation, time.monotonic())
-        if isinstance(episode, ActionMessage):
-            return episode
-        if len(client.episodes) > known:  # it has begun
-            self._enqueue(client, episode)
-        elif message.step == episode.step or episode.is_full:
-            return None  # it is waiting already
-        else:
-            step = read_step(episode, client.behaviour, message, self._experience)
-            if not step.fills_slot(episode, message, self._experience) or (
-                not self._completing and self._state.sessions.has_space()
-            ):
-                return self._take(client, episode, message, observation, step)
-            episode.is_full = True
-            complete = partial(self._take, client, episode, message, observation, step)
-            self._completing[key, message.episode] = complete, 0
-        return None
-
-    def _take_acts(self, key: ActorKey, message: ActsMessage, frames: Sequence[bytes]) -> None:
-        rows, invalid = read_rows(message, frames, self._experience, self._choices)
-        client = self._clients[key]
-        if (episodes := self._rows.get(key)) is None:
-            episodes = self._rows[key] = RowEpisodes(client, self._experience, sum(self._choices))
-        refused: dict[int, Refusal | None] = {
-            row: (INVALID, self._record_invalid(key, error)) for row, error in invalid.items()
-        }
-        if client.behaviour:
-            refusal = INVALID, f"taken: {client.behaviour} acts: send it as `act`"
-            refused = dict.fromkeys(range(len(rows.episodes)), refusal)
-        single: dict[int, int] = {}  # rows of episodes that stay as they are
-        for row, number in enumerate(rows.episodes) if client.episodes else ():  # of single messages
-            if (episode := client.episodes.get(number)) is None or row in refused:
-                continue
-            if episode.choice is None or episode.is_full:
-                is_waiting = rows.steps[row] == episode.step + episode.is_full
-                refused[row] = None if is_waiting else (WRONG_STEP, "")
-            elif episode.is_assisted:
-                refused[row] = (WRONG_STEP, "") if number in single else None
-                single.setdefault(number, row)
+    def _complete(self, client: OpenEpisodes, answers: RowAnswers, at: Sequence[int]) -> None:
+        """Store the segments that rows complete: their episodes end, or ask for an action."""
+        asking = []
+        for row in at:
+            for segment in client.complete(answers.rows, row):
+                self._store(client.key, client.progress, segment)
+            if answers.rows.flags[row] & ROW_LAST:
+                self._policy.reset(_make_stream(client.key, answers.rows.episodes[row]))
+                answers.end(row)
             else:
-                episodes.adopt(client.episodes.pop(number))
-        pending = PendingActions(rows, self._experience.action)
-        taken = episodes.take(pending, refused, time.monotonic())
-        pending.num_waiting = len(taken.asking) + len(taken.completing) + len(single)
-        for row in single.values():
-            self._take_single(key, pending, row)
-        if not pending.num_waiting and (answer := pending.to_frames()):
-            self._answers.append((key, answer))
-        self._enqueue_rows(key, pending, taken.asking)
-        room = 0 if self._completing else max(0, self._state.sessions.count_free())
-        self._complete_rows(key, pending, taken.completing[:room])
-        waiting = taken.completing[room:].tolist()
-        episodes.hold([rows.episodes[row] for row in waiting])
-        self._completing |= {(key, rows.episodes[row]): (pending, row) for row in waiting}
+                asking.append(row)
+        answers.deliver(len(at) - len(asking))
+        if asking:
+            self._ask(client, answers, asking)
 
-    def _take_single(self, key: ActorKey, pending: PendingActions, row: int) -> None:
-        """Take a row as an `act`, whose answer becomes part of the rows'."""
-        message, frames = pending.rows.to_act(row, has_masks=bool(self._choices))
-        self._single[key, message.episode, message.step] = pending, row
-        self.take_message(key, message, frames)
-
-    def _join_single(self, answers: Answers) -> Answers:
-        """The answers, those to rows that were taken as an `act` within those of their messages."""
-        joined: Answers = []
-        for key, answer in answers:
-            place = (key, answer.episode, answer.step) if isinstance(answer, ActionMessage) else None
-            if place not in self._single or not isinstance(answer, ActionMessage):
-                joined.append((key, answer))
-                continue
-            pending, row = self._single.pop(place)
-            pending.take(row, answer)
-            if not pending.num_waiting:
-                joined.append((key, pending.to_frames()))
-        return joined
+    def _ask(self, client: OpenEpisodes, answers: RowAnswers, at: Sequence[int]) -> None:
+        """Let the policy choose actions for rows."""
+        rows, streams = answers.rows, [_make_stream(client.key, -1)] * len(at)
+        starting: Sequence[Hashable] = ()
+        if self._has_state:
+            streams = [_make_stream(client.key, rows.episodes[row]) for row in at]
+            starting = [stream for stream, row in zip(streams, at, strict=True) if rows.steps[row] == 0]
+        frames = b"".join([rows.observations[row] for row in at])
+        masks = b"".join([rows.masks[row] for row in at]) if rows.masks else b""
+        asked = _Asked(client, answers, at)
+        self._queue.enqueue(
+            _Observations(frames, masks, streams, starting), asked, len(at), group=None, tenant=client.key[0]
+        )
 
     def run_round(self) -> Answers:
         """Store the segments for which there are slots now; returns the new answers, each with its client."""
-        room = max(0, self._state.sessions.count_free()) if self._completing else 0
-        for owner, group in groupby(list(islice(self._completing.items(), room)), lambda each: each[1][0]):
-            places, rows = zip(*[(place, row) for place, (_, row) in group], strict=True)
-            for place in places:
-                del self._completing[place]
-            if isinstance(owner, PendingActions):
-                self._complete_rows(places[0][0], owner, np.array(rows))
-            elif (answer := owner()) is not None:
-                self._answers.append((places[0][0], answer))
+        room = max(0, self._state.sessions.count_free()) if self._filling else 0
+        for answers, group in groupby(list(islice(self._filling.values(), room)), lambda each: each[0]):
+            rows = [row for _, row in group]
+            for row in rows:
+                del self._filling[answers.key, answers.rows.episodes[row]]
+            self._complete(self._clients[answers.key], answers, rows)
         self._callbacks.run()
-        answers = self._answers[:]
+        answered = self._answers[:]
         self._answers.clear()
-        return self._join_single(answers) if self._single else answers
+        return answered
 
     def forget(self, key: ActorKey) -> None:
         """Drop a client that has said goodbye. The steps since its last segments were never counted."""
         if (client := self._clients.pop(key, None)) is not None:
-            self._store_shown(client, client.episodes.values())
-            rows = self._rows.pop(key, None)
-            for number in (*client.episodes, *(rows.get_numbers() if rows is not None else ())):
-                self._policy.reset(_make_stream(key, number))
-        self._completing = {waiting: each for waiting, each in self._completing.items() if waiting[0] != key}
-        self._single = {waiting: each for waiting, each in self._single.items() if waiting[0] != key}
+            self._abandon(client, list(client.values()))
+        self._filling = {place: each for place, each in self._filling.items() if place[0] != key}
 
     def expire(self, before_s: float) -> None:
         """End the episodes that no client has continued since `before_s`, and count each as a dropped segment."""
         ledger = self._state.queue.ledger
         for key, client in list(self._clients.items()):
-            rows = self._rows.get(key)
-            idle = list(client.take_idle(before_s))
-            self._store_shown(client, idle)
-            numbers = [episode.number for episode in idle]
-            for number in (*numbers, *(rows.take_idle(before_s) if rows is not None else ())):
-                self._policy.reset(_make_stream(key, number))
+            idle = client.take_idle(before_s)
+            self._abandon(client, idle)
+            for _ in idle:
                 ledger.record_received(key, ledger.get_account(key).next_seq, DropReason.EXPIRED)
-            if not client.episodes and not rows and not client.progress.connected:
+            if not client and not client.progress.connected:
                 del self._clients[key]
-                self._rows.pop(key, None)
 
-    def _store_shown(self, client: OpenEpisodes, episodes: Iterable[RemoteEpisode]) -> None:
-        """Store what was shown in episodes that do not go on, since their last segments."""
-        for segment in filter(None, (take_shown(episode, self._experience) for episode in episodes)):
+    def _abandon(self, client: OpenEpisodes, episodes: Sequence[RemoteEpisode]) -> None:
+        """Of episodes that do not go on, store what was shown since their last segments."""
+        for segment in client.take_shown(episodes):
             self._store(client.key, client.progress, segment)
-
-    def _take(
-        self, client: OpenEpisodes, episode: RemoteEpisode, message: ActMessage, observation: Observed, step: Step
-    ) -> ActionMessage | None:
-        """Take a step, and store the segments that it completes."""
-        for segment in take_step(episode, message, observation, step, self._experience):
-            self._store(client.key, client.progress, segment)
-        if message.terminated or message.truncated:
-            del client.episodes[episode.number]
-            self._policy.reset(_make_stream(client.key, episode.number))
-            return ActionMessage(message.episode, message.step)
-        self._enqueue(client, episode)
-        return None
-
-    def _complete_rows(self, key: ActorKey, pending: PendingActions, at: np.ndarray) -> None:
-        """Store the segments that rows complete: their episodes end, or ask for an action."""
-        if not len(at):
-            return
-        for segment in self._rows[key].complete(pending.rows, at):
-            self._store(key, self._clients[key].progress, segment)
-        are_last = pending.rows.are_last[at]
-        for row in at[are_last].tolist():
-            self._policy.reset(_make_stream(key, pending.rows.episodes[row]))
-            pending.end(row)
-            pending.num_waiting -= 1
-        if not pending.num_waiting:
-            self._answers.append((key, pending.to_frames()))
-        self._enqueue_rows(key, pending, at[~are_last])
-
-    def _enqueue_rows(self, key: ActorKey, pending: PendingActions, at: np.ndarray) -> None:
-        if not len(at):
-            return
-        rows = pending.rows
-        streams: list[Hashable] = [_make_stream(key, -1)] * len(at)
-        starting: list[Hashable] = []
-        if self._has_state:
-            streams = [_make_stream(key, rows.episodes[row]) for row in at]
-            starting = [stream for stream, row in zip(streams, at, strict=True) if rows.steps[row] == 0]
-        asked = _Observations(rows.observations[at].tobytes(), rows.masks[at].tobytes(), streams, starting)
-        reply = AnsweringRows(self._answers, self._clients[key], self._rows[key], pending, at)
-        self._queue.enqueue(asked, reply, len(at), group=None, tenant=key[0])
-
-    def _enqueue(self, client: OpenEpisodes, episode: RemoteEpisode) -> None:
-        observed, streams = episode.observations[-1], [_make_stream(client.key, episode.number)]
-        asked = _Observations(observed.frame, observed.mask, streams, () if episode.step else streams)
-        self._queue.enqueue(asked, _Answering(self._answers, client, episode), group=None, tenant=client.key[0])
+        for each in episodes:
+            self._policy.reset(_make_stream(client.key, each.number))
 
     # What follows runs in the batcher's thread, or for a short batch in the gateway's.
 
-    def _forward(self, batch: PendingBatch[None, _Observations, Choices]) -> list[Choices]:
+    def _forward(self, batch: PendingBatch[None, _Observations, _Choices]) -> list[_Choices]:
         asked = [entry.request for entry in batch.requests]
         snapshot, policy, spec = self._state.weights, self._policy, self._experience.observation
         if snapshot is None:
@@ -416,9 +330,9 @@ class RemoteInference:
         streams = [stream for each in asked for stream in each.streams]
         frames = np.frombuffer(b"".join([each.frames for each in asked]), spec.numpy_dtype())
         masks = None
-        if self._choices:
+        if self._reader.choices:
             masks = np.frombuffer(b"".join([each.masks for each in asked]), np.bool_).reshape(len(streams), -1)
-        extras: list[Mapping[str, Any]] = []
+        extras: Sequence[Mapping[str, Any]] = [NO_EXTRAS] * len(streams)
         if self._has_state:
             for stream in [stream for each in asked for stream in each.starting]:
                 policy.reset(stream)
@@ -427,7 +341,7 @@ class RemoteInference:
         version, end, choices = policy.version, 0, []
         for each in asked:
             begin, end = end, end + len(each.streams)
-            choices.append(Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
+            choices.append(_Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))
         return choices
 
 

@@ -17,7 +17,7 @@ from shoal.rl.gateway.sessions import Sessions
 from shoal.rl.part_specs import GatewaySpec
 from shoal.rl.spec import require_segment_fits
 from shoal.weights import WeightSnapshot
-from shoal.wire import ExperienceSpec, encode
+from shoal.wire import ExperienceSpec
 from shoal.wire.messages import Ack, ErrorMessage, GameSettings, Message, Pong, SettingsMessage
 
 LEDGER_INDEPENDENT = (Pong, ErrorMessage)
@@ -134,12 +134,14 @@ class GatewayState:
 
 
 class QueuedMessage(NamedTuple):
-    """The frames of a message, and its receiver. group: it waits until this one is in the store; 0: for none"""
+    """A message, the frames after its header, and its receiver. group: it waits until this one is in the store; 0: for
+    none"""
 
     route: bytes
+    message: Message
     frames: Sequence[bytes]
-    should_await_commit: bool = True
-    group: int = 0
+    should_await_commit: bool
+    group: int
 
 
 class SendQueue:
@@ -149,15 +151,11 @@ class SendQueue:
         self._group_commit = group_commit
         self._pending: list[QueuedMessage] = []
 
-    def add(self, route: bytes, message: Message) -> None:
-        """Queue a message without a payload."""
+    def add(self, route: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """Queue a message."""
         group = self._group_commit.await_group() if self._group_commit and isinstance(message, Ack) else 0
         awaits_commit = not isinstance(message, LEDGER_INDEPENDENT)
-        self._pending.append(QueuedMessage(route, [encode(message)], awaits_commit, group))
-
-    def add_frames(self, route: bytes, frames: Sequence[bytes]) -> None:
-        """Queue a message with its payload."""
-        self._pending.append(QueuedMessage(route, frames))
+        self._pending.append(QueuedMessage(route, message, frames, awaits_commit, group))
 
     def drop_route(self, route: bytes) -> None:
         """Drop the messages of this connection, which begins another session."""

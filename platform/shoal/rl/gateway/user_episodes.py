@@ -67,7 +67,7 @@ class UserEpisodes:
         self.key = (USERS_ACTOR_ID, time.time_ns())
         self._spec, self._inference = state.setting.experience, inference.start()
         state.queue.ledger.open_account(self.key)
-        self._episodes = inference.add_client(self.key, state.actors.join(self.key), MAX_USER_EPISODES).episodes
+        self._episodes = inference.add_client(self.key, state.actors.join(self.key), MAX_USER_EPISODES)
         self._exchanges: dict[int, _UserExchange] = {}  # by the number of the episode
         self._requests: deque[tuple[EpisodeRequest, EpisodeReply]] = deque()  # from other threads
         self._num_started = self._num_finished = self._num_expired = 0
@@ -120,7 +120,7 @@ class UserEpisodes:
             else:
                 exchange.is_expired = True
                 episode = self._episodes[number]
-                self._act(episode, exchange, episode.observations[-1].frame, None, is_last=True, truncated=True)
+                self._act(episode, exchange, episode.observations[-1], None, is_last=True, truncated=True)
 
     def close(self) -> None:
         """Refuse what waits: requests, and those whose answers are on their way."""
@@ -151,7 +151,7 @@ class UserEpisodes:
             reply.set_result(EpisodeAnswer(exchange.handle))
             return None
         try:
-            frame = observation or episode.observations[-1].frame
+            frame = observation or episode.observations[-1]
             self._act(episode, exchange, frame, reply, request.ended, request.truncated)
         except InvalidSegment:
             exchange.reward = before
@@ -184,10 +184,8 @@ class UserEpisodes:
         message = ActMessage(
             episode.number, episode.step + 1, exchange.reward or 0.0, is_last and not truncated, is_last and truncated
         )
-        answer = self._inference.take_act(self.key, message, [observation])
+        self._inference.take_act(self.key, message, [observation])
         exchange.reward, exchange.reply, exchange.is_over = None, reply, is_last
-        if answer is not None:
-            self.deliver(answer)
 
     def _encode(self, values: list[object]) -> bytes:
         spec = self._spec.observation

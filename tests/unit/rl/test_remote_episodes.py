@@ -1,4 +1,4 @@
-"""Episodes in columns: the messages of many agents give the same answers and segments as one message for each step."""
+"""Episodes at the gateway: messages of many agents give the same answers and segments as one message for each step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import OpenEpisodes
 from shoal.rl.gateway.remote_inference import RemoteInference
-from shoal.rl.gateway.row_episodes import RowEpisodes
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.part_specs import GatewaySpec
 from shoal.wire import ExtraSpec, Segment, TensorSpec
-from shoal.wire.act_rows import read_rows
+from shoal.wire.act_rows import RowReader
 from shoal.wire.action_masks import describe_masks
-from shoal.wire.messages import MAX_ROWS, ActionMessage, ActionsMessage, ActMessage, ActsMessage, MessageLimits, decode
+from shoal.wire.messages import MAX_ROWS, ActionMessage, ActionsMessage, ActMessage, ActsMessage
 
 KEY = ("game", 1)
 AGENTS = 4
@@ -114,8 +113,8 @@ class Side:
         found: Answers = {}
         while True:
             self._woken.clear()
-            for _, answer in self.inference.run_round():
-                found |= read_answer(answer, self._experience.action)
+            for _, answer, frames in self.inference.run_round():
+                found |= read_answer(answer, frames, self._experience.action)
             counts = self.inference._queue.counts()
             if counts.submitted == counts.answered + counts.failed:
                 return found
@@ -149,7 +148,7 @@ class Side:
         self.inference.close()
 
 
-def read_answer(answer: ActionMessage | list[bytes], action: TensorSpec) -> Answers:
+def read_answer(answer: ActionMessage | ActionsMessage, frames: Sequence[bytes], action: TensorSpec) -> Answers:
     """The action, the reason of a refusal, or "ended", by episode and step; of an end, the step is -1."""
     if isinstance(answer, ActionMessage):
         if answer.reason or answer.action is not None:
@@ -159,12 +158,10 @@ def read_answer(answer: ActionMessage | list[bytes], action: TensorSpec) -> Answ
                 else SAME.get(answer.reason, answer.reason)
             }
         return {(answer.episode, -1): "ended"}
-    message = decode(answer, MessageLimits())
-    assert isinstance(message, ActionsMessage)
-    actions = np.frombuffer(answer[1], action.numpy_dtype()).reshape(len(message.episodes), *action.shape).tolist()
-    found: Answers = {(number, -1): "ended" for number in message.ended}
-    found |= {(each.episode, each.step): SAME.get(each.reason, each.reason) for each in message.refused}
-    return found | dict(zip(zip(message.episodes, message.steps, strict=True), actions, strict=True))
+    actions = np.frombuffer(frames[0], action.numpy_dtype()).reshape(len(answer.episodes), *action.shape).tolist()
+    found: Answers = {(number, -1): "ended" for number in answer.ended}
+    found |= {(each.episode, each.step): SAME.get(each.reason, each.reason) for each in answer.refused}
+    return found | dict(zip(zip(answer.episodes, answer.steps, strict=True), actions, strict=True))
 
 
 def describe(segment: Segment) -> list[Any]:
@@ -278,7 +275,7 @@ def test_a_policy_that_fails_ends_the_episodes_of_its_rows() -> None:
 )
 def test_as_many_episodes_as_their_memory_allows(shape: tuple[int, ...], limit: int) -> None:
     experience = replace(EXPERIENCE, observation=TensorSpec("float32", shape))
-    assert RowEpisodes(OpenEpisodes(KEY, ActorProgress(*KEY), 256), experience, 0).max_episodes == limit
+    assert OpenEpisodes(KEY, ActorProgress(*KEY), experience, 256).max_episodes == limit
 
 
 def test_one_episode_too_many_is_refused_and_the_others_are_taken() -> None:
@@ -310,5 +307,5 @@ def test_columns_that_do_not_fit_together_are_named(
     episodes: tuple[int, ...], steps: tuple[int, ...], columns: tuple[int, ...], problem: str
 ) -> None:
     with pytest.raises(ProtocolViolation, match=problem) as raised:
-        read_rows(ActsMessage(episodes, steps), [bytes(size) for size in columns], EXPERIENCE, ())
+        RowReader(EXPERIENCE).read_many(ActsMessage(episodes, steps), [bytes(size) for size in columns])
     assert raised.value.code == "malformed"
