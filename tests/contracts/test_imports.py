@@ -99,6 +99,19 @@ def test_a_library_imports_no_other() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_runs_asks_the_record() -> None:
+    """Its SQL is in `runs`: elsewhere is that of other databases, the ledger's and of what people write about runs."""
+    others = {PACKAGE / "libs" / "console" / "notes.py", *PACKAGE.glob("rl/experience/*.py")}
+    asking = [
+        f"{path.relative_to(PACKAGE)} asks {node.value!r}"
+        for path in FILES
+        if room_of(path) != "runs" and path not in others
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("SELECT ")
+    ]
+    assert not asking, "\n".join(asking)
+
+
 def test_only_shells_and_the_cluster_import_ray() -> None:
     shells = {path for path in FILES if path.name.startswith("ray_") or path.parent.name == "on_ray"}
     others = [path for path in FILES if path not in shells and room_of(path) != "cluster"]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         read_newest,
         sample_curves,
         summarize_metrics,
+        thin,
     )
     from shoal.runs.event_messages import NO_CHECKPOINT, WAITING, format_warning
     from shoal.runs.figures import (
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         MEAN_RETURN,
         RETURNS,
         VALIDATION,
+        EventRecord,
         MetricValue,
         infer_direction,
         is_higher_better,

@@ -18,11 +18,11 @@ from shoal.extend.serve import read_audit_log
 from shoal.home import home
 from shoal.libs.console import live, parts_api
 from shoal.libs.console.access import Access
-from shoal.libs.console.curves import CurveCache, RunCurves, thin
+from shoal.libs.console.curves import CurveCache, RunCurves
 from shoal.libs.console.live import MAX_ANONYMOUS_STREAMS, MAX_STREAMS, RunFeed, WatchedRun
 from shoal.libs.console.server import build_app
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.runs.curves import MetricHistory
+from shoal.runs.curves import MetricHistory, thin
 from shoal.runs.record.removal import remove_runs
 
 HOST = "http://127.0.0.1:8267"

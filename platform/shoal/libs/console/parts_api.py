@@ -23,7 +23,7 @@ from shoal.plugins.library import collect_extensions
 GROUPS = ("actor_lag", "drops", "rejected", "queue", "segments", "win_rate")
 NUM_VERSIONS = 100
 MAX_SECTIONS = 8
-_sections: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
+_sections: OrderedDict[tuple[str | int, ...], list[dict[str, Any]]] = OrderedDict()
 _drawing = threading.Lock()
 
 
@@ -36,17 +36,13 @@ def describe_loop(request: Request) -> Response:
         group, _, rest = name.partition("/")
         if group in groups:
             groups[group][rest] = value
-    versions = run.query(
-        "SELECT version, step, time FROM versions WHERE run = :run AND version % :every = 0 ORDER BY version",
-        every=every,
-    )
     return answer_json(
         {
             **groups,
             "connected": latest.get("actors/connected"),
             "shortage": run.last_events(since_resumed=True).get("credit_exhausted"),
             "quarantined": read_run_quarantine(run.folder),
-            "versions": [tuple(row) for row in versions],
+            "versions": run.list_versions(every),
         }
     )
 
@@ -111,8 +107,7 @@ def describe_sections(request: Request) -> Response:
     reference = collect_extensions(PANELS).get(run.kind)
     if reference is None:
         return answer_json([])
-    (row,) = run.query("SELECT ifnull(max(number), 0) AS last FROM events WHERE run = :run")
-    key = (run.id, run.incarnation, row["last"])
+    key = (run.id, run.incarnation, *(each.number for each in run.read_events(most=1)))
     with _drawing:
         if key not in _sections:
             panels: ReportPanels = load_reference(reference)

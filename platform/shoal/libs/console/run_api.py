@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.extend.runs import PANELS, Run, format_warning, list_outputs, load, read_output
+from shoal.extend.runs import PANELS, EventRecord, Run, format_warning, list_outputs, load, read_output, thin
 from shoal.libs.console.answers import answer_json, read_number
-from shoal.libs.console.curves import CurveCache, thin
+from shoal.libs.console.curves import CurveCache
 from shoal.libs.console.notes import RunNote, read_notes
 from shoal.plugins.library import collect_extensions
 
@@ -72,22 +71,16 @@ def read_curves(request: Request) -> Response:
 def list_events(request: Request) -> Response:
     """The newest events, oldest first; `message`: in words, where they report a problem. Those after a number."""
     run, after = load(request.path_params["run"]), read_number(request, "after", -1)
-    rows = run.query(
-        "SELECT number, time, kind, details FROM events WHERE run = :run AND number > :after"
-        " ORDER BY number DESC LIMIT :most",
-        after=after,
-        most=MAX_EVENTS,
+    return answer_json(
+        [{**each._asdict(), "message": _find_message(each)} for each in run.read_events(after, MAX_EVENTS)]
     )
-    return answer_json([_describe_event(*row) for row in reversed(rows)])
 
 
-def _describe_event(number: int, time: float, kind: str, details: str) -> dict[str, Any]:
-    loaded = json.loads(details)
+def _find_message(event: EventRecord) -> str:
     try:
-        message = format_warning(kind, loaded)
+        return format_warning(event.kind, event.details)
     except (KeyError, TypeError, ValueError):  # an event of a user's own, of the same name
-        message = ""
-    return {"number": number, "time": time, "kind": kind, "details": loaded, "message": message}
+        return ""
 
 
 def read_log(request: Request) -> Response:

@@ -46,7 +46,7 @@ export async function openLoop(place, run, path) {
     if (now !== drawn) quarantine.replaceChildren(h("h2", {}, "Quarantine"), ...(accused.length
       ? accused.map(([actor, reason]) => h("p", {}, h("strong", {}, actor), ` ${reason} `, release(actor))) : [h("p", {}, "No actor is in quarantine.")]));
     drawn = now; // a button that one is about to press stays
-    const xs = loop.versions.map(([, , time]) => time - run.created_at);
+    const xs = loop.versions.map(([, , time]) => time);
     if (xs.length) versions.draw([{ label: "version", xs, ys: loop.versions.map(([version]) => version) }]);
   }, POLL_MS);
   return () => { end(); versions.close(); };
