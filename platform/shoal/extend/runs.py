@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         RULE,
         WIDTH_INCHES,
         add_heading,
+        draw_panels,
         is_logarithmic,
         make_figure,
-        mark_moment,
         to_numbers,
         to_png,
         to_svg,
@@ -47,6 +47,18 @@ if TYPE_CHECKING:
     )
     from shoal.runs.json_lines import LogFormat
     from shoal.runs.output_files import list_outputs, read_output
+    from shoal.runs.panels import (
+        PANELS,
+        Cell,
+        Count,
+        Line,
+        Panel,
+        RunPanels,
+        encode_picture,
+        find_logarithmic,
+        limit_rows,
+        list_counts,
+    )
     from shoal.runs.record.metric_mirror import LogEntry, MetricMirror
     from shoal.runs.record.opening import make_run_id
     from shoal.runs.record.provenance import (
@@ -58,7 +70,6 @@ if TYPE_CHECKING:
     )
     from shoal.runs.record.removal import TRIAL_STARTED, remove_runs
     from shoal.runs.record.serialization import escape_text
-    from shoal.runs.report import PANELS, ReportPanels, Section, build_ranked_table, find_logarithmic
     from shoal.runs.run_reader import (
         MEAN_RETURN,
         RETURNS,

@@ -1,4 +1,4 @@
-"""The style of every picture of the package (`make_figure`), and what pictures share.
+"""The style of every picture of the package (`make_figure`), how panels are drawn, and what other pictures share.
 
 Called by whatever draws; no figure is one of pyplot's, so that a caller's pyplot is unchanged.
 """
@@ -6,6 +6,7 @@ Called by whatever draws; no figure is one of pyplot's, so that a caller's pyplo
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import Series
 
+    from shoal.runs.panels import Panel
+
 MAX_HEADING_LENGTH = 44  # that fits into a panel
+MIN_LINE = 3  # points: fewer are marked
+MAX_DRAWN_VALUE = 1e300  # axes extend beyond their values, and must be finite themselves
 LOG_RATIO = 50.0  # between the ends of positive numbers that are drawn over their logarithm
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
@@ -89,11 +94,42 @@ def add_heading(axes: Axes, text: str, most: int = MAX_HEADING_LENGTH, **options
     axes.set_title(truncate_middle(text, most), **options)
 
 
-def mark_moment(axes: Axes, x: float, label: str) -> None:
-    """A dashed line with a label beside it."""
-    axes.axvline(x, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
-    axes.annotate(label, (x, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
-                  textcoords="offset points", fontsize=8)  # fmt: skip
+def draw_panels(panels: Sequence[Panel], title: str = "") -> Figure:
+    """The lines of panels side by side, with their marks."""
+    count = len(panels)
+    with make_figure((5.4 * count, 3.5), left=0.1 / count, bottom=0.15, top=0.82, wspace=0.16) as figure:
+        for axes, panel in zip(figure.subplots(1, count, squeeze=False)[0], panels, strict=True):
+            _draw_lines(axes, panel)
+        words = truncate_middle(title, MAX_HEADING_LENGTH * count)
+        figure.text(0.985, 0.955, words, color=MUTED, ha="right")  # above the headings, in a line of its own
+    return figure
+
+
+def _draw_lines(axes: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    for number, line in enumerate(panel.lines):
+        colour = RULE if line.tone == "muted" else COLOURS[number % len(COLOURS)]
+        ys = [value if value is not None and abs(value) <= MAX_DRAWN_VALUE else math.nan for value in line.ys]
+        marker = "o" if sum(map(math.isfinite, ys)) < MIN_LINE else ""
+        axes.plot(line.xs, ys, color=colour, label=line.label, linewidth=1.5, marker=marker, markersize=4)
+    for number, (at, label) in enumerate(panel.marks):
+        axes.axvline(at, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+        axes.annotate(label, (at, 0.02 + 0.07 * number), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
+                      textcoords="offset points", fontsize=8)  # fmt: skip
+    if len(panel.lines) > 1:
+        axes.legend()
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        low, high = axis.get_view_interval()
+        if name in panel.scale:
+            axes.set(**{f"{name}scale": "log"})
+            axis.set_major_formatter("{x:g}")
+        elif 10_000 <= max(abs(low), abs(high)) < 1e15:
+            axis.set_major_formatter(EngFormatter(sep=""))
+    if "x" not in panel.scale and not any(x % 1 for line in panel.lines for x in line.xs):
+        use_integer_ticks(axes)
+    axes.set_xlabel(panel.x)
+    add_heading(axes, f"{panel.title}{f': {panel.note}' if panel.note else ''}", pad=12)
 
 
 def truncate_middle(text: str, most: int) -> str:

@@ -20,24 +20,22 @@ import pandas
 from shoal.errors import MissingExtra, needs_extra
 from shoal.extend.runs import (
     INK,
-    LINE,
-    MAX_HEADING_LENGTH,
-    MUTED,
     RULE,
     WIDTH_INCHES,
-    ReportPanels,
+    Count,
+    Panel,
     Run,
-    Section,
+    RunPanels,
+    encode_picture,
     find_logarithmic,
     format_number,
-    format_value,
     is_logarithmic,
     make_figure,
     to_numbers,
     to_svg,
 )
 from shoal.extend.runs import truncate_middle as shorten
-from shoal.libs.sweep.trials import SWEEPING, Sweep, list_best_commands, load_sweep
+from shoal.libs.sweep.trials import SWEEPING, build_trial_table, list_best_commands, load_sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,13 +48,12 @@ NUM_FORESTS, NUM_TREES, NUM_SAMPLES, NUM_VALUES = 4, 32, 128, 16
 MAX_TICKS = 6
 
 
-def build_sections(run: Run) -> list[Section]:
+def build_panels(run: Run) -> list[Panel]:
     """Of the run as it stands; none before its first trial."""
     if not run.list_events(SWEEPING):
         return []
     sweep = load_sweep(run)
-    all_paths = list(dict.fromkeys(path for trial in sweep.trials for path in trial.parameters))
-    paths = all_paths[:MAX_PATHS]  # that are drawn
+    paths = list(dict.fromkeys(path for trial in sweep.trials for path in trial.parameters))[:MAX_PATHS]
     if not paths:
         return []
     numbers = [trial.number for trial in sweep.trials]
@@ -67,47 +64,32 @@ def build_sections(run: Run) -> list[Section]:
     drawn = draw_parallel_coordinates(
         parameters, scores, sweep.metric, higher_is_better=sweep.is_higher, logarithmic=find_logarithmic(run.spec)
     )
+    picture = encode_picture(to_svg(drawn).encode(), "svg+xml")
     trials = f"{len(numbers):,} of {sweep.num_trials:,} trials; the bluer, the better"
-    section = []
-    if (best := sweep.find_best()) is not None:
-        note = f"trial {best.number}, {sweep.metric} {format_number(best.get_score(sweep.metric))}; to use it:"
-        section = [Section("Best trial", note, commands=list_best_commands(run, best))]
+    best = []
+    if (trial := sweep.find_best()) is not None:
+        note = f"trial {trial.number}, {sweep.metric} {format_number(trial.get_score(sweep.metric))}; to use it:"
+        best = [Panel(title="best trial", note=note, commands=list_best_commands(run, trial))]
     return [
-        *section,
-        Section("Trials", trials, [to_svg(drawn)]),
-        _build_importance(parameters, scores),
-        _build_trial_table(sweep, all_paths),
+        *best,
+        Panel(title="trials", note=trials, pictures=[("", picture)]),
+        build_importance(parameters, scores),
+        build_trial_table(sweep, has_runs=True),
     ]
 
 
-def _build_importance(parameters: DataFrame, scores: Series[float]) -> Section:
-    title = "Importance of the parameters"
+def build_importance(parameters: DataFrame, scores: Series[float]) -> Panel:
+    title, method = "importance of the parameters", "variance explained by each alone, by fANOVA of a random forest"
     try:
         importance = compute_importance(parameters, scores)
     except MissingExtra as error:
-        return Section(title, str(error))
+        return Panel(title=title, note=str(error))
     if importance is None:
-        return Section(title, f"needs {MIN_TRIALS} trials with different scores")
-    method = "variance explained by each alone, by fANOVA of a random forest"
-    return Section(title, method, [to_svg(draw_importance(importance))])
-
-
-def _build_trial_table(sweep: Sweep, paths: Sequence[str]) -> Section:
-    ranked = sweep.rank()
-    others = [trial for trial in sweep.trials if trial not in ranked]
-    rows = [
-        [
-            str(trial.number),
-            trial.state.value,
-            format_number(trial.get_score(sweep.metric)),
-            f"{trial.step:,}",
-            *(format_value(trial.parameters.get(path, "")) for path in paths),
-            trial.run_id,
-        ]
-        for trial in [*ranked, *others]
+        return Panel(title=title, note=f"needs {MIN_TRIALS} trials with different scores")
+    counts = [
+        Count(name, share, f"{share:.0%} ± {spread:.0%}") for name, share, spread in importance.itertuples(index=False)
     ]
-    header = ["trial", "state", sweep.metric, "step", *paths, "run"]
-    return Section("All trials", "best first; a click on a heading sorts by it", header=header, rows=rows)
+    return Panel(title=title, note=method, counts=counts)
 
 
 def compute_importance(parameters: DataFrame, scores: Series[Any]) -> DataFrame | None:
@@ -141,23 +123,6 @@ def compute_importance(parameters: DataFrame, scores: Series[Any]) -> DataFrame 
         }
     )
     return table.sort_values("importance", ascending=False, kind="stable").reset_index(drop=True)
-
-
-def draw_importance(importance: DataFrame) -> Figure:
-    """A bar for each parameter, the most important one on top; from `compute_importance`."""
-    names = [shorten(name, MAX_HEADING_LENGTH) for name in importance["parameter"]]
-    rows = np.arange(len(names))
-    with make_figure((WIDTH_INCHES, 0.8 + 0.32 * len(names)), layout="constrained") as figure:
-        axes = figure.add_subplot()
-        axes.barh(rows, importance["importance"], color=LINE, height=0.6)
-        axes.errorbar(importance["importance"], rows, xerr=importance["spread"], fmt="none", ecolor=MUTED, capsize=2)
-        axes.set_yticks(rows, names)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1)
-        axes.set_xlabel("share of the score's variance")
-        axes.grid(visible=False)
-        axes.grid(axis="x")
-    return figure
 
 
 def draw_parallel_coordinates(
@@ -246,4 +211,4 @@ def _compute_marginal_variance(forest: Any, samples: np.ndarray, column: int) ->
     return float(predicted.reshape(NUM_VALUES, -1).mean(axis=1).var())
 
 
-PANELS = ReportPanels(hidden=("trial-",), sections=build_sections)
+PANELS = RunPanels(hidden=("trial-",), panels=build_panels)
