@@ -20,21 +20,13 @@ if TYPE_CHECKING:
     from shoal.runs.figures import (
         COLOURS,
         INK,
-        LINE,
-        MARK,
-        MAX_HEADING_LENGTH,
         MUTED,
         RULE,
-        WIDTH_INCHES,
-        add_heading,
         draw_panels,
         is_logarithmic,
-        make_figure,
-        to_numbers,
         to_png,
         to_svg,
         truncate_middle,
-        use_integer_ticks,
     )
     from shoal.runs.formatting import (
         format_duration,
@@ -48,6 +40,7 @@ if TYPE_CHECKING:
     from shoal.runs.json_lines import LogFormat
     from shoal.runs.output_files import list_outputs, read_output
     from shoal.runs.panels import (
+        HIDDEN,
         PANELS,
         Cell,
         Count,
@@ -56,7 +49,6 @@ if TYPE_CHECKING:
         RunPanels,
         encode_picture,
         find_logarithmic,
-        limit_rows,
         list_counts,
     )
     from shoal.runs.record.metric_mirror import LogEntry, MetricMirror

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import yaml
@@ -19,7 +19,7 @@ from shoal.runs.formatting import format_number, sort_opponents
 from shoal.runs.run_reader import Run
 
 PANELS = "shoal.panels"
-MAX_ROWS = 100
+HIDDEN = ("actor_lag/", "rejected/", "win_rate/", "queue/capacity")  # metrics that `list_counts` shows: no curves
 
 Cell = str | tuple[str, str]
 """A text, or a text and its tone: good, warn, bad, busy, muted."""
@@ -133,16 +133,6 @@ def _count(counts: Mapping[str, float], tone: str = "") -> list[Count]:
 def encode_picture(data: bytes, kind: str = "png") -> str:
     """A picture as a data URL."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def limit_rows(panel: Panel) -> Panel:
-    """The first MAX_ROWS rows of a sorted table."""
-    num_rows = len(panel.rows)
-    return (
-        replace(panel, note=f"the first {MAX_ROWS} of {num_rows:,}", rows=panel.rows[:MAX_ROWS])
-        if num_rows > MAX_ROWS
-        else panel
-    )
 
 
 def find_logarithmic(spec: str) -> set[str] | None:

@@ -89,15 +89,6 @@ class EventRecord(NamedTuple):
     details: dict[str, Any]
 
 
-class WeightVersion(NamedTuple):
-    """One published version of the weights. time: in seconds since the run was created"""
-
-    version: int
-    step: int
-    time: float
-    sha256: str
-
-
 def load(ref: str) -> Run:
     """The run with this id, or with a unique id that begins so, or the newest for `latest`.
 
@@ -357,22 +348,12 @@ class Run:
         """How many versions of the weights were published."""
         return int(self.query("SELECT count(*) FROM versions WHERE run = :run")[0][0])
 
-    def versions(self, every: int = 1) -> DataFrame:
-        """The published weight versions: columns version, step, time, sha256.
-
-        every: only multiples of this number, plus the first and the last
-        """
-        return _to_frame(self.list_versions(every), list(WeightVersion._fields))
-
-    def list_versions(self, every: int = 1) -> list[WeightVersion]:
-        """The rows of `versions`."""
-        ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = :run)" for end in ("min", "max"))
+    def versions(self) -> DataFrame:
+        """The published weight versions: columns version, step, time, sha256."""
         rows = self.query(
-            "SELECT version, step, time - :created_at, sha256 FROM versions"
-            f" WHERE run = :run AND (version % :every = 0 OR version IN ({ends})) ORDER BY version",
-            every=every,
+            "SELECT version, step, time - :created_at, sha256 FROM versions WHERE run = :run ORDER BY version"
         )
-        return [WeightVersion(*row) for row in rows]
+        return _to_frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
 
     def find_step(self, version: int) -> int | None:
         """The step of a version of the weights; None if it was not published."""

@@ -70,8 +70,7 @@ def test_a_population_has_its_members_genealogy_and_schedules() -> None:
 
 def test_a_genealogy_links_copies_to_their_source() -> None:
     lineage = Lineage.from_events([("round", {"round": k, **each}) for k, each in enumerate(ROUNDS, start=1)])
-    lines, dots = trace_descent(lineage.trace_ancestry(0))
-    assert (lines, dots) == ([[(0, 2), (1, 2)], [(1.5, 0), (3, 0)], [(1, 2), (1.5, 0)]], [(0, 2)])
+    assert trace_descent(lineage.trace_ancestry(0)) == ([0, 1, 1, 1, 1.5, 3, 3], [2, 2, None, 2, 0, 0, None])
 
 
 def test_the_spec_of_a_population_says_what_it_is() -> None:

@@ -166,7 +166,7 @@ def list_learning_curves(run: Run, curves: dict[str, MetricHistory]) -> list[Pan
 
 
 def _make_line(curve: MetricHistory, label: str) -> Line:
-    columns = thin(curve, NUM_POINTS)
+    columns: dict[str, Any] = dict(thin(curve, NUM_POINTS))
     return Line(label, columns["steps"], columns["values"])
 
 

@@ -13,6 +13,7 @@ import yaml
 
 from shoal.extend.cost import MEASURED, PREDICTED, build_cost_panel
 from shoal.extend.runs import (
+    HIDDEN,
     MEAN_RETURN,
     PANELS,
     VALIDATION,
@@ -37,7 +38,7 @@ MAX_EVENTS = 500
 MAX_DRAWN = 8
 PICTURES = "pictures"  # a folder of a run's folder
 MAX_PICTURES, MAX_PICTURE_BYTES = 12, 4 << 20
-_drawn: OrderedDict[tuple[str | int, ...], list[Panel]] = OrderedDict()
+_drawn: OrderedDict[tuple[object, ...], list[Panel]] = OrderedDict()
 _drawing = threading.Lock()
 
 
@@ -200,7 +201,7 @@ COMMON = RunPanels(
         "wait/data": "waiting for data",
         "wait/communication": "waiting for peers",
     },
-    hidden=("actor_lag/", "rejected/", "win_rate/", "queue/capacity"),
+    hidden=HIDDEN,
 )
 
 

@@ -8,32 +8,26 @@ from typing import Any
 import numpy as np
 
 from shoal.extend.runs import (
-    LINE,
-    RULE,
-    WIDTH_INCHES,
     Cell,
     Line,
     Panel,
     Run,
     RunPanels,
+    draw_panels,
     encode_picture,
     find_logarithmic,
     format_number,
     format_value,
     is_logarithmic,
-    limit_rows,
-    make_figure,
     to_svg,
-    use_integer_ticks,
 )
 from shoal.libs.population.lineage import ROUND, Lineage, Stretch, rank_members
 
 POPULATION = "population"  # the event that begins a population
 MAX_PATHS = 12
 MAX_LINES = 200  # of members in one panel
-MAX_LABELLED_MEMBERS = 40
 LINK_LENGTH = 0.5  # of a copy, in rounds
-SURVIVOR = "#9ca3af"
+WIDTH_INCHES = 10.8  # across the page
 
 
 def build_panels(run: Run) -> list[Panel]:
@@ -59,7 +53,7 @@ def build_panels(run: Run) -> list[Panel]:
         for each in lineage.trace_ancestry(one)
     }
     genealogy = draw_genealogy(lineage.list_stretches(), list(survivors.values()), traced)
-    copies = f"{len(lineage.list_copies()):,} copies in {lineage.num_rounds:,} rounds; {line}; dark what survives"
+    copies = f"{len(lineage.list_copies()):,} copies in {lineage.num_rounds:,} rounds; {line}"
     return [
         Panel(title="members", note=f"{metric}; {line}", x="round", lines=draw_members(lineage, traced, scores)),
         Panel(title="genealogy", note=copies, pictures=[("", encode_picture(genealogy, "svg+xml"))]),
@@ -73,7 +67,7 @@ def build_panels(run: Run) -> list[Panel]:
             )
             for path, values in list(columns.items())[:MAX_PATHS]
         ),
-        limit_rows(build_member_table(lineage.rounds[-1], metric, is_higher_better)),
+        build_member_table(lineage.rounds[-1], metric, is_higher_better),
     ]
 
 
@@ -105,43 +99,30 @@ def draw_members(lineage: Lineage, ancestry: Sequence[Stretch], values: Sequence
 
 
 def draw_genealogy(stretches: Sequence[Stretch], survivors: Sequence[Stretch], ancestry: Sequence[Stretch]) -> bytes:
-    """An SVG of members over rounds: a line for each stretch of training, a link for each copy, a dot for new weights.
+    """An SVG of members over rounds.
 
-    survivors: those whose training the last members have in their weights, in dark grey
-    ancestry:  those of the best member, in blue
+    survivors: those whose training the last members have in their weights
+    ancestry:  those of the best member
     """
-    from matplotlib.collections import LineCollection
-
-    num_members = 1 + max(each.member for each in stretches)
-    height = min(1.2 + 0.17 * num_members, 8.0)
-    with make_figure((WIDTH_INCHES, height), left=0.05, bottom=max(0.08, 0.5 / height), top=0.97) as figure:
-        axes = figure.add_subplot()
-        axes.grid(visible=False)
-        for shown, colour, width in ((stretches, RULE, 0.8), (survivors, SURVIVOR, 1.3), (ancestry, LINE, 2.4)):
-            lines, dots = trace_descent(shown)
-            axes.add_collection(LineCollection(lines, colors=colour, linewidths=width, capstyle="round"))
-            axes.plot(*np.array(dots, float).reshape(-1, 2).T, "o", color=colour, markersize=width + 2)
-        axes.set_ylim(num_members - 0.3, -0.7)
-        axes.set_xlabel("round")
-        use_integer_ticks(axes)
-        axes.set_ylabel("member")
-        axes.set_yticks(range(0, num_members, -(-num_members // MAX_LABELLED_MEMBERS)))
-        return to_svg(figure).encode()
+    shown = (("", stretches, "muted"), ("survives", survivors, ""), ("the best", ancestry, "busy"))
+    lines = [Line(label, *trace_descent(each), tone) for label, each, tone in shown]
+    new = [each for each in stretches if each.source is None]
+    dots = Line("new weights", [each.begin for each in new], [each.member for each in new], "points")
+    panel = Panel(title="", x="round", lines=[*lines, dots])
+    height = min(2.0 + 0.17 * (1 + max(each.member for each in stretches)), 8.0)
+    return to_svg(draw_panels([panel], size_inches=(WIDTH_INCHES, height))).encode()
 
 
-def trace_descent(stretches: Sequence[Stretch]) -> tuple[list[list[tuple[float, float]]], list[tuple[float, float]]]:
-    """Lines of training at the member's height and links to those that were copied; dots where weights are new."""
-    lines: list[list[tuple[float, float]]] = []
-    dots: list[tuple[float, float]] = []
+def trace_descent(stretches: Sequence[Stretch]) -> tuple[list[float], list[float | None]]:
+    """A line of training at the member's height for each stretch, and a link to the member that was copied."""
+    xs: list[float] = []
+    ys: list[float | None] = []
     for each in stretches:
         is_copy = each.source not in (None, each.member)
         start = each.begin + (min(LINK_LENGTH, each.end - each.begin) if is_copy else 0.0)
-        lines.append([(start, each.member), (each.end, each.member)])
-        if each.source is None:
-            dots.append((start, each.member))
-        elif is_copy:
-            lines.append([(each.begin, each.source), (start, each.member)])
-    return lines, dots
+        xs += [*[each.begin] * is_copy, start, each.end, each.end]
+        ys += [*[each.source] * is_copy, each.member, each.member, None]
+    return xs, ys
 
 
 def build_member_table(last: Mapping[str, Any], metric: str, higher_is_better: bool) -> Panel:

@@ -1,7 +1,4 @@
-"""The sections of a report on a sweep, and its pictures: the trials over all parameters, and which of these mattered.
-
-Pictures take data frames, a row for each trial, a column for each parameter (numbers, texts or booleans); users call
-them with frames of their own.
+"""The panels of a sweep: the score over each parameter, which parameters mattered, and all trials.
 
 Importance is the fANOVA of Hutter, Hoos and Leyton-Brown (ICML 2014), estimated by sampling: a random forest predicts
 the score from the parameters; a parameter's importance is the variance of the forest's mean prediction over its values,
@@ -11,7 +8,8 @@ parameters do only together is in none of the shares. The spread is the standard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,33 +17,23 @@ import pandas
 
 from shoal.errors import MissingExtra, needs_extra
 from shoal.extend.runs import (
-    INK,
-    RULE,
-    WIDTH_INCHES,
     Count,
+    Line,
     Panel,
     Run,
     RunPanels,
-    encode_picture,
     find_logarithmic,
     format_number,
     is_logarithmic,
-    make_figure,
-    to_numbers,
-    to_svg,
 )
-from shoal.extend.runs import truncate_middle as shorten
 from shoal.libs.sweep.trials import SWEEPING, build_trial_table, list_best_commands, load_sweep
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from pandas import DataFrame, Series
 
 MAX_PATHS = 12
 MIN_TRIALS = 8  # with fewer the forest knows nothing
 NUM_FORESTS, NUM_TREES, NUM_SAMPLES, NUM_VALUES = 4, 32, 128, 16
-MAX_TICKS = 6
 
 
 def build_panels(run: Run) -> list[Panel]:
@@ -61,20 +49,16 @@ def build_panels(run: Run) -> list[Panel]:
         [[trial.parameters.get(path) for path in paths] for trial in sweep.trials], index=numbers, columns=paths
     )
     scores = pandas.Series([trial.get_score(sweep.metric) for trial in sweep.trials], index=numbers, dtype=float)
-    drawn = draw_parallel_coordinates(
-        parameters, scores, sweep.metric, higher_is_better=sweep.is_higher, logarithmic=find_logarithmic(run.spec)
-    )
-    picture = encode_picture(to_svg(drawn).encode(), "svg+xml")
-    trials = f"{len(numbers):,} of {sweep.num_trials:,} trials; the bluer, the better"
     best = []
     if (trial := sweep.find_best()) is not None:
         note = f"trial {trial.number}, {sweep.metric} {format_number(trial.get_score(sweep.metric))}; to use it:"
         best = [Panel(title="best trial", note=note, commands=list_best_commands(run, trial))]
+    table = build_trial_table(sweep, has_runs=True)
     return [
         *best,
-        Panel(title="trials", note=trials, pictures=[("", picture)]),
         build_importance(parameters, scores),
-        build_trial_table(sweep, has_runs=True),
+        *draw_scores(parameters, scores, find_logarithmic(run.spec)),
+        replace(table, note=f"{len(numbers):,} of {sweep.num_trials:,}, best first"),
     ]
 
 
@@ -125,81 +109,27 @@ def compute_importance(parameters: DataFrame, scores: Series[Any]) -> DataFrame 
     return table.sort_values("importance", ascending=False, kind="stable").reset_index(drop=True)
 
 
-def draw_parallel_coordinates(
-    parameters: DataFrame,
-    scores: Series[Any],
-    metric: str,
-    *,
-    higher_is_better: bool = True,
-    logarithmic: Collection[str] | None = None,
-) -> Figure:
-    """A line for each trial through its parameters to its score: the better the bluer. Trials without one are grey.
+def draw_scores(parameters: DataFrame, scores: Series[Any], logarithmic: Collection[str] | None) -> Iterator[Panel]:
+    """The score over each parameter, a point for each trial.
 
     logarithmic: the parameters that are drawn over their logarithm; None: those that span decades
     """
-    from matplotlib import colormaps
-
-    names = [*_shorten_names(list(parameters.columns)), metric]
-    columns = [*(parameters[path] for path in parameters.columns), scores]
-    logs = [is_logarithmic(to_numbers(column)[0], str(path), logarithmic) for path, column in parameters.items()]
-    finite = scores[np.isfinite(scores.to_numpy(float))]
-    order = finite.sort_values(ascending=higher_is_better, kind="stable").index  # the best is drawn last
-    ranks = {index: place for place, index in enumerate(order)}
-    colours = dict(zip(order, colormaps["Blues"](np.linspace(0.25, 1.0, len(order))), strict=True))
-    with make_figure((WIDTH_INCHES, 3.6), left=0.07, right=0.95, bottom=0.06, top=0.86) as figure:
-        axes = figure.add_subplot()
-        axes.set_axis_off()
-        axes.set_xlim(0, max(len(columns) - 1, 1))
-        axes.set_ylim(-0.05, 1.05)
-        heights = [
-            _draw_axis(axes, place, name, column, is_log)
-            for place, (name, column, is_log) in enumerate(zip(names, columns, [*logs, False], strict=True))
-        ]
-        lines = np.column_stack(heights)
-        for row, index in enumerate(parameters.index):
-            is_scored = index in colours
-            axes.plot(
-                range(len(columns)), lines[row], color=colours[index] if is_scored else RULE, linewidth=1.2,
-                zorder=2 + ranks[index] / len(ranks) if is_scored else 1,
-            )  # fmt: skip
-    return figure
+    for path, column in parameters.items():
+        numbers, options = to_numbers(column)
+        order = np.argsort(numbers, kind="stable")
+        is_log = not options and is_logarithmic(numbers, str(path), logarithmic)
+        words = ", ".join(f"{number}: {option}" for number, option in enumerate(options))
+        line = Line("", numbers[order].tolist(), scores.to_numpy(float)[order].tolist(), "points")
+        yield Panel(title=f"score by {path}", note=words, x=str(path), scale="x" if is_log else "", lines=[line])
 
 
-def _draw_axis(axes: Axes, x: int, name: str, column: Series[Any], is_log: bool) -> np.ndarray:
-    """A vertical axis with its values; the height in [0, 1] of each trial on it."""
-    numbers, options = to_numbers(column)
-    finite = numbers[np.isfinite(numbers)]
-    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    is_log = is_log and not options
-
-    def scale(values: np.ndarray) -> np.ndarray:
-        if low == high:
-            return np.where(np.isfinite(values), 0.5, np.nan)
-        ends = np.log([low, high]) if is_log else np.array([low, high])
-        scaled: np.ndarray = ((np.log(values) if is_log else values) - ends[0]) / (ends[1] - ends[0])
-        return scaled
-
-    spaced = np.geomspace(low, high, 4) if is_log else np.linspace(low, high, 4)
-    shown = np.arange(len(options), dtype=float) if options else np.unique(spaced)
-    labels = [shorten(option, 14) for option in options] or [f"{value:.3g}" for value in shown]
-    axes.axvline(x, ymin=0.05 / 1.1, ymax=1.05 / 1.1, color=RULE, linewidth=1, zorder=0)
-    is_last, every = x > 0 and x == round(axes.get_xlim()[1]), -(-len(shown) // MAX_TICKS)
-    for height, label in list(zip(scale(shown), labels, strict=True))[::every]:
-        offset, side = (-4, "right") if is_last else (4, "left")
-        words = axes.annotate(label, (x, height), (offset, 0), textcoords="offset points", ha=side, va="center")
-        words.set(color=INK, fontsize=8, zorder=4)
-        words.set_bbox({"color": "white", "alpha": 0.75, "pad": 1, "linewidth": 0})
-    side = "right" if is_last else "center" if x else "left"
-    longest = max(10, round(100 / (axes.get_xlim()[1] + 1)))
-    heading = axes.annotate(shorten(name, longest), (x, 1.09), ha=side, annotation_clip=False)
-    heading.set(color=INK, fontweight="bold")
-    return scale(numbers)
-
-
-def _shorten_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, where no other ends so."""
-    ends = [path.rpartition(".")[2] for path in paths]
-    return [end if ends.count(end) == 1 else path for path, end in zip(paths, ends, strict=True)]
+def to_numbers(column: Series[Any]) -> tuple[np.ndarray, list[str]]:
+    """Numbers as they are; other values as their number among the distinct ones, which are the second result."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
+        return column.to_numpy(float), []
+    names = [str(value) for value in column]
+    distinct = sorted(set(names))
+    return np.array([distinct.index(name) for name in names], float), distinct
 
 
 def _compute_marginal_variance(forest: Any, samples: np.ndarray, column: int) -> float:

@@ -181,8 +181,8 @@ def build_trial_table(sweep: Sweep, *, has_runs: bool = False) -> Panel:
         is_best = bool(ranked) and trial is ranked[0]
         values = (format_value(trial.parameters.get(path, "")) for path in paths)
         state = (f"{trial.state.value}{copied}{reason}", TONES[trial.state])
-        facts = (f"{trial.step:,}", *values, state, *[trial.run_id] * has_runs)
-        rows.append([str(trial.number), (score, "best") if is_best else score, *facts])
+        row: list[Cell] = [str(trial.number), (score, "best") if is_best else score, f"{trial.step:,}", *values, state]
+        rows.append([*row, *[trial.run_id] * has_runs])
     return Panel(title="all trials", note="best first", header=header, rows=rows)
 
 

@@ -10,14 +10,13 @@ import { POLL_MS } from "./run_record.js";
 const say = (cell) => (Array.isArray(cell) ? cell[0] : cell);
 const read = (cell) => { const value = Number(say(cell).replace(/,/g, "").replace(/%$/, "")); return Number.isNaN(value) ? say(cell) : value; };
 
-/** A table that a click on a heading sorts; without headings names and values. */
+/** A table that a click on a heading sorts. */
 function tabulate({ title, header, rows }) {
-  if (!header.length) return facts(rows);
   const isNumber = header.map((_, index) => rows.every((row) => typeof read(row[index] ?? "-") === "number" || say(row[index] ?? "-") === "-"));
   const cell = (index) => (row) => (Array.isArray(row[index]) ? state(...row[index]) : row[index] ?? "");
   const shown = new Table(header.map((name, index) => ({ name, number: isNumber[index], value: (row) => read(row[index] ?? ""), cell: cell(index) })), { label: title });
   shown.show(rows);
-  return shown.element;
+  return shown;
 }
 
 /** Bars of counts: [[name, value, text, tone]]. */
@@ -32,7 +31,7 @@ function bars(counts) {
 
 /** Lines over one axis; grey for one of many. */
 function draw(panel) {
-  const chart = new Chart(panel.x, { logarithmic: panel.scale.includes("y") });
+  const chart = new Chart(panel.x, { logarithmic: panel.scale.includes("y"), scale: panel.scale });
   const lines = panel.lines.map(([label, xs, ys, tone], index) => ({ label, xs, ys, index: tone === "busy" ? 0 : index + 1, tone }));
   requestAnimationFrame(() => chart.draw(lines)); // once it has a width
   return chart;
@@ -41,13 +40,24 @@ function draw(panel) {
 class PanelView {
   constructor(panel) {
     this.text = JSON.stringify(panel);
+    this.rest = JSON.stringify({ ...panel, rows: [] });
     this.chart = panel.lines.length ? draw(panel) : null;
+    this.table = panel.header.length && panel.rows.length ? tabulate(panel) : null;
     const isWide = panel.rows.length > 8 || panel.header.length > 3 || panel.lines.length > 2;
     this.element = h("section", { class: `panel ${isWide ? "wide" : ""}` }, h("h2", {}, panel.title),
       panel.note ? h("p", { class: "muted" }, panel.note) : null, this.chart?.element, panel.counts.length ? bars(panel.counts) : null,
       panel.pictures.map(([name, url]) => h("figure", {}, h("img", { class: "figure", src: url, alt: `${panel.title} ${name}` }), h("figcaption", {}, name))),
-      panel.rows.length ? tabulate(panel) : null,
-      panel.commands.length ? h("pre", {}, panel.commands.join("\n")) : null);
+      this.table?.element ?? facts(panel.rows), panel.commands.length ? h("pre", {}, panel.commands.join("\n")) : null);
+  }
+
+  /** Takes a later state of the panel where only its rows are others: where one has scrolled to stays. */
+  take(panel) {
+    const text = JSON.stringify(panel);
+    if (text === this.text) return true;
+    if (!this.table || JSON.stringify({ ...panel, rows: [] }) !== this.rest) return false;
+    this.text = text;
+    this.table.show(panel.rows);
+    return true;
   }
 }
 
@@ -62,7 +72,7 @@ export async function openPanels(place, run, path) {
   const end = await poll(async () => {
     const { panels, quarantined = {}, without_credit: without = [] } = await get(`${path}/panels`);
     const before = views;
-    views = new Map(panels.map((panel) => [panel.title, before.get(panel.title)?.text === JSON.stringify(panel) ? before.get(panel.title) : new PanelView(panel)]));
+    views = new Map(panels.map((panel) => [panel.title, before.get(panel.title)?.take(panel) ? before.get(panel.title) : new PanelView(panel)]));
     for (const [title, view] of before) if (views.get(title) !== view) view.chart?.close();
     const elements = [...views.values()].map((view) => view.element); // one that is as before stays as it is
     if (elements.length !== shown.children.length || elements.some((each, place) => shown.children[place] !== each)) shown.replaceChildren(...elements);

@@ -19,7 +19,7 @@ const show = (value) => (typeof value === "string" ? value : JSON.stringify(valu
 export async function openEvents(place, run, path) {
   const { body, table: scroll } = new Rows(["after", "event", "what"], "Events"), follow = h("input", { type: "checkbox", checked: true });
   let last = -1;
-  place.replaceChildren(h("div", { class: "row", hidden: stored !== null }, h("label", {}, follow, " follow")), scroll);
+  place.replaceChildren(...(stored ? [] : [h("div", { class: "row" }, h("label", {}, follow, " follow"))]), scroll);
   return poll(async () => {
     const events = await get(`${path}/events`, { after: last });
     last = events.at(-1)?.number ?? last;
