@@ -180,7 +180,7 @@ def plot_learning_rate(result: LearningRateResult, title: str) -> bytes:
     smoothed = np.array(result.smoothed)
     highest = 1.6 * smoothed[0] - 0.6 * smoothed.min()
     lines = [
-        Line(label, result.rates, np.where(values < highest, values, np.nan))  # excludes divergence
+        Line(label, result.rates, np.where(values < highest, values, np.nan).tolist())  # excludes divergence
         for label, values in (("loss", np.array(result.losses)), ("smoothed", smoothed))
     ]
     marks = [(result.lowest, f"lowest: {result.lowest:.2g}")]
