@@ -1,6 +1,7 @@
 """What must not have become dearer, beside an earlier commit: CartPole, a segment's cost, sensors, a DDP step.
 
-    python -m benchmarks.before [--before REVISION] [--runs N] [--quick] [--only cartpole segment sensors step]
+    python -m benchmarks.before [--before REVISION] [--runs N] [--quick] [--only cartpole segment sensors step
+                                 t_maze masked catch]
 
 Each tree runs its own benchmark, in its own checkout, with the same Python; the trees take turns, process after
 process. `benchmarks.serving.before` measures small requests in the same way.
@@ -10,6 +11,8 @@ actors, the same seeds and settings on both sides; the seconds until then vary b
 number of steps. *segment*: what gateway and learner take of a processor for a step of experience, four actors
 (`benchmarks.experience`). *sensors*: the 99th percentile of an answer's latency, 1,000 sensors at 1 Hz
 (`benchmarks.stream`). *step*: a step of DDP over two ranks over the same step by hand (`benchmarks.training_step`).
+*t_maze*, *masked*, *catch*: the environment steps until a game of memory, one with allowed actions and one of pictures
+are solved with the defaults, four actors (`benchmarks.ours.small_games`).
 """
 
 from __future__ import annotations
@@ -35,6 +38,15 @@ with scratch() as folder:
     {body}
 print("said", json.dumps(value))
 """
+GAMES = ROOT / "benchmarks" / "ours" / "small_games.py"
+GAME = """from benchmarks.ours.rl import actors_of, run_of
+    env = "{env}"
+    words = ["env=" + env, "algorithm=ppo", f"learner.seed={{run}}", {words}]
+    with (
+        run_of("local", folder, words=words, target_return={target}) as (learner, address),
+        actors_of(folder, 4, ["--connect", address, "--env", env]),
+    ):
+        value = learner.ask({cap_s} + 30.0, do="solved", timeout_s={cap_s})["steps"]"""
 # The row's name, its unit, and how a tree finds the value.
 PROBES = {
     "cartpole": (
@@ -66,6 +78,21 @@ PROBES = {
         "ms",
         """from benchmarks.stream import measure_latency
     value = measure_latency(10.0 if quick else 40.0, folder)["p99"]""",
+    ),
+    "t_maze": (
+        "T-maze of length 10 with a GRU until it returns 3.5 of 4",
+        "steps",
+        GAME.format(env=f"{GAMES}:t_maze", words='"core=gru"', target=3.5, cap_s=180),
+    ),
+    "masked": (
+        "two numbers of an action, some not allowed, until 6 of 8 are right",
+        "steps",
+        GAME.format(env=f"{GAMES}:masked", words="", target=6.0, cap_s=120),
+    ),
+    "catch": (
+        "Catch in pictures of 40 by 40 until it returns 0.8",
+        "steps",
+        GAME.format(env=f"{GAMES}:catch", words="", target=0.8, cap_s=240),
     ),
     "step": (
         "step time, DDP, 2 workers, perceptron, over the step by hand",

@@ -33,11 +33,10 @@ from shoal.flows import actor_learner, loop_policy, policy_evaluation
 from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.policies_spec import PoliciesSpec
-from shoal.flows.policy_connection import ActionAnswer
+from shoal.flows.policy_connection import ActionAnswer, InferenceConnection
 from shoal.flows.policy_evaluation import EpisodePlayer, Evaluation, evaluate_policies, hold_trial
 from shoal.serve.on_ray.ownership import EndpointOwnership
 from shoal.weights import WeightSnapshot
-from waiting import wait_for
 
 SNAPSHOT = WeightSnapshot.of(7, {"w": np.zeros(1, np.float32)})
 
@@ -164,7 +163,7 @@ def test_a_probe_of_best_actions_takes_a_twentieth_of_the_time_and_gives_way_to_
         clock.now += 2.0
         outcome = outcomes.pop(0)
         if outcome is None:  # until it is cancelled
-            wait_for(lambda: connections[0][""].is_cancelled, 60.0, "the end of the probe")
+            assert connections.wait(60.0)
             raise ConnectionLost("it was cancelled")
         if isinstance(outcome, Exception):
             raise outcome
@@ -172,7 +171,7 @@ def test_a_probe_of_best_actions_takes_a_twentieth_of_the_time_and_gives_way_to_
         return outcome
 
     monkeypatch.setattr(policy_evaluation, "probe_policy", probe_policy)
-    player = EpisodePlayer(ActorLearnerSpec(), lambda *_: nullcontext([{"": SimpleNamespace(is_cancelled=False)}]))
+    player = EpisodePlayer(ActorLearnerSpec(), lambda action, candidates, cancelled: nullcontext(cancelled))
 
     def probe() -> float | None:
         assert player.probe() is None
@@ -196,6 +195,28 @@ def test_a_probe_of_best_actions_takes_a_twentieth_of_the_time_and_gives_way_to_
     clock.now += 19 * 2.0
     assert probe() == 480.0
     player.close()
+
+
+@pytest.mark.parametrize("is_on_head", [True, False])
+def test_a_run_that_is_stopped_while_its_trial_cannot_reach_the_endpoint_ends_the_trial_at_once(
+    monkeypatch: pytest.MonkeyPatch, is_on_head: bool
+) -> None:
+    has_asked = threading.Event()
+
+    def infer(connection: InferenceConnection, *inputs: object) -> ActionAnswer:
+        has_asked.set()
+        raise ConnectionLost("the endpoint did not answer")
+
+    monkeypatch.setattr(InferenceConnection, "infer", infer)
+    front = "shoal.serve.on_ray.ingress_front"
+    monkeypatch.setattr(f"{front}.is_on_head", lambda: is_on_head)
+    monkeypatch.setattr(f"{front}.call_on_head", lambda function, *arguments: function(*arguments))
+    flow = make_flow(ActorLearnerSpec(), SimpleNamespace())
+    flow._endpoint = SimpleNamespace(url="http://h")
+    trial = flow._player.start_trial("best", SNAPSHOT)
+    assert has_asked.wait(60.0)
+    flow._player.close()
+    assert isinstance(trial.exception(10.0), ConnectionLost)
 
 
 @pytest.mark.parametrize(

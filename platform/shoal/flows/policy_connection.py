@@ -10,11 +10,13 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -39,13 +41,24 @@ class ActionAnswer(NamedTuple):
     version: int
 
 
-class PolicyConnection(Protocol):
+class PolicyConnection(ABC):
     """A connection for playing episodes.
 
-    is_cancelled: set by any thread: then `insist` raises ConnectionLost
+    cancelled: set by any thread: then `insist` raises ConnectionLost
     """
 
-    is_cancelled: bool
+    cancelled = threading.Event()  # of connections that no thread cancels
+
+    @abstractmethod
+    def infer(
+        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
+    ) -> ActionAnswer:
+        """The answer to `observations` [B, *obs]; of a recurrent policy to their `states` [B, S], too: None, at the
+        beginning of the episodes, is zero. It then has the `next_state`s. Of a policy with action masks to `masks` bool
+        [B, K], too. Raises InferenceError with the endpoint's message, or ConnectionLost.
+
+        Retrying is safe: a request changes nothing. See `insist`.
+        """
 
     def insist(
         self,
@@ -54,24 +67,28 @@ class PolicyConnection(Protocol):
         states: np.ndarray | None = None,
         masks: np.ndarray | None = None,
     ) -> ActionAnswer:
-        """The answer to `observations` [B, *obs]; of a recurrent policy to their `states` [B, S], too: None, at the
-        beginning of the episodes, is zero. It then has the `next_state`s. Of a policy with action masks to `masks` bool
-        [B, K], too."""
-        ...
+        """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
+        deadline = time.monotonic() + patience_s
+        while not self.cancelled.is_set():
+            try:
+                return self.infer(observations, states, masks)
+            except (InferenceError, ConnectionLost) as error:
+                if time.monotonic() > deadline or (isinstance(error, InferenceError) and error.status != 503):
+                    raise
+            self.cancelled.wait(0.05)
+        raise ConnectionLost("the connection was cancelled")
 
+    @abstractmethod
     def close(self) -> None:
         """Release it."""
-        ...
 
 
-class InferenceConnection:
+class InferenceConnection(PolicyConnection):
     """One kept-alive connection to one model of an endpoint. Not for use by several threads.
 
     state_size: numbers in the state of a recurrent policy; 0 of others
     action:     best or sampled; None: as the endpoint acts by default
     """
-
-    is_cancelled = False
 
     def __init__(
         self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0, action: str | None = None
@@ -90,11 +107,7 @@ class InferenceConnection:
     def infer(
         self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
     ) -> ActionAnswer:
-        """Request actions for `observations` [B, *obs], as bytes, which take the endpoint and this client half the time
-        of JSON. Raises InferenceError with the endpoint's message, or ConnectionLost.
-
-        Retrying is safe: a request changes nothing. See `insist`.
-        """
+        # As bytes, which take the endpoint and this client half the time of JSON.
         inputs = {"observation": np.ascontiguousarray(observations, "<f4")}
         if self._state_size:
             zeros = np.zeros((len(observations), self._state_size))
@@ -134,24 +147,6 @@ class InferenceConnection:
             offset += arrays[output["name"]].nbytes
         return ActionAnswer(arrays, int(body["model_version"]))
 
-    def insist(
-        self,
-        observations: np.ndarray,
-        patience_s: float = PATIENCE_S,
-        states: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
-    ) -> ActionAnswer:
-        """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
-        deadline = time.monotonic() + patience_s
-        while not self.is_cancelled:
-            try:
-                return self.infer(observations, states, masks)
-            except (InferenceError, ConnectionLost) as error:
-                if time.monotonic() > deadline or (isinstance(error, InferenceError) and error.status != 503):
-                    raise
-            time.sleep(0.05)
-        raise ConnectionLost("the connection was cancelled")
-
     def close(self) -> None:
         self._connection.close()
 
@@ -166,36 +161,28 @@ class PolicyAddress(NamedTuple):
     action: str | None = None
 
 
-class RelayedConnection:
+class RelayedConnection(PolicyConnection):
     """A PolicyConnection whose requests begin in other processes, on the head say, where an endpoint on loopback is.
 
     call:    `call(function, *arguments)` returns or raises there what the function does
     address: of each process's InferenceConnection
     """
 
-    is_cancelled = False
-
     def __init__(self, call: Callable[..., Any], address: PolicyAddress) -> None:
         self._call, self._address = call, address
 
-    def insist(
-        self,
-        observations: np.ndarray,
-        patience_s: float = PATIENCE_S,
-        states: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
+    def infer(
+        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
     ) -> ActionAnswer:
-        if self.is_cancelled:
-            raise ConnectionLost("the connection was cancelled")
-        answer: ActionAnswer = self._call(_insist, self._address, observations, patience_s, states, masks)
+        answer: ActionAnswer = self._call(_infer, self._address, observations, states, masks)
         return answer
 
     def close(self) -> None:
         """The connections end with their processes."""
 
 
-def _insist(address: PolicyAddress, *arguments: Any) -> ActionAnswer:
-    return _connect_once(address).insist(*arguments)
+def _infer(address: PolicyAddress, *inputs: Any) -> ActionAnswer:
+    return _connect_once(address).infer(*inputs)
 
 
 def _connect(address: PolicyAddress) -> InferenceConnection:
@@ -213,9 +200,15 @@ def connect_policy(address: PolicyAddress, call: Callable[..., Any] | None = Non
 
 @contextmanager
 def connect_policies(
-    policies: Sequence[LoopPolicy], url: str, token: str, action: str, candidates: Sequence[WeightSnapshot] = ()
+    policies: Sequence[LoopPolicy],
+    url: str,
+    token: str,
+    action: str,
+    candidates: Sequence[WeightSnapshot] = (),
+    cancelled: threading.Event = PolicyConnection.cancelled,
 ) -> Iterator[Sequence[Mapping[str, PolicyConnection]]]:
-    """Connections to all policies at the endpoint, for such actions, when it serves the candidates."""
+    """Connections to all policies at the endpoint, for such actions, when it serves the candidates; until `cancelled`
+    is set, which ends the waiting for that, too."""
     from shoal.serve.on_ray.ingress_front import call_on_head, is_on_head  # loads Serve, as `deploy` has
 
     with ExitStack() as opened:
@@ -223,6 +216,7 @@ def connect_policies(
         def connect(policy: LoopPolicy) -> PolicyConnection:
             address = PolicyAddress(url, policy.spec.model_name, token, policy.spec.state_size, action)
             connection = connect_policy(address, None if is_on_head() else call_on_head)
+            connection.cancelled = cancelled
             opened.callback(connection.close)
             return connection
 

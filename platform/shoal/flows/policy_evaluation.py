@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,29 +98,29 @@ class EpisodePlayer:
     ) -> None:
         self._spec, self._connect = spec, connect
         self._thread = ThreadPoolExecutor(1, "episode-player")
-        self._connections: Sequence[Connections] = ()
+        self._cancelled = threading.Event()  # what is being played
         self._probe: Future[float | None] | None = None
         self._due_s = 0.0  # of the next probe
 
     def start_trial(self, action: str, snapshot: WeightSnapshot) -> Future[Evaluation]:
         """Begin a trial of this version. A probe that has not ended is given up."""
         self.cancel()
-        return self._thread.submit(self._play, hold_trial, action, [snapshot])
+        self._cancelled = cancelled = threading.Event()
+        return self._thread.submit(self._play, hold_trial, action, [snapshot], cancelled)
 
     def probe(self) -> float | None:
         """The mean return of a probe that has just ended; begin one when it is time."""
         found = None
         if self._probe is None and time.monotonic() >= self._due_s:
-            self._probe = self._thread.submit(self._run_probe)
+            self._cancelled = cancelled = threading.Event()
+            self._probe = self._thread.submit(self._run_probe, cancelled)
         elif self._probe is not None and self._probe.done():
             found, self._probe = self._probe.result(), None
         return found
 
     def cancel(self) -> None:
         """Let what is being played raise ConnectionLost. Does not wait."""
-        for each in self._connections:
-            for connection in each.values():
-                connection.is_cancelled = True
+        self._cancelled.set()
 
     def close(self) -> None:
         """End without waiting. Idempotent."""
@@ -127,13 +128,13 @@ class EpisodePlayer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _play(self, play: Callable[..., Evaluation], *setting: Any) -> Evaluation:
-        with self._connect(*setting) as self._connections:
-            return play(self._connections, self._spec)
+        with self._connect(*setting) as connections:
+            return play(connections, self._spec)
 
-    def _run_probe(self) -> float | None:
+    def _run_probe(self, cancelled: threading.Event) -> float | None:
         began_s = time.monotonic()
         try:
-            return self._play(probe_policy, "best").mean_return
+            return self._play(probe_policy, "best", (), cancelled).mean_return
         except Exception:  # noqa: BLE001 - as while a replica restarts: no probe ends the run, and the next may succeed
             return None
         finally:

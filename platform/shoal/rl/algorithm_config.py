@@ -37,6 +37,7 @@ class AlgorithmConfig(Spec):
     action_spaces: gymnasium's names of the spaces that it can act in
     is_off_policy: learns from experience of any age: `gateway.max_version_lag` does not apply
     changeable:    fields that a learner can change while it learns, as populations do; () where it cannot
+    search_space:  fields that `shoal sweep` searches unless it is given a space, each with the word of its distribution
     segment_length: environment steps in a segment, at most, unless the run's `segment_length` is given
     batch_steps:   environment steps in a batch, at least, unless `learner.batch_steps` is given
     batch_growth:  at most so many times as many, when the learner has fallen behind
@@ -55,6 +56,7 @@ class AlgorithmConfig(Spec):
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "Box", "MultiDiscrete", "MultiBinary")
     is_off_policy: ClassVar[bool] = False
     changeable: ClassVar[tuple[str, ...]] = ()
+    search_space: ClassVar[Mapping[str, str]] = {}
     segment_length: ClassVar[int] = 256
     batch_steps: ClassVar[int] = 2048
     batch_growth: ClassVar[int] = 2
@@ -140,6 +142,13 @@ class ActorCriticConfig(AlgorithmConfig):
         *("discount", "lambda_", "learning_rate", "epochs", "minibatch_steps", "clip"),
         *("value_cost", "entropy_cost", "entropy_half_steps", "rho_bar", "max_grad_norm"),
     )
+    search_space: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "log(3e-4,4e-3)",
+        "epochs": "choice(4,10,20)",
+        "entropy_cost": "choice(0,0.003,0.01,0.03)",
+        "discount": "choice(0.98,0.99,0.995,0.999)",
+        "lambda_": "choice(0.9,0.95,0.98)",
+    }
     batch_steps: ClassVar[int] = 1024
     batch_growth: ClassVar[int] = 4  # of hundreds of actors, so that experience is few versions old
     updates_between_trials: ClassVar[int] = 200  # those of ten batches

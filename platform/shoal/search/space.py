@@ -20,7 +20,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -93,6 +93,11 @@ class Interval:
             moved = value + (1 if factor > 1 else -1)
         return self._clip(moved)
 
+    def include(self, value: object) -> Interval:
+        """This, or as much wider as it has to be to have the value."""
+        assert isinstance(value, int | float)
+        return replace(self, low=min(self.low, value), high=max(self.high, value))
+
     @property
     def ends(self) -> tuple[float, float]:
         """The least and the greatest value."""
@@ -154,6 +159,10 @@ class Options:
         ordered = sorted(self.options, key=lambda each: float(str(each)))
         index = ordered.index(value) + (1 if factor > 1 else -1)
         return ordered[min(max(index, 0), len(ordered) - 1)]
+
+    def include(self, value: object) -> Options:
+        """This, or with the value as a further option."""
+        return self if value in self.options else Options((*self.options, value))
 
     def __str__(self) -> str:
         return f"choice({','.join(json.dumps(each) for each in self.options)})"

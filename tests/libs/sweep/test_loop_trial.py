@@ -21,6 +21,7 @@ from shoal.libs.sweep.spec import SweepSpec, check_sweep, sweep_from_overrides
 from shoal.libs.sweep.trial import TrialReport
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status
+from shoal.search.space import SearchSpace
 
 JOB = f"{Path(__file__).parents[2] / 'sign_job.py'}"
 RATE, STOP = "algorithm.learning_rate=log(1e-4,1e-1)", "stop.steps=4000"
@@ -55,10 +56,72 @@ def test_a_job_of_the_loop_is_a_sweep_of_it() -> None:
     assert [each.number for each in plan_trials(spec, ())] == [0, 1, 2, 3]
 
 
+DEFAULTS = """
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+def spec():
+    return ActorLearnerSpec()
+"""
+
+
+@pytest.mark.parametrize("name", ["impala", "ppo", "dqn", "r2d2", "sac"])
+def test_without_a_distribution_an_algorithms_own_space_is_searched_from_its_defaults_on(
+    name: str, tmp_path: Path
+) -> None:
+    (job := tmp_path / f"{name}_job.py").write_text(DEFAULTS)
+    spec = sweep_from_overrides(make_overrides(str(job), (f"algorithm={name}", STOP)))
+    assert spec.loop is not None
+    config = spec.loop.algorithm
+    words = {f"algorithm.{field}": word for field, word in config.search_space.items()}
+    assert len(words) > 3
+    assert spec.search_space == SearchSpace.parse(words), "each has the default in it"
+    assert spec.first == {path: getattr(config, path.removeprefix("algorithm.")) for path in words}
+    first, second, *_ = plan_trials(spec, ())
+    assert first.parameters == spec.first
+    assert second.parameters.keys() == spec.first.keys()
+    assert spec.make_loop_spec(first.parameters) == spec.loop
+    assert spec == SweepSpec.from_yaml(spec.to_yaml())
+    if name in ("impala", "ppo"):  # which fit the game
+        check_sweep(spec)
+
+
+def test_fields_that_are_set_are_not_searched_and_a_distribution_replaces_an_algorithms_own_space() -> None:
+    spec = spec_of("algorithm.discount=0.999", "hidden=[8]", STOP)
+    assert "algorithm.discount" not in spec.space
+    assert "algorithm.lambda_" in spec.space
+    assert [*spec_of("algorithm.clip=uniform(0.1,0.3)", STOP).space] == ["algorithm.clip"]
+    given = spec_of("algorithm.clip=uniform(0.1,0.3)", STOP, first="{algorithm.clip: 0.2}")
+    assert plan_trials(given, ())[0].parameters == {"algorithm.clip": 0.2}
+
+
+OWN = """
+from typing import ClassVar, Literal
+from shoal.extend import AlgorithmConfig
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
+class OwnConfig(AlgorithmConfig):
+    name: Literal["OWN"] = "OWN"
+    pace: float = 0.5
+    depth: int = 7
+    search_space: ClassVar = {"pace": "log(0.01,0.1)", "depth": "choice(1,2)"}
+def spec():
+    return ActorLearnerSpec(env="sign_game:SignGame", algorithm={"name": "OWN"})
+"""
+
+
+def test_a_users_algorithm_has_a_space_of_its_own_which_is_widened_to_its_default(tmp_path: Path) -> None:
+    (job := tmp_path / "own_job.py").write_text(OWN.replace("OWN", f"{tmp_path}/own_job.py:OwnConfig"))
+    spec = sweep_from_overrides(make_overrides(str(job), (STOP,)))
+    assert spec.space == {"algorithm.pace": "log(0.01,0.5)", "algorithm.depth": "choice(1,2,7)"}
+    assert spec.first == {"algorithm.pace": 0.5, "algorithm.depth": 7}
+
+
 @pytest.mark.parametrize(
     ("words", "fields", "problem"),
     [
         ((RATE,), {}, "nothing says when to end a trial"),
+        ((), {}, "nothing says when to end a trial"),
+        ((RATE, STOP), {"first": "{algorithm.learning_rate: 0.5}"}, "no value of each field"),
+        ((RATE, STOP), {"first": "{algorithm.clip: 0.5}"}, "no value of each field"),
+        ((RATE, STOP), {"first": "{algorithm.learning_rate: -1}"}, "greater than 0"),
         ((RATE, STOP), {"search": "pbt"}, "rl_population"),
         ((RATE, STOP), {"metric": "accuracy"}, "there is mean_return"),
         ((RATE, STOP), {"direction": "min"}, "more return is better"),

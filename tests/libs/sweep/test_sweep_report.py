@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 
 import numpy as np
 import pytest
 from pandas import DataFrame, Series
 
 from shoal import runs
+from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.libs.sweep.report import build_panels, compute_importance, draw_scores
-from shoal.libs.sweep.trials import TrialLog, TrialState
+from shoal.libs.sweep.trials import SweepTrial, TrialLog, TrialState, list_best_commands
 from shoal.runs import RunKind
 
 
@@ -108,6 +111,18 @@ def test_a_sweep_has_its_trials_and_their_importance_in_the_report() -> None:
         each for each in best.commands if each.startswith("shoal run train task=mine.py:Task stop.steps=500 rate=")
     )
     assert f"{float(again.split('rate=')[1].split()[0]):.3g}" == f"{float(rate):.3g}"
+
+
+def test_the_best_trial_of_a_loop_is_run_again_by_words_that_its_job_takes() -> None:
+    loop = {"recipe": "actor_learner", "actors": 3, "stop": {"steps": 9}, "env": "Acrobot-v1", "model_name": "mine"}
+    with runs.create("sweep", f"loop: {json.dumps(loop)}", "one", kind=RunKind.SWEEP) as run:
+        record_sweep(run, 3)
+    trial = SweepTrial(0, "one-000", {"algorithm.learning_rate": 0.01})
+    *_, again = list_best_commands(runs.load("one"), trial)
+    command, _, words = again.partition(" --actors 3 ")
+    assert command == "shoal run actor_learner"
+    spec = ActorLearnerSpec().override(shlex.split(words))
+    assert (spec.env, spec.model_name, spec.algorithm.learning_rate) == ("Acrobot-v1", "mine", 0.01)
 
 
 def test_a_sweep_of_few_trials_says_what_importance_needs() -> None:

@@ -270,8 +270,8 @@ def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch:
         def __init__(self, *setting: object, state_size: int, action: str | None) -> None:
             made.append((*setting, state_size, action))
 
-        def insist(self, observations: np.ndarray, patience_s: float, states: object, masks: object) -> ActionAnswer:
-            return ActionAnswer({"action": observations}, int(patience_s))
+        def infer(self, observations: np.ndarray, states: object, masks: object) -> ActionAnswer:
+            return ActionAnswer({"action": observations}, 5)
 
     called: list[str] = []
 
@@ -283,8 +283,8 @@ def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch:
     setting = PolicyAddress("http://127.0.0.1:8000", "cartpole", "token", 0, "sampled")
     connection = connect_policy(setting, call)
     assert made == []
-    for version in (5.0, 7.0):
-        assert connection.insist(np.zeros((1, 4)), version).version == version
+    for _ in range(2):
+        assert connection.insist(np.zeros((1, 4))).version == 5
     connection.close()
     assert made == [setting], "a process keeps its connection"
     assert len(called) == 2

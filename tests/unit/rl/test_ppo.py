@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 
 from rl_setting import EXPERIENCE, random_batch
 from shoal.models.action_distribution import Categorical
@@ -15,7 +16,8 @@ from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.algorithms.ppo import PPOTargets, ppo_loss
 from shoal.rl.algorithms.segments import compute_moments, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.spec import RLSpec, policy_spec
+from shoal.rl.learner_group import BatchShare, LearnerGroup
+from shoal.rl.spec import RLSpec, experience_spec, policy_spec
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 SPEC = RLSpec(hidden=(8,), algorithm={"name": "ppo"})
@@ -181,6 +183,31 @@ def test_the_entropy_counts_less_and_less() -> None:
     list(other.update(random_batch(1, [64])))
     assert other._loss_config.entropy_cost == 0.01
     assert other._targets.deviation == pytest.approx(float(other.model.value_scale))
+
+
+class Bereft(LearnerGroup):
+    """The other learner, which has died, had a segment as long as this one's."""
+
+    num_learners = 2
+
+    def _find_share(self, batch: ExperienceBatch) -> BatchShare:
+        return BatchShare(batch, np.array([True, False]), np.repeat(batch.lengths, 2))
+
+
+@pytest.mark.parametrize("words", [["algorithm=impala"], ["algorithm=ppo"], ["algorithm=ppo", "core=gru"]])
+def test_a_minibatch_whose_only_learner_has_died_says_nothing_of_the_value_targets(words: list[str]) -> None:
+    fields = [*words, "algorithm.epochs=1", "algorithm.minibatch_steps=1", "algorithm.learning_rate=1e-9"]
+    spec = SPEC.override(fields)
+    states = {"extras": {"state": np.zeros((1, spec.state_size), np.float32)}} if spec.state_size else {}
+    batch = random_batch(1, [8], rewards=np.ones(8, np.float32), **states)
+    known = []
+    for group in (LearnerGroup(), Bereft()):
+        torch.manual_seed(0)
+        learner = make_algorithm(spec, experience_spec(Box(-10, 10, (SIZE,)), Discrete(NUM_ACTIONS), spec))
+        learner.group = group
+        list(learner.update(batch))
+        known.append(vars(learner._targets))
+    assert known[1] == pytest.approx(known[0], rel=1e-4)
 
 
 def test_a_checkpoint_of_an_earlier_release_keeps_the_unit_of_its_values() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -50,6 +50,13 @@ class QLearningConfig(AlgorithmConfig):
     score_output: ClassVar[str] = "q_values"
     action_spaces: ClassVar[tuple[str, ...]] = ("Discrete",)
     is_off_policy: ClassVar[bool] = True
+    search_space: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "log(3e-4,1e-2)",
+        "discount": "choice(0.98,0.99,0.995,0.999)",
+        "num_steps": "choice(1,3,5,10)",
+        "samples_per_insert": "choice(2,4,8)",
+        "target_update_period": "choice(30,100,300)",
+    }
     batch_steps: ClassVar[int] = 256
     value_prefix: ClassVar[str] = ""  # of the network's tensors of values
 
@@ -150,6 +157,13 @@ class SACConfig(AlgorithmConfig):
     has_value_head: ClassVar[bool] = False
     action_spaces: ClassVar[tuple[str, ...]] = ("Box",)
     is_off_policy: ClassVar[bool] = True
+    search_space: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "log(3e-4,3e-3)",
+        "discount": "choice(0.98,0.99,0.995)",
+        "tau": "choice(0.005,0.01,0.02)",
+        "batch_size": "choice(128,256,512)",
+        "updates_per_step": "choice(0.5,1,2)",
+    }
     segment_length: ClassVar[int] = 32
     batch_steps: ClassVar[int] = 64
     updates_between_trials: ClassVar[int] = 1000

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.api import attachment, load_run, make_train_spec
-from shoal.libs.sweep.loop_spec import is_loop_recipe, load_loop_recipe
+from shoal.libs.sweep.loop_spec import is_loop_recipe, load_loop_recipe, make_own_space
 from shoal.libs.sweep.spec import SweepSpec, check_sweep, remove_target
-from shoal.libs.sweep.trials import Sweep, load_sweep
+from shoal.libs.sweep.trials import Sweep, list_fields, load_sweep
 from shoal.search.space import SearchSpace
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def sweep(
     task: type[Task] | Task | str | TrainSpec,
-    space: Mapping[str, Any],
+    space: Mapping[str, Any] | None = None,
     *,
     train: Mapping[str, Any] | None = None,
     register: bool = True,
@@ -26,7 +26,8 @@ def sweep(
     """Train a Task several times on a cluster, with values from a search space; register the best network.
 
     task:   as for `fit`; or a job of the loop, as `actor_learner`: then `train` has fields of `LoopTrialSpec`
-    space:  by the path of a field of TrainSpec: a word such as `log(1e-4,1e-1)`, or a list of options
+    space:  by the path of a field of TrainSpec: a word such as `log(1e-4,1e-1)`, or a list of options; for a job of the
+            loop by default that of its algorithm, but for the fields of `train`: then the first trial has the defaults
     train:  the other fields of TrainSpec, nested ones as dicts: `{"stop": {"steps": 500}}`
     fields: of SweepSpec: `trials=20`, `search="optuna"`, `scheduler="asha"`, `gpus_per_trial=0.25`,
             `metric="accuracy"`, `seed=0`
@@ -39,14 +40,18 @@ def sweep(
         result = shoal.sweep("lenet", space, trials=8, train={"stop": {"steps": 200}})
     """
     if isinstance(task, str) and is_loop_recipe(task):
-        trial: dict[str, Any] = {"loop": load_loop_recipe(task).update(train or {}).model_dump()}
+        loop = load_loop_recipe(task).update(train or {})
+        trial = {"loop": loop.model_dump()}
+        if space is None:
+            trial |= make_own_space(loop, dict(list_fields(train or {})))
     else:
         base = make_train_spec(task, train or {})
         if isinstance(task, str) and "target" not in (train or {}).get("stop", {}):
             base = remove_target(base)
         trial = {"train": base.model_dump()}
-    words = SearchSpace.parse(space).describe()
-    spec = SweepSpec.parse({**trial, "space": words, "registers": register, **fields})
+    if space is not None:
+        trial["space"] = SearchSpace.parse(space).describe()
+    spec = SweepSpec.parse({**trial, "registers": register, **fields})
     checked = check_sweep(spec)
     attachment.acquire()
     try:

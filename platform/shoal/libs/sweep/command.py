@@ -40,6 +40,7 @@ examples:
   shoal sweep lenet 'batch_size=choice(64,128)' 'args.dropout=uniform(0,0.5)' --scheduler asha stop.epochs=5
   shoal sweep my_task.py:MyTask 'optimizer.weight_decay=log(1e-6,1e-2)' --search optuna --gpus-per-trial 0.25
   shoal sweep actor_learner 'algorithm.learning_rate=log(1e-4,1e-2)' --trials 8 --actors 2 stop.steps=50000
+  shoal sweep actor_learner env=CartPole-v1 algorithm=impala stop.steps=50000
   shoal sweep --resume 20261120-064501-3f2a"""
 )
 @click.argument("task", required=False, callback=lambda c, p, task: strip_task_key(c, p, task or ""))
@@ -82,6 +83,9 @@ def sweep(
 
     A word whose value is a distribution is searched: uniform(LOW,HIGH), log(LOW,HIGH), int(LOW,HIGH),
     logint(LOW,HIGH) or choice(A,B,...). Another word sets a field of every trial, as for `shoal run train`.
+
+    Without a distribution, a job of the loop searches its algorithm's own space, but for the fields that are set; the
+    first trial has the defaults.
     """
     if options["retry_failed"] and not resume:
         raise ConfigError("retry_failed", True, "is for a sweep that goes on", "give --resume RUN")
@@ -111,5 +115,7 @@ def make_overrides(task: str, overrides: tuple[str, ...], actors: int | None = N
     searched = [override for override in overrides if _DISTRIBUTION.fullmatch(override.partition("=")[2])]
     fixed = [f"{prefix}{override}" for override in overrides if override not in searched]
     fixed += [f"loop.actors={actors}"] if actors else []
-    space = json.dumps(SearchSpace.from_overrides(searched).describe())
-    return [format_override(f"{prefix}{source}", task), *fixed, f"space={space}"]
+    fixed.insert(0, format_override(f"{prefix}{source}", task))
+    if source == "recipe" and not searched:  # its algorithm's
+        return fixed
+    return [*fixed, f"space={json.dumps(SearchSpace.from_overrides(searched).describe())}"]

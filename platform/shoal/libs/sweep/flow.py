@@ -54,7 +54,8 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
             search=spec.search,
             scheduler="asha" if spec.uses_asha else "none",
         )
-        print(f"run {recorder.id}: {spec.trials} trials of {spec.source}", flush=True)
+        over = " ".join(f"{path}={word}" for path, word in spec.search_space.describe().items())
+        print(f"run {recorder.id}: {spec.trials} trials of {spec.source} over {over}", flush=True)
         planned = plan_trials(spec, load_sweep(before).trials if before is not None else ())
         if planned:
             with needs_extra("train"):  # Ray Tune takes a second to load, which no check waits for
@@ -80,7 +81,8 @@ def run_sweep(spec: SweepSpec, job: str = JOB, checked: CheckedSweep | None = No
 def plan_trials(spec: SweepSpec, before: Iterable[SweepTrial]) -> list[PlannedTrial]:
     """The trials to run: those that an earlier attempt has left, then new ones.
 
-    The values of new ones are the same for the same seed, and missing where the search chooses them later.
+    The values of new ones are the same for the same seed, and missing where the search chooses them later; those of
+    the first one are `spec.first`.
     """
     known = {each.number: each for each in before}
     space, is_chosen_later = spec.search_space, spec.search in ("optuna", "bohb")
@@ -89,7 +91,7 @@ def plan_trials(spec: SweepSpec, before: Iterable[SweepTrial]) -> list[PlannedTr
     for number in range(spec.trials):
         if number not in known:
             values = {} if is_chosen_later else space.sample(np.random.default_rng([spec.seed, number]))
-            planned.append(PlannedTrial(number, values))
+            planned.append(PlannedTrial(number, spec.first or values if number == 0 else values))
     return planned
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import Field
@@ -61,6 +62,15 @@ class LoopTrialSpec(RLSpec):
     reports: int = Field(default=20, ge=1)
     model_name: str = "policy"
     aliases: AliasNames | None = None
+
+
+def make_own_space(loop: LoopTrialSpec, fixed: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The `space` of a sweep that is given none, that of its algorithm without the `fixed` paths, and the `first`
+    trial's values, which are those of `loop`. Raises ConfigError where nothing is left to search."""
+    words = {f"algorithm.{name}": word for name, word in loop.algorithm.search_space.items()}
+    space = SearchSpace.parse({path: word for path, word in words.items() if path not in fixed})
+    first = {path: getattr(loop.algorithm, path.partition(".")[2]) for path in space}
+    return {"space": {path: str(each.include(first[path])) for path, each in space.items()}, "first": first}
 
 
 def is_loop_recipe(task: str) -> bool:

@@ -31,6 +31,7 @@ from shoal.libs.sweep.loop_spec import (
     LoopTrialSpec,
     check_loop,
     load_loop_recipe,
+    make_own_space,
     require_loop_fields,
     require_loop_search,
 )
@@ -79,7 +80,10 @@ class SweepSpec(Spec):
 
     train:          every trial, but for the fields of `space`
     loop:           the same, where each trial is a run of the loop; None: each trains a Task
-    space:          a path of a field of `train` or `loop`, and the word of its distribution: `log(1e-4,1e-1)`
+    space:          a path of a field of `train` or `loop`, and the word of its distribution: `log(1e-4,1e-1)`; with
+                    `loop` by default that of its algorithm, but for the fields that are given
+    first:          values of the first trial, one for each path of `space`; {}: the search chooses them. Where `space`
+                    is the algorithm's, by default those of `loop`
     metric:         of an evaluation, which the sweep optimises; "": `stop.target`'s, or the first that is not the loss
     scheduler:      which trials end early; auto: asha with search=bohb, else none
     cpus_per_trial: of a trial of one worker; a trial of several takes one for each of them
@@ -100,6 +104,7 @@ class SweepSpec(Spec):
     train: TrainSpec = TrainSpec()
     loop: LoopTrialSpec | None = None
     space: dict[str, Any] = Field(default_factory=dict)
+    first: dict[str, Any] = Field(default_factory=dict)
     trials: int = Field(default=10, ge=1)
     search: Search = "random"
     scheduler: Scheduler = "auto"
@@ -186,10 +191,10 @@ def sweep_from_overrides(overrides: list[str]) -> SweepSpec:
         return SweepSpec.from_record(record.spec).model_copy(update={"retry_failed": False}).override(overrides)
     if recipe := last_override(overrides, f"{_LOOP}recipe"):
         others = [override for override in overrides if not override.startswith(_LOOP)]
-        loop = load_loop_recipe(recipe).override(
-            override.removeprefix(_LOOP) for override in overrides if override.startswith(_LOOP)
-        )
-        return SweepSpec(loop=loop).override(others)
+        of_loop = [override.removeprefix(_LOOP) for override in overrides if override.startswith(_LOOP)]
+        loop = load_loop_recipe(recipe).override(of_loop)
+        spec = SweepSpec(loop=loop).override(others)
+        return spec if spec.space else spec.update(make_own_space(loop, {each.partition("=")[0] for each in of_loop}))
     start = "train."
     of_train = [override.removeprefix(start) for override in overrides if override.startswith(start)]
     train = spec_from_overrides(of_train)
@@ -252,6 +257,10 @@ def _require_fields(spec: SweepSpec, space: SearchSpace) -> None:
             values = [distribution.from_unit(0.0), distribution.from_unit(1.0)]
         for value in values:
             spec.validate_values({path: value})
+    spec.validate_values(first := spec.first)
+    has_all = first.keys() == space.keys()
+    if first and not (has_all and all(each.include(first[path]) == each for path, each in space.items())):
+        raise ConfigError("first", str(first), "is no value of each field of the space", "give one of each, or none")
 
 
 def _require_search(spec: SweepSpec, space: SearchSpace) -> None:

@@ -28,10 +28,13 @@ from shoal.extend.runs import (
     format_number,
     format_value,
 )
+from shoal.libs.sweep.loop_spec import LoopTrialSpec
 
 SWEEPING = "sweeping"
 _COPIED, _ENDED = "trial_copied", "trial_ended"
 _STEP, _PROGRESS = "step", "progress"
+_OF_TRIAL = ("stop.steps", "stop.wall_s", "reports")  # and no words of the job of the loop
+_OF_JOB = {"model_name": "endpoint.name"}
 History = list[tuple[float, float]]  # of the evaluations of a trial: the finished share of its steps, and the score
 
 
@@ -191,19 +194,24 @@ def list_best_commands(run: Run, best: SweepTrial) -> list[str]:
     again."""
     models = [f"shoal serve deploy {each.name}@{each.version}" for each in run.models().itertuples()]
     fields = yaml.safe_load(run.spec) or {}
-    words = dict(_list_fields(fields.get("loop") or fields.get("train") or {})) | best.parameters
-    recipe = words.pop("recipe", "train")
+    loop = fields.get("loop")
+    words = dict(list_fields(loop or fields.get("train") or {})) | best.parameters
+    command = ["shoal", "run", words.pop("recipe", "train")]
+    if loop:  # a run of the job, which a trial is not
+        command += ["--actors", str(words.pop("actors", LoopTrialSpec().actors))]
+        words = {_OF_JOB.get(path, path): value for path, value in words.items() if path not in _OF_TRIAL}
     named = [
         format_override(path, value) if isinstance(value, str) else f"{path}={json.dumps(value)}"
         for path, value in words.items()
     ]
-    return [*models, format_masked_command(["shoal", "run", recipe, *named])]
+    return [*models, format_masked_command([*command, *named])]
 
 
-def _list_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested fields by their paths."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            yield from _list_fields(value, f"{prefix}{name}.")
+            yield from list_fields(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -83,11 +83,12 @@ class ActorCriticAlgorithm(Algorithm):
             "learner/rho_clip_fraction": losses.rho_clip_fraction,
             "learner/kl": losses.kl,
             **dict(zip(MOMENTS, losses.moments, strict=True)),
+            "steps": losses.total.new_tensor(num_mine / num_steps),  # 0 in sum, if those who have them have died
         }
         sums = group.sum_gradients(self._parameters, metrics, num_mine, num_steps)
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         error, squared_error, target, squared_target = (sums.pop(each) for each in MOMENTS)
-        self._newest_targets = num_steps, target, squared_target
+        self._newest_targets = round(num_steps * sums.pop("steps")), target, squared_target
         explained = explain_variance(error, squared_error, target, squared_target)
         sums |= {"learner/explained_variance": explained, "learner/grad_norm": grad_norm.item()}
         return {**sums, **(shown or {})}

@@ -82,7 +82,7 @@ class TargetMoments:
 
     def add(self, num_steps: int, mean: float, square: float) -> None:
         """Take the moments of further targets; of much larger ones as if they were LARGER times as large."""
-        if self.is_fixed:
+        if self.is_fixed or not num_steps:
             return
         if self.num_steps and square > (limit := LARGER**2 * self.square) > 0:
             mean *= math.sqrt(limit / square)
