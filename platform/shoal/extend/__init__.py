@@ -8,7 +8,7 @@
 | `Tracker`                            | `track=my_tracker.py:MyTracker`                 | `shoal.trackers`       |
 | `shoal.sources.StreamSource`         | `shoal.Data(train=MySource())`                  |                        |
 | `RunFlow`: a kind of run             | `shoal run my_run.py`                           |                        |
-| `ReportPanels` of a kind of run      | `shoal report`                                  | `shoal.report_panels`  |
+| `RunPanels` of a kind of run         | `shoal report`, `shoal console`                 | `shoal.panels`         |
 | `Estimator`, of a step's cost        | `shoal inspect`, the predicted cost of a run    | `shoal.estimators`     |
 | `data.FileDataset`                   | `shoal.data.formats`                            | `shoal.data_formats`   |
 | `Library`: verbs and displays        | `shoal VERB`                                    | `shoal.libraries`      |
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shoal.rl.local_loop import LocalLoop
     from shoal.rl.spec import RLSpec, experience_spec
     from shoal.runs import RunKind, RunRecorder
-    from shoal.runs.report import ReportPanels, Section
+    from shoal.runs.panels import Panel, RunPanels
     from shoal.runs.run_reader import MetricValue, Run
     from shoal.runs.tracker import Tracker
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         QUANTITIES,
         CostTable,
         PlacementRow,
+        build_cost_panel,
         combine_ranks,
         format_quantity,
         relative_error,

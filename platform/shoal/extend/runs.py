@@ -14,26 +14,19 @@ if TYPE_CHECKING:
         read_newest,
         sample_curves,
         summarize_metrics,
+        thin,
     )
     from shoal.runs.event_messages import NO_CHECKPOINT, WAITING, format_warning
     from shoal.runs.figures import (
         COLOURS,
         INK,
-        LINE,
-        MARK,
-        MAX_HEADING_LENGTH,
         MUTED,
         RULE,
-        WIDTH_INCHES,
-        add_heading,
+        draw_panels,
         is_logarithmic,
-        make_figure,
-        mark_moment,
-        to_numbers,
         to_png,
         to_svg,
         truncate_middle,
-        use_integer_ticks,
     )
     from shoal.runs.formatting import (
         format_duration,
@@ -46,6 +39,18 @@ if TYPE_CHECKING:
     )
     from shoal.runs.json_lines import LogFormat
     from shoal.runs.output_files import list_outputs, read_output
+    from shoal.runs.panels import (
+        HIDDEN,
+        PANELS,
+        Cell,
+        Count,
+        Line,
+        Panel,
+        RunPanels,
+        encode_picture,
+        find_logarithmic,
+        list_counts,
+    )
     from shoal.runs.record.metric_mirror import LogEntry, MetricMirror
     from shoal.runs.record.opening import make_run_id
     from shoal.runs.record.provenance import (
@@ -57,11 +62,11 @@ if TYPE_CHECKING:
     )
     from shoal.runs.record.removal import TRIAL_STARTED, remove_runs
     from shoal.runs.record.serialization import escape_text
-    from shoal.runs.report import PANELS, ReportPanels, Section, build_ranked_table, find_logarithmic
     from shoal.runs.run_reader import (
         MEAN_RETURN,
         RETURNS,
         VALIDATION,
+        EventRecord,
         MetricValue,
         infer_direction,
         is_higher_better,

@@ -25,7 +25,7 @@ class Library:
     displays:   by the kind of a run: the module that draws it live: its `make_view` returns a `RunView`
                 (see `shoal.cli.display.run_view`)
     extensions: by a group of entry points, such as "shoal.algorithms": the `module:name` of each word that specs name;
-                in the group "shoal.report_panels" by the kind of a run: its `ReportPanels`
+                in the group "shoal.panels" by the kind of a run: its `RunPanels`
     names:      attributes of the package `shoal`: a module, or `module:name`
     heading:    of its verbs in `shoal --help`: "begin", "train", "play", "serve", "look" or "operate"
     """

@@ -19,6 +19,8 @@ from shoal.runs.run_reader import Run
 _COLUMNS = "SELECT step, name, time, value FROM metrics WHERE run = :run"
 _ROWS_AT_ONCE = 2000  # that fit into the processor's cache
 
+Columns = dict[str, list[float | None] | list[int]]
+
 
 @dataclass
 class MetricHistory:
@@ -27,6 +29,31 @@ class MetricHistory:
     steps: np.ndarray
     times: np.ndarray
     values: np.ndarray
+
+
+def thin(curve: MetricHistory, num_points: int, first: float = -math.inf, last: float = math.inf) -> Columns:
+    """Columns of at most about `num_points` points between two steps, and one beyond each: the line leaves there.
+
+    Of each part the lowest and the highest value are among them, so that no peak is lost.
+    """
+    begin, end = (int(curve.steps.searchsorted(*each)) for each in ((first, "left"), (last, "right")))
+    begin, end = max(0, begin - 1), min(len(curve.steps), end + 1)
+    chosen = np.arange(begin, end)
+    if len(chosen) > num_points:
+        chosen = begin + choose_extremes(curve.values[begin:end], num_points)
+    return {name: getattr(curve, name)[chosen].tolist() for name in ("steps", "times", "values")}
+
+
+def choose_extremes(values: np.ndarray, num_points: int) -> np.ndarray:
+    """The places of the lowest and the highest value of each of `num_points // 2` parts, and of both ends."""
+    num_parts = max(1, num_points // 2)
+    width = -(-len(values) // num_parts)
+    padded = np.pad(values, (0, -len(values) % width), mode="edge").reshape(-1, width)
+    starts = np.arange(len(padded)) * width
+    lowest = np.where(np.isnan(padded), np.inf, padded).argmin(1) + starts
+    highest = np.where(np.isnan(padded), -np.inf, padded).argmax(1) + starts
+    places = np.unique(np.concatenate([[0], lowest, highest, [len(values) - 1]]))
+    return places[places < len(values)]
 
 
 class NewestValue(NamedTuple):

@@ -1,14 +1,14 @@
-"""The style of every picture of the package (`make_figure`), and what pictures share.
+"""How panels are drawn by matplotlib, which no other module imports: a PNG, and what the charts of a page cannot draw.
 
-Called by whatever draws; no figure is one of pyplot's, so that a caller's pyplot is unchanged.
+No figure is one of pyplot's, so that a caller's pyplot is unchanged.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,15 +17,18 @@ from shoal.errors import needs_extra
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from pandas import Series
+
+    from shoal.runs.panels import Panel
 
 MAX_HEADING_LENGTH = 44  # that fits into a panel
+MIN_LINE = 3  # points: fewer are marked
+MAX_DRAWN_VALUE = 1e300  # axes extend beyond their values, and must be finite themselves
 LOG_RATIO = 50.0  # between the ends of positive numbers that are drawn over their logarithm
 
 INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 LINE, MARK = COLOURS[:2]
-WIDTH_INCHES = 10.8  # across the page
+_TONES = {"muted": RULE, "busy": LINE}
 _STYLE: dict[str, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "shoal", "font.size": 9.0, "text.parse_math": False},
     **{"figure.facecolor": "white", "figure.subplot.right": 0.985, "figure.subplot.top": 0.95},
@@ -37,25 +40,6 @@ _STYLE: dict[str, Any] = {
     **{f"{axis}tick.{field}": value for axis in "xy" for field, value in (("color", MUTED), ("minor.size", 0))},
     **{f"{axis}tick.major.{field}": value for axis in "xy" for field, value in (("size", 0), ("pad", 4))},
 }
-
-
-@contextmanager
-def make_figure(
-    size_inches: tuple[float, float], *, layout: Literal["constrained"] | None = None, **margins: float
-) -> Iterator[Figure]:
-    """An empty figure, and the style of all pictures while the body draws into it. Words are drawn as written, `$` too.
-
-    margins: of `Figure.subplots_adjust`, where there is no layout
-    """
-    with needs_extra("report"):
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=size_inches, layout=layout)
-        if layout is None:
-            figure.subplots_adjust(**margins)
-        yield figure
 
 
 def is_logarithmic(values: Sequence[float] | np.ndarray, name: str = "", named: Collection[str] | None = None) -> bool:
@@ -70,30 +54,51 @@ def is_logarithmic(values: Sequence[float] | np.ndarray, name: str = "", named: 
     return bool(finite.max() / finite.min() >= LOG_RATIO) if named is None else name in named
 
 
-def to_numbers(column: Series[Any]) -> tuple[np.ndarray, list[str]]:
-    """Numbers as they are; other values as their number among the distinct ones, which are the second result."""
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
-        return column.to_numpy(float), []
-    names = [str(value) for value in column]
-    distinct = sorted(set(names))
-    return np.array([distinct.index(name) for name in names], float), distinct
+def draw_panels(panels: Sequence[Panel], title: str = "", size_inches: tuple[float, float] = (5.4, 3.5)) -> Figure:
+    """The lines of panels side by side, with their marks. Words are drawn as written, `$` too. size_inches: of each"""
+    with needs_extra("report"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+    count, (width, height) = len(panels), size_inches
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width * count, height))
+        figure.subplots_adjust(left=0.1 / count, bottom=0.525 / height, top=1 - 0.63 / height, wspace=0.16)
+        for axes, panel in zip(figure.subplots(1, count, squeeze=False)[0], panels, strict=True):
+            _draw_lines(axes, panel)
+        words = truncate_middle(title, MAX_HEADING_LENGTH * count)
+        figure.text(0.985, 0.955, words, color=MUTED, ha="right")  # above the headings, in a line of its own
+    return figure
 
 
-def use_integer_ticks(axes: Axes, axis: Literal["x", "y"] = "x") -> None:
-    """Ticks at integers alone: there is no step, round or version between two."""
-    axes.locator_params(axis=axis, integer=True)
+def _draw_lines(axes: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import EngFormatter
 
-
-def add_heading(axes: Axes, text: str, most: int = MAX_HEADING_LENGTH, **options: Any) -> None:
-    """A text above the panel, shortened to what fits."""
-    axes.set_title(truncate_middle(text, most), **options)
-
-
-def mark_moment(axes: Axes, x: float, label: str) -> None:
-    """A dashed line with a label beside it."""
-    axes.axvline(x, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
-    axes.annotate(label, (x, 0.02), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
-                  textcoords="offset points", fontsize=8)  # fmt: skip
+    for number, line in enumerate(panel.lines):
+        colour = _TONES.get(line.tone, COLOURS[number % len(COLOURS)])
+        ys = [value if value is not None and abs(value) <= MAX_DRAWN_VALUE else math.nan for value in line.ys]
+        marker = "o" if line.tone == "points" or sum(map(math.isfinite, ys)) < MIN_LINE else ""
+        style = " " if line.tone == "points" else "-"
+        axes.plot(line.xs, ys, style, color=colour, label=line.label, linewidth=1.5, marker=marker, markersize=4)
+    for number, (at, label) in enumerate(panel.marks):
+        axes.axvline(at, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+        axes.annotate(label, (at, 0.02 + 0.07 * number), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
+                      textcoords="offset points", fontsize=8)  # fmt: skip
+    if len(panel.lines) > 1:
+        axes.legend()
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        low, high = axis.get_view_interval()
+        if name in panel.scale:
+            axes.set(**{f"{name}scale": "log"})
+            axis.set_major_formatter("{x:g}")
+        elif 10_000 <= max(abs(low), abs(high)) < 1e15:
+            axis.set_major_formatter(EngFormatter(sep=""))
+    if "x" not in panel.scale and not any(x % 1 for line in panel.lines for x in line.xs):
+        axes.locator_params(axis="x", integer=True)  # there is no step, round or version between two
+    axes.set_xlabel(panel.x)
+    axes.set_title(
+        truncate_middle(f"{panel.title}{f': {panel.note}' if panel.note else ''}", MAX_HEADING_LENGTH), pad=12
+    )
 
 
 def truncate_middle(text: str, most: int) -> str:

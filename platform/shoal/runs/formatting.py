@@ -110,3 +110,15 @@ def format_value(value: object, most: int = 4) -> str:
         shown = [format_value(each, most) for each in value[:most]]
         return f"[{', '.join(shown)}{f', ... ({len(value)})' if len(value) > most else ''}]"
     return format_number(value) if isinstance(value, float) else str(value)
+
+
+def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Win rates as they are shown, of each policy together: registered opponents by their names, and then the run's
+    versions in order."""
+
+    def order(name: str) -> tuple[str, int, str]:
+        policy, _, version = name.rpartition(" ")
+        return policy, int(version) if version.isdigit() else -1, version
+
+    labels = {name: re.sub(r"(?:^|(?<= ))(?=\d+$)", "v", name) for name in rates}
+    return [(labels[name], rates[name]) for name in sorted(rates, key=order)]

@@ -1,68 +1,21 @@
-"""What a library may add to the report of a run, and the report of the library that draws it.
+"""The report of a run, which a library writes: it names the function in its extensions, in the group REPORTS.
 
-A library names the `ReportPanels` of its kind of run in its extensions, in the group PANELS, and the function that
-writes a report of any run in the group REPORTS. Called at the end of runs.
+Called at the end of runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-
-import yaml
 
 from shoal.errors import RunError
 from shoal.plugins.find import find_extension
 from shoal.plugins.library import collect_extensions
 from shoal.runs.run_reader import Run, load
 
-PANELS, REPORTS = "shoal.report_panels", "shoal.reports"
+REPORTS = "shoal.reports"
 PAGE = "page"  # the word of the report that runs write at their end
-MAX_ROWS = 100
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading with figures, as SVG, a table, and commands. Cells of numbers are right-aligned."""
-
-    title: str
-    note: str
-    figures: Sequence[str] = ()
-    header: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    commands: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class ReportPanels:
-    """What a kind of run adds to the report.
-
-    titles:   metric -> the title of its small plot, in display order
-    cards:    metric -> the label of its headline number, in display order
-    hidden:   prefixes of metrics that are neither drawn alone nor listed: the sections show them
-    sections: makes the sections of a run as it stands
-    """
-
-    titles: Mapping[str, str] = field(default_factory=dict)
-    cards: Mapping[str, str] = field(default_factory=dict)
-    hidden: tuple[str, ...] = ()
-    sections: Callable[[Run], Sequence[Section]] = lambda run: ()
-
-
-def build_ranked_table(title: str, note: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Section:
-    """A section of rows that are sorted, best first: the first MAX_ROWS of them. note: where all are shown."""
-    shown = f"the first {MAX_ROWS} of {len(rows):,}" if len(rows) > MAX_ROWS else note
-    return Section(title, shown, header=header, rows=rows[:MAX_ROWS])
-
-
-def find_logarithmic(spec: str) -> set[str] | None:
-    """The hyper-parameters that a recorded spec (YAML) searches over their logarithm; None if it has no space."""
-    fields = yaml.safe_load(spec)
-    space = fields.get("space") if isinstance(fields, dict) else None
-    return {path for path, word in space.items() if str(word).startswith("log")} if space else None
 
 
 def write_report(run: Run) -> Path:

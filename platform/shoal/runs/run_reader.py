@@ -80,6 +80,15 @@ class MetricValue(NamedTuple):
     value: float
 
 
+class EventRecord(NamedTuple):
+    """One event. time: Unix time in seconds"""
+
+    number: int
+    time: float
+    kind: str
+    details: dict[str, Any]
+
+
 def load(ref: str) -> Run:
     """The run with this id, or with a unique id that begins so, or the newest for `latest`.
 
@@ -290,9 +299,18 @@ class Run:
 
     def events(self) -> DataFrame:
         """The events, in order: columns time, kind, details (a dict)."""
-        rows = self.query("SELECT time, kind, details FROM events WHERE run = :run ORDER BY number")
-        details = [(row["time"] - self.created_at, row["kind"], json.loads(row["details"])) for row in rows]
-        return _to_frame(details, ["time", "kind", "details"])
+        rows = [(each.time - self.created_at, each.kind, each.details) for each in self.read_events()]
+        return _to_frame(rows, ["time", "kind", "details"])
+
+    def read_events(self, after: float = -1, most: int = -1) -> list[EventRecord]:
+        """The newest events, oldest first, whose number is greater than `after`. most: -1: all of them"""
+        rows = self.query(
+            "SELECT number, time, kind, details FROM events WHERE run = :run AND number > :after"
+            " ORDER BY number DESC LIMIT :most",
+            after=after,
+            most=most,
+        )
+        return [EventRecord(number, at, kind, json.loads(details)) for number, at, kind, details in reversed(rows)]
 
     def list_events(self, *kinds: str, since_resumed: bool = False) -> list[tuple[str, dict[str, Any]]]:
         """The events of these kinds, in order, as (kind, details); cheap enough to poll several times a second.
@@ -330,17 +348,17 @@ class Run:
         """How many versions of the weights were published."""
         return int(self.query("SELECT count(*) FROM versions WHERE run = :run")[0][0])
 
-    def versions(self, every: int = 1) -> DataFrame:
-        """The published weight versions: columns version, step, time, sha256.
-
-        every: only multiples of this number, plus the first and the last
-        """
-        ends = ", ".join(f"(SELECT {end}(version) FROM versions WHERE run = :run)" for end in ("min", "max"))
+    def versions(self) -> DataFrame:
+        """The published weight versions: columns version, step, time, sha256."""
         rows = self.query(
-            "SELECT version, step, time - :created_at, sha256 FROM versions"
-            f" WHERE run = :run AND (version % {int(every)} = 0 OR version IN ({ends})) ORDER BY version"
+            "SELECT version, step, time - :created_at, sha256 FROM versions WHERE run = :run ORDER BY version"
         )
         return _to_frame([tuple(row) for row in rows], ["version", "step", "time", "sha256"])
+
+    def find_step(self, version: int) -> int | None:
+        """The step of a version of the weights; None if it was not published."""
+        rows = self.query("SELECT step FROM versions WHERE run = :run AND version = :version", version=version)
+        return rows[0]["step"] if rows else None
 
     def models(self) -> DataFrame:
         """The models that the run registered: columns name, version, time, aliases (a list, as the run left them)."""

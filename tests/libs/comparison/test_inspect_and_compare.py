@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,7 +17,8 @@ from click.testing import CliRunner
 from shoal import runs
 from shoal.cost import MEASURED, PREDICTED
 from shoal.errors import ConfigError, RunError
-from shoal.libs.comparison.columns import Column, build_column, plot_comparison
+from shoal.extend.runs import draw_panels
+from shoal.libs.comparison.columns import Column, build_column, build_panels
 from shoal.libs.comparison.compare import compare
 from shoal.libs.comparison.inspect import inspect
 from shoal.registry import Registry, Signature, TensorSignature
@@ -203,10 +205,6 @@ def test_metrics_are_compared_by_step_epoch_and_running_time(shoal_home: Path, m
     lines = typed(compare, "run-1", "run-2", "--csv").splitlines()
     assert lines[0] == "kind,name,run-1,run-2"
     assert "best,validation/loss,0.000123,0.25" in lines
-    page = shoal_home / "page.html"
-    typed(compare, "run-1", "run-2", "--plot", str(page))
-    assert "metrics by step" in page.read_text()
-    assert "data:image/png;base64," in page.read_text()
 
 
 def test_versions_stand_for_the_runs_that_made_them() -> None:
@@ -277,9 +275,8 @@ def columns(*logged: dict[str, float]) -> list[Column]:
 
 
 def test_no_word_of_the_picture_is_cut_or_lies_over_another() -> None:
-    compared = columns({"validation/loss": 1.0}, {"validation/loss": 2.0})
-    compared[0].values["memory_peak"] = compared[1].values["memory_peak"] = 1e6
-    figure = plot_comparison(compared, ["20261120-064501-3f2a a_job_of_a_long_name_" * 4, "$x^$"])
+    panels = build_panels(columns({"validation/loss": 1.0, "validation/error": 1.0}, {"validation/loss": 2.0}))
+    figure = draw_panels([replace(each, lines=[each.lines[0]._replace(label="$x^$"), *each.lines]) for each in panels])
     figure.draw_without_rendering()
     headings = [axes._left_title.get_window_extent() for axes in figure.axes]
     names = [text.get_window_extent() for text in figure.axes[0].get_legend().get_texts()]
@@ -289,15 +286,7 @@ def test_no_word_of_the_picture_is_cut_or_lies_over_another() -> None:
     assert not any(one.overlaps(other) for one, other in itertools.combinations(headings, 2))
 
 
-def test_what_is_not_known_of_a_run_is_no_zero() -> None:
-    compared = columns({"validation/loss": 1.0}, {"validation/loss": 2.0})
-    compared[1].values["memory_peak"] = 1e6
-    compared[0].values.pop("memory_peak", None)
-    labels = [text.get_text() for text in plot_comparison(compared, ["a", "b"]).axes[-1].texts]
-    assert labels == ["-", "976.6 KiB"]
-
-
-def test_runs_without_a_curve_have_no_axes_of_nothing() -> None:
-    (axes, *_) = plot_comparison(columns({"odd": math.nan}, {"odd": math.nan}), ["a", "b"]).axes
-    assert [text.get_text() for text in axes.texts] == ["no run has logged what it could be judged by"]
-    assert not axes.get_xticks().size
+def test_runs_without_a_curve_have_a_heading_that_says_so() -> None:
+    (panel,) = build_panels(columns({"odd": math.nan}, {"odd": math.nan}))
+    assert (panel.title, panel.lines) == ("no run has logged what it could be judged by", [])
+    draw_panels([panel])

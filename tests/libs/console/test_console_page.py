@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,17 @@ window.fetch = (path, ...more) => {{
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Of a console in this process."""
+    """Of a console of this process."""
     listening = bind("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    app = build_app(Access("token", port=port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, args=([listening],))
+    app = build_app(Access(TOKEN, port=port))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
-    thread.join()
+    thread.join(60.0)
+    listening.close()
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
 
         for token, script in (
             ("wrong", "document.getElementById('login-problem').textContent"),
-            ("token", "!login.open"),
+            (TOKEN, "!login.open"),
         ):
             browser.run(
                 "document.querySelector('#session').click(); document.querySelector('#login input').value = "
@@ -151,25 +151,9 @@ def test_pages(tmp_path: Path, address: str, recorder: runs.RunRecorder) -> None
         browser.close()
 
 
-@contextmanager
-def console() -> Iterator[str]:
-    """The address of a console of this process."""
-    listening = bind("127.0.0.1", 0)
-    port = listening.getsockname()[1]
-    app = build_app(Access(TOKEN, port=port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(60.0)
-        listening.close()
-
-
 def test_a_row_is_tried_and_a_version_promoted(
     host: Host,  # noqa: F811
+    address: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -178,48 +162,45 @@ def test_a_row_is_tried_and_a_version_promoted(
     register(aliases=["champion"], metrics={"<script>document.title='mine'</script>": 1.0})
     browser = Chromium(tmp_path / "chromium")
     try:
-        with console() as url:
-            body = f"new URLSearchParams({{token: {TOKEN!r}}})"
-            browser.call("Page.navigate", url=f"{url}/#/try/shop/table")
-            wait_for(lambda: browser.run("document.querySelectorAll('main form input').length") == 4)
+        body = f"new URLSearchParams({{token: {TOKEN!r}}})"
+        browser.call("Page.navigate", url=f"{address}/#/try/shop/table")
+        wait_for(lambda: browser.run("document.querySelectorAll('main form input').length") == 4)
+        browser.run(f"fetch('/login', {{method: 'POST', body: {body}}}).then(() => {{ window.loggedIn = true; }}); 1")
+        wait_for(lambda: browser.run("window.loggedIn"))
+        shown = "[...document.querySelectorAll('main form input')].map((each) => each.value)"
+        assert browser.run(shown) == ["71", "plus", "31.05.2025", "1024,5"]
+        fields = {"age": "72", "plan": "basic", "active": "true"}
+        for label, value in fields.items():
             browser.run(
-                f"fetch('/login', {{method: 'POST', body: {body}}}).then(() => {{ window.loggedIn = true; }}); 1"
+                f"for (const field of document.querySelectorAll('main form [aria-label={label}]'))"
+                f" {{ field.value = {json.dumps(value)}; field.dispatchEvent(new Event('input')); }}"
             )
-            wait_for(lambda: browser.run("window.loggedIn"))
-            shown = "[...document.querySelectorAll('main form input')].map((each) => each.value)"
-            assert browser.run(shown) == ["71", "plus", "31.05.2025", "1024,5"]
-            fields = {"age": "72", "plan": "basic", "active": "true"}
-            for label, value in fields.items():
-                browser.run(
-                    f"for (const field of document.querySelectorAll('main form [aria-label={label}]'))"
-                    f" {{ field.value = {json.dumps(value)}; field.dispatchEvent(new Event('input')); }}"
-                )
-            browser.run("document.querySelector('main form button[type=submit]').click()")
-            answer = "document.querySelector('main form [role=status]').textContent"
-            wait_for(lambda: "answered by version 7" in (browser.run(answer) or ""))
-            (call,) = host.models_by_name["table"].calls
-            found = {name: array[0] for name, array in call.inputs.items()}
-            sent = {"age": 72.0, "plan": b"basic", "since": 1748649600.0, "active": 1.0, "balance": 1024.5}
-            assert found == sent  # what it shows, also of fields that nobody has changed
-            wait_for(lambda: "'plan': 'basic'" in browser.run("document.querySelector('pre').textContent"))
+        browser.run("document.querySelector('main form button[type=submit]').click()")
+        answer = "document.querySelector('main form [role=status]').textContent"
+        wait_for(lambda: "answered by version 7" in (browser.run(answer) or ""))
+        (call,) = host.models_by_name["table"].calls
+        found = {name: array[0] for name, array in call.inputs.items()}
+        sent = {"age": 72.0, "plan": b"basic", "since": 1748649600.0, "active": 1.0, "balance": 1024.5}
+        assert found == sent  # what it shows, also of fields that nobody has changed
+        wait_for(lambda: "'plan': 'basic'" in browser.run("document.querySelector('pre').textContent"))
 
-            browser.run("location.hash = '#/endpoints/shop/table'; 1")
-            wait_for(lambda: browser.run("document.querySelectorAll('#model-table option').length") == 1)
-            words = browser.run("document.getElementById('model-table').textContent")
-            assert all(each in words for each in ("judged from 50 on", "no more than by chance", "8 candidate"))
-            buttons = "[...document.querySelectorAll('#model-table button')]"
-            browser.run(f"{buttons}.find((each) => each.textContent === 'Promote').click()")
-            asked = "document.querySelector('dialog[open] h2').textContent"
-            wait_for(lambda: browser.run(asked) == "Let table@1 answer all requests of table?")
-            assert not host.changes
-            browser.run("document.querySelector('dialog[open] button').click()")
-            wait_for(lambda: len(host.changes) == 1)
-            assert host.changes[0]["by"] == "administrator (console)"
+        browser.run("location.hash = '#/endpoints/shop/table'; 1")
+        wait_for(lambda: browser.run("document.querySelectorAll('#model-table option').length") == 1)
+        words = browser.run("document.getElementById('model-table').textContent")
+        assert all(each in words for each in ("judged from 50 on", "no more than by chance", "8 candidate"))
+        buttons = "[...document.querySelectorAll('#model-table button')]"
+        browser.run(f"{buttons}.find((each) => each.textContent === 'Promote').click()")
+        asked = "document.querySelector('dialog[open] h2').textContent"
+        wait_for(lambda: browser.run(asked) == "Let table@1 answer all requests of table?")
+        assert not host.changes
+        browser.run("document.querySelector('dialog[open] button').click()")
+        wait_for(lambda: len(host.changes) == 1)
+        assert host.changes[0]["by"] == "administrator (console)"
 
-            browser.run("location.hash = '#/models/table'; 1")
-            wait_for(lambda: browser.run("document.querySelectorAll('svg a').length") == 5)
-            opened = browser.run("[...document.querySelectorAll('svg a')].map((each) => each.getAttribute('href'))")
-            assert {"#/models/table/1", "#/endpoints/shop", "#/endpoints/shop/table"} <= set(opened)
-            assert browser.run("document.title") == "table · Shoal"
+        browser.run("location.hash = '#/models/table'; 1")
+        wait_for(lambda: browser.run("document.querySelectorAll('svg a').length") == 5)
+        opened = browser.run("[...document.querySelectorAll('svg a')].map((each) => each.getAttribute('href'))")
+        assert {"#/models/table/1", "#/endpoints/shop", "#/endpoints/shop/table"} <= set(opened)
+        assert browser.run("document.title") == "table · Shoal"
     finally:
         browser.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +12,16 @@ from starlette.testclient import TestClient
 
 import shoal.runs
 from shoal import runs
-from shoal.extend.runs import ReportPanels, Section
+from shoal.extend.runs import Panel, RunPanels
 from shoal.extend.serve import read_audit_log
 from shoal.home import home
-from shoal.libs.console import live, parts_api
+from shoal.libs.console import live, run_data
 from shoal.libs.console.access import Access
-from shoal.libs.console.curves import CurveCache, RunCurves, thin
+from shoal.libs.console.curves import CurveCache, RunCurves
 from shoal.libs.console.live import MAX_ANONYMOUS_STREAMS, MAX_STREAMS, RunFeed, WatchedRun
 from shoal.libs.console.server import build_app
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.runs.curves import MetricHistory
+from shoal.runs.curves import MetricHistory, thin
 from shoal.runs.record.removal import remove_runs
 
 HOST = "http://127.0.0.1:8267"
@@ -87,7 +86,7 @@ def test_an_actor_is_released_once(client: TestClient, recorder: runs.RunRecorde
     ledger.quarantine("actor-3", "claims too much")
     ledger.commit()
     ledger.close()
-    assert client.get("/api/runs/one/loop").json()["quarantined"] == {"actor-3": "claims too much"}
+    assert client.get("/api/runs/one/panels").json()["quarantined"] == {"actor-3": "claims too much"}
     assert client.post("/api/runs/one/release", json={"actor": "actor-3"}).json() == {"released": "actor-3"}
     assert "none" in client.post("/api/runs/one/release", json={"actor": "actor-3"}).json()["error"]
     assert [(each["action"], each["change"], each["result"]) for each in read_audit_log(home())] == [
@@ -194,15 +193,25 @@ def test_streams_are_bounded_and_some_are_left_for_who_has_logged_in(
     assert (answer.status_code, answer.headers["connection"]) == (503, "close")
 
 
-def test_what_a_library_adds_to_a_report_comes_as_pictures_and_tables(
+def test_what_a_library_draws_is_drawn_again_after_a_new_event(
     client: TestClient, recorder: runs.RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    section = Section("Members", "of one", ["<svg><script>alert(1)</script></svg>"], ["member"], [["<b>1</b>"]])
-    monkeypatch.setattr(parts_api, "collect_extensions", lambda _: {runs.RunKind.TRAINING: "somewhere"})
-    monkeypatch.setattr(parts_api, "load_reference", lambda _: ReportPanels(sections=lambda run: [section]))
-    (shown,) = client.get("/api/runs/one/sections").json()
-    assert base64.b64decode(shown["figures"][0]).decode() == section.figures[0]  # it is drawn as an image: no script
-    assert shown["rows"] == [["<b>1</b>"]]
+    drawn: list[Panel] = []
+
+    def draw(run: runs.Run) -> list[Panel]:
+        drawn.append(Panel(title=f"members {len(drawn)}", header=["member"], rows=[["<b>1</b>"], [("2", "best")]]))
+        return drawn[-1:]
+
+    def read() -> dict[str, object]:
+        shown = client.get("/api/runs/one/panels").json()["panels"]
+        return next(each for each in shown if each["title"].startswith("members"))
+
+    monkeypatch.setattr(run_data, "collect_extensions", lambda _: {runs.RunKind.TRAINING: "somewhere"})
+    monkeypatch.setattr(run_data, "load_reference", lambda _: RunPanels(panels=draw))
+    assert read()["rows"] == [["<b>1</b>"], [["2", "best"]]]
+    assert read()["title"] == "members 0"
+    recorder.record_event("round")
+    assert read()["title"] == "members 1"
 
 
 def test_the_cost_of_a_step_and_its_checkpoints(client: TestClient, recorder: runs.RunRecorder) -> None:
@@ -211,12 +220,11 @@ def test_the_cost_of_a_step_and_its_checkpoints(client: TestClient, recorder: ru
     recorder.flush()
     (recorder.folder / "checkpoints" / "step-000000007").mkdir(parents=True)
     (recorder.folder / "checkpoints" / "step-000000007" / "a").write_bytes(b"12345")
-    found = client.get("/api/runs/one/training").json()
-    assert (found["step_s"], found["shares"]) == (0.5, {"data": 0.25})
-    assert [(row["name"], row["measured"], row["predicted"]) for row in found["costs"]] == [
-        ("memory_peak", 1024.0, None)
-    ]
-    assert [(each["step"], each["size_bytes"]) for each in found["checkpoints"]] == [(7, 5)]
+    found = {each["title"]: each for each in client.get("/api/runs/one/panels").json()["panels"]}
+    assert found["a step"]["counts"][1] == ["waits for data", 0.25, "25.0%", ""]
+    assert found["cost and memory"]["header"] == ["", "predicted", "measured", "off by"]
+    assert found["cost and memory"]["rows"] == [["peak memory of a rank", "-", "1 KiB", "-"]]
+    assert found["checkpoints"]["rows"] == [["7", "5 B"]]
 
 
 FILMS = ("v000100-e000200-r-1.5e+06-actor-0.webp", "v000001-e000001-r22-a_b.webp")

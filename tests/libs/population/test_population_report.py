@@ -8,56 +8,17 @@ import math
 from typing import Any
 
 import pytest
-from matplotlib.collections import LineCollection
-from matplotlib.figure import Figure
-from pandas import DataFrame, Series
 from rich.console import Console
 
 from shoal import runs
 from shoal.cli.display import run_view
-from shoal.extend.runs import LINE, to_svg
-from shoal.libs.population import plots
+from shoal.extend.runs import Panel
 from shoal.libs.population.display import PopulationView, make_view
-from shoal.libs.population.plots import draw_genealogy, draw_member_metric, draw_schedules
-from shoal.libs.population.report import build_sections
+from shoal.libs.population.lineage import Lineage
+from shoal.libs.population.report import build_panels, trace_descent
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import RunKind
 from shoal.runs.run_kind import infer_kind
-
-COLUMNS = ["member", "begin", "end", "source", "rate", "depth"]
-STRETCHES = DataFrame([(0, 0, 2, None, 0.1, 1), (0, 2, 4, 1, 0.2, 2), (1, 0, 4, None, 0.3, 1)], columns=COLUMNS)
-ANCESTRY = DataFrame([(1, 0, 2, None, 0.3, 1), (0, 2, 4, 1, 0.2, 2)], columns=COLUMNS)
-
-
-def blue_lines(figure: Figure, panel: int = 0) -> list[list[list[float]]]:
-    from matplotlib.colors import to_rgba
-
-    (found,) = [
-        each
-        for each in figure.axes[panel].collections
-        if isinstance(each, LineCollection) and tuple(each.get_colors()[0]) == to_rgba(LINE)
-    ]
-    return [segment.tolist() for segment in found.get_segments()]
-
-
-def test_a_genealogy_links_copies_to_their_source() -> None:
-    figure = draw_genealogy(STRETCHES, ANCESTRY, ANCESTRY)
-    assert blue_lines(figure) == [[[0, 1], [2, 1]], [[2.5, 0], [4, 0]], [[2, 1], [2.5, 0]]]
-
-
-def test_schedules_are_drawn_for_each_hyper_parameter() -> None:
-    figure = draw_schedules(STRETCHES, ANCESTRY, ["rate", "depth"])
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["rate", "depth"]
-    assert blue_lines(figure) == [[[0, 0.3], [2, 0.3]], [[2, 0.2], [4, 0.2]], [[2, 0.3], [2, 0.2]]]
-    assert blue_lines(figure, 1)[0] == [[0, 1], [2, 1]]
-
-
-def test_the_metric_of_members_has_a_line_for_each_and_the_best() -> None:
-    scores = DataFrame({0: [0.1, 0.2], 1: [0.3, math.nan]}, index=[1, 2])
-    figure = draw_member_metric(scores, Series({1: 0.3, 2: 0.2}), "accuracy$x^$")
-    assert len(figure.axes[0].lines) == 2 + 2  # the median, too
-    assert figure.axes[0].lines[-1].get_ydata().tolist() == [0.3, 0.2]
-    assert "accuracy$x^$" in to_svg(figure)
 
 
 def record_population(run: runs.RunRecorder, rounds: list[dict[str, Any]], metric: str = "accuracy") -> None:
@@ -84,55 +45,51 @@ ROUNDS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_population_has_its_members_genealogy_and_schedules_in_the_report() -> None:
-    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
-        record_population(run, ROUNDS)
-    page = runs.write_report(runs.load("one")).read_text()
-    for told in ("Genealogy", "2 copies in 3 rounds", "the ancestors of member 1 after round 2, the best"):
-        assert told in page, told
-    assert "Schedules that were found" in page
-    assert page.count("<svg") == 5  # with the learning curve over steps and over seconds; none for single members
-    assert "member/00" not in page.split("<h2>Events")[0]
+def build(metric: str = "accuracy", spec: str = "", rounds: list[dict[str, Any]] = ROUNDS) -> list[Panel]:
+    with runs.create("population", spec, "one", kind=RunKind.POPULATION) as run:
+        record_population(run, rounds, metric)
+    return build_panels(runs.load("one"))
+
+
+def test_a_population_has_its_members_genealogy_and_schedules() -> None:
+    members, genealogy, schedule, table = build()
+    assert "2 copies in 3 rounds; in blue the ancestors of member 1 after round 2, the best" in genealogy.note
+    assert genealogy.pictures[0][1].startswith("data:image/svg+xml;base64,")
+    assert [(line.label, list(line.ys), line.tone) for line in members.lines] == [
+        ("0", [0.1, 0.4, 0.5], "muted"),
+        ("1", [0.2, 0.7, 0.6], "muted"),
+        ("2", [0.3, None, 0.55], "muted"),
+        ("the best", [0.2, 0.7, None], "busy"),
+    ]
+    assert (schedule.title, schedule.scale) == ("schedule of optimizer.learning_rate", "y")
+    assert [list(line.ys) for line in schedule.lines[2:]] == [[0.001, 0.001, 0.02], [0.01, 0.01, None]]
+    assert table.header == ["member", "accuracy", "learning rate", "copied"]
+    assert [row[0] for row in table.rows] == ["1", "2", "0"]
+    assert table.rows[0][1:3] == [("0.6", "best"), "0.01"]
+
+
+def test_a_genealogy_links_copies_to_their_source() -> None:
+    lineage = Lineage.from_events([("round", {"round": k, **each}) for k, each in enumerate(ROUNDS, start=1)])
+    assert trace_descent(lineage.trace_ancestry(0)) == ([0, 1, 1, 1, 1.5, 3, 3], [2, 2, None, 2, 0, 0, None])
 
 
 def test_the_spec_of_a_population_says_what_it_is() -> None:
     assert infer_kind(PopulationSpec(task="lenet").to_yaml()) is RunKind.POPULATION
 
 
-def test_the_scales_of_the_report_are_those_of_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[object] = []
-    draw = plots.draw_schedules
-    monkeypatch.setattr(plots, "draw_schedules", lambda *given: drawn.append(given[3]) or draw(*given))
-    space = "space: {optimizer.learning_rate: 'log(1e-3, 1)', noise: 'uniform(0,1)', width: 'logint(1,9)', act: [a, b]}"
-    with runs.create("population", space, "one", kind=RunKind.POPULATION) as run:
-        record_population(run, ROUNDS)
-    build_sections(runs.load("one"))
-    assert drawn == [{"optimizer.learning_rate", "width"}]
-
-
-def test_the_members_of_the_report_are_sorted_by_their_score() -> None:
-    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
-        record_population(run, ROUNDS)
-    table = build_sections(runs.load("one"))[-1]
-    assert table.header == ["member", "accuracy", "optimizer.learning_rate", "copied"]
-    assert [row[0] for row in table.rows] == ["1", "2", "0"]
-    assert table.rows[0] == ["1", "0.6", "0.01", "1"]
+@pytest.mark.parametrize(("space", "scale"), [("log(1e-3, 1)", "y"), ("uniform(0, 1)", "")])
+def test_the_scales_are_those_of_the_space(space: str, scale: str) -> None:
+    assert build(spec=f"space: {{optimizer.learning_rate: '{space}', act: [a, b]}}")[2].scale == scale
 
 
 def test_the_best_has_the_lowest_score_where_less_is_better() -> None:
-    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
-        record_population(run, ROUNDS, metric="loss")
-    first = build_sections(runs.load("one"))[0]
-    assert "member 0 after round 1" in first.note
+    assert "member 0 after round 1" in build("loss")[0].note
 
 
-def test_a_population_without_a_score_and_other_runs_have_no_such_sections() -> None:
-    with runs.create("population", "", "one", kind=RunKind.POPULATION) as run:
-        record_population(run, [ROUNDS[0] | {"scores": [None, None, None]}])
-    with runs.create("train", "", "two") as run:
-        run.log(1, {"train/loss": 1.0})
-    assert build_sections(runs.load("one")) == []
-    assert build_sections(runs.load("two")) == []
+def test_a_population_without_a_score_and_other_runs_have_no_such_panels() -> None:
+    assert build(rounds=[ROUNDS[0] | {"scores": [None, None, None]}]) == []
+    runs.create("train", "", "two").close()
+    assert build_panels(runs.load("two")) == []
 
 
 SETTING = {

@@ -11,9 +11,8 @@ import pytest
 from pandas import DataFrame, Series
 
 from shoal import runs
-from shoal.extend.runs import to_svg
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.libs.sweep.report import build_sections, compute_importance, draw_importance, draw_parallel_coordinates
+from shoal.libs.sweep.report import build_panels, compute_importance, draw_scores
 from shoal.libs.sweep.trials import SweepTrial, TrialLog, TrialState, list_best_commands
 from shoal.runs import RunKind
 
@@ -64,27 +63,14 @@ def test_importance_is_none_where_nothing_can_be_said() -> None:
     assert compute_importance(make_trials(20), Series(np.ones(20))) is None
 
 
-def test_parallel_coordinates_have_a_line_for_each_trial_the_best_on_top() -> None:
-    trials = make_trials(5)
-    trials.index = [3, 1, 4, 15, 9]
+def test_the_score_is_drawn_over_each_parameter() -> None:
+    trials = make_trials(5).assign(name=["sgd", "adam", "sgd", "sgd", "adam"])
     scores = Series([0.1, 0.9, math.nan, 0.5, 0.3], index=trials.index)
-    figure = draw_parallel_coordinates(trials, scores, "loss", higher_is_better=False)
-    lines = [line for line in figure.axes[0].lines if len(line.get_ydata()) == 5]
-    assert len(lines) == 5
-    assert max(lines, key=lambda line: line.get_zorder()) is lines[0]
-    assert [float(line.get_ydata()[-1]) for line in lines if line is not lines[2]] == pytest.approx([0, 1, 0.5, 0.25])
-    heights = lines[0].get_ydata()
-    log = np.log(trials["rate"].to_numpy())
-    assert float(heights[0]) == pytest.approx((log[0] - log.min()) / np.ptp(log))
-
-
-@pytest.mark.parametrize("num_trials", [1, 2])
-def test_few_trials_and_long_names_are_drawn(num_trials: int) -> None:
-    trials = make_trials(num_trials).rename(columns={"rate": "a.$x^$" * 20, "idle": "other.$x^$"})
-    scores = Series([math.nan] * num_trials)
-    assert "svg" in to_svg(draw_parallel_coordinates(trials, scores, "score"))
-    bars = DataFrame({"parameter": ["a.$x^$" * 20], "importance": [0.5], "spread": [0.1]})
-    assert "$x^$" in to_svg(draw_importance(bars))
+    rate, name, *_ = draw_scores(trials, scores, None)
+    assert (rate.title, rate.scale, name.scale, name.note) == ("score by rate", "x", "", "0: adam, 1: sgd")
+    assert list(rate.lines[0].xs) == sorted(trials["rate"])
+    assert rate.lines[0].ys[trials["rate"].argsort().tolist().index(1)] == 0.9
+    assert [each.scale for each in draw_scores(trials, scores, {"idle"})] == ["", "", "", "x"]
 
 
 def record_sweep(run: runs.RunRecorder, num_trials: int) -> None:
@@ -109,17 +95,16 @@ def test_a_sweep_has_its_trials_and_their_importance_in_the_report() -> None:
         run.record_model("mine", 3, ["champion"])
     page = runs.write_report(runs.load("one")).read_text()
     for told in (
-        "120 of 40 trials",
-        "Importance of the parameters",
-        "share of the score's variance",
+        "120 of 40",
+        "importance of the parameters",
         "one-119",
         "shoal serve deploy mine@3",
     ):
         assert told in page, told
-    assert "trial-003" not in page
-    best, *_, table = build_sections(runs.load("one"))
+    best, importance, *_, table = build_panels(runs.load("one"))
+    assert importance.counts[0].name == "rate"
     assert len(table.rows) == 120  # all of them
-    assert table.rows[0][2] in best.note
+    assert table.rows[0][1][0] in best.note
     number, rate = table.rows[0][0], table.rows[0][table.header.index("rate")]
     assert best.note.startswith(f"trial {number}, validation/accuracy")
     (again,) = (
@@ -143,13 +128,10 @@ def test_the_best_trial_of_a_loop_is_run_again_by_words_that_its_job_takes() -> 
 def test_a_sweep_of_few_trials_says_what_importance_needs() -> None:
     with runs.create("sweep", "", "one", kind=RunKind.SWEEP) as run:
         record_sweep(run, 3)
-    sections = build_sections(runs.load("one"))
-    assert [section.title for section in sections] == [
-        "Best trial",
-        "Trials",
-        "Importance of the parameters",
-        "All trials",
+    panels = build_panels(runs.load("one"))
+    assert [panel.title for panel in panels] == [
+        *("best trial", "importance of the parameters", "score by rate", "score by name", "score by is_deep"),
+        *("score by idle", "all trials"),
     ]
-    assert sections[2].note == "needs 8 trials with different scores"
-    assert sections[3].rows[-1][:2] != ["0", "interrupted"]
-    assert ["0", "interrupted"] in [row[:2] for row in sections[3].rows]
+    assert panels[1].note == "needs 8 trials with different scores"
+    assert [row[0] for row in panels[-1].rows if ("interrupted", "warn") in row] == ["0"]

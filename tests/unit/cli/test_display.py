@@ -78,7 +78,7 @@ def test_the_picture_tells_everything() -> None:
     for told in (
         *("one  learning  12 s", "return     123.4", "475", "steps/s 5,678", "steps 98,765", "episodes 432"),
         *("weights 77", "queue 13", "endpoint req/s 21", "2 connected", "actor-0 1", "actor-1 15"),
-        *("duplicate 3, stale 6", "http://h:8000", "tcp://h:5600", "a note"),
+        *("stale 6  duplicate 3", "http://h:8000", "tcp://h:5600", "a note"),
     ):
         assert told in text, (told, text)
     assert "corrupt" not in text  # what did not happen is not listed
@@ -154,7 +154,7 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
         found = json.loads(CliRunner().invoke(cluster.status, ["--json"]).output)["runs"][0]
     assert isinstance(view, LoopView)
     assert "rejected  looper malformed 1,320  one two non_finite 2" in drawn(view)
-    assert "drops     non_finite 2, shutdown 1 " in drawn(view)
+    assert "drops     non_finite 2  shutdown 1 " in drawn(view)
     assert "drops 3, rejected 1322" in view.format_plain_line()
     assert "    3 actors, 7 steps, drops: non_finite 2, shutdown 1\n" in shown  # of an earlier attempt
     assert "    rejected: looper malformed 1,320, one two non_finite 2\n" in shown

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -33,6 +33,7 @@ from shoal.rl.experience.quarantine import read_run_quarantine
 from shoal.runs import Run, list_running
 from shoal.runs.event_messages import describe_wait
 from shoal.runs.formatting import format_age, format_duration, format_size
+from shoal.runs.panels import list_counts
 from shoal.runs.record.provenance import mask_command_line
 
 NUM_JOBS_SHOWN = 10
@@ -189,38 +190,28 @@ def describe_status(cluster: ClusterHandle | None) -> dict[str, Any]:
                 "waiting": describe_wait(run.last_events(since_resumed=True)),
                 "endpoints": [asdict(endpoint) for endpoint in run.endpoints()],
                 "quarantined": read_run_quarantine(run.folder),
-                **(asdict(counts) if (counts := _read_counts(run)) is not None else {}),
+                **_read_counts(run),
             }
             for run in running
         ],
     }
 
 
-@dataclass(frozen=True)
-class _LoopCounts:
-    """Counts of a run of the loop: connected actors, environment steps, dropped segments by reason, and segments and
-    messages that were rejected by actor and reason."""
+def _read_counts(run: Run) -> dict[str, Any]:
+    """Of a run of the loop: connected actors, environment steps, drops by reason, and rejections by actor and reason.
 
-    actors: int
-    steps: int
-    drops: dict[str, int]
-    rejected: dict[str, int]
-
-
-def _read_counts(run: Run) -> _LoopCounts | None:
-    """The newest recorded ones; None before any actor has sent experience."""
+    {} before any actor has sent experience.
+    """
     metrics = run.latest(since_resumed=True)
     if "actors/connected" not in metrics:
-        return None
-    drops, rejected = (
-        {name.partition("/")[2]: int(count) for name, count in metrics.items() if name.startswith(group)}
-        for group in ("drops/", "rejected/")
-    )
-    return _LoopCounts(int(metrics["actors/connected"]), int(metrics["steps/total"]), drops, rejected)
+        return {}
+    counts = {panel.title: {each.name: int(each.value) for each in panel.counts} for panel in list_counts(metrics)}
+    actors, steps = int(metrics["actors/connected"]), int(metrics["steps/total"])
+    return {"actors": actors, "steps": steps, **{name: counts.get(name, {}) for name in ("drops", "rejected")}}
 
 
 def _format_counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda each: -each[1]) if count)
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _show_cluster(console: Console, cluster: ClusterHandle | None, offer: ClusterResources | None) -> None:
@@ -281,10 +272,10 @@ def _show_runs(console: Console, running: list[Run]) -> None:
             console.print("    waiting in the queue" if is_queued else f"    {waiting}")
         for endpoint in run.endpoints():
             console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
-        if (counts := _read_counts(run)) is not None:
-            drops = _format_counts(counts.drops) or "none"
-            console.print(f"    {counts.actors:,} actors, {counts.steps:,} steps, drops: {drops}")
-            if rejected := _format_counts(counts.rejected):
+        if counts := _read_counts(run):
+            drops = _format_counts(counts["drops"]) or "none"
+            console.print(f"    {counts['actors']:,} actors, {counts['steps']:,} steps, drops: {drops}")
+            if rejected := _format_counts(counts["rejected"]):
                 console.print(f"    rejected: {rejected}")
         for actor_id, reason in read_run_quarantine(run.folder).items():
             console.print(f"    in quarantine: {actor_id}, it {reason}")

@@ -7,6 +7,7 @@ its panels and its facts, and reads both from the run record alone. Called by th
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from shoal.cli.support.console import make_number_column, make_table
 from shoal.runs import Run
 from shoal.runs.event_messages import format_warning
 from shoal.runs.formatting import format_duration, format_number
+from shoal.runs.panels import Panel as Drawn
 
 MAX_HISTORY, MAX_BARS = 120, 40
 _BARS = "▁▂▃▄▅▆▇█"
@@ -154,6 +157,33 @@ def render_cells(cells: Iterable[tuple[str, str]]) -> Columns:
     """Names and values side by side, in several rows where the terminal is narrow."""
     texts = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in cells]
     return Columns(texts, padding=(0, 3, 0, 0))
+
+
+TONES = {"good": "green", "warn": "yellow", "bad": "red", "busy": "cyan", "muted": "dim", "best": "bold green"}
+_NUMBER = re.compile(r"-?[\d.,]+(e[-+]?\d+)?%?|-|∞|not a number|")
+
+
+def render_counts(panel: Drawn) -> Text:
+    """The counts of a panel in a line: names and values."""
+    words = [((f"{each.name} ", "dim"), (f"{each.text}  ", TONES.get(each.tone, "bold"))) for each in panel.counts]
+    note = f"{panel.note} " if panel.note else ""
+    return render_fact(panel.title, note, *(word for pair in words for word in pair))
+
+
+def render_table(panel: Drawn, max_rows: int | None = None) -> Table:
+    """The table of a panel. Numbers stand below each other."""
+    columns = []
+    for index, heading in enumerate(panel.header):
+        cells = [each[index] for each in panel.rows if index < len(each)]
+        is_number = all(_NUMBER.fullmatch(each if isinstance(each, str) else each[0]) for each in cells)
+        columns.append(make_number_column(heading) if is_number else Column(heading, overflow="fold"))
+    rows = [
+        [each if isinstance(each, str) else Text(each[0], TONES.get(each[1], "")) for each in row]
+        for row in panel.rows[:max_rows]
+    ]
+    if (num_hidden := len(panel.rows) - len(rows)) > 0:
+        rows.append(["", Text(f"and {num_hidden:,} more", "dim")])
+    return make_table(*columns, rows=rows)
 
 
 def format_or_dash(value: float) -> str:

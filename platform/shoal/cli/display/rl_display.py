@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,12 +19,14 @@ from shoal.cli.display.panels import (
     extend_history,
     format_or_dash,
     render_cells,
+    render_counts,
     render_fact,
     render_headline,
     render_line,
 )
 from shoal.runs import Run
 from shoal.runs.formatting import format_metric
+from shoal.runs.panels import Panel, list_counts
 from shoal.runs.run_kind import RunKind
 
 RETURN, BEST_RETURN = "return/mean_100", "return/best_actions"
@@ -48,6 +49,7 @@ INDICATORS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
         ("shown", "demonstration_weight"), ("shown", "demonstration_share"), ("cloning", "cloning_loss"),
         ("Q", "q_value"), ("TD error", "td_error"), ("epsilon", "epsilon"), ("temperature", "temperature"))),
 )  # fmt: skip
+SHOWN = ("actors", "won", "drops", "rejected")  # of the counts
 PLAIN_NUMBERS = (*NUMBERS[:1], NUMBERS[3], ("max lag", "lag/max"), NUMBERS[4])
 
 
@@ -68,14 +70,12 @@ class LoopView(RunView):
     spaces: str = ""
 
     @property
-    def drops(self) -> dict[str, float]:
-        """Segments of all attempts of the run by the reason of their drop, as `shoal status` has them."""
-        return {reason: count for reason, count in self.get_group("drops").items() if count}
+    def counts(self) -> dict[str, Panel]:
+        """Its counts, by what is counted, as `shoal status`, the console and the report have them."""
+        return {panel.title: panel for panel in list_counts(self.metrics)}
 
-    @property
-    def rejections(self) -> dict[str, float]:
-        """Segments and messages that were rejected, by actor and reason; most first."""
-        return dict(sorted(self.get_group("rejected").items(), key=lambda each: -each[1]))
+    def _sum(self, name: str) -> float:
+        return sum(each.value for each in self.counts[name].counts) if name in self.counts else 0.0
 
     @property
     def policies(self) -> dict[str, float]:
@@ -96,15 +96,8 @@ class LoopView(RunView):
             yield render_fact("learner", *indicators)
         if shown := self.get_group("demonstrations"):
             yield render_fact("shown", f"{shown['episodes']:,.0f} episodes, {shown['steps']:,.0f} steps")
-        if lags := self.get_group("actor_lag"):
-            yield _render_actors(self, lags)
-        if won := self.get_group("win_rate"):
-            yield render_fact("won", "  ".join(f"{name} {rate:.0%}" for name, rate in sort_opponents(won)))
-        dropped = ", ".join(f"{reason} {count:,.0f}" for reason, count in sorted(self.drops.items())) or "none"
-        yield render_fact("drops", dropped)
-        if self.rejections:
-            rejected = "  ".join(f"{name} {count:,.0f}" for name, count in self.rejections.items())
-            yield render_fact("rejected", (rejected, "red"))
+        none = Panel(title="drops", note="none")
+        yield from (render_counts(each) for name, each in ({"drops": none} | self.counts).items() if name in SHOWN)
         if self.endpoint:
             yield render_fact("endpoint", self.endpoint, ("   gateway  ", "dim"), self.gateway or "-")
         if self.websocket:
@@ -120,8 +113,8 @@ class LoopView(RunView):
             *([f"by best actions {format_or_dash(best)}"] if math.isfinite(best) else []),
             *_describe_episodes(self)[1:],
             *(f"{name} {format_or_dash(self.value(metric))}" for name, metric in PLAIN_NUMBERS),
-            f"drops {sum(self.drops.values()):.0f}",
-            *([f"rejected {sum(self.rejections.values()):.0f}"] if self.rejections else []),
+            f"drops {self._sum('drops'):.0f}",
+            *([f"rejected {rejected:.0f}"] if (rejected := self._sum("rejected")) else []),
             f"endpoint requests/s {format_or_dash(self.value('endpoint/requests_per_s'))}",
         ]
 
@@ -177,18 +170,6 @@ def describe_spaces(run: Run) -> str:
     return f"{env}, brought by {taken['actor_id']}" if taken else env
 
 
-def sort_opponents(rates: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Win rates as they are shown, of each policy together: registered opponents by their names, and then the run's
-    versions in order."""
-
-    def order(name: str) -> tuple[str, int, str]:
-        policy, _, version = name.rpartition(" ")
-        return policy, int(version) if version.isdigit() else -1, version
-
-    labels = {name: re.sub(r"(?:^|(?<= ))(?=\d+$)", "v", name) for name in rates}
-    return [(labels[name], rates[name]) for name in sorted(rates, key=order)]
-
-
 def _render_return(view: LoopView) -> RenderableType:
     if view.policies:
         each_return = render_cells((name, format_or_dash(each)) for name, each in view.policies.items())
@@ -234,13 +215,3 @@ def _lowest_return(view: LoopView) -> float:
     is_from_zero = view.target_return is None or view.target_return > 0
     lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
     return lowest if math.isfinite(lowest) else 0.0
-
-
-def _render_actors(view: LoopView, lags: Mapping[str, float]) -> Text:
-    text = render_fact("actors", f"{format_or_dash(view.value('actors/connected'))} connected, lag ")
-    for index, (name, lag) in enumerate(sorted(lags.items())):
-        style = "green" if lag <= 2 else "yellow" if lag <= 10 else "red"
-        text.append("  " if index else "")
-        text.append(f"{name} ", "dim")
-        text.append(f"{lag:.0f}", style)
-    return text

@@ -6,11 +6,9 @@ Called by `shoal compare`. Works for any run: unrecorded values are omitted from
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,21 +16,18 @@ import yaml
 
 from shoal.extend.cost import MEASURED, PREDICTED, CostTable, format_quantity
 from shoal.extend.runs import (
-    COLOURS,
     VALIDATION,
+    Line,
+    Panel,
     Run,
     RunKind,
-    add_heading,
     format_number,
     is_higher_better,
-    make_figure,
     truncate_middle,
 )
 from shoal.libs.comparison.curves import AXES, Axis, MetricCurve, build_curves, sort_names
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 _S_PER_HOUR = 3600.0
@@ -175,69 +170,25 @@ def _as_int(value: Any) -> int | None:
 
 MAX_CURVES = 3
 _DRAWN = ("train/loss", "learner/loss", "episode/success_rate")
-MAX_NAME_CHARS, MAX_METRIC_CHARS, MAX_BAR_CHARS = 44, 38, 26  # that fit into a panel's line
-_BARS = ("lived_s", "money", "memory_peak", "sent_bytes", "communication")
+MAX_NAME_CHARS = 44  # that fit into a panel's line
 
 
-def plot_comparison(columns: Sequence[Column], names: Sequence[str], by: Axis = "time") -> Figure:
-    """The curves of the headline and of other metrics, and bars of each quantity that some run knows. `names` label the
-    runs."""
-    bars = [name for name in _BARS if any(column.values.get(name) for column in columns)]
-    metrics = _choose_metrics(columns)
-    width = max(5.0 * len(metrics), 2.4 * len(bars))
-    with make_figure((width, 6.4 if bars else 3.6), layout="constrained") as figure:
-        rows = figure.subfigures(2 if bars else 1, 1, squeeze=False)[:, 0]
-        for axes, metric in zip(rows[0].subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
-            _plot_curves(axes, columns, names, metric, by)
-        places = rows[1].subplots(1, int(width / 2.4), squeeze=False)[0] if bars else ()
-        for axes, name in zip_longest(places, bars):
-            if name is None:
-                axes.remove()
-            else:
-                _plot_bars(axes, columns, name)
-    return figure
-
-
-def _choose_metrics(columns: Sequence[Column]) -> list[str]:
-    """The headline, and metrics that most runs have; "" where there is no headline."""
+def build_panels(columns: Sequence[Column], by: Axis = "time") -> list[Panel]:
+    """The curves of the headline, and of others that most runs have."""
     headline = next((column.headline[0] for column in columns if column.headline), "")
     counts = Counter(name for column in columns for name in column.curves if name != headline)
     judging = [name for name in sort_names(list(counts)) if name.startswith(VALIDATION) or name in _DRAWN]
     judging.sort(key=lambda name: -counts[name])
-    return [headline, *judging][:MAX_CURVES]
-
-
-def _plot_curves(axes: Axes, columns: Sequence[Column], names: Sequence[str], metric: str, by: Axis) -> None:
-    for index, (column, name) in enumerate(zip(columns, names, strict=True)):
-        if metric in column.curves:
-            curve = column.curves[metric]
-            order = np.argsort(curve.x, kind="stable")
-            axes.plot(curve.x[order], curve.y[order], color=COLOURS[index % len(COLOURS)], linewidth=1.6)
-            axes.lines[-1].set(label=truncate_middle(name, MAX_NAME_CHARS), marker="o" if len(curve.x) == 1 else "")
-    axes.set_xlabel(AXES[by])
-    add_heading(axes, metric, MAX_METRIC_CHARS)
-    if axes.lines:
-        axes.legend()
-    else:
-        axes.set(xticks=[], yticks=[])
-        axes.text(0.02, 0.02, "no run has logged what it could be judged by", fontsize=8, transform=axes.transAxes)
-
-
-def _plot_bars(axes: Axes, columns: Sequence[Column], name: str) -> None:
-    values = [column.values.get(name, math.nan) for column in columns]
-    places = range(len(values))
-    drawn = axes.bar(
-        places,
-        [value if math.isfinite(value) else 0.0 for value in values],
-        color=[COLOURS[index % len(COLOURS)] for index in places],
-    )
-    unit, meaning = ROWS[name]
-    labels = [format_value(value, unit) if math.isfinite(value) else "-" for value in values]
-    axes.bar_label(drawn, labels, fontsize=7.5)
-    axes.set_title(textwrap.fill(meaning, MAX_BAR_CHARS))
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.margins(y=0.12)
+    panels = []
+    for metric in [headline, *judging][:MAX_CURVES]:
+        lines = []
+        for column in columns:
+            if (curve := column.curves.get(metric)) is not None:
+                order = np.argsort(curve.x, kind="stable")
+                name = truncate_middle(f"{column.run.id} {column.run.title}", MAX_NAME_CHARS)
+                lines.append(Line(name, curve.x[order].tolist(), curve.y[order].tolist()))
+        panels.append(Panel(title=metric or "no run has logged what it could be judged by", x=AXES[by], lines=lines))
+    return panels
 
 
 def format_value(value: float, unit: str) -> str:

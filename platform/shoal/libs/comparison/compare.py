@@ -5,7 +5,6 @@ Parse, call, print: reads the run record; writes only the plot.
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from shoal.extend.train import TargetReached
     from shoal.libs.comparison.columns import Column
 
-PAGE_CHARS, MAX_ERROR_CHARS, MAX_SETTING_CHARS = 160, 60, 100
+MAX_ERROR_CHARS, MAX_SETTING_CHARS = 60, 100
 
 
 UNKNOWN = "-"
@@ -56,9 +55,7 @@ _IGNORED = ("resume",)
 @click.option("--by", type=click.Choice(["step", "epoch", "time"]), default=None, help="Default: step, if all have it.")
 @click.option("--metric", default=None, help="The metric to judge by; default: that of most of the runs.")
 @click.option("--target", default=None, metavar="METRIC=VALUE", help="Show when and at what cost it was reached.")
-@click.option(
-    "--plot", "plot", type=click.Path(path_type=Path), default=None, help="The file: a .png, or a .html page."
-)
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="The file of the picture, a .png.")
 @json_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print settings and metrics as CSV.")
 def compare(
@@ -75,12 +72,12 @@ def compare(
     Each metric has its last value, its best one, and the one at the step, epoch or time that all runs have reached. The
     run of a registered version is named by it. Time between two attempts of a run (stopped, and resumed later) is not
     counted. With --target, time and cost to a value by DAWNBench's rules: the training steps up to the evaluation in
-    which it was first met.
+    which it was first met. `shoal report RUN RUN` writes a page with their curves over each other.
 
     \b
     Examples:
       shoal compare 20261120-0645 20261120-0712
-      shoal compare lenet@1 lenet@2 --by epoch --plot lenet.html
+      shoal compare lenet@1 lenet@2 --by epoch --plot lenet.png
       shoal compare 20261120-0645 20261120-0712 --target accuracy=0.9
       shoal compare latest 20261120-0645 --metric validation/loss --json
     """
@@ -100,7 +97,7 @@ def compare(
         click.echo(_to_csv(columns, settings, metrics), nl=False)
         return
     tables = [_build_settings(columns, settings), metrics.render(columns), _build_table(columns, reached, target)]
-    path = _save_plot(columns, by, plot, tables)
+    path = _save_plot(columns, by, plot)
     if as_json:
         facts = {"runs": list(map(_to_dict, columns, reached)), "plot": str(path), "settings": settings}
         print_json({**facts, "by": by, "common_at": metrics.common_at, "metrics": metrics.to_dict()})
@@ -219,19 +216,12 @@ def _find_reached(column: Column, target: str) -> TargetReached | None:
     return find_target_reached(get_evaluations(metrics, logged), wanted, lives, column.price_per_device_hour)
 
 
-def _save_plot(columns: list[Column], by: Axis, plot: Path | None, tables: Sequence[Table]) -> Path:
-    """The picture, or a page with tables and picture."""
-    from shoal.extend.runs import to_png
-    from shoal.libs.comparison.columns import plot_comparison
+def _save_plot(columns: list[Column], by: Axis, plot: Path | None) -> Path:
+    from shoal.extend.runs import draw_panels, to_png
+    from shoal.libs.comparison.columns import build_panels
 
     path = plot or columns[0].run.folder / "comparison.png"
-    drawn = to_png(plot_comparison(columns, [f"{column.run.id} {column.run.title}" for column in columns], by))
-    if path.suffix == ".html":
-        console = Console(file=io.StringIO(), record=True, width=PAGE_CHARS, highlight=False)
-        for table in tables:
-            console.print(table, "")
-        picture = f'<img src="data:image/png;base64,{base64.b64encode(drawn).decode()}" style="max-width: 100%">'
-        drawn = console.export_html(inline_styles=True).replace("</body>", f"{picture}</body>").encode()
+    drawn = to_png(draw_panels(build_panels(columns, by)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(drawn)

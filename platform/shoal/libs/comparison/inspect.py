@@ -5,7 +5,6 @@ Parse, call, print. No Ray, no worker: fake process groups simulate a plan of ma
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from contextlib import redirect_stdout
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from shoal.config import format_override
 from shoal.errors import RunError
-from shoal.extend.cli import json_option, make_number_column, make_table, overrides_argument, print_json, strip_task_key
+from shoal.extend.cli import json_option, make_table, overrides_argument, print_json, render_table, strip_task_key
 from shoal.runs import Run, load
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def _find_run(what: str) -> Run | None:
 
 
 def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    from shoal.extend.cost import PLACEMENT_HEADINGS
+    from shoal.extend.cost import PLACEMENT_HEADINGS, build_cost_panel
     from shoal.extend.train import make_task, predict_table, spec_from_overrides
 
     with redirect_stdout(sys.stderr):  # a Task's own output is not part of the result
@@ -84,7 +83,7 @@ def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_
         return
     title = f"{reference}, {spec.resolve_dims().description}, {spec.workers} worker(s), batch of {spec.batch_size}"
     console.print(Text(title, style="bold"))
-    console.print(_build_cost_table({"predicted": table.values}))
+    console.print(render_table(build_cost_panel({"predicted": table.values})))
     _print_notes(console, table)
     if table.placement_rows:
         columns = (
@@ -95,7 +94,7 @@ def _show_task(console: Console, reference: str, overrides: tuple[str, ...], as_
 
 
 def _show_run(console: Console, run: Run, as_json: bool) -> None:
-    from shoal.extend.cost import MEASURED, PREDICTED, CostTable
+    from shoal.extend.cost import MEASURED, PREDICTED, CostTable, build_cost_panel
 
     events = run.last_events()
     if PREDICTED not in events and MEASURED not in events:
@@ -106,27 +105,10 @@ def _show_run(console: Console, run: Run, as_json: bool) -> None:
         print_json({"run": run.id, **both})
         return
     console.print(Text(f"{run.id}: predicted beside measured", style="bold"))
-    console.print(_build_cost_table({"predicted": predicted.values, "measured": measured.values}))
+    console.print(render_table(build_cost_panel({"predicted": predicted.values, "measured": measured.values})))
     if PREDICTED not in events:
         console.print("A run is predicted when it ends by itself; before that: shoal inspect TASK a.b=c", style="dim")
     _print_notes(console, predicted)
-
-
-def _build_cost_table(tables: dict[str, dict[str, float]]) -> Table:
-    from shoal.extend.cost import QUANTITIES, format_quantity, relative_error
-
-    rows = []
-    for quantity in QUANTITIES:
-        values = [each.get(quantity.name, math.nan) for each in tables.values()]
-        if not any(map(math.isfinite, values)):
-            continue
-        row = [quantity.meaning, *(format_quantity(value, quantity.unit) for value in values)]
-        if len(values) == 2:
-            missed = relative_error(*values)
-            row.append(f"{missed:+.1%}" if math.isfinite(missed) else "-")
-        rows.append(row)
-    headings = [*tables, *(["off by"] if len(tables) == 2 else [])]
-    return make_table("", *map(make_number_column, headings), rows=rows)
 
 
 def _print_notes(console: Console, table: CostTable) -> None:

@@ -1,7 +1,4 @@
-"""The curves of the runs that are looked at, in memory: read once, extended as values come, thinned to a picture.
-
-A curve keeps of each of its parts the lowest and the highest value, so that no peak is lost.
-"""
+"""The curves of the runs that are looked at, in memory: read once, extended as values come."""
 
 from __future__ import annotations
 
@@ -15,30 +12,6 @@ from shoal.extend.runs import MetricHistory, Run, read_curves, sample_curves, su
 
 MAX_RUNS = 32
 SAMPLE_STEPS = 500
-
-Columns = dict[str, list[float | None] | list[int]]
-
-
-def thin(curve: MetricHistory, num_points: int, first: float, last: float) -> Columns:
-    """Columns of at most about `num_points` points between two steps, and one beyond each: the line leaves there."""
-    begin, end = (int(curve.steps.searchsorted(*each)) for each in ((first, "left"), (last, "right")))
-    begin, end = max(0, begin - 1), min(len(curve.steps), end + 1)
-    chosen = np.arange(begin, end)
-    if len(chosen) > num_points:
-        chosen = begin + choose_extremes(curve.values[begin:end], num_points)
-    return {name: getattr(curve, name)[chosen].tolist() for name in ("steps", "times", "values")}
-
-
-def choose_extremes(values: np.ndarray, num_points: int) -> np.ndarray:
-    """The places of the lowest and the highest value of each of `num_points // 2` parts, and of both ends."""
-    num_parts = max(1, num_points // 2)
-    width = -(-len(values) // num_parts)
-    padded = np.pad(values, (0, -len(values) % width), mode="edge").reshape(-1, width)
-    starts = np.arange(len(padded)) * width
-    lowest = np.where(np.isnan(padded), np.inf, padded).argmin(1) + starts
-    highest = np.where(np.isnan(padded), -np.inf, padded).argmax(1) + starts
-    places = np.unique(np.concatenate([[0], lowest, highest, [len(values) - 1]]))
-    return places[places < len(values)]
 
 
 @dataclass

@@ -1,9 +1,13 @@
-"""The verb of this library."""
+"""The verbs of this library, and the report that runs write at their end."""
 
 from shoal.plugins.library import Library
 
 LIBRARY = Library(
     "console",
-    verbs={"console": ("shoal.libs.console.command:console", "Show runs, models and endpoints in the browser.")},
+    verbs={
+        "console": ("shoal.libs.console.command:console", "Show runs, models and endpoints in the browser."),
+        "report": ("shoal.libs.console.report:report", "Write the one-page HTML report of a run."),
+    },
+    extensions={"shoal.reports": {"page": "shoal.libs.console.report:write_page"}},
     heading="look",
 )

@@ -20,9 +20,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from shoal.errors import RunError
-from shoal.extend.runs import Run, Status, load, read_curves, summarize_metrics
+from shoal.extend.runs import Run, Status, load, read_curves, summarize_metrics, thin
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.curves import thin
 
 POLL_S, IDLE_POLL_S = 0.3, 3.0  # of a run that goes on, and of one that has ended, which may be resumed
 MAX_STREAMS, MAX_ANONYMOUS_STREAMS = 64, 48  # some are left for who has logged in
@@ -83,7 +82,7 @@ class RunFeed:
         }
         if run is not None and newer and self._step is not None:
             later = read_curves(run, after_step=self._step)
-            curves |= {name: thin(curve, MAX_POINTS, 0, float("inf")) for name, curve in later.items()}
+            curves |= {name: thin(curve, MAX_POINTS) for name, curve in later.items()}
         self._state = state
         self._times |= {name: at for name, (_, at, _) in newer.items()}
         self._step = max([-1 if self._step is None else self._step, *(step for step, _, _ in newer.values())])

@@ -1,57 +1,51 @@
-"""One run: what it is, its curves, its events, and what its processes printed."""
+"""One run: what it is, its curves, its panels, its events, what its processes printed, and who is in quarantine."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
-from collections.abc import Mapping
-from typing import Any
 
-import yaml
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.extend.runs import PANELS, Run, format_warning, list_outputs, load, read_output
-from shoal.libs.console.answers import answer_json, read_number
-from shoal.libs.console.curves import CurveCache, thin
+from shoal.extend.rl import read_run_quarantine, release_in_run
+from shoal.extend.runs import list_outputs, load, read_output, thin
+from shoal.libs.console import run_data
+from shoal.libs.console.answers import answer_json, audit, load_exactly, read_body, read_number
+from shoal.libs.console.curves import CurveCache
 from shoal.libs.console.notes import RunNote, read_notes
-from shoal.plugins.library import collect_extensions
 
-MAX_EVENTS = 500
 MAX_POINTS = 4000
 MAX_OUTPUT_BYTES = 1 << 17
 _CURVES = CurveCache()
 
 
 def describe_run(request: Request) -> Response:
-    """Everything of the record except the histories; `fields`: the spec, by the paths of its fields."""
+    """What a page shows of the run at once, and what people wrote about it."""
     run = load(request.path_params["run"])
-    named = {
-        "kind": run.kind.value,
-        "incarnation": run.incarnation,
-        "fields": read_fields(run),
-        "note": read_notes().get(run.id, RunNote()),
-        "has_sections": run.kind in collect_extensions(PANELS),
-    }
-    return answer_json({**run.to_dict(), **named})
+    return answer_json({**run_data.describe_run(run), "note": read_notes().get(run.id, RunNote())})
 
 
-def read_fields(run: Run) -> dict[str, Any]:
-    """The spec that a run was created with: the value of each field by its path, as in `learner.batch_steps`."""
-    try:
-        loaded = yaml.safe_load(run.spec)
-    except yaml.YAMLError:
-        return {}
-    return dict(_list_fields(loaded)) if isinstance(loaded, dict) else {}
+def describe_panels(request: Request) -> Response:
+    """All panels, and who is in quarantine."""
+    run = load(request.path_params["run"])
+    shortage = run.last_events(since_resumed=True).get("credit_exhausted", {}).get("actors", [])
+    quarantined = read_run_quarantine(run.folder)
+    panels = run_data.describe_panels(run)
+    return answer_json({"panels": panels, "quarantined": quarantined, "without_credit": shortage})
 
 
-def _list_fields(fields: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in fields.items():
-        path = f"{prefix}{name}"
-        found += _list_fields(value, f"{path}.") if isinstance(value, dict) and value else [(path, value)]
-    return found
+async def release(request: Request) -> Response:
+    """Release an `actor` from quarantine, as `shoal release` does."""
+    run_id, actor = request.path_params["run"], str((await read_body(request)).get("actor", ""))
+
+    def act() -> None:
+        with audit(request, "release", run=run_id, actor=actor):
+            release_in_run(load_exactly(run_id).folder, actor)
+
+    await asyncio.to_thread(act)
+    return answer_json({"released": actor})
 
 
 def read_curves(request: Request) -> Response:
@@ -70,24 +64,8 @@ def read_curves(request: Request) -> Response:
 
 
 def list_events(request: Request) -> Response:
-    """The newest events, oldest first; `message`: in words, where they report a problem. Those after a number."""
-    run, after = load(request.path_params["run"]), read_number(request, "after", -1)
-    rows = run.query(
-        "SELECT number, time, kind, details FROM events WHERE run = :run AND number > :after"
-        " ORDER BY number DESC LIMIT :most",
-        after=after,
-        most=MAX_EVENTS,
-    )
-    return answer_json([_describe_event(*row) for row in reversed(rows)])
-
-
-def _describe_event(number: int, time: float, kind: str, details: str) -> dict[str, Any]:
-    loaded = json.loads(details)
-    try:
-        message = format_warning(kind, loaded)
-    except (KeyError, TypeError, ValueError):  # an event of a user's own, of the same name
-        message = ""
-    return {"number": number, "time": time, "kind": kind, "details": loaded, "message": message}
+    """The newest events; those after a number."""
+    return answer_json(run_data.describe_events(load(request.path_params["run"]), read_number(request, "after", -1)))
 
 
 def read_log(request: Request) -> Response:
@@ -103,6 +81,8 @@ def read_log(request: Request) -> Response:
 
 ROUTES = [
     Route("/api/runs/{run}", describe_run),
+    Route("/api/runs/{run}/panels", describe_panels),
+    Route("/api/runs/{run}/release", release, methods=["POST"]),
     Route("/api/runs/{run}/curves", read_curves),
     Route("/api/runs/{run}/events", list_events),
     Route("/api/runs/{run}/log", read_log),

@@ -30,7 +30,7 @@ from shoal.extend.cli import (
     write_files,
 )
 from shoal.extend.cost import format_quantity
-from shoal.extend.runs import INK, LINE, MARK, MUTED, RULE, format_number, format_size, make_figure, to_png
+from shoal.extend.runs import Line, Panel, draw_panels, format_number, format_size, to_png
 from shoal.libs.optimise.choice import MaxDrop, find_front
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome
@@ -209,29 +209,19 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def plot_front(outcome: Outcome, request: OptimiseRequest) -> bytes:
-    """A PNG: each model as a point, the front as a line, the limit of the drop as a dashed one."""
+    """A PNG: each model as a point, the front as a line, the limit of the drop as another."""
     label, scale = _COSTS[request.cost]
     front = find_front(outcome.measured, outcome.metric, outcome.is_higher_better, request.cost)
-    points = [(each.get_cost(request.cost) * scale, each.metrics[outcome.metric]) for each in outcome.measured]
-    with make_figure((7.2, 4.2), layout="constrained") as figure:
-        title = f"{outcome.teacher.ref}: {outcome.metric} against {label.format(batch=request.batch)}"
-        figure.suptitle(title, color=INK, fontsize=10, fontweight="bold", x=0.01, ha="left")
-        axes = figure.subplots()
-        axes.grid(axis="x")
-        axes.margins(x=0.12, y=0.12)
-        axes.plot([points[each][0] for each in front], [points[each][1] for each in front], color=RULE, linewidth=1.5)
-        axes.axhline(outcome.limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
-        for position, index in enumerate(sorted(range(len(points)), key=points.__getitem__)):
-            cost, quality = points[index]
-            fits = outcome.verdicts[index].status == "within"
-            colour = MARK if index == outcome.chosen else LINE if fits else MUTED
-            axes.plot(cost, quality, "o", color=colour, markersize=8 if index == outcome.chosen else 5)
-            offset = (5, 5 - 13 * (position % 2))  # alternately above and below, since the cheapest are close
-            text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": colour}
-            axes.annotate(outcome.models[index].title, (cost, quality), offset, **text)
-        axes.set_xscale("log")
-        for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-            formatter("{x:g}")
-        axes.set_xlabel(label.format(batch=request.batch))
-        axes.set_ylabel(outcome.metric)
-    return to_png(figure)
+    costs = [each.get_cost(request.cost) * scale for each in outcome.measured]
+    scores = [each.metrics[outcome.metric] for each in outcome.measured]
+    models = [
+        Line(f"{model.title} *" if index == outcome.chosen else model.title, [costs[index]], [scores[index]])
+        for index, model in enumerate(outcome.models)
+    ]
+    lines = [
+        Line("front", [costs[each] for each in front], [scores[each] for each in front], "muted"),
+        Line("limit", [min(costs), max(costs)], [outcome.limit] * 2, "muted"),
+    ]
+    title = f"{outcome.teacher.ref}: {outcome.metric}; * is chosen"
+    x = label.format(batch=request.batch)
+    return to_png(draw_panels([Panel(title=title, x=x, scale="x", lines=[*lines, *models])], size_inches=(7.2, 4.2)))

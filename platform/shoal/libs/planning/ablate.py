@@ -45,9 +45,7 @@ from shoal.libs.planning.ablation import (
     summarise_variants,
 )
 from shoal.libs.planning.ablation import ablate as measure
-from shoal.libs.planning.plots import plot_ablation
 
-LABELS = {STEP_S: "s per step", MEMORY: "memory", PARAMETERS: "parameters"}
 JOB = "ablate"
 
 
@@ -105,9 +103,7 @@ def ablate(
         click.echo(text)
     else:
         _show(results, judged, seeds)
-    shown = [(judged, judged), *LABELS.items()]
     files = {
-        "png": plot_ablation(results, shown, f"{task}: whole, and without each part (seeds: {seeds})"),
         "csv": _to_csv(measured).encode(),
         "json": text.encode(),
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Column
 
@@ -31,10 +32,9 @@ from shoal.extend.cli import (
     to_json_value,
     write_files,
 )
-from shoal.extend.runs import format_number, format_size
+from shoal.extend.runs import Line, Panel, draw_panels, format_number, format_size, to_png
 from shoal.extend.train import Task, TrainSpec, make_task, spec_from_overrides
 from shoal.libs.planning.finders import BatchSizeResult, LearningRateResult, find_batch_size, find_learning_rate
-from shoal.libs.planning.plots import plot_batch_size, plot_learning_rate
 
 NUM_ROWS = 12
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -173,3 +173,35 @@ def _show_batch(result: BatchSizeResult) -> None:
     if result.is_limited:
         bound = f"that fits into {format_size(result.limit_bytes)}"
     click.echo(f"Largest {bound}: batch_size={result.largest}. Most samples per second: batch_size={result.fastest}")
+
+
+def plot_learning_rate(result: LearningRateResult, title: str) -> bytes:
+    """A PNG: the loss over the rate, with the suggested rate and the range that is too high."""
+    smoothed = np.array(result.smoothed)
+    highest = 1.6 * smoothed[0] - 0.6 * smoothed.min()
+    lines = [
+        Line(label, result.rates, np.where(values < highest, values, np.nan).tolist())  # excludes divergence
+        for label, values in (("loss", np.array(result.losses)), ("smoothed", smoothed))
+    ]
+    marks = [(result.lowest, f"lowest: {result.lowest:.2g}")]
+    if result.suggestion is not None:
+        marks.append((result.suggestion, f"steepest: {result.suggestion:.2g}"))
+    panel = Panel(title="loss", x="learning rate", scale="x", lines=lines, marks=marks)
+    return to_png(draw_panels([panel], title))
+
+
+def plot_batch_size(result: BatchSizeResult, title: str) -> bytes:
+    """A PNG: speed and memory over the batch size."""
+    fitting, refused = ([each for each in result.tried if each.fits is fits] for fits in (True, False))
+    gibibytes = [
+        Line(label, [each.batch_size for each in tried], [each.memory_bytes / 2**30 for each in tried])
+        for label, tried in (("fits", fitting), ("does not fit", refused))
+        if tried
+    ]
+    speed = Line("speed", [each.batch_size for each in fitting], [each.samples_per_s for each in fitting])
+    marks = [(float(result.fastest), f"fastest: {result.fastest:,}")]
+    panels = [
+        Panel(title="samples per second", x="batch size", scale="x", lines=[speed], marks=marks),
+        Panel(title="memory (GiB)", x="batch size", scale="xy", lines=gibibytes),
+    ]
+    return to_png(draw_panels(panels, title))

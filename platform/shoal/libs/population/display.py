@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rich.console import RenderableType
-from rich.table import Column, Table
-from rich.text import Text
 
-from shoal.extend.cli import RunView, extend_history, find_phase, make_number_column, make_table, render_fact
+from shoal.extend.cli import RunView, extend_history, find_phase, render_fact, render_table
 from shoal.extend.runs import Run, format_number
 from shoal.libs.population.lineage import rank_members
+from shoal.libs.population.report import build_member_table
 
 MAX_ROWS = 15  # members in the table: the best ones
 EVOLVING = "evolving"
@@ -67,7 +66,8 @@ class PopulationView(RunView):
             by = f"{self.engine['name']}, up to {self.engine['chunk']} at once, " if self.engine else ""
             yield render_fact("members", f"{members}: {by}on {setting['device']}")
         if self.last:
-            yield _render_members(self)
+            is_higher_better = self.setting.get("is_higher_better", True)
+            yield render_table(build_member_table(self.last, self.setting["metric"], is_higher_better), MAX_ROWS)
 
     def list_facts(self) -> list[str]:
         if not math.isfinite(self.value("train/step")):
@@ -98,22 +98,6 @@ def make_view(run: Run, before: PopulationView | None, notes: Sequence[str]) -> 
     is_new = before is None or before.last.get("round") != last.get("round")
     best = view.value(f"validation/{setting.get('metric')}") if last and is_new else math.nan
     return replace(view, history=extend_history(before, best, has_repeats=True))
-
-
-def _render_members(view: PopulationView) -> Table:
-    """A row for each of the best members."""
-    values, ranked, rows = view.hyper_parameters, view.rank_members(), list[list[str | Text]]()
-    for member in ranked[:MAX_ROWS]:
-        score = Text(format_score(view.last["scores"][member]), "bold" if member == ranked[0] else "")
-        cells = (format_score(each[member]) for each in values.values())
-        copied = [  # whom it copied, the last ones when there are many
-            f"{source if source >= 0 else 'new weights'} in round {number}"
-            for number, source in view.last["ancestors"][member][-2:]
-        ]
-        rows.append([str(member), score, *cells, Text(", ".join(copied) or "first generation", "dim")])
-    rows += [["", f"and {len(ranked) - MAX_ROWS} more"]] if len(ranked) > MAX_ROWS else []
-    numbers = map(make_number_column, ("member", view.setting["metric"], *map(_shorten, values)))
-    return make_table(*numbers, Column("copied", overflow="fold"), rows=rows)
 
 
 def _shorten(path: str) -> str:

@@ -5,5 +5,5 @@ from shoal.plugins.library import Library
 LIBRARY = Library(
     "population",
     displays={"population": "shoal.libs.population.display"},
-    extensions={"shoal.report_panels": {"population": "shoal.libs.population.report:PANELS"}},
+    extensions={"shoal.panels": {"population": "shoal.libs.population.report:PANELS"}},
 )

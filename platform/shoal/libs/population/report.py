@@ -1,32 +1,36 @@
-"""The sections of a report on a population: its members, who descends from whom, and the schedules that were found."""
+"""The panels of a population: its members, who descends from whom, and the schedules that were found."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from shoal.extend.runs import (
-    ReportPanels,
+    Cell,
+    Line,
+    Panel,
     Run,
-    Section,
-    build_ranked_table,
+    RunPanels,
+    draw_panels,
+    encode_picture,
     find_logarithmic,
     format_number,
     format_value,
+    is_logarithmic,
     to_svg,
 )
-from shoal.libs.population import plots
 from shoal.libs.population.lineage import ROUND, Lineage, Stretch, rank_members
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 POPULATION = "population"  # the event that begins a population
 MAX_PATHS = 12
+MAX_LINES = 200  # of members in one panel
+LINK_LENGTH = 0.5  # of a copy, in rounds
+WIDTH_INCHES = 10.8  # across the page
 
 
-def build_sections(run: Run) -> list[Section]:
+def build_panels(run: Run) -> list[Panel]:
     """Of the run as it stands; none before the first score."""
     events = run.list_events(POPULATION, ROUND)
     lineage = Lineage.from_events(events)
@@ -39,22 +43,31 @@ def build_sections(run: Run) -> list[Section]:
         return []
     member, number = best
     traced = lineage.trace_ancestry(member, number)
-    stretches, ancestry = _to_frame(lineage.list_stretches()), _to_frame(traced)
-    lines = [stretch for each in lineage.list_present() for stretch in lineage.trace_ancestry(each)]
-    survivors = _to_frame(list({(each.member, each.begin, each.end): each for each in lines}.values()))
-    copies, paths = len(lineage.list_copies()), lineage.paths[:MAX_PATHS]
     line = f"in blue the ancestors of member {member} after round {number}, the best"
-    genealogy = plots.draw_genealogy(stretches, survivors, ancestry)
-    schedules = plots.draw_schedules(stretches, ancestry, paths, find_logarithmic(run.spec))
+    logarithmic = find_logarithmic(run.spec)
+    columns = {path: [details["hyper_parameters"][path] for details in lineage.rounds] for path in lineage.paths}
+    scores = [details["scores"] for details in lineage.rounds]
+    survivors = {
+        (each.member, each.begin, each.end): each
+        for one in lineage.list_present()
+        for each in lineage.trace_ancestry(one)
+    }
+    genealogy = draw_genealogy(lineage.list_stretches(), list(survivors.values()), traced)
+    copies = f"{len(lineage.list_copies()):,} copies in {lineage.num_rounds:,} rounds; {line}"
     return [
-        Section("Members", f"{metric}; {line}; dashed the median", [_draw_members(lineage, traced, metric)]),
-        Section(
-            "Genealogy",
-            f"{copies:,} copies in {lineage.num_rounds:,} rounds; {line}; dark what survives",
-            [to_svg(genealogy)],
+        Panel(title="members", note=f"{metric}; {line}", x="round", lines=draw_members(lineage, traced, scores)),
+        Panel(title="genealogy", note=copies, pictures=[("", encode_picture(genealogy, "svg+xml"))]),
+        *(
+            Panel(
+                title=f"schedule of {path}",
+                note=line,
+                x="round",
+                scale="y" if is_logarithmic(np.ravel(values), path, logarithmic) else "",
+                lines=draw_members(lineage, traced, values),
+            )
+            for path, values in list(columns.items())[:MAX_PATHS]
         ),
-        Section("Schedules that were found", line, [to_svg(schedules)]),
-        _build_member_table(lineage, metric, is_higher_better),
+        build_member_table(lineage.rounds[-1], metric, is_higher_better),
     ]
 
 
@@ -73,42 +86,60 @@ def find_best(lineage: Lineage, higher_is_better: bool) -> tuple[int, int] | Non
     return member, number
 
 
-def _draw_members(lineage: Lineage, ancestry: Sequence[Stretch], metric: str) -> str:
-    import pandas
-
-    numbers = [details["round"] for details in lineage.rounds]
-    scores = pandas.DataFrame([details["scores"] for details in lineage.rounds], index=numbers, dtype=float)
-    best = {
-        details["round"]: details["scores"][stretch.member]
-        for stretch in ancestry
-        for details in lineage.rounds
-        if stretch.begin < details["round"] <= stretch.end
-    }
-    return to_svg(plots.draw_member_metric(scores, pandas.Series(best, dtype=float), metric))
+def draw_members(lineage: Lineage, ancestry: Sequence[Stretch], values: Sequence[Sequence[Any]]) -> list[Line]:
+    """A line for each member, and for the best one's ancestors. values: of each round and member"""
+    rounds = [details["round"] for details in lineage.rounds]
+    num_lines = min(lineage.num_members, MAX_LINES)
+    members = [Line(f"{index}", rounds, [each[index] for each in values], "muted") for index in range(num_lines)]
+    line = [
+        next((each[stretch.member] for stretch in ancestry if stretch.begin < number <= stretch.end), None)
+        for number, each in zip(rounds, values, strict=True)
+    ]
+    return [*members, Line("the best", rounds, line, "busy")]
 
 
-def _build_member_table(lineage: Lineage, metric: str, higher_is_better: bool) -> Section:
-    """Members by their newest score, with their newest hyper-parameters."""
-    last, copies = lineage.rounds[-1], lineage.list_copies()
-    scores = [math.nan if score is None else score for score in last["scores"]]
-    rows = []
-    for member in rank_members(last["scores"], higher_is_better):
-        values = [format_value(last["hyper_parameters"][path][member]) for path in lineage.paths]
-        num_copied = sum(each == member for _, _, each in copies)
-        rows.append([str(member), format_number(scores[member]), *values, str(num_copied)])
-    header = ["member", metric, *lineage.paths, "copied"]
-    return build_ranked_table("Members after the last round", "copied: how often by others", header, rows)
+def draw_genealogy(stretches: Sequence[Stretch], survivors: Sequence[Stretch], ancestry: Sequence[Stretch]) -> bytes:
+    """An SVG of members over rounds.
+
+    survivors: those whose training the last members have in their weights
+    ancestry:  those of the best member
+    """
+    shown = (("", stretches, "muted"), ("survives", survivors, ""), ("the best", ancestry, "busy"))
+    lines = [Line(label, *trace_descent(each), tone) for label, each, tone in shown]
+    new = [each for each in stretches if each.source is None]
+    dots = Line("new weights", [each.begin for each in new], [each.member for each in new], "points")
+    panel = Panel(title="", x="round", lines=[*lines, dots])
+    height = min(2.0 + 0.17 * (1 + max(each.member for each in stretches)), 8.0)
+    return to_svg(draw_panels([panel], size_inches=(WIDTH_INCHES, height))).encode()
 
 
-def _to_frame(stretches: Sequence[Stretch]) -> DataFrame:
-    import pandas
+def trace_descent(stretches: Sequence[Stretch]) -> tuple[list[float], list[float | None]]:
+    """A line of training at the member's height for each stretch, and a link to the member that was copied."""
+    xs: list[float] = []
+    ys: list[float | None] = []
+    for each in stretches:
+        is_copy = each.source not in (None, each.member)
+        start = each.begin + (min(LINK_LENGTH, each.end - each.begin) if is_copy else 0.0)
+        xs += [*[each.begin] * is_copy, start, each.end, each.end]
+        ys += [*[each.source] * is_copy, each.member, each.member, None]
+    return xs, ys
 
-    return pandas.DataFrame(
-        [
-            {"member": each.member, "begin": each.begin, "end": each.end, "source": each.source, **each.values}
-            for each in stretches
+
+def build_member_table(last: Mapping[str, Any], metric: str, higher_is_better: bool) -> Panel:
+    """Members by their newest score, with their newest hyper-parameters, and whom they copied last."""
+    scores, values, ancestors = last["scores"], last["hyper_parameters"], last.get("ancestors", {})
+    rows: list[list[Cell]] = []
+    for member in rank_members(scores, higher_is_better):
+        copied = [
+            f"{source if source >= 0 else 'new weights'} in round {number}"
+            for number, source in (ancestors[member][-2:] if ancestors else ())
         ]
-    )
+        score: Cell = "-" if scores[member] is None else format_number(scores[member])
+        cells = (format_value(each[member]) for each in values.values())
+        origin = (", ".join(copied) or "first generation", "muted")
+        rows.append([str(member), score if rows else (str(score), "best"), *cells, origin])
+    header = ["member", metric, *(path.rpartition(".")[2].replace("_", " ") for path in values), "copied"]
+    return Panel(title="members after the last round", header=header, rows=rows)
 
 
-PANELS = ReportPanels(hidden=("member/",), sections=build_sections)
+PANELS = RunPanels(hidden=("member/",), panels=build_panels)

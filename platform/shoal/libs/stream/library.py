@@ -9,6 +9,6 @@ LIBRARY = Library(
             "MqttSource": "shoal.libs.stream.mqtt_source:MqttSource",
             "MqttSpec": "shoal.libs.stream.spec:MqttSpec",
         },
-        "shoal.report_panels": {"stream": "shoal.libs.stream.report:PANELS"},
+        "shoal.panels": {"stream": "shoal.libs.stream.report:PANELS"},
     },
 )

@@ -1,8 +1,8 @@
 """The titles of a stream's metrics in the report."""
 
-from shoal.extend.runs import ReportPanels
+from shoal.extend.runs import RunPanels
 
-PANELS = ReportPanels(
+PANELS = RunPanels(
     titles={
         "prequential/mae": "Mean absolute error, each message tested before it is learnt",
         "prequential/as_now": 'The same of the forecast "as now"',

@@ -10,22 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
-from shoal.extend.cli import RunView, make_number_column, make_table, render_cells
-from shoal.extend.runs import WAITING, Run, format_number, format_value
-from shoal.libs.sweep.trials import SWEEPING, Sweep, SweepTrial, TrialState, list_best_commands, load_sweep
+from shoal.extend.cli import RunView, render_cells, render_table
+from shoal.extend.runs import WAITING, Run, format_number
+from shoal.libs.sweep.trials import SWEEPING, Sweep, TrialState, build_trial_table, list_best_commands, load_sweep
 
 MAX_ROWS = 16  # of a live table
-MAX_FAILURE_LENGTH = 48  # letters; the run of the trial has all of it
-_STYLES = {
-    TrialState.RUNNING: "cyan",
-    TrialState.FINISHED: "green",
-    TrialState.STOPPED: "dim",
-    TrialState.FAILED: "red",
-    TrialState.INTERRUPTED: "yellow",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +28,7 @@ class SweepView(RunView):
     def list_panels(self) -> Iterator[RenderableType]:
         if self.sweep is not None:
             yield render_cells(_count_states(self.sweep))
-            yield render_trials(self.sweep, MAX_ROWS)
-            if (num_hidden := len(self.sweep.trials) - MAX_ROWS) > 0:
-                yield Text(f"and {num_hidden:,} more", "dim")
+            yield render_table(build_trial_table(self.sweep), MAX_ROWS)
 
     def list_facts(self) -> list[str]:
         counts = _count_states(self.sweep) if self.sweep is not None else []
@@ -69,36 +58,7 @@ def render_record(run: Run) -> tuple[str, RenderableType] | None:
     best = sweep.find_best()
     commands = [] if best is None else [Text(f"trial {best.number} is the best; to use it:", "dim")]
     commands += [] if best is None else [Text(f"  {each}") for each in list_best_commands(run, best)]
-    return "Trials", Group(render_trials(sweep), *commands)
-
-
-def render_trials(sweep: Sweep, max_rows: int | None = None) -> Table:
-    """Trials with a score, best first, then those without one."""
-    ranked = sweep.rank()
-    others = [each for each in sweep.trials if each not in ranked]
-    paths = list(dict.fromkeys(path for each in sweep.trials for path in each.parameters))
-    headings = [path.rpartition(".")[2] for path in paths]
-    numbers = map(make_number_column, ("trial", sweep.metric, "step"))
-    parameters = (Column(heading, overflow="fold") for heading in headings)
-    rows = (
-        _format_trial(trial, sweep, paths, is_best=index == 0 and bool(ranked))
-        for index, trial in enumerate([*ranked, *others][:max_rows])
-    )
-    return make_table(*numbers, *parameters, Column("state", no_wrap=True), rows=rows)
-
-
-def _format_trial(trial: SweepTrial, sweep: Sweep, paths: Sequence[str], *, is_best: bool) -> list[str | Text]:
-    score = format_number(trial.get_score(sweep.metric)) if sweep.metric in trial.values else "-"
-    state = trial.state.value + (f", copied trial {trial.sources[-1][0]}" if trial.sources else "")
-    last = trial.failure.splitlines()[-1] if trial.failure else ""
-    reason = f": {last[:MAX_FAILURE_LENGTH]}{'…' * (len(last) > MAX_FAILURE_LENGTH)}" if last else ""
-    return [
-        str(trial.number),
-        Text(score, style="bold green" if is_best else ""),
-        f"{trial.step:,}",
-        *(format_value(trial.parameters.get(path)) for path in paths),
-        Text(state + reason, style=_STYLES[trial.state]),
-    ]
+    return "Trials", Group(render_table(build_trial_table(sweep)), *commands)
 
 
 def _count_states(sweep: Sweep) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ LIBRARY = Library(
         ),
     },
     displays={"sweep": "shoal.libs.sweep.display"},
-    extensions={"shoal.report_panels": {"sweep": "shoal.libs.sweep.report:PANELS"}},
+    extensions={"shoal.panels": {"sweep": "shoal.libs.sweep.report:PANELS"}},
     names={"sweep": "shoal.libs.sweep.api:sweep"},
     heading="train",
 )

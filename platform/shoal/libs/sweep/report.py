@@ -1,7 +1,4 @@
-"""The sections of a report on a sweep, and its pictures: the trials over all parameters, and which of these mattered.
-
-Pictures take data frames, a row for each trial, a column for each parameter (numbers, texts or booleans); users call
-them with frames of their own.
+"""The panels of a sweep: the score over each parameter, which parameters mattered, and all trials.
 
 Importance is the fANOVA of Hutter, Hoos and Leyton-Brown (ICML 2014), estimated by sampling: a random forest predicts
 the score from the parameters; a parameter's importance is the variance of the forest's mean prediction over its values,
@@ -11,7 +8,8 @@ parameters do only together is in none of the shares. The spread is the standard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,44 +17,31 @@ import pandas
 
 from shoal.errors import MissingExtra, needs_extra
 from shoal.extend.runs import (
-    INK,
-    LINE,
-    MAX_HEADING_LENGTH,
-    MUTED,
-    RULE,
-    WIDTH_INCHES,
-    ReportPanels,
+    Count,
+    Line,
+    Panel,
     Run,
-    Section,
+    RunPanels,
     find_logarithmic,
     format_number,
-    format_value,
     is_logarithmic,
-    make_figure,
-    to_numbers,
-    to_svg,
 )
-from shoal.extend.runs import truncate_middle as shorten
-from shoal.libs.sweep.trials import SWEEPING, Sweep, list_best_commands, load_sweep
+from shoal.libs.sweep.trials import SWEEPING, build_trial_table, list_best_commands, load_sweep
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from pandas import DataFrame, Series
 
 MAX_PATHS = 12
 MIN_TRIALS = 8  # with fewer the forest knows nothing
 NUM_FORESTS, NUM_TREES, NUM_SAMPLES, NUM_VALUES = 4, 32, 128, 16
-MAX_TICKS = 6
 
 
-def build_sections(run: Run) -> list[Section]:
+def build_panels(run: Run) -> list[Panel]:
     """Of the run as it stands; none before its first trial."""
     if not run.list_events(SWEEPING):
         return []
     sweep = load_sweep(run)
-    all_paths = list(dict.fromkeys(path for trial in sweep.trials for path in trial.parameters))
-    paths = all_paths[:MAX_PATHS]  # that are drawn
+    paths = list(dict.fromkeys(path for trial in sweep.trials for path in trial.parameters))[:MAX_PATHS]
     if not paths:
         return []
     numbers = [trial.number for trial in sweep.trials]
@@ -64,50 +49,31 @@ def build_sections(run: Run) -> list[Section]:
         [[trial.parameters.get(path) for path in paths] for trial in sweep.trials], index=numbers, columns=paths
     )
     scores = pandas.Series([trial.get_score(sweep.metric) for trial in sweep.trials], index=numbers, dtype=float)
-    drawn = draw_parallel_coordinates(
-        parameters, scores, sweep.metric, higher_is_better=sweep.is_higher, logarithmic=find_logarithmic(run.spec)
-    )
-    trials = f"{len(numbers):,} of {sweep.num_trials:,} trials; the bluer, the better"
-    section = []
-    if (best := sweep.find_best()) is not None:
-        note = f"trial {best.number}, {sweep.metric} {format_number(best.get_score(sweep.metric))}; to use it:"
-        section = [Section("Best trial", note, commands=list_best_commands(run, best))]
+    best = []
+    if (trial := sweep.find_best()) is not None:
+        note = f"trial {trial.number}, {sweep.metric} {format_number(trial.get_score(sweep.metric))}; to use it:"
+        best = [Panel(title="best trial", note=note, commands=list_best_commands(run, trial))]
+    table = build_trial_table(sweep, has_runs=True)
     return [
-        *section,
-        Section("Trials", trials, [to_svg(drawn)]),
-        _build_importance(parameters, scores),
-        _build_trial_table(sweep, all_paths),
+        *best,
+        build_importance(parameters, scores),
+        *draw_scores(parameters, scores, find_logarithmic(run.spec)),
+        replace(table, note=f"{len(numbers):,} of {sweep.num_trials:,}, best first"),
     ]
 
 
-def _build_importance(parameters: DataFrame, scores: Series[float]) -> Section:
-    title = "Importance of the parameters"
+def build_importance(parameters: DataFrame, scores: Series[float]) -> Panel:
+    title, method = "importance of the parameters", "variance explained by each alone, by fANOVA of a random forest"
     try:
         importance = compute_importance(parameters, scores)
     except MissingExtra as error:
-        return Section(title, str(error))
+        return Panel(title=title, note=str(error))
     if importance is None:
-        return Section(title, f"needs {MIN_TRIALS} trials with different scores")
-    method = "variance explained by each alone, by fANOVA of a random forest"
-    return Section(title, method, [to_svg(draw_importance(importance))])
-
-
-def _build_trial_table(sweep: Sweep, paths: Sequence[str]) -> Section:
-    ranked = sweep.rank()
-    others = [trial for trial in sweep.trials if trial not in ranked]
-    rows = [
-        [
-            str(trial.number),
-            trial.state.value,
-            format_number(trial.get_score(sweep.metric)),
-            f"{trial.step:,}",
-            *(format_value(trial.parameters.get(path, "")) for path in paths),
-            trial.run_id,
-        ]
-        for trial in [*ranked, *others]
+        return Panel(title=title, note=f"needs {MIN_TRIALS} trials with different scores")
+    counts = [
+        Count(name, share, f"{share:.0%} ± {spread:.0%}") for name, share, spread in importance.itertuples(index=False)
     ]
-    header = ["trial", "state", sweep.metric, "step", *paths, "run"]
-    return Section("All trials", "best first; a click on a heading sorts by it", header=header, rows=rows)
+    return Panel(title=title, note=method, counts=counts)
 
 
 def compute_importance(parameters: DataFrame, scores: Series[Any]) -> DataFrame | None:
@@ -143,98 +109,27 @@ def compute_importance(parameters: DataFrame, scores: Series[Any]) -> DataFrame 
     return table.sort_values("importance", ascending=False, kind="stable").reset_index(drop=True)
 
 
-def draw_importance(importance: DataFrame) -> Figure:
-    """A bar for each parameter, the most important one on top; from `compute_importance`."""
-    names = [shorten(name, MAX_HEADING_LENGTH) for name in importance["parameter"]]
-    rows = np.arange(len(names))
-    with make_figure((WIDTH_INCHES, 0.8 + 0.32 * len(names)), layout="constrained") as figure:
-        axes = figure.add_subplot()
-        axes.barh(rows, importance["importance"], color=LINE, height=0.6)
-        axes.errorbar(importance["importance"], rows, xerr=importance["spread"], fmt="none", ecolor=MUTED, capsize=2)
-        axes.set_yticks(rows, names)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1)
-        axes.set_xlabel("share of the score's variance")
-        axes.grid(visible=False)
-        axes.grid(axis="x")
-    return figure
-
-
-def draw_parallel_coordinates(
-    parameters: DataFrame,
-    scores: Series[Any],
-    metric: str,
-    *,
-    higher_is_better: bool = True,
-    logarithmic: Collection[str] | None = None,
-) -> Figure:
-    """A line for each trial through its parameters to its score: the better the bluer. Trials without one are grey.
+def draw_scores(parameters: DataFrame, scores: Series[Any], logarithmic: Collection[str] | None) -> Iterator[Panel]:
+    """The score over each parameter, a point for each trial.
 
     logarithmic: the parameters that are drawn over their logarithm; None: those that span decades
     """
-    from matplotlib import colormaps
-
-    names = [*_shorten_names(list(parameters.columns)), metric]
-    columns = [*(parameters[path] for path in parameters.columns), scores]
-    logs = [is_logarithmic(to_numbers(column)[0], str(path), logarithmic) for path, column in parameters.items()]
-    finite = scores[np.isfinite(scores.to_numpy(float))]
-    order = finite.sort_values(ascending=higher_is_better, kind="stable").index  # the best is drawn last
-    ranks = {index: place for place, index in enumerate(order)}
-    colours = dict(zip(order, colormaps["Blues"](np.linspace(0.25, 1.0, len(order))), strict=True))
-    with make_figure((WIDTH_INCHES, 3.6), left=0.07, right=0.95, bottom=0.06, top=0.86) as figure:
-        axes = figure.add_subplot()
-        axes.set_axis_off()
-        axes.set_xlim(0, max(len(columns) - 1, 1))
-        axes.set_ylim(-0.05, 1.05)
-        heights = [
-            _draw_axis(axes, place, name, column, is_log)
-            for place, (name, column, is_log) in enumerate(zip(names, columns, [*logs, False], strict=True))
-        ]
-        lines = np.column_stack(heights)
-        for row, index in enumerate(parameters.index):
-            is_scored = index in colours
-            axes.plot(
-                range(len(columns)), lines[row], color=colours[index] if is_scored else RULE, linewidth=1.2,
-                zorder=2 + ranks[index] / len(ranks) if is_scored else 1,
-            )  # fmt: skip
-    return figure
+    for path, column in parameters.items():
+        numbers, options = to_numbers(column)
+        order = np.argsort(numbers, kind="stable")
+        is_log = not options and is_logarithmic(numbers, str(path), logarithmic)
+        words = ", ".join(f"{number}: {option}" for number, option in enumerate(options))
+        line = Line("", numbers[order].tolist(), scores.to_numpy(float)[order].tolist(), "points")
+        yield Panel(title=f"score by {path}", note=words, x=str(path), scale="x" if is_log else "", lines=[line])
 
 
-def _draw_axis(axes: Axes, x: int, name: str, column: Series[Any], is_log: bool) -> np.ndarray:
-    """A vertical axis with its values; the height in [0, 1] of each trial on it."""
-    numbers, options = to_numbers(column)
-    finite = numbers[np.isfinite(numbers)]
-    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    is_log = is_log and not options
-
-    def scale(values: np.ndarray) -> np.ndarray:
-        if low == high:
-            return np.where(np.isfinite(values), 0.5, np.nan)
-        ends = np.log([low, high]) if is_log else np.array([low, high])
-        scaled: np.ndarray = ((np.log(values) if is_log else values) - ends[0]) / (ends[1] - ends[0])
-        return scaled
-
-    spaced = np.geomspace(low, high, 4) if is_log else np.linspace(low, high, 4)
-    shown = np.arange(len(options), dtype=float) if options else np.unique(spaced)
-    labels = [shorten(option, 14) for option in options] or [f"{value:.3g}" for value in shown]
-    axes.axvline(x, ymin=0.05 / 1.1, ymax=1.05 / 1.1, color=RULE, linewidth=1, zorder=0)
-    is_last, every = x > 0 and x == round(axes.get_xlim()[1]), -(-len(shown) // MAX_TICKS)
-    for height, label in list(zip(scale(shown), labels, strict=True))[::every]:
-        offset, side = (-4, "right") if is_last else (4, "left")
-        words = axes.annotate(label, (x, height), (offset, 0), textcoords="offset points", ha=side, va="center")
-        words.set(color=INK, fontsize=8, zorder=4)
-        words.set_bbox({"color": "white", "alpha": 0.75, "pad": 1, "linewidth": 0})
-    side = "right" if is_last else "center" if x else "left"
-    longest = max(10, round(100 / (axes.get_xlim()[1] + 1)))
-    heading = axes.annotate(shorten(name, longest), (x, 1.09), ha=side, annotation_clip=False)
-    heading.set(color=INK, fontweight="bold")
-    return scale(numbers)
-
-
-def _shorten_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, where no other ends so."""
-    ends = [path.rpartition(".")[2] for path in paths]
-    return [end if ends.count(end) == 1 else path for path, end in zip(paths, ends, strict=True)]
+def to_numbers(column: Series[Any]) -> tuple[np.ndarray, list[str]]:
+    """Numbers as they are; other values as their number among the distinct ones, which are the second result."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
+        return column.to_numpy(float), []
+    names = [str(value) for value in column]
+    distinct = sorted(set(names))
+    return np.array([distinct.index(name) for name in names], float), distinct
 
 
 def _compute_marginal_variance(forest: Any, samples: np.ndarray, column: int) -> float:
@@ -246,4 +141,4 @@ def _compute_marginal_variance(forest: Any, samples: np.ndarray, column: int) ->
     return float(predicted.reshape(NUM_VALUES, -1).mean(axis=1).var())
 
 
-PANELS = ReportPanels(hidden=("trial-",), sections=build_sections)
+PANELS = RunPanels(hidden=("trial-",), panels=build_panels)

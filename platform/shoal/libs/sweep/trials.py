@@ -17,7 +17,17 @@ import yaml
 
 from shoal.config import format_override
 from shoal.errors import RunError
-from shoal.extend.runs import TRIAL_STARTED, Run, RunRecorder, Status, format_masked_command
+from shoal.extend.runs import (
+    TRIAL_STARTED,
+    Cell,
+    Panel,
+    Run,
+    RunRecorder,
+    Status,
+    format_masked_command,
+    format_number,
+    format_value,
+)
 from shoal.libs.sweep.loop_spec import LoopTrialSpec
 
 SWEEPING = "sweeping"
@@ -36,6 +46,16 @@ class TrialState(StrEnum):
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+TONES = {
+    TrialState.RUNNING: "busy",
+    TrialState.FINISHED: "good",
+    TrialState.STOPPED: "muted",
+    TrialState.FAILED: "bad",
+    TrialState.INTERRUPTED: "warn",
+}
+MAX_FAILURE_LENGTH = 48  # letters; the run of the trial has all of it
 
 
 @dataclass(frozen=True)
@@ -145,6 +165,28 @@ def load_sweep(run: Run) -> Sweep:
     is_running = run.status is Status.RUNNING
     found = [_complete(each, latest, is_running) for _, each in sorted(trials.items())]
     return Sweep(**settings[-1], trials=tuple(found))
+
+
+def build_trial_table(sweep: Sweep, *, has_runs: bool = False) -> Panel:
+    """Trials with a score, best first, then those without one: with their parameters, and what became of them.
+
+    has_runs: with the ids of their runs
+    """
+    ranked = sweep.rank()
+    paths = list(dict.fromkeys(path for each in sweep.trials for path in each.parameters))
+    header = ["trial", sweep.metric, "step", *(path.rpartition(".")[2] for path in paths), "state", *["run"] * has_runs]
+    rows: list[list[Cell]] = []
+    for trial in [*ranked, *(each for each in sweep.trials if each not in ranked)]:
+        score = format_number(trial.get_score(sweep.metric)) if sweep.metric in trial.values else "-"
+        last = trial.failure.splitlines()[-1] if trial.failure else ""
+        reason = f": {last[:MAX_FAILURE_LENGTH]}{'…' * (len(last) > MAX_FAILURE_LENGTH)}" if last else ""
+        copied = f", copied trial {trial.sources[-1][0]}" if trial.sources else ""
+        is_best = bool(ranked) and trial is ranked[0]
+        values = (format_value(trial.parameters.get(path, "")) for path in paths)
+        state = (f"{trial.state.value}{copied}{reason}", TONES[trial.state])
+        row: list[Cell] = [str(trial.number), (score, "best") if is_best else score, f"{trial.step:,}", *values, state]
+        rows.append([*row, *[trial.run_id] * has_runs])
+    return Panel(title="all trials", note="best first", header=header, rows=rows)
 
 
 def list_best_commands(run: Run, best: SweepTrial) -> list[str]:

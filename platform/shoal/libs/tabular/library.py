@@ -6,7 +6,7 @@ LIBRARY = Library(
     "tabular",
     extensions={
         "shoal.data_names": {"table": "shoal.libs.tabular.dataset:table"},
-        "shoal.report_panels": {"training": "shoal.libs.tabular.trees:PANELS"},
+        "shoal.panels": {"training": "shoal.libs.tabular.trees:PANELS"},
     },
     names={"tabular": "shoal.libs.tabular"},
 )

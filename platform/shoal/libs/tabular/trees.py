@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from shoal.extend import ReportPanels
+from shoal.extend import RunPanels
 from shoal.extend.train import Callback, TrainingState
 from shoal.libs.tabular.dataset import Part, Table
 
@@ -24,7 +24,7 @@ MAX_CATEGORIES = 255  # the most categories that they take
 MAX_ROWS, LIMIT_S, POLL_S = 100_000, 60.0, 0.1
 _log = logging.getLogger(__name__)
 
-PANELS = ReportPanels(
+PANELS = RunPanels(
     titles={
         "validation/accuracy_trees": "Accuracy of gradient-boosted trees on the same rows",
         "validation/r2_trees": "R² of gradient-boosted trees on the same rows",

@@ -165,8 +165,8 @@ def _describe_run(run_id: str, weights_version: int) -> tuple[str, str]:
         run: Run = load(run_id)
     except RunError:
         return "its record is not here", ""
-    rows = run.query("SELECT step FROM versions WHERE run = :run AND version = :version", version=weights_version)
-    return run.title, f"step {rows[0]['step']:,}" if rows else ""
+    step = run.find_step(weights_version)
+    return run.title, "" if step is None else f"step {step:,}"
 
 
 ROUTES = [

@@ -1,4 +1,8 @@
-// Calls of the console's own server.
+// Calls of the console's own server; in a report the answers are in the page.
+
+const inside = document.getElementById("stored");
+/** The answers of a report by their paths, and the `runs` that it is of; null in the console. */
+export const stored = inside && JSON.parse(inside.textContent);
 
 async function answer(response) {
   const text = await response.text();
@@ -16,7 +20,7 @@ function write(query) {
 
 /** What a path answers. `query`: names with a value or a list of values. */
 export async function get(path, query = {}) {
-  return answer(await fetch(path + write(query)));
+  return stored ? stored[decodeURIComponent(path)] : answer(await fetch(path + write(query)));
 }
 
 /** Asks for a change; needs a session. */
@@ -32,6 +36,7 @@ export async function post(path, body) {
 /** Calls `take(news)` for each event of a stream, while the page is in sight: a browser opens few connections. Calls
  * `again()` when it is in sight again, and every three seconds where the server has no stream left. Returns what ends it. */
 export function follow(query, take, again = () => {}) {
+  if (stored) return () => {};
   let source, timer;
   const open = () => {
     source = new EventSource(`/api/stream${write(query)}`);

@@ -1,15 +1,14 @@
 // The curves of one or several runs, as they come: one chart for each metric, drawn when it comes into sight.
-import { follow, get } from "./api.js";
+import { follow, get, stored } from "./api.js";
 import { Chart, average, interpolate, smooth } from "./charts.js";
 import { h, say } from "./dom.js";
 
 const POINTS = 1000;
 const EPOCHS = ["train/epoch", "epoch"];
-const HIDDEN = /^(actor_lag|rejected|win_rate|trial-\d+)\/|^queue\/capacity$/; // shown elsewhere, or too many
 
 export const readCurves = (id, query) => get(`/api/runs/${encodeURIComponent(id)}/curves`, { points: POINTS, ...query });
 
-/** `runs`: [{id, created_at, label, group, incarnation, early: their curves, on their way}]; `first`: the metric that is shown first. */
+/** `runs`: [{id, created_at, label, titles and hidden metrics, group, incarnation, early: their curves, on their way}]; `first`: the metric that is shown first. */
 export class Board {
   constructor(runs, { first = "", onstatus = () => {} } = {}) {
     this.runs = runs.map((run, index) => ({ ...run, index, curves: new Map() }));
@@ -86,7 +85,7 @@ export class Board {
 
   mark(name) {
     if (EPOCHS.includes(name)) this.epoch.disabled = false;
-    if (HIDDEN.test(name)) return;
+    if (this.runs.some((run) => run.hidden.some((prefix) => name.startsWith(prefix)))) return;
     if (!this.charts.has(name)) this.add(name);
     if (!this.dirty.size) requestAnimationFrame(() => {
       const names = [...this.dirty];
@@ -101,11 +100,13 @@ export class Board {
   }
 
   add(name) {
-    const chart = new Chart(name, { onzoom: (first, last) => this.zoom(first, last) });
+    const words = this.runs[0].titles[name];
+    const chart = new Chart(words ? `${name} · ${words}` : name, { onzoom: (first, last) => this.zoom(first, last) });
     const order = (each) => `${each === this.first ? 0 : 1}${each}`;
     const after = [...this.charts.keys()].filter((each) => order(each) > order(name)).sort((a, b) => (order(a) < order(b) ? -1 : 1))[0];
     chart.name = name;
     chart.element.chart = chart;
+    chart.isVisible = Boolean(stored); // a report may be printed
     this.charts.set(name, chart);
     this.grid.insertBefore(chart.element, after ? this.charts.get(after).element : null);
     this.sight.observe(chart.element);

@@ -13,8 +13,8 @@ const newest = (ys) => ys.findLast((y) => y !== null && y !== undefined) ?? null
 /** A chart of curves. `draw([{label, xs, ys}])` draws or replaces them; `index` of a colour, `low` and `high` of a
  * band may be with each. `onzoom(first, last)`, `null` when undone. */
 export class Chart {
-  constructor(title, { logarithmic = false, height = 220, onzoom = () => {} } = {}) {
-    Object.assign(this, { title, logarithmic, height, onzoom, zoomed: null });
+  constructor(title, { logarithmic = false, scale = "", height = 220, onzoom = () => {} } = {}) {
+    Object.assign(this, { title, logarithmic, scale, height, onzoom, zoomed: null });
     this.place = h("div", { role: "img", "aria-label": title, tabindex: 0, onkeydown: (event) => this.press(event) });
     this.legend = h("ul", { class: "legend" });
     this.element = h("section", { class: "panel chart" }, h("h3", {}, title), this.place, this.legend);
@@ -32,10 +32,10 @@ export class Chart {
       this.plot?.destroy();
       this.key = key;
       this.values = curves.map(() => document.createTextNode(""));
-      this.legend.replaceChildren(...curves.map((each, place) => {
+      this.legend.replaceChildren(...curves.flatMap((each, place) => {
         const mark = h("span", { "aria-hidden": "true" }, "■ ");
         mark.style.color = colour(each.index ?? place);
-        return h("li", {}, mark, `${each.label} `, this.values[place]);
+        return each.tone === "muted" ? [] : h("li", {}, mark, `${each.label} `, this.values[place]);
       }));
       this.plot = new uPlot(this.options(curves), data, this.place);
     } else this.plot.setData(data, this.zoomed === null);
@@ -77,8 +77,8 @@ export class Chart {
     curves.forEach((each, place) => {
       const index = each.index ?? place;
       series.push({
-        label: each.label, stroke: colour(index), dash: dash(index), width: 1.5, spanGaps: true,
-        points: { show: each.xs.length < 3 },
+        label: each.label, stroke: each.tone === "muted" ? ink("--rule") : colour(index), dash: each.tone === "muted" ? undefined : dash(index), spanGaps: true,
+        width: each.tone === "points" ? 0 : 1.5, points: { show: each.tone === "points" || each.xs.length < 3 },
       });
       if (!each.low) return;
       const edge = { stroke: "transparent", spanGaps: true, points: { show: false } };
@@ -87,7 +87,7 @@ export class Chart {
     });
     return {
       width: this.place.clientWidth || 400, height: this.height, legend: { show: false }, series, bands,
-      scales: { x: { time: false }, y: { distr: this.logarithmic ? 3 : 1 } },
+      scales: { x: { time: false, distr: this.scale.includes("x") ? 3 : 1 }, y: { distr: this.logarithmic ? 3 : 1 } },
       axes: [{ ...axis, size: 30 }, { ...axis, size: 60, values: (_, values) => values.map((each) => (each === null ? "" : number(each))) }],
       cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "curves", setSeries: false, scales: ["x", null] } },
       hooks: {

@@ -1,4 +1,5 @@
 // Elements from data. Text is always text: nothing of a record is ever read as HTML.
+import { stored } from "./api.js";
 import { age, duration } from "./format.js";
 
 /** An element: `h("a", {href: "#/runs", onclick: f}, "Runs")`. Children are elements, texts, lists of them, or null. */
@@ -28,7 +29,7 @@ export function state(word, tone = word) {
 
 /** How long a run took; of one that is still going it counts on while it is shown. */
 export function took(run) {
-  const going = () => run.status === "running", word = () => (going() ? age(run.created_at) : duration(run.duration_s));
+  const going = () => run.status === "running" && !stored, word = () => (going() ? age(run.created_at) : duration(run.duration_s));
   const element = h("span", {}, word());
   const timer = going() ? setInterval(() => {
     if (element.isConnected && going()) element.textContent = word();
@@ -44,4 +45,4 @@ export function facts(pairs) {
 }
 
 /** A link to the page of a run. */
-export const runLink = (id) => h("a", { href: `#/run/${encodeURIComponent(id)}` }, id);
+export const runLink = (id) => (stored ? id : h("a", { href: `#/run/${encodeURIComponent(id)}` }, id));

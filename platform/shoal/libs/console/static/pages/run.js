@@ -1,18 +1,18 @@
 // One run, as it goes: what it is, and one of its parts.
-import { get, send } from "../lib/api.js";
+import { get, send, stored } from "../lib/api.js";
 import { complain } from "../lib/ask.js";
 import { Board, readCurves } from "../lib/board.js";
 import { facts, h, say, state, took } from "../lib/dom.js";
 import { moment, number } from "../lib/format.js";
 import { openFilms } from "./films.js";
-import { openLoop, openSections, openTraining } from "./run_kinds.js";
+import { openPanels } from "./panels.js";
 import { openEvents, openLog, openSpec } from "./run_record.js";
 
 const PARTS = {
-  curves: ["Curves", openCurves], loop: ["Actors", openLoop], training: ["Step and memory", openTraining],
-  films: ["Films and predictions", openFilms], sections: ["Results", openSections], events: ["Events", openEvents], log: ["Output", openLog], spec: ["Spec", openSpec],
+  curves: ["Curves", openCurves], panels: ["Panels", openPanels], films: ["Films and predictions", openFilms],
+  events: ["Events", openEvents], log: ["Output", openLog], spec: ["Spec", openSpec],
 };
-const ONLY = { loop: ["loop", "stream"], training: ["training", "sweep"], films: ["loop", "training"] }; // the kinds of runs that have a part
+const STORED = ["panels", "curves", "events", "spec"]; // one after another in a report
 
 export async function open(main, [id, part = "curves"]) {
   const path = `/api/runs/${encodeURIComponent(id)}`;
@@ -20,8 +20,7 @@ export async function open(main, [id, part = "curves"]) {
   early?.catch(() => {}); // the run's own error is shown
   const run = await get(path);
   const status = h("span", {}, state(run.status)), place = h("div");
-  const names = Object.keys(PARTS).filter((name) => !ONLY[name] || ONLY[name].includes(run.kind))
-    .filter((name) => name !== "sections" || run.has_sections);
+  const names = Object.keys(PARTS).filter((name) => name !== "films" || ["loop", "training"].includes(run.kind));
   const chosen = names.includes(part) ? part : "curves";
   const link = (name) => h("a", { href: `#/run/${encodeURIComponent(run.id)}/${name}`, "aria-current": name === chosen ? "page" : null }, PARTS[name][0]);
   main.replaceChildren(
@@ -31,12 +30,23 @@ export async function open(main, [id, part = "curves"]) {
       ["took", took(run)], ["host", run.copied_from ? `${run.copied_from}, from the store` : run.host],
       ["best", run.best && `${run.best.name} ${number(run.best.value)}`],
       ["commit", run.git_revision && run.git_revision.slice(0, 12) + (run.git_dirty ? ", changed" : "")],
-      ["models", run.models.length ? run.models.map((m) => h("div", {}, h("a", { href: `#/models/${encodeURIComponent(m.name)}/${m.version}` }, `${m.name}@${m.version}`), ` ${m.aliases.join(" ")}`)) : null],
+      ["models", run.models.length ? run.models.map((m) => h("div", {}, stored ? `${m.name}@${m.version}` : h("a", { href: `#/models/${encodeURIComponent(m.name)}/${m.version}` }, `${m.name}@${m.version}`), ` ${m.aliases.join(" ")}`)) : null],
       ["endpoints", run.endpoints.length ? run.endpoints.map((e) => `${e.name} ${e.address} ${e.state}`).join(", ") : null],
       ["files", run.copied_from ? null : h("code", {}, run.folder)], ["error", run.error],
-    ]), writeNote(path, run)),
-    h("nav", { class: "parts", "aria-label": "Parts of the run" }, names.map(link)), place,
+      ["written", stored && `${moment(run.read_at)}${run.status === "running" ? ", while the run goes on" : ""}`],
+      ["last sign of life", run.status === "lost" ? `${moment(run.heartbeat_at)}: up to then everything is here, and the run can be resumed` : null],
+    ]), stored ? null : writeNote(path, run)),
+    ...(stored ? [] : [h("nav", { class: "parts", "aria-label": "Parts of the run" }, names.map(link))]), place,
   );
+  if (stored) {
+    document.title = `${run.title} · ${run.id}`;
+    for (const name of STORED) {
+      const part = h("div");
+      place.append(h("h2", {}, PARTS[name][0]), part);
+      await PARTS[name][1](part, run, path, () => {});
+    }
+    return () => {};
+  }
   const onstatus = (word) => { run.status = word; status.replaceChildren(state(word)); };
   return PARTS[chosen][1](place, { ...run, early }, path, onstatus);
 }

@@ -1,5 +1,5 @@
 // What the record and the folder of a run have: its events, what its processes printed, its spec.
-import { get } from "../lib/api.js";
+import { get, stored } from "../lib/api.js";
 import { h, say } from "../lib/dom.js";
 import { duration } from "../lib/format.js";
 import { poll } from "../lib/poll.js";
@@ -19,7 +19,7 @@ const show = (value) => (typeof value === "string" ? value : JSON.stringify(valu
 export async function openEvents(place, run, path) {
   const { body, table: scroll } = new Rows(["after", "event", "what"], "Events"), follow = h("input", { type: "checkbox", checked: true });
   let last = -1;
-  place.replaceChildren(h("div", { class: "row" }, h("label", {}, follow, " follow")), scroll);
+  place.replaceChildren(...(stored ? [] : [h("div", { class: "row" }, h("label", {}, follow, " follow"))]), scroll);
   return poll(async () => {
     const events = await get(`${path}/events`, { after: last });
     last = events.at(-1)?.number ?? last;
@@ -52,12 +52,13 @@ export async function openLog(place, run, path) {
 
 export async function openSpec(place, run) {
   const other = h("select", { "aria-label": "Another run", onchange: () => compare().catch((error) => say(error.message)) }, h("option", { value: "" }, "the difference from …"));
-  const found = h("div");
+  const found = h("div"), text = h("pre", { class: "panel", tabindex: "0" }, run.spec);
+  if (stored) return place.replaceChildren(text);
   const compare = async () => {
     if (!other.value) return found.replaceChildren();
     found.replaceChildren(differences([run, await get(`/api/runs/${encodeURIComponent(other.value)}`)]));
   };
-  place.replaceChildren(h("div", { class: "row" }, other), found, h("pre", { class: "panel", tabindex: "0" }, run.spec));
+  place.replaceChildren(h("div", { class: "row" }, other), found, text);
   const runs = await get("/api/runs", { limit: 300 });
   other.append(...runs.filter((each) => each.id !== run.id && each.job === run.job).map((each) => h("option", { value: each.id }, `${each.id} ${each.title}`)));
 }

@@ -1,1 +1,0 @@
-"""The report of a run: one HTML page, and its learning curve as a picture."""
