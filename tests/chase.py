@@ -30,7 +30,9 @@ class Chase:
     def reset(self, seed: int | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         self._random = np.random.default_rng(seed) if seed is not None else self._random
         self.seeds.append(seed)
-        self.agents, self._steps, self._clock = list(LENGTHS), dict.fromkeys(LENGTHS, 0), 0
+        self.agents = list(LENGTHS)
+        self._steps = dict.fromkeys(LENGTHS, 0)
+        self._clock = 0
         self._seen = {agent: self._look(agent) for agent in self.agents}
         return {agent: self._seen[agent] for agent in self._find_turn()}, {}
 

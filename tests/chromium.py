@@ -30,7 +30,9 @@ class Chromium:
         )  # fmt: skip
         os.close(read)
         os.close(write)
-        self._answers, self._number, self._session = os.fdopen(self._read, "rb"), 0, ""
+        self._answers = os.fdopen(self._read, "rb")
+        self._number = 0
+        self._session = ""
         targets = self.call("Target.getTargets")["targetInfos"]
         self._attach(next(each["targetId"] for each in targets if each["type"] == "page"))
 

@@ -19,7 +19,9 @@ class CuttingProxy:
     def __init__(
         self, target: tuple[str, int], limit: int | None = None, on_limit: Callable[[], object] = lambda: None
     ) -> None:
-        self._target, self._limit, self._on_limit = target, limit, on_limit
+        self._target = target
+        self._limit = limit
+        self._on_limit = on_limit
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._listener]
         self._lock = threading.Lock()  # guards `num_bytes` and `is_cut`, and is held while forwarding

@@ -76,7 +76,9 @@ class Stream:
     """0, 1, 2, ... with noise, in an order of each epoch's own; the sum so far is a state that must be kept."""
 
     def __init__(self, num_samples: int, stateful: bool) -> None:
-        self.num_samples, self.stateful, self.epoch = num_samples, stateful, 0
+        self.num_samples = num_samples
+        self.stateful = stateful
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -33,7 +33,9 @@ class Image:
     """A root folder, with what the instructions before have set."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.workdir, self.user = root, "/", "0"
+        self.root = root
+        self.workdir = "/"
+        self.user = "0"
         self.variables: dict[str, str] = {}
         self.arguments: dict[str, str] = {}
 

@@ -36,7 +36,10 @@ class Pictures(shoal.Task):
     """notes: a file to which each step's numbers are written; wait_at: the step that never ends"""
 
     def __init__(self, *, broker: str, name: str, notes: str, wait_at: int = 0) -> None:
-        self.broker, self.name, self.notes, self.wait_at = broker, name, Path(notes), wait_at
+        self.broker = broker
+        self.name = name
+        self.notes = Path(notes)
+        self.wait_at = wait_at
         self._num_steps = 0
 
     def model(self) -> nn.Module:

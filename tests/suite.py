@@ -126,7 +126,9 @@ class ProcessorClock:
 def run(words: str) -> Stage:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "durations.json"
-        clock, began_s, is_interrupted = ProcessorClock(), time.monotonic(), False
+        clock = ProcessorClock()
+        began_s = time.monotonic()
+        is_interrupted = False
         command = [*clock.prefix, sys.executable, "-m", "pytest", *words.split()]
         with subprocess.Popen(command, cwd=ROOT, env=os.environ | {DURATIONS: str(path)}) as process:
             while True:

@@ -68,9 +68,14 @@ class Toy(Task):
         fault_rank: int = 0,
         step_s: float = 0.0,
     ) -> None:
-        self.count, self.hidden, self.dropout, self.step_s = count, hidden, dropout, step_s
+        self.count = count
+        self.hidden = hidden
+        self.dropout = dropout
+        self.step_s = step_s
         self.notes = Path(notes) if notes else None
-        self.fault, self.fault_step, self.fault_rank = fault, fault_step, fault_rank
+        self.fault = fault
+        self.fault_step = fault_step
+        self.fault_rank = fault_rank
 
     def model(self) -> nn.Module:
         if not self.hidden:

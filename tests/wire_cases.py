@@ -50,7 +50,9 @@ def _replaced(noise: random.Random, frames: list[bytes]) -> list[bytes]:
 def _damaged(noise: random.Random, frames: list[bytes], other: list[bytes]) -> list[bytes]:
     """One kind of damage, taken at random."""
     at = noise.randrange(len(frames))
-    before, frame, after = frames[:at], frames[at], frames[at + 1 :]
+    before = frames[:at]
+    frame = frames[at]
+    after = frames[at + 1 :]
     cut = noise.randrange(len(frame) + 1)
     match noise.randrange(8):
         case 0:

@@ -112,7 +112,9 @@ class ServedEndpoint:
     """
 
     def __init__(self, endpoint: DeployedEndpoint, token: str, closing: ExitStack) -> None:
-        self.name, self.url, self.token = endpoint.name, endpoint.url, token
+        self.name = endpoint.name
+        self.url = endpoint.url
+        self.token = token
         self._closing = closing
 
     def client(self, **options: Any) -> Client:

@@ -95,7 +95,10 @@ class ConfigError(ShoalError, ValueError):
     """A value given by the user does not fit. The message names field, value (but for whole specs) and remedy."""
 
     def __init__(self, field: str, value: object, problem: str, remedy: str = "") -> None:
-        self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
         is_shown = isinstance(value, str) or len(repr(value)) <= MAX_SHOWN_LENGTH
         message = f"{field} = {value!r}: {problem}" if is_shown else f"{field}: {problem}"
         super().__init__(f"{message}. {remedy}" if remedy else message)
@@ -149,7 +152,9 @@ class InvalidSegment(ShoalError, ValueError):
     """A segment does not fit the run's spec. `reason` is the drop reason under which it is counted."""
 
     def __init__(self, reason: str, field: str, problem: str) -> None:
-        self.reason, self.field, self.problem = reason, field, problem
+        self.reason = reason
+        self.field = field
+        self.problem = problem
         super().__init__(f"{field}: {problem}")
 
 
@@ -198,7 +203,10 @@ class NotFinite(TrainError):
     def __init__(
         self, what: str, step: int, indices: list[int] | None, checkpoint: str | None, remedy: str = ""
     ) -> None:
-        self.what, self.step, self.indices, self.checkpoint = what, step, indices, checkpoint
+        self.what = what
+        self.step = step
+        self.indices = indices
+        self.checkpoint = checkpoint
         self.remedy = remedy or "lower optimizer.learning_rate, set clip_norm, or look at these samples"
         where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
         shown = "" if indices is None else f", samples {_format_indices(indices)}"
@@ -252,7 +260,10 @@ class InferenceError(ShoalError):
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None, field: str = "") -> None:
         message = message.encode(errors="backslashreplace").decode()  # lone surrogates of file names are not UTF-8
-        self.status, self.message, self.retry_after_s, self.field = status, message, retry_after_s, field
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.field = field
         super().__init__(message)
 
 
@@ -268,7 +279,9 @@ class NoCapacity(ClusterError):
     """A run has waited `wait_s` seconds for the places of its workers: what it needs, and what there was at the end."""
 
     def __init__(self, need: str, found: str, wait_s: float) -> None:
-        self.need, self.found, self.wait_s = need, found, wait_s
+        self.need = need
+        self.found = found
+        self.wait_s = wait_s
         remedy = "give it longer (wait=1h), end what runs (`shoal status`), or ask for less"
         super().__init__(f"{need}, and has waited {wait_s:g} s: {found}. {remedy}")
 

@@ -79,7 +79,7 @@ def test_the_page_of_the_architecture_has_every_room_and_library() -> None:
 
 
 PRODUCT = [path for place in ("platform", "jobs", "serve_apps") for path in sorted((ROOT / place).rglob("*.py"))]
-MAX_FUNCTION, MAX_FILE = 50, 400  # lines without docstrings
+MAX_FUNCTION, MAX_FILE = 60, 450  # lines without docstrings
 
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

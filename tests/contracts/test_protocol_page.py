@@ -272,7 +272,9 @@ def test_the_bytes_of_the_page_are_those_of_the_file() -> None:
 
 
 def test_a_gateway_answers_the_actor_of_the_file_with_the_bytes_of_the_file() -> None:
-    store, ledger, context = WeightStore(), Ledger(), zmq.Context[zmq.Socket[bytes]]()
+    store = WeightStore()
+    ledger = Ledger()
+    context = zmq.Context[zmq.Socket[bytes]]()
     store.publish(WeightSnapshot.of(1, decode_tensors(example("weights")[1])))
     queue = ExperienceQueue(64, ledger)
     gateway = Gateway(GatewaySetting(GatewaySpec(max_credits=16), cart_pole(), "secret", "run-1"), queue, store)

@@ -73,7 +73,9 @@ class Client:
     """One stock client. Its methods are called alike, blocking, whether they are coroutines or not; and remembered."""
 
     def __init__(self, kind, http_port, grpc_port):
-        self.kind, self.is_grpc, self.is_aio = kind, kind.startswith("grpc"), kind.endswith("aio")
+        self.kind = kind
+        self.is_grpc = kind.startswith("grpc")
+        self.is_aio = kind.endswith("aio")
         self.http_url = f"http://127.0.0.1:{http_port}"
         self.module, self.port = CLIENTS[kind], grpc_port if self.is_grpc else http_port
         self.loop = asyncio.new_event_loop()

@@ -15,7 +15,12 @@ from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.model import ParallelModel
 
-SEED, BATCH, VOCABULARY, LENGTH, WIDTH, ODD = 11, 16, 72, 6, 16, 7
+SEED = 11
+BATCH = 16
+VOCABULARY = 72
+LENGTH = 6
+WIDTH = 16
+ODD = 7
 # Of Adam: a bias that batch norm cancels has a gradient of rounding errors, which a small eps would make a whole step.
 EPS = 1e-3
 
@@ -148,7 +153,9 @@ def trained(
     learnable = learnable or Classifier()
     parallel = build(model, spec, world, learnable)
     optimizer = torch.optim.AdamW([each for _, each in parallel.named_parameters()], 0.02, eps=EPS)
-    losses, first, norm = [], {}, torch.zeros(())
+    losses = []
+    first = {}
+    norm = torch.zeros(())
     for step in range(num_steps):
         samples = tuple(each[:num_samples] for each in global_batch(step))
         loss = parallel.train_step(learnable.pack(share(samples, parallel.data_rank, parallel.num_data_ranks)), step)

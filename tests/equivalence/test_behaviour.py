@@ -22,7 +22,9 @@ class Skipping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.middle, self.head = nn.Embedding(72, 8), nn.Linear(8, 8), nn.Linear(8, 72)
+        self.embedding = nn.Embedding(72, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 72)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens[:, 0])

@@ -26,7 +26,9 @@ from shoal.parallel.deferred.build import build_deferred
 from shoal.parallel.pipeline import model as pipeline
 from shoal.train.initial_weights import find_initial_weights, load_initial_weights
 
-SAMPLES, WIDTH, NUM_LAYERS = 8, 64, 8
+SAMPLES = 8
+WIDTH = 64
+NUM_LAYERS = 8
 TENSOR, PIPELINE = {"data": 1, "tensor": 2}, {"data": 1, "pipeline": 2}
 
 

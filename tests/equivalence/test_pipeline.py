@@ -189,7 +189,9 @@ class Eithers(nn.Module):
 def _use_unlike(world: World) -> tuple[list[float], str]:
     """The second data rank uses other parameters: how far gradients are from one process's, and the error without
     `dynamic`."""
-    learnable, plan, full_model = cut_at("blocks.1"), {"data": 2, "shard": True}, make(Eithers)
+    learnable = cut_at("blocks.1")
+    plan = {"data": 2, "shard": True}
+    full_model = make(Eithers)
     pipeline, batch = build_stages(world, Eithers, learnable, **plan, dynamic=True)
     pipeline.modules[0].choice.fill_(pipeline.data_rank)
     pipeline.train_step(batch, 0)

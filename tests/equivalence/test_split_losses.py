@@ -696,7 +696,9 @@ class Counted(ClassWeighted):
     """Counts samples wherever it sees them, until an evaluation ends."""
 
     def __init__(self) -> None:
-        self.number, self.total, self.kept = 0, torch.zeros(()), {"sizes": list[int]()}
+        self.number = 0
+        self.total = torch.zeros(())
+        self.kept = {"sizes": list[int]()}
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         self.total += len(outputs)
@@ -714,7 +716,9 @@ class Counted(ClassWeighted):
 
 
 def test_an_evaluation_is_finished_once_and_counts_no_sample_of_the_check() -> None:
-    data, task, world = Data(train=[], validation=TensorDataset(*global_batch(0))), Counted(), World.single("cpu")
+    data = Data(train=[], validation=TensorDataset(*global_batch(0)))
+    task = Counted()
+    world = World.single("cpu")
     model = build(make_blocks, ParallelSpec(), world, task)
     stateful = MetricSet({"mean": torchmetrics.MeanMetric()}, task.update_metric, world, True, task.finish_evaluation)
     check = SplitCheck(model, world, "Counted", 4, evaluates=True)

@@ -20,7 +20,9 @@ from shoal.parallel import ParallelSpec, World
 from shoal.parallel.build import parallelize
 from shoal.parallel.pipeline.model import PipelineModel
 
-NUM_TREES, BATCH_SIZE, NUM_TOKENS = 96, 16, 7
+NUM_TREES = 96
+BATCH_SIZE = 16
+NUM_TOKENS = 7
 
 
 class Trees:

@@ -74,7 +74,9 @@ class Held:
     """The endpoint, with a model whose forwards hang while `hold` is there, and that is not made while `start` is."""
 
     def __init__(self, process: EndpointProcess, folder: Path) -> None:
-        self.process, self.hold, self.start = process, folder / "hold", folder / "start"
+        self.process = process
+        self.hold = folder / "hold"
+        self.start = folder / "start"
         model = factory(str(self.hold), str(self.start))
         Registry(process.registry).register("slow", weights(1), model=model, signature=SIGNATURE)
         with closing(Client(process.url)) as client:

@@ -25,7 +25,9 @@ from waiting import wait_for
 STATE_TIMEOUT_S = 400.0
 RATE = 80.0
 SECONDS = 3.0
-REPLICA, SERVE_CONTROLLER, HAPROXY = "ray::ServeReplica", "ray::ServeController", "haproxy.cfg"
+REPLICA = "ray::ServeReplica"
+SERVE_CONTROLLER = "ray::ServeController"
+HAPROXY = "haproxy.cfg"
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
 
 

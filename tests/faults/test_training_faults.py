@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from shoal.cluster.embedded_cluster import EmbeddedCluster
 
 TASK = f"{Path(__file__).parents[1] / 'train_task.py'}:Toy"
-SAMPLES, STEPS, SAVED_EVERY = 256, 16, 3  # two epochs of eight steps
+# two epochs of eight steps
+SAMPLES = 256
+STEPS = 16
+SAVED_EVERY = 3
 STATE_S = 600.0
 pytestmark = pytest.mark.timeout(1500)
 

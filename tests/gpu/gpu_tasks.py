@@ -30,7 +30,10 @@ class Net(Task):
     """kind: mlp, dropout, functional (dropout by torch's own generator), norm (batch norm), lenet or wide."""
 
     def __init__(self, kind: str = "mlp", count: int = 128, optimizer: str = "", width: int = 16) -> None:
-        self.kind, self.count, self.name, self.width = kind, count, optimizer, width
+        self.kind = kind
+        self.count = count
+        self.name = optimizer
+        self.width = width
 
     def model(self) -> nn.Module:
         if self.kind == "lenet":

@@ -59,7 +59,9 @@ def test_few_rows_are_answered_as_on_the_cpu(device: str) -> None:
 
 def grow(num_nodes: int, seed: int) -> list[int]:
     """The parents of a binary tree; node 0 is the root."""
-    random, free, parents = np.random.default_rng(seed), [0, 0], [-1]
+    random = np.random.default_rng(seed)
+    free = [0, 0]
+    parents = [-1]
     for node in range(1, num_nodes):
         parents.append(free.pop(random.integers(len(free))))
         free += [node, node]
@@ -105,7 +107,9 @@ def test_trees_have_the_values_and_gradients_of_the_cpu(device: str, name: str, 
 
 def full_binary(num_splits: int) -> list[int]:
     """The parents of a tree whose nodes have two children or none."""
-    random, leaves, parents = np.random.default_rng(num_splits), [0], [-1]
+    random = np.random.default_rng(num_splits)
+    leaves = [0]
+    parents = [-1]
     for _ in range(num_splits):
         split = leaves.pop(random.integers(len(leaves)))
         leaves += [len(parents), len(parents) + 1]

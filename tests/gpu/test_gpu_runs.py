@@ -22,7 +22,9 @@ from shoal.parallel.build import parallelize
 from shoal.random_state import get_random_state, preserve_rng, set_random_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-NUM_BATCHES, SIZE, WIDTH = 200, 32, 4096
+NUM_BATCHES = 200
+SIZE = 32
+WIDTH = 4096
 
 
 @pytest.fixture
@@ -176,7 +178,9 @@ def test_out_of_memory_is_explained_by_a_size_that_fits(device: str, tmp_path: P
 
 
 def test_flops_and_peak_memory_are_those_of_torch(device: str) -> None:
-    world, width, size = World.single(require_cuda(device).type), 1024, 512
+    world = World.single(require_cuda(device).type)
+    width = 1024
+    size = 512
     torch.manual_seed(0)
     task = Net("wide", width=width)
     batch = (torch.randn(size, FEATURES, device=world.device), torch.zeros(size, dtype=torch.long, device=world.device))

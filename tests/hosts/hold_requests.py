@@ -27,7 +27,9 @@ from shoal.libs.grpc.methods import METHODS, SERVICE
 
 TIMEOUT_S = 300.0
 NUM_REQUESTS = 2  # for each ingress
-POLL_S, BRIEF_S, MESSAGE_S = 0.2, 0.1, 0.25
+POLL_S = 0.2
+BRIEF_S = 0.1
+MESSAGE_S = 0.25
 
 
 def _say(words: str) -> None:

@@ -62,7 +62,9 @@ class Host:
     """
 
     def __init__(self, name: str, address: str, home: Path, init: int, environment: Mapping[str, str]) -> None:
-        self.name, self.address, self.home = name, address, home
+        self.name = name
+        self.address = address
+        self.home = home
         self.project, self.files = home / "project", Path(f"/proc/{init}/root{home}")
         self._init, self._environment = init, environment
 

@@ -23,7 +23,9 @@ def observe(run_id: str) -> dict[str, object]:
         run = shoal.runs.load(run_id)
     except RunError:
         return {"step": -1, "latest": {}, "events": [], "saved": []}
-    events, steps, saved = run.events(), run.metrics().index, list[int]()
+    events = run.events()
+    steps = run.metrics().index
+    saved = list[int]()
     with suppress(StoreError):
         saved = sorted(StoredCheckpoints(store).list_steps()) if (store := open_run_store(run.id)) else []
     return {

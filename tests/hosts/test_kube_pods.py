@@ -30,7 +30,9 @@ class Pods:
     """A RayCluster: the pods of one manifest. `stack` ends them."""
 
     def __init__(self, cluster: Mapping[str, Any], secret: Mapping[str, Any], stack: ExitStack) -> None:
-        self._cluster, self._tokens, self._stack = cluster, secret["stringData"], stack
+        self._cluster = cluster
+        self._tokens = secret["stringData"]
+        self._stack = stack
         self._head: Host | None = None
         self._programs: dict[str, Program] = {}
 

@@ -52,7 +52,9 @@ class Run:
     """One of them, and its event log."""
 
     def __init__(self, kind: str, marks: Path, folder: Path) -> None:
-        self._kind, self._marks, self._folder = kind, marks, folder
+        self._kind = kind
+        self._marks = marks
+        self._folder = folder
         self._lost_at: int | None = None
         self.is_training = threading.Event()
         self.steps: list[int] = []

@@ -7,7 +7,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-COLUMNS, ROWS, APPLES = 5, 6, 5
+COLUMNS = 5
+ROWS = 6
+APPLES = 5
 
 
 class Catch(gymnasium.Env):  # type: ignore[misc]

@@ -477,7 +477,9 @@ def connected(parts: Parts) -> Iterator[ActorClient]:
 
 
 def test_a_thread_that_waits_is_waited_for_by_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits, may_go_on, poll = threading.Event(), threading.Event(), zmq.Poller.poll
+    waits = threading.Event()
+    may_go_on = threading.Event()
+    poll = zmq.Poller.poll
 
     def stand_still(poller: zmq.Poller, timeout: int | None = None) -> list[tuple[object, int]]:
         if threading.current_thread().name.startswith("waiter"):

@@ -128,7 +128,9 @@ class Line(shoal.Task):
     def loss(self, outputs, batch):
         return (outputs - batch[1]).square().mean()
 """
-RATE, NUM_STEPS, EVERY = 0.05, 10, 4
+RATE = 0.05
+NUM_STEPS = 10
+EVERY = 4
 
 
 def train_pair_alone(dataset: torch.utils.data.Dataset[Any], weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -425,7 +425,9 @@ def test_a_learner_that_finds_no_checkpoint_of_its_run_is_an_error(
 def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror, write, is_down = CheckpointMirror(StoredCheckpoints(store), tmp_path / "a", keep=2), type(store).write, True
+    mirror = CheckpointMirror(StoredCheckpoints(store), tmp_path / "a", keep=2)
+    write = type(store).write
+    is_down = True
 
     def refuse(this: Store, key: str, content: bytes | Path) -> None:
         if is_down:

@@ -32,7 +32,9 @@ from shoal.weights import WeightStore
 from shoal.wire import ExperienceSpec
 from waiting import wait_for
 
-A, KEY, HOST = ("a", 1), b"a key of the tests", "127.0.0.1"
+A = ("a", 1)
+KEY = b"a key of the tests"
+HOST = "127.0.0.1"
 # Float32 sums in another order, and Adam's quotients of them, over 5 batches.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 ALGORITHMS = {
@@ -172,7 +174,9 @@ def test_what_is_not_finite_any_more_leaves_the_replay_of_several_learners(tmp_p
         random = np.random.default_rng(3)
         two.learn(random, 3)
         replay = two.learner.algorithm._replay  # type: ignore[attr-defined]
-        replay._arrays["rewards"][0], first, updates = 3e38, np.array([0]), two.learner.updates
+        replay._arrays["rewards"][0] = 3e38
+        first = np.array([0])
+        updates = two.learner.updates
         while replay._tree.get(first)[0]:
             two.learn(random, 1)
         two.learn(random, 2)
@@ -350,7 +354,9 @@ def test_the_state_for_a_learner_that_joins_is_a_message_of_its_own(monkeypatch:
     """That of a large network and its optimizer passes the 4 GiB that a value of MessagePack may have."""
     hub = LearnerHub(HOST, KEY)
     link = HubLink(hub.address, KEY)
-    state, received, loaded = bytes(2**16), list[bytes](), list[bytes]()
+    state = bytes(2**16)
+    received = list[bytes]()
+    loaded = list[bytes]()
     receive = link._receive
     monkeypatch.setattr(link, "_receive", lambda: received.append(receive()) or received[-1])
     try:

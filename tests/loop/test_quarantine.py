@@ -59,7 +59,9 @@ def draw_log_ratios(random: np.random.Generator, num_steps: int, distance: float
 
 @pytest.mark.parametrize("distance", [0.0, 0.3, 3.0])
 def test_honest_actors_are_never_accused_however_far_they_lag(distance: float) -> None:
-    random, table, highest = np.random.default_rng(0), EvidenceTable(), 0.0
+    random = np.random.default_rng(0)
+    table = EvidenceTable()
+    highest = 0.0
     for _ in range(200):
         log_ratios = draw_log_ratios(random, 16 * 64, distance).astype(np.float32)
         evidence = compute_evidence(log_ratios, np.zeros(16 * 64), np.full(64, 16))
@@ -124,7 +126,10 @@ class Actor:
     """Plays honestly, but says of its log-probabilities what `claim` makes of them; applies weights seldom."""
 
     def __init__(self, loop: LocalLoop, name: str, claim: float | None, pull_every: int = 1) -> None:
-        self._loop, self._name, self.claim, self._pull_every = loop, name, claim, pull_every
+        self._loop = loop
+        self._name = name
+        self.claim = claim
+        self._pull_every = pull_every
         self.drops: dict[str, int] = {}
         self.thread = threading.Thread(target=self._play, daemon=True)
         self.thread.start()

@@ -128,7 +128,11 @@ def wait_for_member(client: ActorClient, version: int) -> None:
 class StubbornClient:
     """Two opponents: version 1 always passes, version 2 always bets. The newest policy always bets."""
 
-    actor_id, finished, is_synchronous, spec, settings_version = "actor-0", False, False, KUHN, 0
+    actor_id = "actor-0"
+    finished = False
+    is_synchronous = False
+    spec = KUHN
+    settings_version = 0
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []

@@ -55,7 +55,10 @@ class FakeFlow(LoopRun):
         recorder: Any = SimpleNamespace(record_event=lambda kind, **details: self.events.append((kind, details)))
         spec = ActorLearnerSpec.parse({"env": "CartPole-v1", "target_return": 475.0, **fields})
         super().__init__(spec, recorder, {"": (EXPERIENCE, np.zeros(4, np.float32))})
-        self._outcome, self._is_up, self._sampled, self.tried = outcome, time_is_up, sampled, list[str]()
+        self._outcome = outcome
+        self._is_up = time_is_up
+        self._sampled = sampled
+        self.tried = list[str]()
 
     def _hold_trial(self, action: str, snapshot: WeightSnapshot) -> Evaluation:
         self.tried.append(action)
@@ -233,7 +236,9 @@ def test_a_version_may_be_tried_at_the_target_of_its_actors_or_of_best_actions(
     mean_return: float, solved_s: float | None, best: float | None, updates: int, may: bool
 ) -> None:
     (policy,) = make_flow(ActorLearnerSpec(), SimpleNamespace()).policies
-    policy.gateway, policy.solved_s, policy.tried_at = {"mean_return": mean_return, "episodes": 100}, solved_s, 0
+    policy.gateway = {"mean_return": mean_return, "episodes": 100}
+    policy.solved_s = solved_s
+    policy.tried_at = 0
     policy.learner = {"updates": updates}
     policy.played = {} if best is None else {"return/best_actions": best}
     assert policy.may_be_tried == may

@@ -53,7 +53,9 @@ def test_waiting_runs_start_in_their_order_as_others_end(
 ) -> None:
     monkeypatch.setattr(run_admission, "QUIET_S", 0.0)
     assert wait_for_resource("CPU", 8.0, STATE_S) == 8.0
-    first, low, high = Workers("first"), Workers("low"), Workers("high", priority=1)
+    first = Workers("first")
+    low = Workers("low")
+    high = Workers("high", priority=1)
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         first.start()
         stack.callback(low.admission.close)

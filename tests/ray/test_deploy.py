@@ -45,7 +45,9 @@ class FakeServe:
 
     def __init__(self, *applications: str, message: str = "the disk burns", **fails: BaseException) -> None:
         self.applications = {name: SimpleNamespace(deployments={}, status="RUNNING") for name in applications}
-        self.fails, self.message, self.done = fails, message, list[str]()
+        self.fails = fails
+        self.message = message
+        self.done = list[str]()
         self.is_there = bool(applications)
         self.looks_until_gone: int | None = None
 
@@ -453,7 +455,9 @@ class Load:
     """Calls an endpoint without a pause, and retries nothing; `errors` of all calls."""
 
     def __init__(self, url: str, key: str) -> None:
-        self.errors, self.num_answers, self._is_ending = list[Exception](), 0, False
+        self.errors = list[Exception]()
+        self.num_answers = 0
+        self._is_ending = False
         self._url, self._key = url, key
         self._thread = Thread(target=self._call)
 

@@ -31,7 +31,9 @@ def test_this_node_is_chosen_where_it_has_cpus(cpus: dict[str, float], chosen: s
     assert choose_host(list_nodes(**cpus) + list_nodes(alive=False, lost=128), "here") == chosen
 
 
-HERE, ONE, TWO = ("0a" * 28, "0b" * 28, "0c" * 28)
+HERE = "0a" * 28
+ONE = "0b" * 28
+TWO = "0c" * 28
 
 
 @pytest.fixture

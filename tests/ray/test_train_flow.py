@@ -60,7 +60,10 @@ class FakeFit:
     on_poll: Callable[[], None]
 
     def __init__(self, setting: Any) -> None:
-        self.setting, self.was_stopped, self.was_closed, self.refusal = setting, False, False, ""
+        self.setting = setting
+        self.was_stopped = False
+        self.was_closed = False
+        self.refusal = ""
         said, self._end = self.script[len(self.made)]
         self._said = list(said)
         self.made.append(self)

@@ -273,7 +273,9 @@ def test_a_group_that_fails_while_it_starts_is_shut_down_and_a_death_there_is_a_
 
     from shoal.train.launch.ray_train import _StartGuard
 
-    guard, starting, ended = _StartGuard(), state.SchedulingState(None), []
+    guard = _StartGuard()
+    starting = state.SchedulingState(None)
+    ended = []
     group = SimpleNamespace(has_started=lambda: True, shutdown=lambda: ended.append(True))
     guard.after_worker_group_start(group)
     guard.after_controller_state_update(starting, state.RunningState())

@@ -19,7 +19,10 @@ class FakeServe:
     """Serve, and Ray's count of what waits: the next of `looks` at each look."""
 
     def __init__(self, looks: Iterator[Look]) -> None:
-        self._looks, self.num_waiting, self.ran, self.message = looks, 0, list[Any](), ""
+        self._looks = looks
+        self.num_waiting = 0
+        self.ran = list[Any]()
+        self.message = ""
 
     def RunTarget(self, *target: object) -> object:  # noqa: N802 - as Serve has it
         return target

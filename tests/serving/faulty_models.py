@@ -19,7 +19,12 @@ from torch import nn
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
 
-FINE, RAISE, SHAPE, NAN, HANG, LEAK = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+FINE = 0.0
+RAISE = 1.0
+SHAPE = 2.0
+NAN = 3.0
+HANG = 4.0
+LEAK = 5.0
 ASKED, SLOW = 7.0, 8.0  # of Moody
 SLOW_S = 0.004
 FORWARD_S = 0.003  # too long for the event loop, which a forward that hangs would take along

@@ -83,7 +83,9 @@ class Asked:
     """One answer over HTTP."""
 
     def __init__(self, status: int, headers: Mapping[bytes, bytes], body: Any) -> None:
-        self.status, self.headers, self.body = status, headers, body
+        self.status = status
+        self.headers = headers
+        self.body = body
 
     @property
     def version(self) -> int:

@@ -35,7 +35,10 @@ class Talk:
 
     def __init__(self, policy: RetryPolicy, send_s: float = 0.01, late_s: float = 0.0) -> None:
         """late_s: how much longer each wait takes than it should"""
-        self.now_s, self._policy, self._send_s, self._late_s = 100.0, policy, send_s, late_s
+        self.now_s = 100.0
+        self._policy = policy
+        self._send_s = send_s
+        self._late_s = late_s
         self.sent: list[tuple[EndpointRequest, float]] = []
         self.waits: list[float] = []
 

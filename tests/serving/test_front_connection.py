@@ -33,7 +33,9 @@ class Line:
     """A connection and its client: `told` has what the client gets, `returned` what HAProxy does."""
 
     def __init__(self) -> None:
-        self.told, self.returned, self.asked = b"", list[bytes](), list[Any]()
+        self.told = b""
+        self.returned = list[bytes]()
+        self.asked = list[Any]()
         self.is_closed, self.num_unread = False, 0
         self.marks = list[tuple[int, int, int]]()
         self.resume = asyncio.Event()
@@ -255,7 +257,9 @@ def test_a_client_of_a_killed_replica_gets(
     deeds: str, gets: bytes, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path is short
-    request, answer, counts = b"a request", b"an answer", [0, 0]
+    request = b"a request"
+    answer = b"an answer"
+    counts = [0, 0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(Haproxy()) as haproxy, socket.create_server((host, 0), family=family) as listener:
         guard = ConnectionGuard(Path(), "127.0.0.1:1")

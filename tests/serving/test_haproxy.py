@@ -25,7 +25,9 @@ from shoal.cluster.ports import find_free_port
 from waiting import wait_for
 
 # Shorter than an endpoint's, so that the tests need not wait long for what must happen after them.
-REQUEST_S, SERVER_S, CLIENT_S = 1.0, 3.0, 1.5
+REQUEST_S = 1.0
+SERVER_S = 3.0
+CLIENT_S = 1.5
 ANSWER_S = 60.0
 JSON = "application/json"
 SERVICE = "inference.GRPCInferenceService"

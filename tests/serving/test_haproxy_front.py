@@ -215,7 +215,9 @@ def has_more(before: Counter[str], now: Counter[str]) -> bool:
 def test_certificates_are_replaced_under_load_without_a_failed_request(
     replica: FakeReplica, authority: Authority, tmp_path: Path
 ) -> None:
-    files, trusted, stop = authority.sign()._replace(client_ca=""), context(authority), Event()
+    files = authority.sign()._replace(client_ca="")
+    trusted = context(authority)
+    stop = Event()
     outcomes: Counter[str] = Counter()
 
     def load(port: int, is_kept: bool) -> None:
@@ -291,7 +293,9 @@ def test_a_client_of_an_authority_that_was_replaced_is_refused(
             return connection.session
 
     with haproxy(replica, secure(files)) as started:
-        watch, admin, session = CertificateWatch(files, started.files), started.files / "node" / "a.sock", ask(refused)
+        watch = CertificateWatch(files, started.files)
+        admin = started.files / "node" / "a.sock"
+        session = ask(refused)
         admin.unlink()
         Path(files.client_ca).write_bytes(others.ca.read_bytes())
         assert (watch.poll() or ("", ""))[0] == "certificate_replaced"

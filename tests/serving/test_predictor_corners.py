@@ -68,7 +68,9 @@ class Enclosed(nn.Module):
 class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.head, self.seen = nn.Linear(3, 3), nn.Linear(3, 2), torch.zeros(1, 3)
+        self.layer = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+        self.seen = torch.zeros(1, 3)
         self.layer.register_forward_hook(lambda layer, inputs, output: setattr(self, "seen", output))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

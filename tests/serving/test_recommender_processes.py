@@ -136,7 +136,9 @@ def test_the_retraining_is_started_again_more_and_more_slowly(monkeypatch: pytes
         return processes[-1]
 
     monkeypatch.setattr(start, "_start", begin)
-    retraining, now_s, delays = start.Retraining("--every", "5"), time.monotonic(), []
+    retraining = start.Retraining("--every", "5")
+    now_s = time.monotonic()
+    delays = []
     for worked_s in (1.0, 1.0, 1.0, 100.0, 1.0):
         now_s += worked_s
         assert retraining.check(now_s - 0.1) == ""

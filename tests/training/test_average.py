@@ -65,7 +65,9 @@ def test_it_is_the_average_that_the_formula_says() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_half_precision_are_averaged_although_a_step_is_less_than_they_can_hold(dtype: torch.dtype) -> None:
-    module, decay, num_steps = nn.Linear(3, 2, dtype=dtype), 0.999, 3000
+    module = nn.Linear(3, 2, dtype=dtype)
+    decay = 0.999
+    num_steps = 3000
     average = WeightAverage(_Whole(module), decay)  # type: ignore[arg-type]
     nn.init.ones_(module.weight)
     average.reset()

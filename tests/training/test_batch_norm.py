@@ -123,7 +123,9 @@ def _model() -> nn.Sequential:
 
 def test_a_gradient_penalty_is_that_of_the_whole_batch() -> None:
     """Two ranks with five and three samples, whose gradients are added; the oracle is torch's own layer with eight."""
-    inputs, whole, threads = torch.randn(8, 3, dtype=torch.float64), _model(), Threads()
+    inputs = torch.randn(8, 3, dtype=torch.float64)
+    whole = _model()
+    threads = Threads()
     _penalize(whole, inputs.clone().requires_grad_()).backward()
 
     def differentiate(index: int) -> list[Tensor]:

@@ -141,7 +141,11 @@ def test_an_operator_that_nobody_knows_is_named_and_so_is_a_decomposition() -> N
 
 def test_trees_are_counted_as_torch_would_compute_them() -> None:
     """Their function in NumPy is invisible to the counter, which would see its arrays come and go."""
-    N, n, E, D, H = 9, 4, 7, 3, 5
+    N = 9
+    n = 4
+    E = 7
+    D = 3
+    H = 5
     trees = TreeBatch.from_parents([[-1, 0, 0, 1, 1, 2, 2], [-1, 0]])
     for cell, of_children in (
         (ChildSumLSTMCell(D, H), E * H * H + n * H * 3 * H),

@@ -24,7 +24,9 @@ class Bounded(nn.Module):
 
     def __init__(self, most: int, least: int) -> None:
         super().__init__()
-        self.most, self.least, self.layer = most, least, nn.Linear(FEATURES, CLASSES)
+        self.most = most
+        self.least = least
+        self.layer = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, features: Tensor) -> Tensor:
         if len(features) > self.most:

@@ -194,7 +194,9 @@ def test_whatever_is_sent_arrives_in_its_order() -> None:
 
 def there_and_back(world: World) -> None:
     """There and back, many times: pieces of memory are used again."""
-    mine, other, values = formed(ShmP2P), 1 - world.rank, torch.zeros(1000)
+    mine = formed(ShmP2P)
+    other = 1 - world.rank
+    values = torch.zeros(1000)
     for _ in range(100):
         if world.rank == 0:
             mine.send(values, other)

@@ -136,7 +136,9 @@ class Memory:
     max_unacknowledged: int | None = None
 
     def __init__(self, *messages: Sample | MalformedPayload) -> None:
-        self._messages, self._at, self._committed = list(messages), 0, 0
+        self._messages = list(messages)
+        self._at = 0
+        self._committed = 0
         self.num_delivered, self.commits = 0, list[StreamState]()
 
     def example(self) -> Sample:

@@ -124,7 +124,9 @@ def test_the_registered_network_of_trees_is_served_as_its_file_says() -> None:
     num_forwards = []
     computed = model._forward
     model._forward = lambda inputs: num_forwards.append(1) or computed(inputs)
-    chain, flat, single = ([3, 4, 5], [-1, 0, 1]), ([9, 2, 2, 2], [-1, 0, 0, 0]), ([7], [-1])
+    chain = ([3, 4, 5], [-1, 0, 1])
+    flat = ([9, 2, 2, 2], [-1, 0, 0, 0])
+    single = ([7], [-1])
 
     def pad_trees(trees: Any) -> dict[str, np.ndarray]:
         columns = [[torch.tensor(each) for each in column] for column in zip(*trees, strict=True)]

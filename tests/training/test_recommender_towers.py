@@ -140,7 +140,9 @@ def test_from_training_to_an_order_on_the_site() -> None:
         "movies", package.signature.inputs, package.signature.outputs, lambda each: loaded.predict_batch([each])[0],
         versions=(1,),
     )  # fmt: skip
-    rated, ratings, candidates = np.array([3, 4]), np.array([5.0, 1.0]), np.arange(10, 210)
+    rated = np.array([3, 4])
+    ratings = np.array([5.0, 1.0])
+    candidates = np.arange(10, 210)
     with served(FakeHost(model), token=None) as (url, _), closing(Reranker(url, "movies", 60.0)) as reranker:
         found = reranker.rerank(rated, ratings, candidates)
     assert (found.outcome, found.version) == ("reranked", 1)

@@ -54,7 +54,9 @@ def test_warm_up_counts_in_steps_or_in_shares_of_the_run() -> None:
 @pytest.mark.parametrize("changed_at", [5, 12, 30])
 def test_a_warm_up_in_steps_counts_those_that_were_taken(name: str, size: float, changed_at: int) -> None:
     """After some of 40 steps, batches are of another size: what is left is so many times as many steps."""
-    spec, before, total = ScheduleSpec.parse({"name": name, "warmup": 12}), size * changed_at, round(40 * size)
+    spec = ScheduleSpec.parse({"name": name, "warmup": 12})
+    before = size * changed_at
+    total = round(40 * size)
     steps = [(taken, before + taken - changed_at) for taken in range(changed_at, changed_at + total - round(before))]
     rates = [compute_learning_rate(place, spec, total, taken) for taken, place in steps]
     undisturbed = [compute_learning_rate(step, spec, 40) for step in range(40)]

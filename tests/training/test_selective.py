@@ -49,7 +49,9 @@ class _Whole:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.modules = [self.module]
-        self.data_rank, self.num_data_ranks, self.others_ready = 0, num_data_ranks, others_ready
+        self.data_rank = 0
+        self.num_data_ranks = num_data_ranks
+        self.others_ready = others_ready
         self.task, self.stepped = task, []
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -135,7 +137,9 @@ def test_losses_of_single_samples_have_the_loss_of_the_batch_as_their_mean() -> 
 
 
 def test_a_resumed_run_chooses_the_same_samples() -> None:
-    spec, task, batches = SelectiveSpec(beta=1.0, history=32), _Squares(), _batches(20)
+    spec = SelectiveSpec(beta=1.0, history=32)
+    task = _Squares()
+    batches = _batches(20)
     undisturbed, selective = _made(spec, task)
     for step, batch in enumerate(batches):
         selective.train_step(batch, step)
@@ -154,7 +158,9 @@ def test_a_resumed_run_chooses_the_same_samples() -> None:
 
 
 def test_a_resumed_run_gives_its_task_named_tuples_as_before() -> None:
-    spec, task, batches = SelectiveSpec(beta=1.0), _ByName(), [_Named(*batch) for batch in _batches(20)]
+    spec = SelectiveSpec(beta=1.0)
+    task = _ByName()
+    batches = [_Named(*batch) for batch in _batches(20)]
     _, before = _made(spec, task)
     for step in range(9):
         before.train_step(batches[step], step)

@@ -82,7 +82,10 @@ def test_the_memory_of_a_sparse_gradient_is_that_of_its_indices_and_values() -> 
         with profile_step(parallel, optimizer) as profile:
             parallel.train_step(torch.tensor([1, 2, 2]), step)
             optimizer.step()
-    num_rows, width, index_bytes, value_bytes = 3, 2, 8, 4
+    num_rows = 3
+    width = 2
+    index_bytes = 8
+    value_bytes = 4
     found = profile.values
     assert found["memory_gradients"] == num_rows * (index_bytes + width * value_bytes)
     assert found["memory_peak"] >= found["memory_parameters"] + found["memory_optimizer"] + found["memory_gradients"]

@@ -59,7 +59,9 @@ class Blocks(Task):
 
 def probed(num_metered: int = 1) -> tuple[ParallelModel, Optimizer, Any, StepProfiler]:
     """The model of Blocks in one process, its optimiser, a batch, and a probe of its steps."""
-    task, spec, world = Blocks(), TrainSpec(batch_size=BATCH), World.single("cpu")
+    task = Blocks()
+    spec = TrainSpec(batch_size=BATCH)
+    world = World.single("cpu")
     batch = load_first_batch(task.data(), BATCH, world.device)
     model = parallelize(task.model(), task, spec.parallel, spec.resolve_dims(), world, batch)
     optimizer = make_optimizer(task, spec.optimizer, [parameter for _, parameter in model.named_parameters()])

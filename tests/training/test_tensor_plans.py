@@ -20,7 +20,9 @@ class Mixing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 2)
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 6)
+        self.head = nn.Linear(6, 2)
 
     def forward(self, values: Tensor) -> Tensor:
         return self.head(torch.relu(self.down(self.up(values).softmax(-1))))
@@ -84,7 +86,9 @@ class Between(nn.Module):
     def __init__(self, which: str) -> None:
         super().__init__()
         self.which = which
-        self.first, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 4)
+        self.first = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 4)
         self.scale, self.drop = nn.Parameter(torch.ones(1)), OwnDropout(0.1)
 
     def forward(self, values: Tensor) -> Tensor:
@@ -125,7 +129,9 @@ class Shown(nn.Module):
         super().__init__()
         self.how = how
         self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 5)
-        self.norm, self.wide, self.narrow = nn.LayerNorm(5), nn.Linear(5, 12), nn.Linear(12, 3)
+        self.norm = nn.LayerNorm(5)
+        self.wide = nn.Linear(5, 12)
+        self.narrow = nn.Linear(12, 3)
         self.wide_too, self.narrow_too = nn.Linear(12, 8), nn.Linear(8, 3)
         self.kept = torch.zeros(())
 

@@ -140,7 +140,9 @@ def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_to_the_bit(
     tmp_path: Path, stopped_at: int, extras: dict[str, Any]
 ) -> None:
     spec = spec_of(**extras)
-    whole, first, second = Notes(), Notes(), Notes()
+    whole = Notes()
+    first = Notes()
+    second = Notes()
     expected = train(tmp_path / "whole", spec, whole)
     steps = iter(range(1, 100))
     part = train(tmp_path / "parts", spec, first, should_stop=lambda: next(steps) >= stopped_at)
@@ -189,7 +191,9 @@ def test_what_had_no_gradient_before_a_checkpoint_begins_with_its_first_one(tmp_
 
 
 def test_an_average_may_begin_with_a_resumption_and_end_with_another(tmp_path: Path) -> None:
-    notes, without, last = Notes(), spec_of(stop={"steps": 4}), Notes()
+    notes = Notes()
+    without = spec_of(stop={"steps": 4})
+    last = Notes()
     weights = weights_of(train(tmp_path, without))
     begun = train(tmp_path, spec_of(stop={"steps": 5}, average=0.9), notes)
     assert ("average_begun", {"step": 4}) in notes.events

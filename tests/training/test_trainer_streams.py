@@ -84,7 +84,9 @@ def test_an_epoch_ends_with_its_last_batch_and_is_evaluated_then(tmp_path: Path,
 
 def test_a_stream_that_goes_on_has_the_losses_of_the_undisturbed_one(tmp_path: Path) -> None:
     spec = spec_of(stop={"epochs": 3}, evaluate={"every_epochs": 2})
-    whole, first, second = Notes(), Notes(), Notes()
+    whole = Notes()
+    first = Notes()
+    second = Notes()
     train_streamed(tmp_path / "whole", spec, whole)
     assert evaluated(whole) == [8, 12]
     for stopped_at in (4, 6):

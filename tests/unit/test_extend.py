@@ -122,7 +122,9 @@ def test_an_extension_that_cannot_be_loaded_is_left_out_where_all_are_used(
         run.log(1, {"x": 1.0})
     assert len(list((run.folder / "tensorboard").iterdir())) == 1
     assert {".onnx", ".pt2"} <= find_formats_of_files().keys()
-    manager, access, limits = MagicMock(), MagicMock(), RequestLimits()
+    manager = MagicMock()
+    access = MagicMock()
+    limits = RequestLimits()
     assert [path for path, _ in EndpointApp(MagicMock(), manager, access, limits)._others] == [PATH_PREFIX]
     assert "of another of shoal.protocols is left out: nothing_like_it:Thing cannot be loaded" in caplog.text
     assert "math of shoal.protocols is left out: math.sqrt() takes exactly one argument" in caplog.text

@@ -236,7 +236,9 @@ class SingleGame(StreamGame):
     """An environment with one agent."""
 
     def __init__(self, environment: Environment, runner: Runner) -> None:
-        self._environment, self._runner, self._stream = environment, runner, runner.make_stream()
+        self._environment = environment
+        self._runner = runner
+        self._stream = runner.make_stream()
         self.acting = [self._stream]
 
     def reset(self, seeds: Sequence[int | None]) -> None:
@@ -248,7 +250,10 @@ class SingleGame(StreamGame):
     def play(self, policy: Policy, most: int, until: float) -> int:
         """Take steps with the policy: at most so many, until this time (time.monotonic()) or the end of a segment;
         returns how many. One call for all: what is done at each step is much of the cost of a fast environment's."""
-        act, take_step, stream, clock = policy.act, self._take_step, self._stream, time.monotonic
+        act = policy.act
+        take_step = self._take_step
+        stream = self._stream
+        clock = time.monotonic
         for count in range(1, most + 1):
             if take_step(*act(stream.observation, 0, stream.mask)) or clock() >= until:
                 return count
@@ -288,7 +293,9 @@ class BatchGame:
     """
 
     def __init__(self, environments: Sequence[Environment], runner: Runner, spec: ExperienceSpec) -> None:
-        self._environments, self._runner, self._spec = environments, runner, spec
+        self._environments = environments
+        self._runner = runner
+        self._spec = spec
         self._length, num_environments = spec.segment_length, len(environments)
         self._shape, self._dtype = spec.observation.shape, spec.observation.numpy_dtype()
         self._streams = [runner.make_stream() for _ in environments]
@@ -313,7 +320,10 @@ class BatchGame:
         self._take_observations()
 
     def step(self, actions: Sequence[Any], log_probabilities: Sequence[float]) -> None:
-        rewards, newest, starts, has_extras = list[float](), self._newest, self._starts, self._spec.extras
+        rewards = list[float]()
+        newest = self._newest
+        starts = self._starts
+        has_extras = self._spec.extras
         version = self._streams[0].version
         self._steps[self._num_steps % self._length] = _Step(actions, rewards, log_probabilities, version, self._extras)
         self._num_steps += 1

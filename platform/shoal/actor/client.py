@@ -411,7 +411,9 @@ class ActorClient:
         before = self._welcome
         self.reconnects += before is not None
         self._last_received_at = self._last_used_at = time.monotonic()
-        self._pinged_beats, self._is_session_lost, self._welcome = 0, False, welcome
+        self._pinged_beats = 0
+        self._is_session_lost = False
+        self._welcome = welcome
         self.settings, self.settings_version = welcome.settings or {}, welcome.settings_version
         changed = before is not None and before.run_id != welcome.run_id
         if changed:

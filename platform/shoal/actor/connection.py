@@ -43,7 +43,9 @@ class GatewayAddresses:
     """
 
     def __init__(self, text: str, server_key: str) -> None:
-        self._texts, self._next_index, self._read = text.split("|"), 0, ""
+        self._texts = text.split("|")
+        self._next_index = 0
+        self._read = ""
         self.current = self._welcomed = ""
         for each in self._texts:
             if not each.startswith(_LOCATIONS):
@@ -101,12 +103,18 @@ def connect_socket(
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    field, value, problem, remedy = "server-key", server_key, "is not a CURVE key", _KEY_REMEDY
+    field = "server-key"
+    value = server_key
+    problem = "is not a CURVE key"
+    remedy = _KEY_REMEDY
     try:
         if server_key:
             socket.curve_serverkey = server_key.encode()
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        field, value, problem, remedy = "connect", address, "is not an address", _ADDRESS_REMEDY
+        field = "connect"
+        value = address
+        problem = "is not an address"
+        remedy = _ADDRESS_REMEDY
         socket.setsockopt(zmq.IPV6, address.count(":") > 2)  # tcp://[::1]:port
         socket.connect(address)
     except zmq.ZMQError as error:

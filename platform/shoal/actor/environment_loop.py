@@ -84,7 +84,9 @@ def follow_runs(
 ) -> int:
     """Play run after run, each with another player, until one is over, or for `max_steps`; returns the number of
     steps."""
-    steps, first, most = 0, clients[0], sys.maxsize if max_steps is None else max_steps
+    steps = 0
+    first = clients[0]
+    most = sys.maxsize if max_steps is None else max_steps
     while not any(each.finished for each in clients) and steps < most:
         try:
             if on_run is not None:
@@ -111,7 +113,9 @@ class _ActingPolicy:
     """
 
     def __init__(self, client: ActorClient, seed: int | None, needs_credit: bool) -> None:
-        self.client, self._seed, self.needs_credit = client, seed, needs_credit
+        self.client = client
+        self._seed = seed
+        self.needs_credit = needs_credit
         self.policy = self._make_policy(seed)
         self.mask_choices: Sequence[int] = find_choices(client.spec)
         self._num_streams = 0
@@ -163,7 +167,9 @@ class _Player:
         on_weights: Callable[[int], None] | None,
         pull_interval_s: float,
     ) -> None:
-        self._seed, self._on_weights, self._environments = seed, on_weights, environments
+        self._seed = seed
+        self._on_weights = on_weights
+        self._environments = environments
         self._pull_at, self._pull_interval_s = 0.0, pull_interval_s
         self._settings_version = 0
         # Of two policies with one seed, both would explore by the same random numbers.
@@ -173,7 +179,9 @@ class _Player:
             for client, own in zip(clients, seeds, strict=True)
         ]
         first = self._policies[0]
-        self._client, self._policy, self._is_synchronous = first.client, first.policy, first.client.is_synchronous
+        self._client = first.client
+        self._policy = first.policy
+        self._is_synchronous = first.client.is_synchronous
         self._stream_games = list[SingleGame | ParallelGame]()
         require_one_run(clients)
         by_agent = assign_agents(environments[0], [(each, each.client.spec.agents) for each in self._policies])

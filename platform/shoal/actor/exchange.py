@@ -89,7 +89,9 @@ class Outbox:
     def begin_session(self, next_seq: int, send_limit: int) -> None:
         """Remove all segments below `next_seq`, which the gateway has; the rest is sent again, numbered from there."""
         self.acknowledge(next_seq - 1)
-        self._first_seq, self._num_sent, self.send_limit = next_seq, 0, send_limit
+        self._first_seq = next_seq
+        self._num_sent = 0
+        self.send_limit = send_limit
 
     def clear(self) -> None:
         """Drop everything: it belongs to another run."""
@@ -117,7 +119,9 @@ class ReceivedWeights:
         if is_gateways != self._is_gateways:
             # Until a mapping fails, and none has worked.
             self.shares_memory = is_gateways and shared_memory.IS_AVAILABLE
-            self._is_gateways, self._has_mapped, self._is_late = is_gateways, False, False
+            self._is_gateways = is_gateways
+            self._has_mapped = False
+            self._is_late = False
 
     def clear(self) -> None:
         """Another run begins."""

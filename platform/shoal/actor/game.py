@@ -164,7 +164,9 @@ class GameActor(EpisodeActor[ActorClient, _Episode]):
             raise ConfigError("self_play", True, problem, "make it an environment of several agents, for actor.play")
         super().__init__(client)
         self.discarded = 0
-        self._seed, self._budget_s, self._max_waiting = seed, budget_s, max_waiting
+        self._seed = seed
+        self._budget_s = budget_s
+        self._max_waiting = max_waiting
         self._waiting: deque[tuple[int, Segment]] = deque()  # with the run that it belongs to
         self._changed = threading.Condition()
         self._run = 0  # counts the runs that have taken the address

@@ -142,7 +142,9 @@ class ParallelGame(StreamGame):
 
     def _begin_episode(self, seed: int | None) -> None:
         self._release_streams(list(self._open))
-        self._choices, self._rewards, self._outdated = {}, {}, set()
+        self._choices = {}
+        self._rewards = {}
+        self._outdated = set()
         self._opponents, self._has_started = self._draw_opponents(), False
         observations, infos = self._environment.reset(seed=seed)
         self._select_acting(observations, (), infos)

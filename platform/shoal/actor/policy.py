@@ -216,7 +216,9 @@ class EpsilonGreedyPolicy(MlpPolicy):
     def _sample_batch(self, outputs: np.ndarray, streams: Sequence[Hashable], masks: Masks = None) -> ActionBatch:
         if len(outputs) < MIN_ARRAY_ROWS or masks is not None:
             return super()._sample_batch(outputs, streams, masks)
-        num_actions, best, drawn = outputs.shape[1], outputs.argmax(axis=1), self._random.random(len(outputs))
+        num_actions = outputs.shape[1]
+        best = outputs.argmax(axis=1)
+        drawn = self._random.random(len(outputs))
         epsilons = np.array([self.get_epsilon(stream) for stream in streams])
         explored = (drawn / np.maximum(epsilons, np.finfo(np.float64).tiny) * num_actions).clip(0, num_actions - 1)
         actions = np.where(drawn < epsilons, explored.astype(np.int64), best)
@@ -225,7 +227,9 @@ class EpsilonGreedyPolicy(MlpPolicy):
     def _sample(self, logits: list[float], stream: Hashable) -> tuple[int, float]:
         if not self._uniforms:
             self._uniforms = self._random.random(1024).tolist()
-        drawn, num_actions, epsilon = self._uniforms.pop(), len(logits), self.get_epsilon(stream)
+        drawn = self._uniforms.pop()
+        num_actions = len(logits)
+        epsilon = self.get_epsilon(stream)
         best = logits.index(max(logits))
         action = int(drawn / epsilon * num_actions) if drawn < epsilon else best
         probability = epsilon / num_actions + (1.0 - epsilon if action == best else 0.0)
@@ -249,7 +253,9 @@ class MultiCategoricalPolicy(MlpPolicy):
         return self._sample_allowed(logits, np.ones(len(logits), np.bool_), stream)
 
     def _sample_allowed(self, outputs: list[float], mask: np.ndarray, stream: Hashable) -> tuple[Any, float]:
-        actions, log_probability, begin = [], 0.0, 0
+        actions = []
+        log_probability = 0.0
+        begin = 0
         for size in self._spec.action_sizes:
             allowed = np.flatnonzero(mask[begin : begin + size]).tolist()
             index, each = super()._sample([outputs[begin + choice] for choice in allowed], stream)

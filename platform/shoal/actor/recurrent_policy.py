@@ -72,7 +72,9 @@ class RecurrentPolicy:
             if weight is not None and weight.shape[-1] != core.size:
                 raise WeightsError(f"version {version}: {weight_name} takes {weight.shape[-1]} inputs")
         self._head.load(version, tensors)
-        self._layers, self._kernels, self._core = layers, kernels, core
+        self._layers = layers
+        self._kernels = kernels
+        self._core = core
 
     def reset(self, stream: Hashable = 0) -> None:
         """The next observation of this stream begins an episode, from a state of zeros."""
@@ -120,7 +122,9 @@ class RecurrentCore:
     def __init__(
         self, kind: str, weight_x: np.ndarray, weight_h: np.ndarray, bias_x: np.ndarray, bias_h: np.ndarray
     ) -> None:
-        self._kind, self.num_inputs, self.size = kind, weight_x.shape[1], weight_h.shape[1]
+        self._kind = kind
+        self.num_inputs = weight_x.shape[1]
+        self.size = weight_h.shape[1]
         self.state_size = self.size * (2 if kind == "lstm" else 1)
         self._weight_x, self._weight_h = np.ascontiguousarray(weight_x.T), np.ascontiguousarray(weight_h.T)
         self._bias_x, self._bias_h = bias_x, bias_h

@@ -58,7 +58,9 @@ class _RowBuffer:
     one."""
 
     def __init__(self, name: str, spec: TensorSpec, num_rows: int) -> None:
-        self._name, self._shape, self._dtype = name, spec.shape, spec.numpy_dtype()
+        self._name = name
+        self._shape = spec.shape
+        self._dtype = spec.numpy_dtype()
         self.rows = [b""] * num_rows
 
     def store(self, index: int, row: Any) -> None:

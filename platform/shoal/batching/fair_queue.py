@@ -35,7 +35,10 @@ class QueuedRequest:
         tenant: str = "",
         charged_rows: int = 0,
     ) -> None:
-        self.num_rows, self.arrived_s, self.group, self.tenant = num_rows, arrived_s, group, tenant
+        self.num_rows = num_rows
+        self.arrived_s = arrived_s
+        self.group = group
+        self.tenant = tenant
         self.deadline_s, self.charged_rows = deadline_s, charged_rows or num_rows
         patient_s = arrived_s + DEFAULT_DEADLINE_S
         self.order_s = patient_s if deadline_s is None or deadline_s > patient_s else deadline_s
@@ -284,7 +287,9 @@ class FairQueue(Generic[QueuedT]):
         """Estimate the forwards over `rows` rows, spread over the groups like the waiting requests."""
         if rows < 1:
             return 0.0
-        total, num_requests, most = 0.0, sum(counts.values()), self._max_batch_rows
+        total = 0.0
+        num_requests = sum(counts.values())
+        most = self._max_batch_rows
         for count in counts.values():
             batches, rest = divmod(rows * count / num_requests, most)
             total += batches * self._latency.seconds(most)

@@ -105,7 +105,9 @@ class _SizeClass:
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float, float]] = deque()
         self._sorted: list[float] = []
-        self.rows, self.seconds, self.seen_s = 0, 0.0, -math.inf
+        self.rows = 0
+        self.seconds = 0.0
+        self.seen_s = -math.inf
 
     def add(self, rows: int, seconds: float, now_s: float) -> bool:
         """Add a time; returns whether the estimate changed."""

@@ -114,7 +114,9 @@ class BatcherState(Generic[GroupT, RequestT, AnswerT]):
     ) -> None:
         """start_batch: called on the loop, after a claimed wake-up"""
         self.scheduler: BatchScheduler[PendingRequest[GroupT, RequestT, AnswerT]] = BatchScheduler(num_slots)
-        self.clock, self.loop, self.start_batch = clock, loop, start_batch
+        self.clock = clock
+        self.loop = loop
+        self.start_batch = start_batch
         self.lock = threading.Lock()
         self.wakeups: SimpleQueue[None] = SimpleQueue()
         self.num_sleeping = 0  # threads that sleep or are about to
@@ -140,7 +142,10 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         on_close: Callable[[BatchQueue[GroupT, RequestT, AnswerT]], None],
     ) -> None:
         self.name = policy.name
-        self._slots, self._policy, self._forward, self._on_batch = slots, policy, forward, on_batch
+        self._slots = slots
+        self._policy = policy
+        self._forward = forward
+        self._on_batch = on_batch
         self._on_close = on_close
         self._deadline_timer: DeadlineTimer[PendingRequest[GroupT, RequestT, AnswerT]] = DeadlineTimer(
             slots.clock, self._expire
@@ -241,7 +246,9 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         entry: PendingRequest[GroupT, RequestT, AnswerT] = PendingRequest(
             num_rows, now_s, deadline_s, group, tenant, charged_rows
         )
-        entry.queue, entry.request, entry.future = self, request, reply
+        entry.queue = self
+        entry.request = request
+        entry.future = reply
         with slots.lock:
             refusal, evicted = slots.scheduler.admit(policy, entry, now_s)
             full = slots.scheduler.queue_full_error(policy, now_s) if evicted else None
@@ -299,7 +306,10 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         self.fail_all([entry], "expired", DeadlineExceeded("the deadline cannot be met any more"))
 
     def _deliver(self, batch: PendingBatch[GroupT, RequestT, AnswerT], answers: Sequence[AnswerT]) -> None:
-        started_s, seconds, rows, version = batch.started_s, batch.computed_s, batch.rows, batch.version
+        started_s = batch.started_s
+        seconds = batch.computed_s
+        rows = batch.rows
+        version = batch.version
         self._batches += 1
         self._rows_run += rows
         num_answered = 0

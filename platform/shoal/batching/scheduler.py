@@ -87,9 +87,13 @@ class QueueState(Generic[QueuedT]):
             raise ConfigError("max_queue_bytes", max_queue_bytes, "a queue holds at least one byte")
         if not weight > 0:
             raise ConfigError("weight", weight, "a share is above 0")
-        self.name, self.weight, self.short_s = name, weight, short_s
+        self.name = name
+        self.weight = weight
+        self.short_s = short_s
         self.not_short_until_s = -math.inf  # after a long batch
-        self.max_batch_rows, self.max_queue_rows, self.max_queue_bytes = max_batch_rows, max_queue_rows, max_queue_bytes
+        self.max_batch_rows = max_batch_rows
+        self.max_queue_rows = max_queue_rows
+        self.max_queue_bytes = max_queue_bytes
         self._bytes_per_row = math.inf if max_queue_bytes is None else max_queue_bytes / max_queue_rows
         self.latency = LatencyModel()
         self.fair_queue: FairQueue[QueuedT] = FairQueue(max_batch_rows, self.latency)
@@ -127,10 +131,15 @@ class Batch(Generic[QueuedT]):
     )  # fmt: skip
 
     def __init__(self, queue: QueueState[QueuedT], requests: Sequence[QueuedT], started_s: float) -> None:
-        self.queue, self.requests, self.started_s = queue, requests, started_s
+        self.queue = queue
+        self.requests = requests
+        self.started_s = started_s
         self.rows = sum([request.num_rows for request in requests])
         self.expected_s = queue.latency.seconds(self.rows)
-        self.computed_s, self.failed, self.version, self.is_alone = 0.0, 0, 0, True
+        self.computed_s = 0.0
+        self.failed = 0
+        self.version = 0
+        self.is_alone = True
 
 
 class BatchScheduler(Generic[QueuedT]):

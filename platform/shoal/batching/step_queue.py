@@ -42,7 +42,10 @@ class StepQueue(Generic[StepT]):
         deliver: Callable[[StepT], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        self._step, self._has_work, self._deliver, self._fail = step, has_work, deliver, fail
+        self._step = step
+        self._has_work = has_work
+        self._deliver = deliver
+        self._fail = fail
         self._queue = batcher.add_queue(name, _compute, max_batch_rows=1, max_queue_rows=MAX_ENTRIES, weight=weight)
         self._num_queued = 0
 

@@ -102,7 +102,9 @@ class Checkpointer:
     ) -> None:
         if keep < 1:
             raise ConfigError("keep", keep, "is less than one checkpoint", "keep at least 1")
-        self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
+        self.folder = Path(folder)
+        self.keep = keep
+        self.asynchronous = asynchronous
         self._timeout_s = timeout_s
         self._ranks = CheckpointGroup(timeout_s)
         self._token: str = self._ranks.broadcast(uuid.uuid4().hex[:8])

@@ -20,7 +20,9 @@ from shoal.checkpoint.directory import FileChecksum
 from shoal.errors import CheckpointError
 
 FORMAT = 1
-MANIFEST, INDEX, BEST = "manifest.json", "index.json", "best.json"
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+BEST = "best.json"
 
 
 class SaveJob(NamedTuple):

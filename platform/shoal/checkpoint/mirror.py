@@ -27,7 +27,9 @@ class CheckpointMirror:
     """
 
     def __init__(self, stored: StoredCheckpoints, folder: Path, keep: int) -> None:
-        self._stored, self._folder, self._keep = stored, folder, keep
+        self._stored = stored
+        self._folder = folder
+        self._keep = keep
         self._token = secrets.token_hex(4)
         self._next: Path | None = None
         self._lock = threading.Lock()  # guards `_next` and `_thread`

@@ -134,7 +134,9 @@ class UploadQueue:
         current = [each for each in self._waiting if previous is None or each.step <= previous]
         self._waiting = _choose_uploads([*current, upload])
         if not is_busy:
-            self._running, self._waiting, self._is_started = self._waiting, (), False
+            self._running = self._waiting
+            self._waiting = ()
+            self._is_started = False
 
     def start(self) -> None:
         """The checkpoint is written."""

@@ -35,8 +35,12 @@ class StreamedText:
     """
 
     def __init__(self, chunks: Generator[bytes]) -> None:
-        self._chunks, self._rest, self._is_over = chunks, b"", False
-        self.text, self.finish, self.spans = "", "", tuple[tuple[int, int], ...]()
+        self._chunks = chunks
+        self._rest = b""
+        self._is_over = False
+        self.text = ""
+        self.finish = ""
+        self.spans = tuple[tuple[int, int], ...]()
         self.tool_calls: list[dict[str, Any]] = []
         self.num_prompt_tokens = self.num_new_tokens = 0
 

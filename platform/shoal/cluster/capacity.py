@@ -152,7 +152,9 @@ class WaitLog:
     """
 
     def __init__(self, record: Callable[..., None], wait_s: float | None = None) -> None:
-        self._record, self._wait_s, self._reason = record, wait_s, ""
+        self._record = record
+        self._wait_s = wait_s
+        self._reason = ""
         self._main: object = None
         self._reported_at = -math.inf
 
@@ -163,7 +165,9 @@ class WaitLog:
         """
         is_due = not reason or main != self._main or time.monotonic() - self._reported_at >= every_s
         if reason != self._reason and is_due:
-            self._reason, self._main, self._reported_at = reason, main, time.monotonic()
+            self._reason = reason
+            self._main = main
+            self._reported_at = time.monotonic()
             self._record(WAITING, reason=reason, wait_s=self._wait_s, **details)
 
 

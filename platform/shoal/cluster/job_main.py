@@ -33,7 +33,9 @@ from shoal.runs.run_kind import RunKind, find_kind
 SpecT = TypeVar("SpecT", bound=Spec)
 RUN_ID = "SHOAL_RUN_ID"
 PROGRAM = "SHOAL_PROGRAM"  # what was typed in place of `python FILE`, for `--help`
-CHECK, HELP, ALL = "--check", ("-h", "--help"), "--all"
+CHECK = "--check"
+HELP = ("-h", "--help")
+ALL = "--all"
 ACTORS_INFERENCE = "SHOAL_ACTORS_INFERENCE"  # where the actors of `shoal run` have their policy: for the job's check
 
 

@@ -305,7 +305,9 @@ class JobHandle:
         On this machine the file is read incrementally; from a remote cluster the whole log comes each time.
         """
         deadline_s = time.monotonic() + timeout_s
-        status, num_seen, poll_s = JobStatus.PENDING, 0, FIRST_POLL_S
+        status = JobStatus.PENDING
+        num_seen = 0
+        poll_s = FIRST_POLL_S
         with connect(self._cluster) as client:
 
             def poll() -> tuple[JobStatus, str, int]:

@@ -124,7 +124,9 @@ class _ParentWatch(threading.Thread):
     def __init__(self, lifeline: int, cluster_id: str, temp_dir: Path) -> None:
         super().__init__(daemon=True)
         self.parent_is_gone = threading.Event()
-        self._lifeline, self._cluster_id, self._temp_dir = lifeline, cluster_id, temp_dir
+        self._lifeline = lifeline
+        self._cluster_id = cluster_id
+        self._temp_dir = temp_dir
 
     def run(self) -> None:
         parent_pid = os.getppid()

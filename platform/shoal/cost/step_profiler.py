@@ -66,7 +66,10 @@ class StepProfiler:
         num_metered: int = 1,
         average: Sequence[Tensor] = (),
     ) -> None:
-        self._model, self._optimizer, self._world, self._average = model, optimizer, world, average
+        self._model = model
+        self._optimizer = optimizer
+        self._world = world
+        self._average = average
         self._num_metered, self._metered_steps = num_metered, list[dict[str, float]]()
         self._num_seen, self._num_timed = 0, NUM_TIMED
         self._timed_steps: list[TimedStep] = []

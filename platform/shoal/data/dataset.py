@@ -80,7 +80,9 @@ def _read_loader(
 
     collate: where the DataLoader has none of the user's
     """
-    source, sampler, is_own_batches = loader.dataset, loader.sampler, loader.batch_size is None
+    source = loader.dataset
+    sampler = loader.sampler
+    is_own_batches = loader.batch_size is None
     size = getattr(loader.batch_sampler, "batch_size", None) if is_own_batches else loader.batch_size
     shuffle, order = False, None
     if isinstance(source, IterableDataset):

@@ -172,7 +172,9 @@ class Loader:
     def seek(self, epoch: int, position: int = 0) -> None:
         """Continue from `position` global samples of `epoch`."""
         self._epoch_plan.reset()
-        self.epoch, self.position, self._is_feed_positioned = epoch, position, False
+        self.epoch = epoch
+        self.position = position
+        self._is_feed_positioned = False
 
     def state_dict(self) -> dict[str, Any]:
         """The data position, in global samples: any number of ranks, workers or samples per batch can resume from it
@@ -185,7 +187,9 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state`. Raises SpecMismatch when the order of samples would differ."""
         self._epoch_plan.load_state_dict(state)
-        self.epoch, self.position, self._is_feed_positioned = state["epoch"], state["position"], False
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self._is_feed_positioned = False
 
     def commit(self, state: dict[str, Any]) -> None:
         """Tell a stream of messages that a `state` is on the disk; nothing for other data."""

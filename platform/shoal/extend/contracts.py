@@ -130,7 +130,9 @@ class TrackerContract:
         tracker.finish(run)
 
     def test_it_goes_on_with_a_run_that_it_has(self) -> None:
-        run, first, second = self.make_run(), self.tracker(), self.tracker()
+        run = self.make_run()
+        first = self.tracker()
+        second = self.tracker()
         tracker_run, _ = first.begin(run, "")
         first.finish(run)
         assert second.begin(run, tracker_run)[0] == tracker_run

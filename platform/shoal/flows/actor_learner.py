@@ -128,7 +128,9 @@ class LoopRun:
     def __init__(
         self, spec: ActorLearnerSpec, recorder: RunRecorder, checked: Mapping[str, tuple[ExperienceSpec, np.ndarray]]
     ) -> None:
-        self.spec, self.recorder, self.token = spec, recorder, load_access_token()
+        self.spec = spec
+        self.recorder = recorder
+        self.token = load_access_token()
         policies = spec.split_by_policy()
         self.policies = [LoopPolicy(name, policies[name], *each) for name, each in checked.items()]
         self._endpoint: DeployedEndpoint | None = None
@@ -137,7 +139,10 @@ class LoopRun:
         self._history_sampler, self._printed_at = HistorySampler(time.monotonic()), 0.0
         self._learning_since: float | None = None  # by time.monotonic(), in this incarnation of the run
         self.missed = ""  # what the run lacks of its targets, at its end
-        self._is_solved, self._failed_trial, self._num_requests, self._failed = False, "", 0.0, list[Evaluation]()
+        self._is_solved = False
+        self._failed_trial = ""
+        self._num_requests = 0.0
+        self._failed = list[Evaluation]()
         self._candidates, self._action = list[WeightSnapshot](), "best"  # of each policy, to register; how they act
         self._player = EpisodePlayer(spec, self._connect)
 
@@ -178,7 +183,9 @@ class LoopRun:
 
     def _announce_gateways(self) -> None:
         (address, _), others = join_addresses(self.policies), describe_other_addresses(self.policies)
-        env, key, ignored = self.spec.env, self._server_key, self.spec.ignore
+        env = self.spec.env
+        key = self._server_key
+        ignored = self.spec.ignore
         known = {"address": address, "env": env, "server_key": key, "ignore": list(ignored)}
         self._note("gateway_ready", **known, record_every=self.spec.record_every, **others)
         self._record_endpoint("gateway", "gateway", address)

@@ -42,11 +42,15 @@ class LocalRun:
         seed: int,
         is_paused: bool = False,
     ) -> None:
-        self.name, self.spec, self.experience = name, spec, experience
+        self.name = name
+        self.spec = spec
+        self.experience = experience
         token = secrets.token_hex(16)
         self.loop = LocalLoop(spec, experience, folder, token)
         self.actors = ActorProcesses(folder, {**variables, "SHOAL_TOKEN": token})
-        self._num_actors, self._seed, self._is_paused = num_actors, seed, is_paused
+        self._num_actors = num_actors
+        self._seed = seed
+        self._is_paused = is_paused
 
     def start_actors(self) -> None:
         spec = self.spec

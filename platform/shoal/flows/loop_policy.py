@@ -63,7 +63,10 @@ class LoopPolicy:
     """
 
     def __init__(self, name: str, spec: ActorLearnerSpec, experience: ExperienceSpec, observation: np.ndarray) -> None:
-        self.name, self.spec, self.experience, self._first_observation = name, spec, experience, observation
+        self.name = name
+        self.spec = spec
+        self.experience = experience
+        self._first_observation = observation
         self._workers: ActorLearnerWorkers | None = None
         self._code: ModelCode | None = None
         self.gateway: dict[str, Any] = {}
@@ -268,7 +271,9 @@ class LoopPolicy:
         if not is_due or not self.mean_return > self._retained_return:
             return
         if (snapshot := self.workers.make_weight_source().latest()) is not None:
-            self.retained, self._retained_return, self._retained_at = snapshot, self.mean_return, time.monotonic()
+            self.retained = snapshot
+            self._retained_return = self.mean_return
+            self._retained_at = time.monotonic()
 
     def choose_best(self, newest: WeightSnapshot) -> WeightSnapshot:
         """The version to register without a trial: that of the best mean return, which the store then has again."""

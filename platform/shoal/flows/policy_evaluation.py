@@ -302,7 +302,9 @@ class _Group:
         max_rows: Mapping[str, int],
         policy_of: Mapping[Any, str],
     ) -> None:
-        self._env, self._max_rows, self._policy_of = env, max_rows, policy_of
+        self._env = env
+        self._max_rows = max_rows
+        self._policy_of = policy_of
         with translate_environment_errors(env):
             self._episodes = [PlayedEpisode(each, seed + index) for index, each in enumerate(environments)]
         self.playing = list(self._episodes)

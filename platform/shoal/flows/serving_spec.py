@@ -146,7 +146,9 @@ def require_importable(spec: ServingSpec) -> None:
     """
     for model in spec.models:
         version = Registry().get(model)
-        name, options, own = version.name, spec.endpoint.options(version.name), spec.endpoint.models.get(version.name)
+        name = version.name
+        options = spec.endpoint.options(version.name)
+        own = spec.endpoint.models.get(version.name)
         registered = version.manifest.model
         if spec.endpoint.code == "installed":
             require_installed(registered.model_dump())

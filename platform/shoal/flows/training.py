@@ -193,7 +193,10 @@ class RayBackend:
     def __init__(
         self, spec: TrainSpec, recorder: RunRecorder, log: EventLog, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self.spec, self.recorder, self._log, self._should_stop = spec, recorder, _StepLog(log), should_stop
+        self.spec = spec
+        self.recorder = recorder
+        self._log = _StepLog(log)
+        self._should_stop = should_stop
         self._beat_at = time.monotonic()
         self._has_started = False  # whether the present attempt has reported anything
         self._shortage: _Shortage | None = None  # the present one
@@ -294,7 +297,9 @@ class RayBackend:
         """Report a shortage once, and raise when it lasts too long. fit: the number of workers that would fit."""
         now = time.monotonic()
         if self._shortage is not lack:
-            self._shortage, self._shortage_since, self._is_shortage_reported = lack, now, False
+            self._shortage = lack
+            self._shortage_since = now
+            self._is_shortage_reported = False
         if now - self._shortage_since > SHORTAGE_TIMEOUT_S:
             fewer = (
                 f", or with fewer workers: resume={self.recorder.id} workers={fit}"

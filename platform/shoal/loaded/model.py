@@ -71,7 +71,9 @@ class LocalModel:
     """One version of a model. `act` and `reset` are of policies, `predict` of every model. Not for several threads."""
 
     def __init__(self, version: ModelVersion, device: Device = "cpu", seed: int | None = None) -> None:
-        self._version, self._device, self._seed = version, device, seed
+        self._version = version
+        self._device = device
+        self._seed = seed
 
     @property
     def name(self) -> str:

@@ -33,7 +33,9 @@ class FrameEncoder(nn.Module):
             nn.init.orthogonal_(layer.weight, math.sqrt(2))
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
             self.layers.append(layer)
-            channels, height, width = num_channels, height // stride, width // stride
+            channels = num_channels
+            height = height // stride
+            width = width // stride
         self.size = channels * height * width
 
     def forward(self, frames: Tensor) -> Tensor:

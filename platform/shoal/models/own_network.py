@@ -61,7 +61,9 @@ class OwnNetwork(nn.Module):
         is_normalized: bool = False,
     ) -> None:
         super().__init__()
-        self._reference, self._is_gaussian, self._has_value = word, is_gaussian, has_value
+        self._reference = word
+        self._is_gaussian = is_gaussian
+        self._has_value = has_value
         offered = {
             "observation_shape": tuple(observation_shape),
             "observation_size": observation_size,

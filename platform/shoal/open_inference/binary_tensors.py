@@ -59,7 +59,9 @@ def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
         raise InferenceError(422, f"{problem}, got {len(data)} bytes")
     elements = np.empty(size, dtype=object)
     content, end = bytes(data), len(data)  # slicing bytes takes a third of the time of slicing views
-    offset, width, length_at = 0, _LENGTH.size, _LENGTH.unpack_from
+    offset = 0
+    width = _LENGTH.size
+    length_at = _LENGTH.unpack_from
     for number in range(size):
         start = offset + width
         offset = start + length_at(content, offset)[0] if start <= end else start

@@ -51,7 +51,9 @@ from shoal.registry.version import FILES, ModelVersion
 from shoal.store import Entry, KeyTaken, open_store, store_url, update
 from shoal.weights import WeightFile, WeightSnapshot
 
-_CLAIM, _MANIFEST, _ALIASES = "claim.json", "manifest.json", "aliases.json"
+_CLAIM = "claim.json"
+_MANIFEST = "manifest.json"
+_ALIASES = "aliases.json"
 LEFTOVER_S = 24 * 3600.0  # an incomplete version that old, by the store's clock, has no writer
 
 

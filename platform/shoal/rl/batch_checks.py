@@ -65,7 +65,9 @@ class BadBatchPolicy:
         update: Callable[[ExperienceBatch], bool],
         is_usable: Callable[[ExperienceBatch], bool],
     ) -> None:
-        self._max_version_lag, self._update, self._is_usable = max_version_lag, update, is_usable
+        self._max_version_lag = max_version_lag
+        self._update = update
+        self._is_usable = is_usable
         self._num_bad, self._bad_since = 0, 0.0  # batches in a row
 
     def learn(self, batch: ExperienceBatch, lags: np.ndarray, now: float) -> list[DropReason | None]:

@@ -26,7 +26,9 @@ class BatchLease:
 
     def __init__(self, source: ExperienceSource, request: BatchRequest) -> None:
         self.consumer = f"learner-{os.getpid()}-{time.time_ns()}"
-        self._source, self.request, self._timeout_s = source, request, request.timeout_s
+        self._source = source
+        self.request = request
+        self._timeout_s = request.timeout_s
         self._waiting_since: float | None = None  # for the next batch, by time.monotonic()
         self.outcomes: tuple[int, Sequence[DropReason | None], Sequence[float]] | None = None
         self.is_superseded = False

@@ -338,7 +338,9 @@ class Learner:
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state and self.algorithm.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
-        self.updates, self.steps, self.counts = state["updates"], state["steps"], dict(state["counts"])
+        self.updates = state["updates"]
+        self.steps = state["steps"]
+        self.counts = dict(state["counts"])
         self._log_position = int(state["position"])
         skipped = tuple((retained, last) for retained, last in state["skipped"])
         self._published = int(state["version"]), skipped
@@ -354,7 +356,9 @@ class LearnerCheckpoints:
     """
 
     def __init__(self, folder: Path, spec: LearnerSpec, store: Store | None = None) -> None:
-        self._folder, self._interval_s, self._num_retained = folder, spec.checkpoint_every_s, spec.keep_checkpoints
+        self._folder = folder
+        self._interval_s = spec.checkpoint_every_s
+        self._num_retained = spec.keep_checkpoints
         self._saved_at, self._progress = time.monotonic(), tuple[int, ...]()
         self.damaged: list[str] = []
         self.restored_updates = 0

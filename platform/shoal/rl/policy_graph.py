@@ -56,7 +56,9 @@ class _Outputs(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._modules = model._modules
+        self._parameters = model._parameters
+        self._buffers = model._buffers
         self._compute = model.forward
 
     def forward(self, observation: Tensor) -> Tensor:

@@ -315,7 +315,9 @@ def require_segment_fits(gateway: GatewaySpec, experience: ExperienceSpec) -> No
 
 def network_kwargs(spec: RLSpec, experience: ExperienceSpec) -> dict[str, Any]:
     """The constructor arguments of this run's model, for the learner, the endpoint and later loaders."""
-    action, policy, bounds = experience.action, experience.policy, dict[str, Any]()
+    action = experience.action
+    policy = experience.policy
+    bounds = dict[str, Any]()
     num_actions = int(action.high or 0) + 1
     if policy.action_sizes:
         num_actions = sum(policy.action_sizes)

@@ -25,7 +25,10 @@ MIN_LINE = 3  # points: fewer are marked
 MAX_DRAWN_VALUE = 1e300  # axes extend beyond their values, and must be finite themselves
 LOG_RATIO = 50.0  # between the ends of positive numbers that are drawn over their logarithm
 
-INK, MUTED, RULE, GRID = "#111827", "#6b7280", "#d1d5db", "#eef0f3"
+INK = "#111827"
+MUTED = "#6b7280"
+RULE = "#d1d5db"
+GRID = "#eef0f3"
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 LINE, MARK = COLOURS[:2]
 _TONES = {"muted": RULE, "busy": LINE}

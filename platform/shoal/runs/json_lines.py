@@ -37,7 +37,9 @@ class JsonLines(io.TextIOBase):
     """A stream that writes each full line as a log record's object, of a progress bar its last state."""
 
     def __init__(self, target: TextIO, name: str, level: int) -> None:
-        self.target, self._name, self._level = target, name, level
+        self.target = target
+        self._name = name
+        self._level = level
         self._formatter, self._rest = JsonFormatter(), ""
         self._lock = threading.RLock()  # a signal's handler may write as well
 

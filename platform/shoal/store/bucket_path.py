@@ -39,7 +39,10 @@ class BucketPath(PosixPath):
     def of(cls, bucket_url: str, key: str, entries: Sequence[Entry], is_folder: bool) -> Self:
         cache = _open_cache(home())
         result = cls(cache.get_folder(bucket_url) / key if is_folder else cache.get_path(bucket_url, entries[0]))
-        result.bucket_url, result.key, result.entries, result._is_folder = bucket_url, key, entries, is_folder
+        result.bucket_url = bucket_url
+        result.key = key
+        result.entries = entries
+        result._is_folder = is_folder
         return result
 
     def __reduce__(self) -> tuple[object, ...]:  # another host has its cache elsewhere

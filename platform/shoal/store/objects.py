@@ -267,7 +267,9 @@ class _Reader(io.RawIOBase):
 
     def __init__(self, store: ObjectStore, key: str, reader: obstore.ReadableFile) -> None:
         self._store, self._size_bytes = store, reader.size
-        self.key, self.position, self.reader_position = key, 0, 0
+        self.key = key
+        self.position = 0
+        self.reader_position = 0
         self.reader: obstore.ReadableFile | None = reader
 
     def readable(self) -> bool:

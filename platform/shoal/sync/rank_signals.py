@@ -46,7 +46,9 @@ class RankSync:
         self._world = world
         # A CPU back end of its own, so that an exchange never waits for the device.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
-        self._interval, self._steps, self._last_s = 1, 0, time.monotonic()
+        self._interval = 1
+        self._steps = 0
+        self._last_s = time.monotonic()
 
     def is_due(self) -> bool:
         """Call once after each step: whether to exchange signals now."""

@@ -201,7 +201,10 @@ class RpcClient:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) if keys else None
         self._num_connections = 0
         self._socket.connect(address)
-        self.address, self._timeout_s, self._again_s, self._locate = address, timeout_s, again_s, locate
+        self.address = address
+        self._timeout_s = timeout_s
+        self._again_s = again_s
+        self._locate = locate
         self._numbers = count()
         self._sent = b""
         self._kind: type[Request[Any]] = Request

@@ -47,11 +47,17 @@ def find_initial_weights(network: nn.Module, init: str | Mapping[str, Tensor]) -
     own = network.state_dict(keep_vars=True)
     open_folder_of = _find_folder_format(init) if isinstance(init, str) else None
     if open_folder_of is not None:
-        state, source, is_partial = open_folder_of(Path(str(init)), network), str(init), True
+        state = open_folder_of(Path(str(init)), network)
+        source = str(init)
+        is_partial = True
     elif isinstance(init, str):
-        state, source, is_partial = read_state_dict(init), init, False
+        state = read_state_dict(init)
+        source = init
+        is_partial = False
     else:
-        state, source, is_partial = init, "initial_weights", True
+        state = init
+        source = "initial_weights"
+        is_partial = True
     present = {id(own[name]) for name in own.keys() & state.keys()}
     missing = [name for name in own if name not in state and id(own[name]) not in present]
     if others := sorted([*([] if is_partial else missing), *(state.keys() - own.keys())]):

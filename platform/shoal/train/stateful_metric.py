@@ -55,7 +55,10 @@ class MetricSet:
         counts: bool,
         finish: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self._metrics, self._update, self._world, self._counts = dict(metrics), update, world, counts
+        self._metrics = dict(metrics)
+        self._update = update
+        self._world = world
+        self._counts = counts
         self.finish, self.watch = finish, list[Callable[[Any, Any], None]]()
         self._has_updates = False
 

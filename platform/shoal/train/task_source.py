@@ -138,7 +138,9 @@ def _collect_definitions(
     for name in _global_names(text):
         if name in seen or name not in vars(main):
             continue
-        value, line, needed = vars(main)[name], "", list[type | FunctionType]()
+        value = vars(main)[name]
+        line = ""
+        needed = list[type | FunctionType]()
         if getattr(value, "__module__", None) == MAIN and isinstance(value, type | FunctionType):
             needed = [value]
         else:

@@ -37,7 +37,10 @@ class WeightPublisher:
         check_s: float = 1.0,
         retry_s: float = 0.2,
     ) -> None:
-        self._send, self._stored_version, self._check_s, self._retry_s = send, stored_version, check_s, retry_s
+        self._send = send
+        self._stored_version = stored_version
+        self._check_s = check_s
+        self._retry_s = retry_s
         self._changed = threading.Condition()
         self._last: WeightSnapshot | None = None
         self.forwarded_version = 0  # the newest that the store has acknowledged; 0 also when it lost that

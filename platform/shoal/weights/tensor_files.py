@@ -316,7 +316,9 @@ def _write_headers(files: Mapping[Path, Sequence[str]], types: TensorTypes) -> d
         for name in names:
             if types[name][0] not in _PLACES:
                 raise WeightsError(f"{name!r} is {types[name][0]}, which safetensors files do not hold")
-        described, begins, end = {}, {}, 0
+        described = {}
+        begins = {}
+        end = 0
         for name in sorted(names, key=lambda name: (_PLACES[types[name][0]], name)):
             dtype, shape = types[name]
             begins[name], end = end, end + math.prod(shape) * dtype.itemsize

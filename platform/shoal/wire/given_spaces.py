@@ -152,7 +152,9 @@ def find_wrong_spaces(offers: Mapping[str, Any], experience: ExperienceSpec) -> 
 
 def _describe_run(experience: ExperienceSpec) -> GivenSpaces:
     """The spaces of a run, as data."""
-    observed, acted, policy = experience.observation, experience.action, experience.policy
+    observed = experience.observation
+    acted = experience.action
+    policy = experience.policy
     has_masks = bool(find_choices(experience))
     observation = _make_box(
         observed.shape,

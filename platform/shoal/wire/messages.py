@@ -17,7 +17,11 @@ from shoal.wire.experience_spec import ExperienceSpec
 
 PROTOCOL_VERSION = 1
 MAX_ROWS = 4096  # of an `acts`
-ROW_TERMINATED, ROW_TRUNCATED, ROW_TELLS_SUCCESS, ROW_SUCCESS = 1, 2, 4, 8  # bits of its flags
+# bits of its flags
+ROW_TERMINATED = 1
+ROW_TRUNCATED = 2
+ROW_TELLS_SUCCESS = 4
+ROW_SUCCESS = 8
 
 
 GameSettings = Mapping[str, bool | int | float | str]

@@ -112,7 +112,9 @@ class Group:
     def __init__(
         self, folder: Path, num_workers: int, make_optimizer: MakeOptimizer = make_adam, elsewhere: tuple[int, ...] = ()
     ) -> None:
-        self.address, self._num_workers, self._make = f"ipc://{folder}/controller", num_workers, make_optimizer
+        self.address = f"ipc://{folder}/controller"
+        self._num_workers = num_workers
+        self._make = make_optimizer
         self._elsewhere = elsewhere
         run = ControllerSetting(self.address, [], num_workers, 1, TIMEOUT_S)
         self.controller = ElasticController(run, Clock(num_workers, 0, min_workers=1))
@@ -306,7 +308,9 @@ def test_another_gives_its_state_when_the_one_that_gives_dies(group: Group) -> N
 def test_a_newcomer_that_dies_while_its_state_is_written_holds_up_nobody(group: Group) -> None:
     members = group.begin(0, 1)
     take_steps(members, range(2))
-    new, is_giving, goes_on = group.make(2), threading.Event(), threading.Event()
+    new = group.make(2)
+    is_giving = threading.Event()
+    goes_on = threading.Event()
     give = members[0]._get_state
 
     def give_slowly() -> dict[str, Any]:

@@ -40,7 +40,9 @@ def spec_of(**changes: Any) -> ParameterServerConfig:
 @pytest.mark.parametrize(("kind", "fraction"), [("fp16", 1.0), ("top_k", 0.05), ("top_k", 1.0)])
 def test_what_was_sent_and_the_residual_are_all_gradients(kind: Compression, fraction: float) -> None:
     torch.manual_seed(0)
-    size, sent, total = 200, torch.zeros(200), torch.zeros(200)
+    size = 200
+    sent = torch.zeros(200)
+    total = torch.zeros(200)
     compressor, received = GradientCompressor(kind, size, fraction), torch.empty(200)
     for _ in range(30):
         gradient = torch.randn(size)
@@ -84,14 +86,19 @@ class BalancedWorker(threading.Thread):
 
     def __init__(self, sync: Any, network: nn.Module, worker: int, sleep_s: float, num_updates: int) -> None:
         super().__init__(daemon=True)
-        self._sync, self._network, self._worker, self._sleep_s = sync, network, worker, sleep_s
+        self._sync = sync
+        self._network = network
+        self._worker = worker
+        self._sleep_s = sleep_s
         self._num_updates = num_updates
         self.num_batches: list[int] = []
         self.ends: list[int] = []
 
     def run(self) -> None:
         self._sync.begin(0)
-        pause, steps, count = threading.Event(), 0, 0
+        pause = threading.Event()
+        steps = 0
+        count = 0
         while len(self.num_batches) < self._num_updates:
             self._sync.before_step()
             compute_gradients(self._network, 2 * len(self.ends), self._worker)
@@ -126,7 +133,9 @@ def test_balanced_workers_compute_all_micro_batches_of_a_step_between_them(tmp_p
 
 @pytest.mark.parametrize("bound", [1, 3])
 def test_no_worker_is_further_ahead_than_the_bound_whatever_the_delays(tmp_path: Path, bound: int) -> None:
-    pushed, ahead, pause = [0, 0, 0], list[int](), threading.Event()
+    pushed = [0, 0, 0]
+    ahead = list[int]()
+    pause = threading.Event()
     joined = threading.Barrier(3)  # one that joins later begins with the slowest: it has a clock, and pushed nothing
 
     def work(worker: int) -> None:

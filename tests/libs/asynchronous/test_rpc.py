@@ -128,7 +128,9 @@ class Calls:
     """A service on one side of the link, and the calls of a client on the other."""
 
     def __init__(self, link: Link, count: int, size: int) -> None:
-        context, keys, self._count = multiprocessing.get_context("forkserver"), CurveKeys.make(), count
+        context = multiprocessing.get_context("forkserver")
+        keys = CurveKeys.make()
+        self._count = count
         self._service, beyond = context.Pipe()
         self._calls, client = context.Pipe()
         self._processes = [context.Process(target=answer_calls, args=(link.here, keys, beyond))]

@@ -35,7 +35,9 @@ class Simulation:
     """Workers of different speeds that take local steps, push when they have enough or are called, and may die."""
 
     def __init__(self, clock: RoundClock, seed: int) -> None:
-        self.clock, self.random, self.now_s = clock, random.Random(seed), 0.0
+        self.clock = clock
+        self.random = random.Random(seed)
+        self.now_s = 0.0
         self._events: list[tuple[float, int, int, int, str]] = []  # time, order, worker, incarnation, what
         self._order = count()
         self.updates: list[tuple[float, int, Update]] = []  # when, the round that it was in, which

@@ -26,7 +26,10 @@ def test_one_replica_keeps_the_schedulers_own_schedule(rate: float) -> None:
 def drive_schedulers(replicas: int, arrivals: list[float]) -> list[float]:
     """The scheduler itself, once for each replica, behind an ingress written on an event queue of its own."""
     servers = [ScheduleServer(32) for _ in range(replicas)]
-    unanswered, sent, busy, latencies = [0] * replicas, [0] * replicas, [False] * replicas, []
+    unanswered = [0] * replicas
+    sent = [0] * replicas
+    busy = [False] * replicas
+    latencies = []
     events: list[tuple[float, int, int, list[int]]] = [(at, 1, number, []) for number, at in enumerate(arrivals)]
     heapq.heapify(events)
 

@@ -142,7 +142,9 @@ def test_curves_are_read_on_and_values_of_earlier_steps_are_found(recorder: runs
 def test_a_sample_waits_for_no_other_page(recorder: runs.RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder.log(1, {"loss": 4.0})
     recorder.flush()
-    cache, run, samples = CurveCache(), runs.load("one"), []
+    cache = CurveCache()
+    run = runs.load("one")
+    samples = []
     monkeypatch.setattr(RunCurves, "extend", lambda self, run: samples.append(cache.sample(run)))  # meanwhile
     cache.read(run)
     assert [list(sample) for sample in samples] == [["loss"]]

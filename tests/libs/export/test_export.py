@@ -59,7 +59,9 @@ def script(module: nn.Module) -> bytes:
 
 
 def trace_program(module: nn.Module) -> bytes:
-    rows, length, file = torch.export.Dim("rows"), torch.export.Dim("length"), io.BytesIO()
+    rows = torch.export.Dim("rows")
+    length = torch.export.Dim("length")
+    file = io.BytesIO()
     example = torch.rand(2, 5, 3), torch.rand(2, 3)
     torch.export.save(torch.export.export(module, example, dynamic_shapes=({0: rows, 1: length}, {0: rows})), file)
     return file.getvalue()

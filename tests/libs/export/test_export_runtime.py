@@ -166,7 +166,9 @@ def test_a_server_without_its_address_says_which(
 
 
 def test_a_server_that_ends_answers_what_is_in_progress(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_end, answer = threading.Event(), threading.Event(), FolderModel.answer
+    began = threading.Event()
+    may_end = threading.Event()
+    answer = FolderModel.answer
 
     def wait(*arguments: Any) -> Any:
         began.set()

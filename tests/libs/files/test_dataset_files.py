@@ -294,7 +294,9 @@ def test_the_pages_of_parquet_are_checked(tmp_path: Path) -> None:
 def test_a_field_that_is_listed_twice_comes_twice(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X)
     with h5py.File(tmp_path / "data.h5", "w") as file:
-        file["x"], file["x'"], file["y"] = X, X + 1, Y
+        file["x"] = X
+        file["x'"] = X + 1
+        file["y"] = Y
     write_parquet(arrow.table({"x": X[:, 0], "y": Y}), tmp_path / "data.parquet")
     array = torch.from_numpy(X)
     for dataset, expected in [

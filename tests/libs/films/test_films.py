@@ -85,7 +85,9 @@ def register(env: str, *overrides: str) -> ActorLearnerSpec:
 
 def read_film(path: Path) -> tuple[list[np.ndarray], int]:
     """Its pictures, and its milliseconds."""
-    film, pictures, milliseconds = Image.open(path), [], 0
+    film = Image.open(path)
+    pictures = []
+    milliseconds = 0
     for index in range(getattr(film, "n_frames", 1)):
         film.seek(index)
         film.load()
@@ -214,7 +216,10 @@ def test_choices_have_probabilities_each_and_masked_ones_none() -> None:
 class _Client:
     """Of a run, as far as an actor's films need it; its weights are newer at each look."""
 
-    inference, actor_id, run_id, published_version = "local", "an/actor", "run-1", 0
+    inference = "local"
+    actor_id = "an/actor"
+    run_id = "run-1"
+    published_version = 0
 
     def __init__(self, spec: ActorLearnerSpec) -> None:
         self.spec, _ = inspect_environment(spec)

@@ -27,7 +27,10 @@ from shoal.weights.tensor_files import make_weight_file, read_tensors, write_ten
 if TYPE_CHECKING:
     import pytest
 
-WIDTH, VOCABULARY, LENGTH, CLASSES = 16, 12, 6, 5
+WIDTH = 16
+VOCABULARY = 12
+LENGTH = 6
+CLASSES = 5
 
 
 class Block(nn.Module):

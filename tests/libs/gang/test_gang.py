@@ -135,7 +135,9 @@ def test_a_dead_worker_fails_what_is_computed_and_all_are_replaced() -> None:
 
 
 def test_spare_workers_take_the_place_of_lost_ones() -> None:
-    version, first, second = gang_models.register("ConvNet"), ProcessLauncher(), ProcessLauncher()
+    version = gang_models.register("ConvNet")
+    first = ProcessLauncher()
+    second = ProcessLauncher()
     expected = predictor_of(version, None).load(version.snapshot())
     with closing(Gang(first, 2, "pipeline", second)) as gang:
         gang.start()

@@ -88,9 +88,10 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.one, self.two, self.value = (
-            nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1),
-        )  # fmt: skip
+        self.embedding = nn.Embedding(10, 4)
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.value = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Any:
         h = self.two(self.one(self.embedding(x)).relu()).relu()
@@ -258,7 +259,9 @@ def test_a_worker_that_says_nothing_fails_the_start(monkeypatch: pytest.MonkeyPa
 
 def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
-    load, replacing, go_on = Team.load, threading.Event(), threading.Event()
+    load = Team.load
+    replacing = threading.Event()
+    go_on = threading.Event()
 
     def wait(team: Team, message: Any) -> None:
         replacing.set()
@@ -286,7 +289,9 @@ def test_a_version_is_dropped_while_workers_are_replaced(monkeypatch: pytest.Mon
 def test_a_lost_worker_rejects_no_version(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     version, launcher = gang_models.register("ConvNet"), ThreadLauncher()
     with started(launcher) as gang:
-        predictor, run, load = predictor_of(version, gang), gang.run, Team.load
+        predictor = predictor_of(version, gang)
+        run = gang.run
+        load = Team.load
 
         def lose(*call: Any) -> Any:
             monkeypatch.setattr(gang, "run", run)

@@ -258,7 +258,9 @@ def test_an_input_of_float64_takes_float32_and_no_other_takes_another(is_raw: bo
             request.raw_input_contents.append(np.array([0.1, 2], NUMPY_DTYPES[datatype]).tobytes())
         else:
             getattr(sent.contents, {"FP32": "fp32_contents", "FP64": "fp64_contents"}[datatype]).extend([0.1, 2])
-        codec, layouts, content = GrpcCodec("m", specs, specs, 4), RequestLayoutCache(), request.SerializeToString()
+        codec = GrpcCodec("m", specs, specs, 4)
+        layouts = RequestLayoutCache()
+        content = request.SerializeToString()
         for _ in range(3):  # a third request would be read by its layout
             layouts.learn(content, request, InferRequestHeader.from_message(request), codec, codec.decode(request))
         layout = layouts.find(content)

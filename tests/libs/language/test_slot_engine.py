@@ -273,7 +273,9 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 def test_adapters_of_one_base_share_a_batch() -> None:
     generator = torch.Generator().manual_seed(0)
-    base, merged, adapters = make_decoder(0), [make_decoder(0) for _ in range(2)], []
+    base = make_decoder(0)
+    merged = [make_decoder(0) for _ in range(2)]
+    adapters = []
     for model in merged:
         state = {}
         for name in ("block1.attention.query", "block2.feed_forward.up"):

@@ -59,7 +59,9 @@ class EngineModel:
 
     def __init__(self, name: str, template: str | None = CHATML) -> None:
         torch.manual_seed(0)
-        self.name, self.created_s, self.context = name, 1.0, CONTEXT
+        self.name = name
+        self.created_s = 1.0
+        self.context = CONTEXT
         self.tokenizer = make_tokenizer(template)
         self.module = Decoder(num_tokens=len(self.tokenizer), context=CONTEXT, width=32, depth=1, heads=2).eval()
         self.engine = SlotEngine(self.module, 3, self.tokenizer, max_queued=32)  # no token ends an answer by chance
@@ -106,7 +108,9 @@ class Models:
     replica = "r1"
 
     def __init__(self) -> None:
-        self.tiny, self.plain, self.bare = EngineModel("tiny"), EngineModel("plain", PLAIN), EngineModel("bare", None)
+        self.tiny = EngineModel("tiny")
+        self.plain = EngineModel("plain", PLAIN)
+        self.bare = EngineModel("bare", None)
 
     def list(self, caller: Caller) -> list[TextModel]:
         return [each for each in (self.tiny, self.plain, self.bare) if caller.can_see(each.name)]

@@ -39,7 +39,10 @@ torchmetrics = pytest.importorskip("torchmetrics")
 MisconfigurationException = lightning.utilities.exceptions.MisconfigurationException
 # What others of `benchmarks.lightning_modules` show, too.
 SUBSUMED = {"Net", "StepEachEpoch", "Restarts", "PlateauOfEpochMeans", "ManualOne", "ZeroesToNone", "StopsEarly"}
-NUM_SAMPLES, BATCH, EPOCHS = 45, 8, 3  # the last batch of an epoch has 5
+# the last batch of an epoch has 5
+NUM_SAMPLES = 45
+BATCH = 8
+EPOCHS = 3
 _seen: list[tuple[Any, ...]] = []  # the hooks of the newest training
 
 

@@ -160,7 +160,9 @@ def test_the_inverse_undoes_the_rescaling(x: float) -> None:
 def test_the_loss_is_half_the_weighted_squared_error_of_the_trained_steps() -> None:
     random = np.random.default_rng(4)
     q = torch.from_numpy(random.normal(size=(6, 5, 3))).requires_grad_()
-    targets, weights, num_trained = random.normal(size=(6, 5)), random.random(6), np.array([5, 1, 3, 5, 2, 4])
+    targets = random.normal(size=(6, 5))
+    weights = random.random(6)
+    num_trained = np.array([5, 1, 3, 5, 2, 4])
     actions = random.integers(0, 3, (6, 5))
     losses = r2d2_loss(q, *(torch.from_numpy(each) for each in (actions, targets, num_trained, weights)))
     total, gradient = 0.0, np.zeros((6, 5, 3))

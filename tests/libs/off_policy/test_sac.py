@@ -47,8 +47,13 @@ def make_sac(seed: int = 0, **fields: object):
 
 def test_the_losses_are_those_of_the_equations() -> None:
     random = np.random.default_rng(0)
-    rewards, log_pi, discounts = random.normal(size=7), random.normal(size=7), 0.9 * (random.random(7) < 0.7)
-    q, next_q, alpha, target_entropy = random.normal(size=(2, 7)), random.normal(size=(2, 7)), 0.3, -2.0
+    rewards = random.normal(size=7)
+    log_pi = random.normal(size=7)
+    discounts = 0.9 * (random.random(7) < 0.7)
+    q = random.normal(size=(2, 7))
+    next_q = random.normal(size=(2, 7))
+    alpha = 0.3
+    target_entropy = -2.0
     targets = [
         r + d * (min(q1, q2) - alpha * p) for r, d, q1, q2, p in zip(rewards, discounts, *next_q, log_pi, strict=True)
     ]

@@ -29,7 +29,9 @@ class FakeShown:
     """Demonstrations that came without a gateway."""
 
     def __init__(self, share: float, *segments: Segment) -> None:
-        self.share, self.generation, self._segments = share, 1, segments
+        self.share = share
+        self.generation = 1
+        self._segments = segments
         self.offline_steps, self.left_out = 0, list[Segment]()
 
     def leave_out(self, segments: list[Segment]) -> None:

@@ -135,7 +135,9 @@ def exact_network(width: int = 256, ruin: bool = False) -> nn.Sequential:
     ruin: a unit that is always 0 has weights that take the full range of each row in int8
     """
     torch.manual_seed(0)
-    first, second, last = nn.Linear(16, width), nn.Linear(width, width), nn.Linear(width, 3)
+    first = nn.Linear(16, width)
+    second = nn.Linear(width, width)
+    last = nn.Linear(width, 3)
     with torch.no_grad():
         for layer in (first, second, last):
             layer.weight[:3] = 0

@@ -71,7 +71,9 @@ class Layer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -83,7 +85,9 @@ class Pictures(Task):
     """depth: the number of residual layers; 0 for the network of convolutions"""
 
     def __init__(self, *, cuts: tuple[str, ...] = ("flat",), normalises: bool = False, depth: int = 0) -> None:
-        self.cuts, self.normalises, self.depth = cuts, normalises, depth
+        self.cuts = cuts
+        self.normalises = normalises
+        self.depth = depth
 
     def model(self) -> nn.Module:
         if self.depth:

@@ -32,7 +32,10 @@ from shoal.parallel.tensor.plan import TensorPlan
 from shoal.train import Task, TrainSpec
 from shoal.train.launch.validate import _check_model
 
-TOKENS, CONTEXT, WIDTH, DEPTH = 64, 16, 32, 8
+TOKENS = 64
+CONTEXT = 16
+WIDTH = 32
+DEPTH = 8
 BLOCK = 12 * WIDTH * WIDTH + 13 * WIDTH
 
 

@@ -38,7 +38,9 @@ class Residual(nn.Module):
 
     def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
-        self.first, self.second, self.output = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 5)
+        self.first = nn.Linear(12, 12)
+        self.second = nn.Linear(12, 12)
+        self.output = nn.Linear(12, 5)
         self.norm, self.dropout = nn.LayerNorm(12), nn.Dropout(rate)
 
     def forward(self, inputs: Tensor) -> Tensor:

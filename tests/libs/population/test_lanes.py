@@ -301,7 +301,9 @@ class Penalty:
 
 
 def test_members_with_a_gradient_penalty_are_no_lanes() -> None:
-    (batch,), penalty, steps = make_batches(1, 6), Penalty(), {}
+    (batch,) = make_batches(1, 6)
+    penalty = Penalty()
+    steps = {}
     for engine in ("auto", "looped", "vmap"):
         settings: dict[str, Any] = {"members": 3, "threads": 1, "inputs": penalty.inputs, "engine": engine}
         with Population(make_small_convolution, penalty.loss, **settings) as population:
@@ -359,7 +361,9 @@ def test_a_library_is_compiled_once(shoal_home: Path, monkeypatch: pytest.Monkey
 
 def test_threads_build_networks_while_others_call_modules() -> None:
     """fx.Tracer would record the calls of other threads."""
-    model, samples, is_done = LeNet(), torch.zeros(1, 1, 28, 28), Event()
+    model = LeNet()
+    samples = torch.zeros(1, 1, 28, 28)
+    is_done = Event()
 
     def call() -> int:
         count = 0

@@ -28,7 +28,10 @@ from shoal.libs.population import Population
 # Weights after a few steps of SGD, where gradients are sums of the same products in another order. Adam divides by the
 # size of a gradient, and magnifies the last digit where that is near zero: only losses are compared there.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
-SEED, NUM_MEMBERS, NUM_STEPS, NUM_SAMPLES = 5, 3, 4, 6
+SEED = 5
+NUM_MEMBERS = 3
+NUM_STEPS = 4
+NUM_SAMPLES = 6
 RATES, MOMENTA = [0.05, 0.1, 0.02], [0.9, 0.0, 0.5]
 FITTING = [
     ("looped", make_perceptron),

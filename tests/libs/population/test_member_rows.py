@@ -112,7 +112,9 @@ def test_models_that_are_no_rows_are_refused(model: nn.Module, problem: str) -> 
 
 
 NUM_MEMBERS, NUM_STEPS = 3, 20
-RATES, MOMENTA, DECAYS = [0.1, 0.01, 0.03], [0.9, 0.0, 0.5], [0.0, 0.1, 0.01]
+RATES = [0.1, 0.01, 0.03]
+MOMENTA = [0.9, 0.0, 0.5]
+DECAYS = [0.0, 0.1, 0.01]
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}  # float32: sums in another order
 
 

@@ -57,7 +57,9 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], problem: str) -> No
 
 @pytest.mark.usefixtures("drawn_report")
 def test_a_population_learns_although_one_learner_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_round, rounds, replaced = LoopMember.begin_round, [0], []
+    begin_round = LoopMember.begin_round
+    rounds = [0]
+    replaced = []
 
     def spoil(member: LoopMember, num_steps: int, min_episodes: int) -> None:
         if member.number == 1:

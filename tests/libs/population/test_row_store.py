@@ -79,7 +79,9 @@ class FakeStream:
 
 class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
-        self.device, self.recorded, self.done = device, 0, 0
+        self.device = device
+        self.recorded = 0
+        self.done = 0
 
     def record(self, stream: FakeStream | None = None) -> None:
         self.recorded += 1

@@ -64,8 +64,12 @@ def thin_by_loops(mask: np.ndarray) -> np.ndarray:
         for number in range(2):
             marked = []
             for row, column in np.argwhere(image):
-                p2, p3, p4 = image[row - 1, column], image[row - 1, column + 1], image[row, column + 1]
-                p5, p6, p7 = image[row + 1, column + 1], image[row + 1, column], image[row + 1, column - 1]
+                p2 = image[row - 1, column]
+                p3 = image[row - 1, column + 1]
+                p4 = image[row, column + 1]
+                p5 = image[row + 1, column + 1]
+                p6 = image[row + 1, column]
+                p7 = image[row + 1, column - 1]
                 p8, p9 = image[row, column - 1], image[row - 1, column - 1]
                 ring = [p2, p3, p4, p5, p6, p7, p8, p9, p2]
                 rises = sum(a == 0 and b == 1 for a, b in pairwise(ring))
@@ -114,7 +118,9 @@ def losses_setting() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_losses_are_those_of_their_definitions() -> None:
     logits, classes, skeleton = losses_setting()
     probabilities = logits.softmax(1).numpy().astype(float)
-    crosses, dices, recalls = [], [], []
+    crosses = []
+    dices = []
+    recalls = []
     for number in range(4):
         known = classes[number].numpy() != IGNORED
         real = classes[number].numpy()
@@ -325,14 +331,18 @@ def test_only_the_region_is_segmented() -> None:
 def test_a_comparison_shows_what_was_found_what_is_true_and_a_legend(width: int, rows: int) -> None:
     picture = np.full((3, 40, width), 100, np.uint8)
     found, truth = np.zeros((2, 40, width), np.uint8)
-    found[10:20], truth[20:30], truth[30:] = 1, 2, 255
+    found[10:20] = 1
+    truth[20:30] = 2
+    truth[30:] = 255
     names, colours = ("stem", "main root", "secondary root"), ("#000000", "#ff0000", "#00ff00", "#0000ff")
     with Image.open(io.BytesIO(encode_comparison(picture, found, truth, names, colours))) as opened:
         shown = np.asarray(opened)
     line = (shown.shape[0] - 40) // (1 + rows)
     assert shown.shape[0] == 40 + line * (1 + rows)
     left, right = shown[line : line + 40, :width], shown[line : line + 40, width + line // 2 : 2 * width + line // 2]
-    grey, red, green = [100, 100, 100], [193, 40, 40], [40, 193, 40]
+    grey = [100, 100, 100]
+    red = [193, 40, 40]
+    green = [40, 193, 40]
     assert [left[row, 0].tolist() for row in (0, 15, 25, 35)] == [grey, red, grey, grey]
     assert [right[row, 0].tolist() for row in (0, 15, 25, 35)] == [grey, grey, green, grey]
     legend = shown[line + 40 :].reshape(-1, 3)

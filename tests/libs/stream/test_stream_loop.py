@@ -104,7 +104,9 @@ def make_broker() -> FakeBroker:
 
 @pytest.mark.soak
 def test_killed_at_each_step_it_ends_in_the_same_weights(tmp_path: Path) -> None:
-    at, is_over, num_pauses = 0, False, 0
+    at = 0
+    is_over = False
+    num_pauses = 0
     while not is_over:
         at += 1
         broker, folder = make_broker(), tmp_path / str(at)
@@ -119,7 +121,9 @@ def test_killed_at_each_step_it_ends_in_the_same_weights(tmp_path: Path) -> None
 
 def test_the_log_alone_says_which_weights_answered(tmp_path: Path) -> None:
     """Answers of processes that were killed, and of those that took over, are those of a replay."""
-    chance, broker, answers = random.Random(5), make_broker(), list[SensorForecast]()
+    chance = random.Random(5)
+    broker = make_broker()
+    answers = list[SensorForecast]()
     for number in range(10):
         attempt(broker, tmp_path, Killer(chance.randint(4, 25)), number, answers.extend)
     attempt(broker, tmp_path, Killer(0), 0, answers.extend)

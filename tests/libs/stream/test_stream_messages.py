@@ -274,14 +274,21 @@ def test_a_log_that_lacks_a_batch_is_not_replayed(tmp_path: Path) -> None:
 
 def find_drift(errors: list[float], tolerance: float, threshold: float, min_count: int) -> list[int]:
     """The test of Page and Hinkley as it is printed, of one series."""
-    found, count, total, cumulated, lowest = [], 0, 0.0, 0.0, 0.0
+    found = []
+    count = 0
+    total = 0.0
+    cumulated = 0.0
+    lowest = 0.0
     for at, error in enumerate(errors):
         count, total = count + 1, total + error
         cumulated += error - total / count - tolerance
         lowest = min(lowest, cumulated)
         if cumulated - lowest > threshold and count >= min_count:
             found.append(at)
-            count, total, cumulated, lowest = 0, 0.0, 0.0, 0.0
+            count = 0
+            total = 0.0
+            cumulated = 0.0
+            lowest = 0.0
     return found
 
 

@@ -130,7 +130,9 @@ def learn_pending(trainer: OnlineTrainer) -> None:
 @pytest.mark.parametrize(("horizon", "learn_every"), [(1, 1), (3, 1), (2, 4)])
 def test_answers_and_updates_are_those_of_a_plain_loop(horizon: int, learn_every: int) -> None:
     spec = OnlineSpec(hidden=5, num_steps=4, horizon=horizon, learn_every=learn_every, learning_rate=0.02)
-    trainer, plain, messages = OnlineTrainer(spec), PlainLearner(spec), make_messages(90)
+    trainer = OnlineTrainer(spec)
+    plain = PlainLearner(spec)
+    messages = make_messages(90)
     for at in range(0, 90, 3):
         plain.process(messages[at : at + 3])
     answers = process(trainer, messages, 3)
@@ -146,7 +148,9 @@ def test_sensors_that_report_one_by_one_share_an_update() -> None:
     """As if they had reported together: once by their number, once by the next message of the first of them."""
     for update_sensors in (3, 100):
         spec = OnlineSpec(hidden=5, num_steps=4, update_sensors=update_sensors, learning_rate=0.02)
-        trainer, plain, messages = OnlineTrainer(spec), PlainLearner(spec), make_messages(90)
+        trainer = OnlineTrainer(spec)
+        plain = PlainLearner(spec)
+        messages = make_messages(90)
         for at in range(0, 90, 3):
             plain.process(messages[at : at + 3])
         answers = process(trainer, messages, 1)
@@ -160,7 +164,10 @@ def test_each_message_is_the_target_of_an_update_and_none_before_its_forecast(
     update_sensors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, chance = OnlineSpec(hidden=3, num_steps=2, update_sensors=update_sensors), random.Random(0)
-    trainer, read_window, learnt, answered = OnlineTrainer(spec), SensorTable.read_window, set(), set()
+    trainer = OnlineTrainer(spec)
+    read_window = SensorTable.read_window
+    learnt = set()
+    answered = set()
 
     def read(table: SensorTable, rows: np.ndarray) -> Window:
         for row in rows.tolist():
@@ -213,7 +220,9 @@ def test_a_state_goes_on_to_the_bit_also_as_sensors_join() -> None:
 
 
 def test_a_sensor_that_stops_is_noticed_once_and_so_is_its_return() -> None:
-    table, silence, told = SensorTable(1, 4, 1, 4), SilenceDetector(), list[tuple[int, list[str], list[str]]]()
+    table = SensorTable(1, 4, 1, 4)
+    silence = SilenceDetector()
+    told = list[tuple[int, list[str], list[str]]]()
     for now_s in range(60):
         names = ["steady"] * (now_s % 2 == 0) + ["slow"] * (now_s % 8 == 0) + ["once"] * (now_s == 4)
         names += ["failing"] * (now_s % 2 == 0 and not 12 <= now_s < 40)

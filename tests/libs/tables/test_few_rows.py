@@ -67,7 +67,9 @@ def ask(model: PriorFittedNetwork, tables: list[Tensor]) -> np.ndarray:
 
 def test_rows_and_columns_are_sets(network: PriorFittedNetwork) -> None:
     x, y, query = draw(0, T=2)
-    rows, columns, queries = torch.randperm(9), torch.randperm(4), torch.randperm(5)
+    rows = torch.randperm(9)
+    columns = torch.randperm(4)
+    queries = torch.randperm(5)
     expected = ask(network, [x, y, query])
     np.testing.assert_allclose(ask(network, [x[:, rows], y[:, rows], query]), expected, **TOLERANCE)
     np.testing.assert_allclose(ask(network, [x[..., columns], y, query[..., columns]]), expected, **TOLERANCE)

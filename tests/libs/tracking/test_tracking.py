@@ -216,7 +216,9 @@ def test_a_dead_server_is_given_up_after_the_end_and_may_receive_the_run_later(r
 
 
 def test_a_server_that_never_answers_is_given_up_too(recorder: RunRecorder) -> None:
-    server, is_answering, given_up = Server(), threading.Event(), threading.Event()
+    server = Server()
+    is_answering = threading.Event()
+    given_up = threading.Event()
 
     def fault() -> None:
         is_answering.wait()

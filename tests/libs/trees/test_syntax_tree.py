@@ -59,7 +59,10 @@ def as_request(*several: Tree) -> dict[str, np.ndarray]:
 def node_by_node(module: TreeLSTM, tree: Tree) -> torch.Tensor:
     """Logits of each node by the equations of the paper, one node at a time: [nodes, classes]."""
     cell, states = module.rnn.cell, dict[int, tuple[torch.Tensor, torch.Tensor]]()
-    W, b, U = cell.input.weight, cell.input.bias, cell.below.weight  # gates f i o u
+    # gates f i o u
+    W = cell.input.weight
+    b = cell.input.bias
+    U = cell.below.weight
 
     def state(node: int) -> tuple[torch.Tensor, torch.Tensor]:
         children = [state(child) for child, (_, parent) in enumerate(tree) if parent == node]

@@ -143,7 +143,9 @@ def recurse_recursive(cell: RecursiveCell) -> Callable[[Tensor, list[State]], St
 
 def recurse_tensor(cell: RecursiveTensorCell) -> Callable[[Tensor, list[State]], State]:
     """h = tanh(z' V z + W z + b) with z = [h_1; h_2]."""
-    W, b, V = cell.linear.weight, cell.linear.bias, cell.bilinear
+    W = cell.linear.weight
+    b = cell.linear.bias
+    V = cell.bilinear
 
     def node(x: Tensor, kids: list[State]) -> State:
         if not kids:
@@ -156,7 +158,9 @@ def recurse_tensor(cell: RecursiveTensorCell) -> Callable[[Tensor, list[State]],
 
 def recurse_child_sum(cell: ChildSumLSTMCell) -> Callable[[Tensor, list[State]], State]:
     """arXiv:1503.00075, equations 2 to 8."""
-    W, b, H = cell.input.weight, cell.input.bias, cell.hidden_size
+    W = cell.input.weight
+    b = cell.input.bias
+    H = cell.hidden_size
     U_f, U_iou = cell.below.weight.split([H, 3 * H])
 
     def node(x: Tensor, kids: list[State]) -> State:
@@ -175,7 +179,9 @@ def recurse_child_sum(cell: ChildSumLSTMCell) -> Callable[[Tensor, list[State]],
 
 def recurse_nary(cell: NaryLSTMCell) -> Callable[[Tensor, list[State]], State]:
     """arXiv:1503.00075, equations 9 to 14. U [.., K H]: side by side what belongs to each child, zeros if missing."""
-    W, b, H = cell.input.weight, cell.input.bias, cell.hidden_size
+    W = cell.input.weight
+    b = cell.input.bias
+    H = cell.hidden_size
     width = cell.below.weight.shape[1]
     U_fs, U_iou = cell.below.weight[:width].split(H), cell.below.weight[width:]
 
@@ -295,7 +301,9 @@ class Subject:
     """How to make a cell, for nodes of at most `arity` children."""
 
     def __init__(self, make: Callable[[int], Cell], size: int, max_arity: int | None, *, has_own_way: bool = False):
-        self.make, self.size, self.max_arity = make, size, max_arity
+        self.make = make
+        self.size = size
+        self.max_arity = max_arity
         self.ways = ("own", "levels") if has_own_way else ("levels",)
 
 

@@ -80,7 +80,9 @@ class UserClient:
     """Users of the endpoint; handles, which are drawn, are known by their numbers."""
 
     def __init__(self, parts: Parts) -> None:
-        self._gateway, self._handles, self._answer = parts.gateway, list[str](), {}
+        self._gateway = parts.gateway
+        self._handles = list[str]()
+        self._answer = {}
 
     def send(self, request: Any) -> None:
         number = request.get("episode")
@@ -119,7 +121,9 @@ def open_gateway(policy: str) -> Iterator[Parts]:
 
 def summarize(parts: Parts) -> dict[str, Any]:
     """The accounts, the actor's own counts, and a hash of all that the learner gets."""
-    stats, totals, digest = parts.gateway.stats(), parts.ledger.get_totals(), hashlib.sha256()
+    stats = parts.gateway.stats()
+    totals = parts.ledger.get_totals()
+    digest = hashlib.sha256()
     if len(parts.queue):
         batch = parts.take()
         arrays = (batch.observations, batch.actions, batch.rewards, batch.log_probabilities, batch.versions)

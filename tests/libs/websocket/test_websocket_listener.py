@@ -458,7 +458,9 @@ def test_without_a_file_descriptor_the_oldest_stranger_leaves_and_without_one_th
         """A listening socket for which the process has no descriptor, for as long as it says so."""
 
         def __init__(self, real: socket.socket) -> None:
-            self.real, self.num_left, self.num_asked = real, 3, 0
+            self.real = real
+            self.num_left = 3
+            self.num_asked = 0
 
         def accept(self) -> Any:
             self.num_asked += 1

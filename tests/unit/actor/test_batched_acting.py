@@ -103,7 +103,9 @@ def test_masked_rows_have_the_probabilities_of_the_allowed_actions() -> None:
 def test_a_squashed_gaussian_has_the_density_of_acting_alone() -> None:
     """Means and deviations of atanh: within five standard errors of those of acting alone; densities by the formula."""
     policy, observations = make("mlp_squashed_gaussian"), RANDOM.normal(0, 0.3, (3, 4)).astype(np.float32)
-    stds, num_draws, found = np.exp([-1.0, 0.3]), 4000, []
+    stds = np.exp([-1.0, 0.3])
+    num_draws = 4000
+    found = []
     for drawn in (draw_alone(policy, observations[2], num_draws), draw_last(policy, observations, num_draws)):
         actions = np.array([action for action, _ in drawn], np.float64)
         assert actions.shape == (num_draws, 2)

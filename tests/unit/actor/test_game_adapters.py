@@ -40,7 +40,9 @@ class Rounds:
         return Discrete(2)
 
     def reset(self, seed: int | None = None, options: object = None) -> None:
-        self.agents, self.agent_selection, self._clock = list(self.possible_agents), "a", 0
+        self.agents = list(self.possible_agents)
+        self.agent_selection = "a"
+        self._clock = 0
         self._gains = dict.fromkeys(self.agents, 0.0)
         self._has_ended = False
 

@@ -38,7 +38,11 @@ def test_it_can_be_played_from_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
 class CollectingClient:
     """A connection that keeps what a game sends."""
 
-    actor_id, finished, run_id, has_credit, behaviour = "a", False, "run", True, ""
+    actor_id = "a"
+    finished = False
+    run_id = "run"
+    has_credit = True
+    behaviour = ""
 
     def __init__(self, space: Any) -> None:
         flat = gymnasium.spaces.flatten_space(space)

@@ -39,7 +39,10 @@ WEIGHTS = {"policy.0.weight": np.zeros((2, 1), np.float32), "policy.0.bias": np.
 class CountedClient:
     """A connection to a gateway that counts what comes. A synchronous one gives credit for a segment now and then."""
 
-    actor_id, finished, run_id, settings_version = "actor-0", False, "run.policy", 0
+    actor_id = "actor-0"
+    finished = False
+    run_id = "run.policy"
+    settings_version = 0
 
     def __init__(self, agent: str, is_synchronous: bool) -> None:
         observation, action = TensorSpec("float32", (1,), -1.0, 1.0), TensorSpec("int64", (), 0, 1)
@@ -96,7 +99,9 @@ class ShortOrLong:
 @pytest.mark.parametrize("is_synchronous", [True, False])
 def test_a_policy_that_pauses_reports_the_return_of_every_episode(is_synchronous: bool) -> None:
     """Else long episodes, in which a record is more likely to begin, would be most of the reported ones."""
-    game, pausing, other = ShortOrLong(), CountedClient("a", is_synchronous), CountedClient("b", False)
+    game = ShortOrLong()
+    pausing = CountedClient("a", is_synchronous)
+    other = CountedClient("b", False)
     play([game], [pausing, other], seed=1, max_steps=10_000, pull_interval_s=0.0)  # type: ignore[arg-type, list-item]
     for progress in (pausing.progress, other.progress):
         assert list(progress.returns) == list(map(float, game.lengths))[: progress.episodes]
@@ -147,12 +152,16 @@ def test_they_are_within_the_largest_message_and_count_for_their_opponents() -> 
 class ChangingClient:
     """A connection whose gateway is one of another run after some actions: the next call says so, or `connect`."""
 
-    finished, behaviour, settings_version = False, "", 0
+    finished = False
+    behaviour = ""
+    settings_version = 0
 
     def __init__(self, agent: str, change_after: int, next_run: str = "run-2") -> None:
         self.spec: ExperienceSpec = msgspec.structs.replace(EXPERIENCE, agents=(agent,))
         self.offers: dict[str, Any] = {}
-        self.agent, self.run_id, self.num_connects = agent, f"run-1.{agent}", 0
+        self.agent = agent
+        self.run_id = f"run-1.{agent}"
+        self.num_connects = 0
         self._next_run_id, self._left = f"{next_run}.{agent}", change_after
 
     def ask(self, *message: Any) -> None: ...

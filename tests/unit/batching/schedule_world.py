@@ -25,7 +25,10 @@ class Job(QueuedRequest):
         self, queue: str, rows: int, now_s: float, deadline_s: float | None, group: int, tenant: str, places: int = 0
     ) -> None:
         super().__init__(rows, now_s, deadline_s, group, tenant, places)
-        self.queue, self.end, self.ended_s, self.trial = queue, "", math.nan, False
+        self.queue = queue
+        self.end = ""
+        self.ended_s = math.nan
+        self.trial = False
 
 
 @dataclass

@@ -73,7 +73,9 @@ def test_two_runs_that_take_the_same_places_see_each_other() -> None:
 
 
 def test_a_waiting_run_says_what_is_free_who_has_the_rest_and_its_position() -> None:
-    running, first, own = start(make_run("running", owner="bob@b")), make_run("first", 1.0), make_run("own", 2.0)
+    running = start(make_run("running", owner="bob@b"))
+    first = make_run("first", 1.0)
+    own = make_run("own", 2.0)
     total = {"GPU": 8.0, "CPU": 32.0}
     assert describe_shortage(own, [running, own], {"GPU": 1.0}, total) == (
         "1 of 8 GPUs free; running (bob@b) has 4 GPU; other work has 3 GPU"

@@ -25,7 +25,11 @@ STAY, DOWN = 0, 2
 class PolicyClient:
     """A connection to the gateway of one policy, which always takes the same action; so do its past versions."""
 
-    actor_id, finished, is_synchronous, run_id, settings_version = "actor-0", False, False, "run.policy", 0
+    actor_id = "actor-0"
+    finished = False
+    is_synchronous = False
+    run_id = "run.policy"
+    settings_version = 0
 
     def __init__(
         self, agents: tuple[str, ...], size: int, action: int, past: int | None = None, version: int = 1

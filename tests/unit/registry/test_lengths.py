@@ -35,7 +35,9 @@ class Device:
     """Takes `fixed_s` for a forward, and `element_s` for each element of it, padded."""
 
     def __init__(self, fixed_s: float, element_s: float, signature: Signature = TEXT) -> None:
-        self.fixed_s, self.element_s, self.now_s = fixed_s, element_s, 0.0
+        self.fixed_s = fixed_s
+        self.element_s = element_s
+        self.now_s = 0.0
         self.lengths = PaddingCostModel(signature, lambda: self.now_s)
 
     def seconds(self, requests: Sequence[Request]) -> float:

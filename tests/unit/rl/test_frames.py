@@ -68,7 +68,9 @@ def test_a_layer_is_that_of_the_page() -> None:
     x = (x * np.float32(1 / 255)).transpose(2, 0, 1)
     tensors = arrays(model)
     for each in experience.policy.convolutions:
-        weight, bias, padded = tensors[each.weight], tensors[each.bias], np.pad(x, ((0, 0), (1, 1), (1, 1)))
+        weight = tensors[each.weight]
+        bias = tensors[each.bias]
+        padded = np.pad(x, ((0, 0), (1, 1), (1, 1)))
         size = weight.shape[2]
         side = (padded.shape[1] - size) // each.stride + 1
         y = np.empty((len(bias), side, side))

@@ -50,7 +50,9 @@ def draw_batch(seed: int, lengths: list[int]) -> tuple[SegmentBatch, dict[str, A
 def oracle_loss(logits, values, arrays, config):
     """Segment by segment in float64."""
     row = step = 0
-    advantages, targets, step_rows = [], [], []
+    advantages = []
+    targets = []
+    step_rows = []
     for length, terminated in zip(arrays["lengths"], arrays["terminated"], strict=True):
         rows, steps = slice(row, row + length), slice(step, step + length)
         log_policy = logits[rows] - np.log(np.exp(logits[rows]).sum(-1, keepdims=True))
@@ -146,7 +148,11 @@ def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool
     impala_loss(logits, values, double, config, Categorical()).total.backward()
 
     pi, v = torch.softmax(logits.detach(), -1).numpy(), values.detach().numpy()
-    rows, targets, advantages, step, row = [], [], [], 0, 0
+    rows = []
+    targets = []
+    advantages = []
+    step = 0
+    row = 0
     for length, terminated in zip(arrays["lengths"], arrays["terminated"], strict=True):
         here, steps = np.arange(row, row + length), slice(step, step + length)
         ratios = pi[here, arrays["actions"][steps]] / np.exp(arrays["log_probabilities"][steps].astype(float))
@@ -155,7 +161,9 @@ def test_the_gradient_of_the_whole_loss_is_the_papers(seed: int, normalize: bool
         rewards = arrays["rewards"][steps].astype(float)
         levels = (config.rho_bar, config.c_bar, config.lambda_)
         found = oracle_vtrace(ratios, discounts, rewards, v[here], v[row + length], *levels)
-        rows, targets, advantages = [*rows, *here], [*targets, *found[0]], [*advantages, *found[1]]
+        rows = [*rows, *here]
+        targets = [*targets, *found[0]]
+        advantages = [*advantages, *found[1]]
         step, row = step + length, row + length + 1
     weights = np.array(advantages)
     if normalize:

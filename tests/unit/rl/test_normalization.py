@@ -99,7 +99,9 @@ def draw_ordinary(kind: str, random: np.random.Generator, num_rows: int) -> np.n
 @pytest.mark.parametrize("num_rows", [32, 512])
 @pytest.mark.parametrize("kind", ["lognormal", "penalty and prize", "rare prize", "sparse feature", "large", "single"])
 def test_sparse_and_skewed_rows_have_plain_moments(kind: str, num_rows: int) -> None:
-    random, moments, seen = np.random.default_rng(0), ExperienceMoments(()), np.zeros(0)
+    random = np.random.default_rng(0)
+    moments = ExperienceMoments(())
+    seen = np.zeros(0)
     for _ in range(6):
         rows = draw_ordinary(kind, random, num_rows)
         seen = np.append(seen, rows)

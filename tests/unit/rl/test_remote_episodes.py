@@ -81,7 +81,9 @@ class Side:
     """An inference without a gateway, and all that it has answered and stored."""
 
     def __init__(self, name: str) -> None:
-        self._experience, self._has_masks, self._has_space = SPACES[name], name == "masked", True
+        self._experience = SPACES[name]
+        self._has_masks = name == "masked"
+        self._has_space = True
         self._taken = [0.5, -0.5] if name == "box" else 1
         self.segments: list[Segment] = []
         setting = GatewaySetting(GatewaySpec(), self._experience, TOKEN, "run")
@@ -190,7 +192,9 @@ class Game:
                 rows.append(self._newest[agent])
                 continue
             if agent not in self._agents:
-                self._agents[agent], self._num_episodes, step = (self._num_episodes, 0), self._num_episodes + 1, 0
+                self._agents[agent] = (self._num_episodes, 0)
+                self._num_episodes = self._num_episodes + 1
+                step = 0
             elif kind == "old":
                 rows.append((-1 - agent, 3, value, 1.0, 0))
                 continue

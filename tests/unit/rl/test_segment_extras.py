@@ -136,11 +136,15 @@ def test_the_largest_message_counts_the_extras() -> None:
 def build_segments(num_steps: int, ends: bool = True) -> list[Segment]:
     """Of an episode whose t-th state and mask tell t; arrays are reused as environments do."""
     builder = SegmentBuilder(WITH_EXTRAS)
-    observation, state, mask = np.zeros(4), np.zeros(3), np.zeros(2, np.bool_)
+    observation = np.zeros(4)
+    state = np.zeros(3)
+    mask = np.zeros(2, np.bool_)
     builder.begin(observation, {"state": state, "mask": mask})
     segments = []
     for t in range(1, num_steps + 1):
-        observation[:], state[:], mask[:] = t / 10, t / 100, t % 2
+        observation[:] = t / 10
+        state[:] = t / 100
+        mask[:] = t % 2
         is_last = ends and t == num_steps
         segment = builder.step(0, -0.5, 3, 1.0, observation, is_last, False, {"state": state, "mask": mask})
         segments += [segment] if segment is not None else []

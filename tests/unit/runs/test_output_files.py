@@ -33,7 +33,9 @@ def read(folder: Path) -> list[tuple[str, str]]:
 
 def test_output_is_copied_as_it_grows_without_rays_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_files, "COPY_S", 0.01)
-    folder, driver, worker = tmp_path / "run", tmp_path / "job-driver-x.log", tmp_path / "worker-a-01-7.out"
+    folder = tmp_path / "run"
+    driver = tmp_path / "job-driver-x.log"
+    worker = tmp_path / "worker-a-01-7.out"
     driver.write_text("begun\nhalf a li")
     worker.write_text(":job_id:01\n:actor_name:Trainer\nhello\n")
     copier = OutputCopier(folder, lambda: {driver: "driver", worker: "worker-7"})

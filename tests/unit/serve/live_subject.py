@@ -17,7 +17,9 @@ from shoal.serve.replica.version_router import Answering
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot
 
-FINE, BROKEN, UNFIT = "fine", "broken", "unfit"
+FINE = "fine"
+BROKEN = "broken"
+UNFIT = "unfit"
 POISON = -1.0
 
 
@@ -25,7 +27,10 @@ class FakeLoaded:
     """Answers with its version, unless it is broken or is asked something that no version can answer."""
 
     def __init__(self, version: int, kind: str, clock: Clock | None = None, seconds: float = 0.0) -> None:
-        self.version, self.kind, self._clock, self.seconds = version, kind, clock, seconds
+        self.version = version
+        self.kind = kind
+        self._clock = clock
+        self.seconds = seconds
         self.num_asked = 0
 
     def predict_batch(self, requests: Sequence[Any], count_columns: CountColumns | None = None) -> list[Any]:

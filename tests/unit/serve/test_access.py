@@ -15,7 +15,9 @@ from shoal.serve.protocol.access import AccessControl
 from shoal.serve.spec.api_key import ADMINISTRATOR, ANYONE, ApiKey, hash_bytes
 from shoal.serve.spec.endpoint import EndpointSpec
 
-TOKEN, KEY, OTHER = "the-token", "key-of-ada", "key-of-bob"
+TOKEN = "the-token"
+KEY = "key-of-ada"
+OTHER = "key-of-bob"
 
 
 class Clock:

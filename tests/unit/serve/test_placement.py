@@ -65,13 +65,19 @@ def test_a_model_that_no_replica_can_ever_have_is_said_to_be_too_large() -> None
 
 def test_two_models_that_take_turns_for_one_capacity_do_not_spend_their_time_in_loads() -> None:
     """Each is asked for all the time. A clock of 10 ms steps."""
-    load_s, now_s, loading_s, loads = 0.2, 0.0, 0.0, 0
+    load_s = 0.2
+    now_s = 0.0
+    loading_s = 0.0
+    loads = 0
     resident, since_s = "a", 0.0
     while now_s < 60.0:
         other = "b" if resident == "a" else "a"
         model = ResidentModel(10, load_s, idle_s=0.0, age_s=now_s - since_s)
         if isinstance(choose_replica(10, {"r": ReplicaMemory(10, {resident: model})}), Assign):
-            resident, since_s, loading_s, loads = other, now_s, loading_s + load_s, loads + 1
+            resident = other
+            since_s = now_s
+            loading_s = loading_s + load_s
+            loads = loads + 1
         now_s += 0.01
     assert loads > 50  # neither starves
     assert loading_s / now_s <= 1.0 / HOLD_LOADS + 0.01

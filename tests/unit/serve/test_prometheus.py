@@ -95,7 +95,9 @@ def test_a_live_model_has_one_series_that_only_goes_up() -> None:
 
 
 def test_no_request_is_in_two_series_when_versions_leave() -> None:
-    statistics, counted, increase = ModelStatistics("m"), dict[str, float](), 0.0
+    statistics = ModelStatistics("m")
+    counted = dict[str, float]()
+    increase = 0.0
     for version in range(1, 2 * MAX_VERSIONS):
         statistics.count_request(version, 200, 0.001, rows=1)
         counted, before = {}, counted

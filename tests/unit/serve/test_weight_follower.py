@@ -20,7 +20,9 @@ class Taker:
     """Takes what is not in `damaged`."""
 
     def __init__(self, *damaged: int) -> None:
-        self.damaged, self.version, self.rejected = damaged, 0, 0
+        self.damaged = damaged
+        self.version = 0
+        self.rejected = 0
 
     def __call__(self, snapshot: WeightSnapshot) -> None:
         if snapshot.version in self.damaged:
@@ -81,7 +83,9 @@ def test_it_says_for_how_long_it_has_been_at_one_version() -> None:
 @pytest.mark.parametrize("fits", [True, False])
 def test_it_has_polled_when_what_was_published_is_taken_or_rejected(fits: bool) -> None:
     """A replica that served earlier would answer 503, and attract the retries, while others could answer."""
-    store, release, taker = WeightStore(), threading.Event(), Taker(*([] if fits else [1]))
+    store = WeightStore()
+    release = threading.Event()
+    taker = Taker(*([] if fits else [1]))
     store.publish(weights(1))
     follower = WeightFollower(store, lambda snapshot: [release.wait(60), taker(snapshot)], poll_s=0.02)
     wait_for(lambda: follower.busy_s > 0.1)

@@ -118,7 +118,9 @@ def test_a_function_may_make_a_task_and_nothing_else() -> None:
 
 
 def test_the_inputs_of_each_kind_of_batch() -> None:
-    one, two, three = torch.zeros(1), torch.ones(1), torch.ones(2)
+    one = torch.zeros(1)
+    two = torch.ones(1)
+    three = torch.ones(2)
     assert Task().inputs(one) == (one,)
     assert Task().inputs((one, two, three)) == (one, two)
     assert Task().inputs([one, two]) == (one,)

@@ -116,7 +116,10 @@ class RunSession:
     """One run on a cluster of this machine: its processes and its display."""
 
     def __init__(self, typed: RunArguments, path: Path, console: Console, plain: bool) -> None:
-        self._typed, self._path, self._overrides, self._num_actors = typed, path, typed.overrides, typed.num_actors
+        self._typed = typed
+        self._path = path
+        self._overrides = typed.overrides
+        self._num_actors = typed.num_actors
         self._console, self._plain = console, plain
         resumed = last_override(self._overrides, "resume")
         if not resumed and any(override.startswith("resume=") for override in self._overrides):

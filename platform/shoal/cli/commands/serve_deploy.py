@@ -108,7 +108,9 @@ def deploy(
     fields += [f"{field}={value}" for field, value in options.items() if value is not None]
     spec = spec_from_overrides(fields).override(fields)
     _warn(spec.endpoint.drain_warning)
-    cluster, others, command = find_cluster(address), [], format_masked_command(["shoal", *sys.argv[1:]])
+    cluster = find_cluster(address)
+    others = []
+    command = format_masked_command(["shoal", *sys.argv[1:]])
     run_id = make_run_id()
     if cluster is not None and not cluster.is_local:
         _check_remote(cluster, spec)

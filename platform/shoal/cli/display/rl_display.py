@@ -174,7 +174,9 @@ def _render_return(view: LoopView) -> RenderableType:
     if view.policies:
         each_return = render_cells((name, format_or_dash(each)) for name, each in view.policies.items())
         return render_line(Text("returns  ", "dim"), each_return)
-    mean, target, low = view.value(RETURN), view.target_return, _lowest_return(view)
+    mean = view.value(RETURN)
+    target = view.target_return
+    low = _lowest_return(view)
     cells: list[RenderableType] = []
     if target is not None:
         full = 1.0 if mean >= target else 0.0  # NaN before the first episode

@@ -80,7 +80,9 @@ class LineThrottle:
     """Returns the line of a view when its phase changes, and what else it tells, every PLAIN_INTERVAL_S at most."""
 
     def __init__(self) -> None:
-        self._phase, self._printed_at_s, self._news = "", 0.0, ""
+        self._phase = ""
+        self._printed_at_s = 0.0
+        self._news = ""
 
     def format_if_due(self, view: RunView) -> str | None:
         """None where the line would tell nothing but how much time has passed."""
@@ -90,7 +92,9 @@ class LineThrottle:
         news = replace(view, elapsed_s=0.0).format_plain_line()
         if news == self._news:
             return None
-        self._phase, self._printed_at_s, self._news = view.phase, time.monotonic(), news
+        self._phase = view.phase
+        self._printed_at_s = time.monotonic()
+        self._news = news
         return view.format_plain_line()
 
 

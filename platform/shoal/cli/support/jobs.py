@@ -130,7 +130,9 @@ class JobLogReader:
 
     def __init__(self, job: JobHandle) -> None:
         self._job = job
-        self._start, self._partial_line, self._has_failed = 0, "", False
+        self._start = 0
+        self._partial_line = ""
+        self._has_failed = False
 
     def read_new_lines(self, *, is_over: bool) -> list[str]:
         """The new lines; an incomplete line is left for the next call unless the job is over."""

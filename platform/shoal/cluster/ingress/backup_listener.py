@@ -24,7 +24,11 @@ from shoal.cluster.ingress.time_limits import CHANGE_S, HOLD_S
 
 # Connections: more wait. A front never takes those that the second pass and the listener need to answer it. HAProxy
 # starts only where it may have 2.6 descriptors for each: 16,000 of them.
-MAX_HTTP, MAX_RETURNED, MAX_GRPC, MAX_SECOND_PASS, MAX_UNAVAILABLE = 3840, 512, 1024, 512, 256
+MAX_HTTP = 3840
+MAX_RETURNED = 512
+MAX_GRPC = 1024
+MAX_SECOND_PASS = 512
+MAX_UNAVAILABLE = 256
 MAX_CONNECTIONS = MAX_HTTP + MAX_RETURNED + MAX_GRPC + MAX_SECOND_PASS + MAX_UNAVAILABLE
 ASLEEP_HEADER = "x-shoal-asleep"  # names the application to the listener
 # By the end of the path, what the listener answers for one that sleeps. A balancer that left it out would not wake it.

@@ -47,8 +47,13 @@ NUM_COUNTS = 4
 STATES_BYTES = 8 * NUM_COUNTS * (MAX_HTTP + 1)
 NEVER = 2**64 - 1
 # Linux's tcp_info: received, not sent yet, sent, sent again.
-RECEIVED, NOT_SENT, SENT = struct.Struct("=Q"), struct.Struct("=I"), struct.Struct("=QQ")
-RECEIVED_AT, NOT_SENT_AT, SENT_AT, TCP_INFO_BYTES = 128, 144, 200, 216
+RECEIVED = struct.Struct("=Q")
+NOT_SENT = struct.Struct("=I")
+SENT = struct.Struct("=QQ")
+RECEIVED_AT = 128
+NOT_SENT_AT = 144
+SENT_AT = 200
+TCP_INFO_BYTES = 216
 
 
 class ConnectionGuard(GuardProcess):
@@ -98,7 +103,10 @@ class _Guard:
     """The guard's process."""
 
     def __init__(self, control: socket.socket, states: memoryview, folder: Path, server: str) -> None:
-        self._control, self._states, self._folder, self._server = control, states, folder, server
+        self._control = control
+        self._states = states
+        self._folder = folder
+        self._server = server
         self._connections: dict[int, socket.socket] = {}
         self._read: defaultdict[int, bytes] = defaultdict(bytes)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -109,7 +109,9 @@ def _trust(networks: Sequence[str]) -> list[str]:
     """
     if not networks:
         return []
-    rules, trusted, those = [], "via-1", " ".join(networks)
+    rules = []
+    trusted = "via-1"
+    those = " ".join(networks)
     rules.append(f"acl via-1 src {those}")
     for number in range(1, MAX_PROXIES + 1):
         entry = f"req.hdr_ip(x-forwarded-for,-{number})"

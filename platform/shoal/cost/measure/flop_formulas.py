@@ -81,7 +81,9 @@ def _count_rows(inputs: Tensor) -> int:
 
 def _onednn_rnn(args: Sequence[Any], out: Any) -> int:
     """One layer in one direction: every row of the input meets the input's and the hidden state's weights."""
-    inputs, weight_input, weight_hidden = args[0], args[1], args[2]
+    inputs = args[0]
+    weight_input = args[1]
+    weight_hidden = args[2]
     return 2 * _count_rows(inputs) * int(weight_input.numel() + weight_hidden.numel())
 
 
@@ -124,7 +126,11 @@ def _summed_products(args: Sequence[Any], out: Any) -> int:
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     """Each requested gradient takes as much as forward: all weights at each place of the output [B, C, ...] or, for a
     transposed convolution, of the input. A weight belongs to one group only."""
-    gradient, inputs, weight, transposed, asked = args[0], args[1], args[2], args[7], args[10]
+    gradient = args[0]
+    inputs = args[1]
+    weight = args[2]
+    transposed = args[7]
+    asked = args[10]
     places = inputs if transposed else gradient
     num_places = int(places.shape[0] * math.prod(places.shape[2:]))
     return 2 * sum(map(bool, asked[:2])) * int(weight.numel()) * num_places

@@ -85,7 +85,9 @@ class MapReader:
     """
 
     def __init__(self, source: Source, collate: Collate | None, seed: int) -> None:
-        self._source, self._collate, self._seed = source, collate, seed
+        self._source = source
+        self._collate = collate
+        self._seed = seed
         # Samples that are just rows of tensors: a subclass may augment them.
         self._is_tensor_dataset = (
             isinstance(source, TensorDataset)

@@ -48,7 +48,9 @@ class MessageDataset:
     def __iter__(self) -> Iterator[Any]:
         if not self._is_open:
             self._source.open(StreamState(0, self._deduplicator.sequences))
-            self._is_open, self._has_yielded, self._opening = True, False, uuid.uuid4().hex
+            self._is_open = True
+            self._has_yielded = False
+            self._opening = uuid.uuid4().hex
             self._num_covered = self._num_committed = self._source.num_delivered
         while True:
             while self._waiting:

@@ -238,7 +238,9 @@ class ElasticController(Controller):
     @answers(Depart)
     def depart(self, caller: CallId, request: Depart) -> bool:
         if self._healed == {request.worker} and self._given_at != self.clock.sequence:
-            self._donor, self._giving_at, self._writing = request.worker, self.clock.sequence, caller.identity
+            self._donor = request.worker
+            self._giving_at = self.clock.sequence
+            self._writing = caller.identity
             return True
         self._leave(request.worker)
         return False

@@ -53,7 +53,9 @@ class ElasticSync(ControlledSync):
         joined = self._pushes.call(JoinElastic(self._worker, describe_parameters(self._optimizer)))
         if joined is None:
             raise WorkerDeparted(f"worker {self._worker} came when the run ended, or was taken for dead", is_over=True)
-        self._incarnation, self._clock, self._version = joined.incarnation, joined.clock, joined.version
+        self._incarnation = joined.incarnation
+        self._clock = joined.clock
+        self._version = joined.version
         self._open_memory(joined.memory)
         if joined.has_state:
             if self._memory is None:
@@ -106,7 +108,9 @@ class ElasticSync(ControlledSync):
         if answer is None:
             self._end_as_lost()
         before = self._version
-        self._version, self._clock, self._is_stopping = answer.version, answer.clock, answer.is_stopping
+        self._version = answer.version
+        self._clock = answer.clock
+        self._is_stopping = answer.is_stopping
         self._is_taken = bool(answer.pushes)
         if self._is_taken:
             self._take_mean(answer, before)

@@ -39,7 +39,9 @@ class Lane(threading.Thread):
     def __init__(self, index: int, main: TrainComponents, begin: int) -> None:
         super().__init__(name=f"lane {index} of Hogwild", daemon=True)
         self.num_steps, self.error = 0, ""
-        self._begin, self._main, self._parts = begin, main, _build_lane(index, main, begin)
+        self._begin = begin
+        self._main = main
+        self._parts = _build_lane(index, main, begin)
         self._may_step, self._is_ending = threading.Event(), False
         self._step_lock = threading.Lock()  # held during a step
 

@@ -125,7 +125,9 @@ class PeerSync(ControlledSync):
         connection = replica.require_connection()
         # A call that waits for the others has the model in it, and is not lost while the controller lives.
         super().__init__(connection, again_s=connection.timeout_s)
-        self.config, self.worker, self.num_workers = replica.config, connection.index, connection.num_workers
+        self.config = replica.config
+        self.worker = connection.index
+        self.num_workers = connection.num_workers
         self.weights = list_parameters(replica.optimizer)
         self._model, self._optimizer = replica.model, replica.optimizer
         self.steps = self.round = self._published = 0
@@ -149,14 +151,18 @@ class PeerSync(ControlledSync):
         answer = self._pushes.call(Gather(push, _encode(tensors), wanted))
         if answer is None:
             self._end_as_lost()
-        self._clock, self.round, self._is_stopping = answer.clock, answer.round, answer.is_stopping
+        self._clock = answer.clock
+        self.round = answer.round
+        self._is_stopping = answer.is_stopping
         self.waited_s += time.perf_counter() - began_s
         device = tensors[0].device if tensors else torch.device("cpu")
         return {worker: [each.to(device) for each in _decode(given)] for worker, given in answer.given.items()}
 
     def begin(self, step: int) -> int:
         joined: RunPosition = self._controller.call(Join(self._worker, self.is_chief))
-        self._incarnation, self._clock, self.round = joined.incarnation, joined.clock, joined.version
+        self._incarnation = joined.incarnation
+        self._clock = joined.clock
+        self.round = joined.version
         if joined.has_weights:
             published = self._controller.call(GetPublished())
             self.steps, self._published = published.steps, self.round

@@ -95,7 +95,9 @@ class ProcessGroup:
         departed: set[int] | None = None,
     ) -> None:
         self._targets, self._min_workers = targets, min_workers
-        self._controller, self._journal, self._start_process = controller, journal, start
+        self._controller = controller
+        self._journal = journal
+        self._start_process = start
         self._departed: set[int] = set() if departed is None else departed
         self._processes: dict[str, ProcessHandle] = {}
         self._num_deaths: Counter[str] = Counter()
@@ -181,7 +183,9 @@ class ProcessGroup:
             self._journal.record_event("worker_joined", index=index, workers=len(present))
         self._present = set(present)
         if not is_short:
-            self._has_started, self._short_since_s, self._is_shortage_reported = True, None, False
+            self._has_started = True
+            self._short_since_s = None
+            self._is_shortage_reported = False
             return
         if self._short_since_s is None:
             self._short_since_s = now_s

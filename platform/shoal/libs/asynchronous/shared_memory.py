@@ -150,7 +150,9 @@ class RunMemory:
     """
 
     def __init__(self, address: RunAddress, gradients: SharedWeights, *, owns_state: bool = False) -> None:
-        self.address, self._gradients, self._owns_state = address, gradients, owns_state
+        self.address = address
+        self._gradients = gradients
+        self._owns_state = owns_state
 
     @classmethod
     def create(cls, num_elements: int, num_workers: int) -> RunMemory:

@@ -128,9 +128,14 @@ def _run(fields: list[str], cluster: ClusterHandle | None, console: Console, sta
     job = JobHandle(cluster, new_submission_id())
     stack.callback(job.stop_quietly)  # before the submission: an interruption may come at any moment
     if cluster.is_local:
-        environment, python, folder = job_environment(make_run_id(), command), sys.executable, None
+        environment = job_environment(make_run_id(), command)
+        python = sys.executable
+        folder = None
     else:
-        environment, python, folder = make_command_variable(command), "python", Path.cwd()  # the folder of hooks
+        # the folder of hooks
+        environment = make_command_variable(command)
+        python = "python"
+        folder = Path.cwd()
     words = [python, "-m", MODULE, *fields]
     submit(cluster, words, env=environment, working_dir=folder, submission_id=job.submission_id)
     outcome = _follow_job(job, console)

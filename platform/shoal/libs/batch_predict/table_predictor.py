@@ -67,7 +67,9 @@ class TablePredictor:
         torch_threads: int = 1,
     ) -> None:
         assert package.snapshot is not None, "a registered version has weights"
-        self._columns_by_input, self._keep, self._skip_errors = columns_by_input or {}, keep, skip_errors
+        self._columns_by_input = columns_by_input or {}
+        self._keep = keep
+        self._skip_errors = skip_errors
         predictor = Predictor(package.factory, package.signature, options, torch_threads)
         self.signature, self._max_rows = predictor.layout.signature, options.max_rows
         self._max_request_rows = 1 if predictor.layout.shared_inputs else options.max_rows  # each row has its own

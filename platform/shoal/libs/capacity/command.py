@@ -66,7 +66,9 @@ def simulate_verb(
     if (model is None) == (latency is None):
         raise ConfigError("model", model, "one of a model and --latency is needed", "name one of both")
     if latency is not None:
-        points, most, count = _parse_latency(latency), max_batch or DEFAULT_MAX_BATCH, replicas or 1
+        points = _parse_latency(latency)
+        most = max_batch or DEFAULT_MAX_BATCH
+        count = replicas or 1
     else:
         status, num_replicas = _fetch_model_status(str(model), endpoint)
         points, most = status.latency, max_batch or status.max_batch_rows

@@ -42,7 +42,9 @@ class ReplicaSet:
     """
 
     def __init__(self, seconds: Sequence[float], max_queue: int = 1 << 60) -> None:
-        self._seconds, self._max_batch, self._max_queue = list(seconds), len(seconds), max_queue
+        self._seconds = list(seconds)
+        self._max_batch = len(seconds)
+        self._max_queue = max_queue
         self.serving: list[SimulatedReplica] = []
         self.draining: list[SimulatedReplica] = []
         self.latencies_s: list[float] = []

@@ -161,7 +161,10 @@ def drive(
     noise = np.random.default_rng(seed)
     ends: list[float] = [math.nan] * len(arrivals)
     running: list[tuple[float, int, list[int], float]] = []  # end, tie breaker, batch, seconds
-    now_s, next_arrival, batches, busy_s = 0.0, 0, 0, 0.0
+    now_s = 0.0
+    next_arrival = 0
+    batches = 0
+    busy_s = 0.0
     while True:
         while len(running) < slots and (batch := server.start(now_s)):
             batches += 1

@@ -73,7 +73,9 @@ class RunFeed:
     def find_news(self) -> dict[str, Any] | None:
         """Status and new values; None where nothing is new. The first time the newest values alone."""
         self.watched.refresh()
-        state, metrics, run = self.watched.state, self.watched.metrics, self.watched.run
+        state = self.watched.state
+        metrics = self.watched.metrics
+        run = self.watched.run
         newer = {name: each for name, each in metrics.items() if each[1] > self._times.get(name, 0.0)}
         if state == self._state and not newer:
             return None

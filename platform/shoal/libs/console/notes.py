@@ -16,7 +16,9 @@ from shoal.atomic_file import connect_private
 from shoal.errors import ConfigError, RunError
 from shoal.home import home
 
-MAX_NOTE_CHARS, MAX_TAGS, MAX_TAG_CHARS = 10_000, 20, 40
+MAX_NOTE_CHARS = 10_000
+MAX_TAGS = 20
+MAX_TAG_CHARS = 40
 _TABLE = """CREATE TABLE IF NOT EXISTS notes (
     run TEXT PRIMARY KEY, note TEXT NOT NULL, tags TEXT NOT NULL, archived INTEGER NOT NULL) WITHOUT ROWID"""
 

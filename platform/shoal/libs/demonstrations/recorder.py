@@ -43,7 +43,9 @@ class BoundedFolder:
     OSError."""
 
     def __init__(self, folder: Store, max_mb: float, newest: int | None = None) -> None:
-        self.store, self._max_bytes, self._newest = folder, int(max_mb * 2**20), newest
+        self.store = folder
+        self._max_bytes = int(max_mb * 2**20)
+        self._newest = newest
         self._num_bytes = 0
         self._stored: dict[str, tuple[Info, int]] = {}  # facts and bytes, the oldest first
         files = DemonstrationFiles([folder])

@@ -73,7 +73,9 @@ class Shown:
     """A ShownExperience: the demonstrations of a run, read in the background."""
 
     def __init__(self, site: DemonstrationSite) -> None:
-        self._spec, self.share, self.generation = site.spec, site.spec.share, 0
+        self._spec = site.spec
+        self.share = site.spec.share
+        self.generation = 0
         self._files = open_files(site)
         self._names: list[str] = []  # of files, those that cannot be read among them
         self._known: dict[str, Demonstration] = {}

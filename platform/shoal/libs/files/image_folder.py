@@ -43,7 +43,9 @@ class ImageFolder(FileDataset):
             raise DataError("folder", str(folder), "is a file", "give the folder that has one folder for each class")
         folders = sorted((each for each in parent.iterdir() if each.is_dir()), key=attrgetter("name"))
         self.classes = [each.name for each in folders]
-        self.size, self.mode, self.transform = size, mode, transform
+        self.size = size
+        self.mode = mode
+        self.transform = transform
         if not self.classes:
             raise DataError("folder", str(folder), "has no folders in it", "put the pictures into one for each class")
         paths: list[Path] = []

@@ -26,7 +26,9 @@ class RayData:
         if not hasattr(shard, "iter_torch_batches"):
             remedy = "give ray.train.get_dataset_shard(...) or a ray.data.Dataset"
             raise ConfigError("shard", type(shard).__name__, "has no iter_torch_batches", remedy)
-        self.shard, self.columns, self.shuffle_buffer = shard, columns, shuffle_buffer
+        self.shard = shard
+        self.columns = columns
+        self.shuffle_buffer = shuffle_buffer
 
     def batches(self, batch_size: int, *, epoch: int, drop_last: bool, share: RankShare) -> Iterator[dict[str, Any]]:
         """This rank's batches of one epoch. Raises ConfigError for a full dataset that several ranks would repeat."""

@@ -14,7 +14,11 @@ from shoal.extend.runs import COLOURS, INK, MUTED, RULE, format_number
 from shoal.libs.films.episode import CHART_S, FRAMES_PER_S, LAST_S, STEPS_PER_S, WIDTH, FilmedEpisode, Shot, fit_picture
 
 PAPER = "#ffffff"
-MARGIN, LINE_HEIGHT, CURVE_HEIGHT, BAR_HEIGHT, CHART_HEIGHT = 6, 14, 36, 34, 180
+MARGIN = 6
+LINE_HEIGHT = 14
+CURVE_HEIGHT = 36
+BAR_HEIGHT = 34
+CHART_HEIGHT = 180
 MAX_LINES = 8  # of a chart; of more numbers the chart is a map of colours
 MAX_ROWS = 60  # of that map
 MIN_SPAN = 0.1  # of values: what is nearly the same is drawn so

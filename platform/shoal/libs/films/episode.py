@@ -70,7 +70,9 @@ class Camera:
     """
 
     def __init__(self, render: Callable[[], Any], steps_per_s: float, max_frames: int = MAX_FRAMES) -> None:
-        self._render, self.steps_per_s, self._max_frames = render, steps_per_s, max_frames
+        self._render = render
+        self.steps_per_s = steps_per_s
+        self._max_frames = max_frames
         self.frames: dict[int, Image.Image] = {}
         self._every = max(1, round(steps_per_s / FRAMES_PER_S))
 

@@ -93,7 +93,9 @@ def _write_webp(path: Path, pictures: Iterator[Frame]) -> int:
 def _write_mp4(path: Path, pictures: Iterator[Frame]) -> int:
     import av
 
-    count, shown_s, buffer = 0, 0.0, io.BytesIO()
+    count = 0
+    shown_s = 0.0
+    buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream: Any = container.add_stream("libx264", rate=MP4_FRAMES_PER_S)
         stream.pix_fmt, stream.options = "yuv420p", {"crf": "23", "preset": "veryfast"}

@@ -32,8 +32,13 @@ class FilmedGame:
     """
 
     def __init__(self, environment: Any, clients: Sequence[ActorClient], folder: str, every: int) -> None:
-        self._environment, self._client, self._folder, self._every = environment, clients[0], folder, every
-        self._number, self._rest_until, self._spent_s = -1, 0.0, 0.0
+        self._environment = environment
+        self._client = clients[0]
+        self._folder = folder
+        self._every = every
+        self._number = -1
+        self._rest_until = 0.0
+        self._spent_s = 0.0
         self._recording: Recording | None = None
         self._agent: Any = None
         self._thoughts = _Thoughts(clients[0])
@@ -57,7 +62,9 @@ class FilmedGame:
             self._recording = Recording(open_camera(self._environment)[0])
             self._thoughts.reset()
             self._first_version = self._thoughts.version
-            self._step, self._return, self._shown = 0, 0.0, shown
+            self._step = 0
+            self._return = 0.0
+            self._shown = shown
             self._spent_s = time.monotonic() - began
         return shown
 

@@ -55,7 +55,9 @@ class PlayedGame:
         for player in {id(each): each for each in (self.first, *self.players.values())}.values():
             player.reset()
         recording = self._begin_recording(number, max_frames) if max_frames else None
-        returns, outcome, num_steps = dict[Any, float](), "", 0
+        returns = dict[Any, float]()
+        outcome = ""
+        num_steps = 0
         while episode.observations and num_steps < self.max_steps:
             chosen = {
                 agent: self._find_player(agent).act(observation, episode.get_mask(agent), agent)

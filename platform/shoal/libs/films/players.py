@@ -49,7 +49,9 @@ class EndpointPlayer:
     """A model of an endpoint; keeps the states of a recurrent policy. version: None for the serving one"""
 
     def __init__(self, client: Client, model: str, version: int | None, acting: Acting) -> None:
-        self._client, self._model, self._version = client, model, version
+        self._client = client
+        self._model = model
+        self._version = version
         self._inputs = {each.name: each.shape for each in client.metadata(model).inputs}
         self._parameters: dict[str, Any] | None = None if acting is None else {"action": acting}
         self._states: dict[Hashable, np.ndarray] = {}

@@ -35,8 +35,14 @@ MAX_NUMBERS = 8  # of a row that is shown
 MAX_LETTERS = 200
 MAX_SHEETS = 60  # of a run; then every second one is deleted
 _log = logging.getLogger(__name__)
-PAPER, RIGHT, WRONG = "#ffffff", "#146c2e", "#b3261e"
-SHEET_WIDTH, TILE, GAP, LINE, CELLS = 900, 100, 8, 14, 360
+PAPER = "#ffffff"
+RIGHT = "#146c2e"
+WRONG = "#b3261e"
+SHEET_WIDTH = 900
+TILE = 100
+GAP = 8
+LINE = 14
+CELLS = 360
 MAX_COUNTED = 12  # classes of a matrix whose cells have their count written in
 
 
@@ -98,8 +104,12 @@ class SampleSheet:
 
     def write(self, step: int, epoch: float) -> None:
         """The sheet of an evaluation as `samples/eEPOCH-sSTEP.webp` and `.json`; begins the next one."""
-        fixed, worst, confusion = self._fixed, self._worst, self._confusion
-        self._fixed, self._worst, self._confusion = [], [], None
+        fixed = self._fixed
+        worst = self._worst
+        confusion = self._confusion
+        self._fixed = []
+        self._worst = []
+        self._confusion = None
         if not fixed:
             return
         folder, names = self.folder / "samples", [str(each) for each in getattr(self.task, "classes", ())]

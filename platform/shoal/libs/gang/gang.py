@@ -41,7 +41,10 @@ class Gang:
     """
 
     def __init__(self, launcher: Launcher, num_workers: int, split: GangSplit, spares: Launcher | None = None) -> None:
-        self.num_workers, self.split, self._launcher, self._spares = num_workers, split, launcher, spares
+        self.num_workers = num_workers
+        self.split = split
+        self._launcher = launcher
+        self._spares = spares
         self._waiting: StartedWorkers | None = None  # the spare workers, once all have started
         self._preparing: threading.Thread | None = None
         self._keys = itertools.count(1)
@@ -49,7 +52,9 @@ class Gang:
         self._loaded: dict[int, LoadVersion] = {}
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()  # a collector of garbage may hold any lock
         self._team: Team | None = None
-        self._is_closed, self._lost_s, self._problem = False, 0.0, ""
+        self._is_closed = False
+        self._lost_s = 0.0
+        self._problem = ""
 
     @property
     def batches_in_flight(self) -> int:
@@ -240,7 +245,9 @@ class _GangForward:
     """
 
     def __init__(self, gang: Gang, key: int, dimensions: dict[str, int] | None) -> None:
-        self._gang, self._key, self._dimensions = gang, key, dimensions
+        self._gang = gang
+        self._key = key
+        self._dimensions = dimensions
         self._most = MICRO_BATCHES_PER_STAGE * gang.num_workers if gang.split == "pipeline" else 1
 
     def __call__(self, inputs: Arrays) -> Arrays:

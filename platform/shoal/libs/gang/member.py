@@ -76,7 +76,9 @@ class GangMember:
     def __init__(self, host: str, secret: bytes, on_lost: Callable[[], None] = lambda: None) -> None:
         self._listener = Listener((host, 0), backlog=8)
         self.address: Address = self._listener.address
-        self._host, self._secret, self._on_lost = host, secret, on_lost
+        self._host = host
+        self._secret = secret
+        self._on_lost = on_lost
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._received: queue.Queue[Tensor | Exception | None] = queue.Queue(ACTIVATIONS)
         self._connections: list[Connection] = []
@@ -128,7 +130,10 @@ class GangMember:
         return connection
 
     def _join(self, replica: Connection, join: JoinGang) -> None:
-        self._rank, self._is_last, self._next, self._mesh = join.rank, join.rank == join.size - 1, None, None
+        self._rank = join.rank
+        self._is_last = join.rank == join.size - 1
+        self._next = None
+        self._mesh = None
         if join.splits_layers:
             self._open_store(replica, join)
             self._mesh = init_device_mesh("cpu", (join.size,))

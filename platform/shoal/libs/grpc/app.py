@@ -137,7 +137,9 @@ class _ResponseWriter:
     """
 
     def __init__(self, send: Send, call: GrpcCall) -> None:
-        self._send, self._call, self.has_started = send, call, False
+        self._send = send
+        self._call = call
+        self.has_started = False
         self.last_message: bytes | None = None  # sent with the status
 
     async def send_message(self, message: bytes) -> None:

@@ -80,7 +80,9 @@ class InferenceServicer:
     """Answers each method of the service, or raises InferenceError or Closed."""
 
     def __init__(self, host: ModelManagerProtocol, access: AccessControl, tracer: TracerProtocol | None = None) -> None:
-        self._manager, self._access, self._tracer = host, access, tracer
+        self._manager = host
+        self._access = access
+        self._tracer = tracer
         self._handlers, self._codecs = RestHandlers(host, None), ModelCodecs(GrpcCodec)
         self._layouts = RequestLayoutCache()
 

@@ -22,7 +22,9 @@ from shoal.libs.hf.network import LoraSpec, RenamedTensors, make_lora_config
 from shoal.weights.tensor_files import open_tensors
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _OWN, _THEIRS = "base_model.model.", re.compile(r"\.(lora_[AB])\.default\."), re.compile(r"\.(lora_[AB])\.")
+_PREFIX = "base_model.model."
+_OWN = re.compile(r"\.(lora_[AB])\.default\.")
+_THEIRS = re.compile(r"\.(lora_[AB])\.")
 _FIELDS = {  # of LoraSpec, by peft's names
     "r": "rank",
     "lora_alpha": "alpha",

@@ -33,7 +33,9 @@ from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
 from shoal.plugins.find import load_sound_extensions
 
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
-LORA_RATE, FULL_RATE, BATCH_SIZE = 2e-4, 2e-5, 8
+LORA_RATE = 2e-4
+FULL_RATE = 2e-5
+BATCH_SIZE = 8
 SMALL_FILE_BYTES = 1_000_000  # a larger one is not read to count its samples
 _DATATYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", "float64": "FP64"}
 
@@ -77,8 +79,14 @@ class HuggingFaceTask(Transferable):
             **{"lora": adapters, "merge": merge, "config": config, "base": base},
         }
         self.args: dict[str, Any] = self._given(given)
-        self._model, self._data, self._validation, self._dtype = model, data, validation, dtype
-        self._labels, self._merge, self._config, self._base = labels, merge, config, base
+        self._model = model
+        self._data = data
+        self._validation = validation
+        self._dtype = dtype
+        self._labels = labels
+        self._merge = merge
+        self._config = config
+        self._base = base
         check_labels(labels)
         if merge and lora is None:
             raise ConfigError("merge", merge, "merges adapters, and there are none", "give lora.rank=8, say")

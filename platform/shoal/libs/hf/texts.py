@@ -320,7 +320,9 @@ class TokenRows:
 
     def __init__(self, samples: Sequence[TokenSample], pad: int, row_length: int | None = None, file: str = "") -> None:
         """row_length: pack samples into rows of at most so many tokens; None: a row for each"""
-        self._samples, self._pad, self._is_packed = samples, pad, row_length is not None
+        self._samples = samples
+        self._pad = pad
+        self._is_packed = row_length is not None
         self.file = file or type(self).__name__
         lengths = [len(each.tokens) for each in samples]
         self._rows = [[index] for index in range(len(samples))] if row_length is None else pack(lengths, row_length)

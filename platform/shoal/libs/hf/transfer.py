@@ -140,7 +140,9 @@ def _register(
     init: str = "",
 ) -> ModelVersion:
     """reuses: take a version with the same weights, of the model or its base; init: in place of the Task's"""
-    registry, travelling, signature = Registry(), task.registration(), task.signature()
+    registry = Registry()
+    travelling = task.registration()
+    signature = task.signature()
     assert travelling is not None
     reference = {"task": f"{_TASKS}:{type(task).__name__}", "args": dict(travelling.args)}
     make_folder(home() / "hf")

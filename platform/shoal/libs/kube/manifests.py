@@ -22,7 +22,10 @@ from shoal.libs.kube.spec import DRIVER_GROUP, SPOT_NODES, KubeSpec, PodSpec, Wo
 Document = dict[str, Any]
 
 HOME, TLS_FOLDER = "/var/lib/shoal", "/etc/shoal/tls"
-SERVE_PORT, GCS_PORT, DASHBOARD_PORT, METRICS_PORT = 8000, 6379, 8265, 8080
+SERVE_PORT = 8000
+GCS_PORT = 6379
+DASHBOARD_PORT = 8265
+METRICS_PORT = 8080
 CONSOLE_PORT = 8267
 DRIVER_RESOURCE = "shoal_driver"
 NAME_LABEL = "shoal/name"  # of all pods; KubeRay gives them no label with the name of their RayJob

@@ -43,9 +43,13 @@ class LocalTexts:
     """
 
     def __init__(self, name: str, registry: str, options: ModelOptions, loaded: LoadedModel) -> None:
-        self.name, self._version, self._slots = name, loaded.version, options.text.slots
+        self.name = name
+        self._version = loaded.version
+        self._slots = options.text.slots
         self._prepared = prepared = VersionPreparation().open(name, registry, options, loaded)
-        self.tokenizer, self.context, self.created_s = prepared.tokenizer, prepared.context, prepared.created_s
+        self.tokenizer = prepared.tokenizer
+        self.context = prepared.context
+        self.created_s = prepared.created_s
         self.has_chat = bool(prepared.tokenizer.chat_template)
         self._open()
 

@@ -114,7 +114,9 @@ class LightningEvents(Callback):
         return returned, logged
 
     def _take_own_step(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
-        module, strategy, logged = self.module, self.view.strategy, dict[str, Tensor]()
+        module = self.module
+        strategy = self.view.strategy
+        logged = dict[str, Tensor]()
         batch, index = self._begin_batch(batch), self._batch_index
 
         def compute() -> Tensor:

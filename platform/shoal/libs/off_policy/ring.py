@@ -180,15 +180,15 @@ class Ring:
 
     def _require_space(self, needed_bytes: int) -> None:
         if self._folder is None:  # the system promises more memory than it has, and kills the process as the ring fills
-            location, free_bytes, remedy = (
-                "memory",
-                psutil.virtual_memory().total,
-                ", or use algorithm.replay_on_disk=true",
-            )
+            location = "memory"
+            free_bytes = psutil.virtual_memory().total
+            remedy = ", or use algorithm.replay_on_disk=true"
         else:
             make_folder(self._folder)
             existing_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
-            free_bytes, location, remedy = shutil.disk_usage(self._folder).free + existing_bytes, str(self._folder), ""
+            free_bytes = shutil.disk_usage(self._folder).free + existing_bytes
+            location = str(self._folder)
+            remedy = ""
         if needed_bytes > free_bytes:
             problem = f"takes {needed_bytes:,} bytes in {location}, and there are {free_bytes:,}"
             raise ConfigError("algorithm.replay_mb", self._size_bytes / 2**20, problem, "lower it" + remedy)

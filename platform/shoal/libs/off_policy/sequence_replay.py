@@ -117,7 +117,9 @@ class SequenceReplay(Ring):
         random: np.random.Generator,
         folder: Path | None = None,
     ) -> None:
-        observation, action, real = experience.observation, experience.action, np.dtype(np.float32)
+        observation = experience.observation
+        action = experience.action
+        real = np.dtype(np.float32)
         columns = {
             "observations": (observation.numpy_dtype(), (shape.num_rows, *observation.shape)),
             "actions": (action.numpy_dtype(), (shape.sequence_length, *action.shape)),

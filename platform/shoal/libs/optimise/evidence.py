@@ -49,7 +49,9 @@ def judge_value(drop: float, allowed: float, num_rows: int = 0) -> Verdict:
 
 def judge(teacher: RowTotals, student: RowTotals, is_higher_better: bool, allowed: float, confidence: float) -> Verdict:
     """Whether the drop is at most `allowed`, with this confidence on either side; 0.5 is the measured drop alone."""
-    sign, num_rows, z = (1.0 if is_higher_better else -1.0), len(teacher.totals), NormalDist().inv_cdf(confidence)
+    sign = 1.0 if is_higher_better else -1.0
+    num_rows = len(teacher.totals)
+    z = NormalDist().inv_cdf(confidence)
     drop = sign * float(teacher.totals.sum() / teacher.counts.sum() - student.totals.sum() / student.counts.sum())
     if not math.isfinite(drop) or num_rows < 2 or z == 0:
         return judge_value(drop, allowed, num_rows)

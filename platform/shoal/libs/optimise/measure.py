@@ -48,7 +48,9 @@ class ServedNetwork(nn.Module):
 
     def __init__(self, forward: Forward, signature: Signature, example: Any) -> None:
         super().__init__()
-        self._compute, self._signature, self._example = forward, signature, example
+        self._compute = forward
+        self._signature = signature
+        self._example = example
 
     def forward(self, *inputs: Tensor) -> Any:
         found = self._compute(name_inputs(inputs, self._signature))

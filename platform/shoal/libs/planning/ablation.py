@@ -18,7 +18,9 @@ from shoal.extend.train import TRAINING_S, TrainResult, TrainSpec, find_task, va
 from shoal.libs.planning.finders import measure_footprint
 
 BASELINE = "whole"
-STEP_S, MEMORY, PARAMETERS = "step_s", "memory_bytes", "parameters"
+STEP_S = "step_s"
+MEMORY = "memory_bytes"
+PARAMETERS = "parameters"
 COSTS = (STEP_S, MEMORY, PARAMETERS)
 
 TrainFunction = Callable[[TrainSpec], TrainResult]

@@ -37,9 +37,15 @@ from shoal.extend.sync import (
 from shoal.extend.train import TrainComponents, TrainSpec, build_components, build_model, make_optimizer, make_task
 
 TIMEOUT_S = 120.0
-NUM_ROUNDS, STEPS_S, LEAST_STEPS = 3, 0.3, 3  # steps of the Task: for so long, and at least so many
+# steps of the Task: for so long, and at least so many
+NUM_ROUNDS = 3
+STEPS_S = 0.3
+LEAST_STEPS = 3
 SMALL_BYTES, LARGE_BYTES = 256, 4 << 20
-NUM_SMALL, NUM_LARGE, NUM_CALLS, NUM_EXCHANGES = 150, 12, 200, 40
+NUM_SMALL = 150
+NUM_LARGE = 12
+NUM_CALLS = 200
+NUM_EXCHANGES = 40
 POLL_S = 0.05
 BETWEEN_S = 0.001  # of computing between two collectives: gloo's threads must then wake on busy cores
 

@@ -204,7 +204,9 @@ class _BatchSearch:
     """Steps on batches of given sizes, and remembers the measurements."""
 
     def __init__(self, parts: TrainComponents, device: torch.device, limit_bytes: int) -> None:
-        self._parts, self._device, self._limit_bytes = parts, device, limit_bytes
+        self._parts = parts
+        self._device = device
+        self._limit_bytes = limit_bytes
         self._data = parts.task.data()
         self.num_samples = length_of(self._data.train)
         self.trials: dict[int, BatchTrial] = {}

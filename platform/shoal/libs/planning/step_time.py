@@ -81,7 +81,9 @@ def time_collectives(
     traffic: Iterable[CollectiveTraffic], calibration: Calibration, machine: Machine, compute_s: float
 ) -> float:
     """Seconds that a step's collectives add to its computing."""
-    near_s, far_s, far_calls = 0.0, 0.0, 0
+    near_s = 0.0
+    far_s = 0.0
+    far_calls = 0
     for each in traffic:
         if len(set(machine.hosts_of(each.ranks))) == 1:
             link = calibration.shared if each.is_shared else calibration.sockets

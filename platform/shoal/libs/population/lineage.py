@@ -117,7 +117,9 @@ class Lineage:
                 stretches[-1] = Stretch(member, last.begin, number, last.values, last.source)
             if member in details.get("stopped", ()):
                 break
-            source, begin, is_new = dict(details.get("copies", ())).get(member, member), number, False
+            source = dict(details.get("copies", ())).get(member, member)
+            begin = number
+            is_new = False
             if source != member or member in details.get("fresh", ()):
                 is_new = True
                 source = None if member in details.get("fresh", ()) else source

@@ -67,7 +67,9 @@ class MemberGroup:
         values: Mapping[str, Tensor],
         resident: int | None = None,
     ) -> None:
-        self.setting, self.model, self.layout = setting, model, RowLayout(model, setting.device)
+        self.setting = setting
+        self.model = model
+        self.layout = RowLayout(model, setting.device)
         self.order, self.num_active = list(range(num_members)), num_members
         self.generators, self.values = generators, values
         self.store = RowStore(

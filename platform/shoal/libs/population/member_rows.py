@@ -146,7 +146,11 @@ class MemberRows:
         buffer_rows: Tensor,
         counter_rows: Tensor,
     ) -> None:
-        self.layout, self.weights, self.gradients, self.slots, self.steps = layout, weights, gradients, slots, steps
+        self.layout = layout
+        self.weights = weights
+        self.gradients = gradients
+        self.slots = slots
+        self.steps = steps
         self.buffer_rows, self.counter_rows = buffer_rows, counter_rows
         self.parameters = layout.weight_columns.view(weights)
         self.gradient_views = layout.weight_columns.view(gradients)

@@ -108,7 +108,9 @@ class Population:
         require_engine(engine)
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device", str(device), "there is no CUDA device", "device=cpu")
-        self.num_members, self.order, self.device = members, order, torch.device(device)
+        self.num_members = members
+        self.order = order
+        self.device = torch.device(device)
         self.hyper_parameters = _read_columns(hyper_parameters or {}, members)
         unused = [name for name in self.hyper_parameters if name.startswith("augmentation.")]
         if unused and augment is None:

@@ -127,7 +127,9 @@ def trace_descent(stretches: Sequence[Stretch]) -> tuple[list[float], list[float
 
 def build_member_table(last: Mapping[str, Any], metric: str, higher_is_better: bool) -> Panel:
     """Members by their newest score, with their newest hyper-parameters, and whom they copied last."""
-    scores, values, ancestors = last["scores"], last["hyper_parameters"], last.get("ancestors", {})
+    scores = last["scores"]
+    values = last["hyper_parameters"]
+    ancestors = last.get("ancestors", {})
     rows: list[list[Cell]] = []
     for member in rank_members(scores, higher_is_better):
         copied = [

@@ -60,7 +60,10 @@ class TrainingCrops(_Photographs):
         distortion: Distortion | None = None,
     ) -> None:
         super().__init__(photographs, num_classes)
-        self.size, self.num_crops, self.foreground, self.distortion = size, num_crops, foreground, distortion
+        self.size = size
+        self.num_crops = num_crops
+        self.foreground = foreground
+        self.distortion = distortion
         random = np.random.default_rng(0)
         self._positions: list[list[np.ndarray]] = []  # for each class of each photograph, pixels [N, 2] of it
         for each in photographs:

@@ -145,7 +145,9 @@ def _read_mask(path: Path, kind: MaskFormat) -> np.ndarray:
     try:
         with Image.open(path) as opened:
             opened.load()
-            form, mode, has_colours = opened.format, opened.mode, opened.mode in ("RGB", "RGBA")
+            form = opened.format
+            mode = opened.mode
+            has_colours = opened.mode in ("RGB", "RGBA")
             values = np.asarray(ImageOps.exif_transpose(opened.convert("RGB") if has_colours else opened))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _make_decoding_error("mask", str(path), error) from error

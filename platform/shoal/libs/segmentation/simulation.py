@@ -20,7 +20,9 @@ with needs_extra("data"):
     from PIL import Image, ImageDraw, ImageFilter
 
 CLASSES = ("stem", "main root", "secondary root")
-STEM, MAIN, SECONDARY = 1, 2, 3
+STEM = 1
+MAIN = 2
+SECONDARY = 3
 DOWN = np.pi / 2  # the angle of gravity: y grows downwards
 STEP = 0.01  # of a root that grows
 OVERSAMPLING = 3
@@ -232,7 +234,9 @@ def _draw_pebbles(random: np.random.Generator, size: tuple[int, int]) -> np.ndar
     """Cells around random points, each with its own grey, darker at their borders."""
     height, width = size
     down, right = np.ogrid[:height, :width]
-    nearest, second, greys = np.full(size, np.inf), np.full(size, np.inf), np.zeros(size)
+    nearest = np.full(size, np.inf)
+    second = np.full(size, np.inf)
+    greys = np.zeros(size)
     for row, column in random.uniform(0, [height, width], (140, 2)):  # one cell at a time: all at once fill the memory
         distances = np.hypot(down - row, right - column)
         is_nearest = distances < nearest

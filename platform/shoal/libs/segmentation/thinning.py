@@ -35,7 +35,10 @@ def _is_removable(around: np.ndarray, pass_: int) -> np.ndarray:
     """Which pixels of one pass go, by their neighbours bool [N, 8]: conditions (a) to (d) of the paper."""
     count = around.sum(1)
     rises = (~around & np.roll(around, -1, axis=1)).sum(1)  # from empty to full, clockwise
-    above, right, below, left_ = around[:, 0], around[:, 2], around[:, 4], around[:, 6]
+    above = around[:, 0]
+    right = around[:, 2]
+    below = around[:, 4]
+    left_ = around[:, 6]
     if pass_ == 0:
         is_open = ~(above & right & below) & ~(right & below & left_)
     else:

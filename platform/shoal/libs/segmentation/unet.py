@@ -93,7 +93,10 @@ class PictureSegmenter(UNet):
         flips: bool = False,
     ) -> None:
         super().__init__(num_classes, width, levels, background)
-        self.num_classes, self.colours, self.region, self.shrink = num_classes, tuple(colours), region, shrink
+        self.num_classes = num_classes
+        self.colours = tuple(colours)
+        self.region = region
+        self.shrink = shrink
         self.tile, self.flips = tile, flips
 
     def predict(self, picture: np.ndarray) -> dict[str, Any]:

@@ -207,7 +207,11 @@ class UnitSearch:
             remaining = self._screen(probe - self.centre, part, shadows, slack).sum().item() / len(probe)
             cost = rank * (num_features + num_nodes) + (remaining - 1) * num_features * PAIR_COST
             if cost < best:
-                best, self.rank, self.basis, self.shadows, self.slack = cost, rank, part, shadows, slack
+                best = cost
+                self.rank = rank
+                self.basis = part
+                self.shadows = shadows
+                self.slack = slack
 
 
 def find_subspace(nodes: Tensor, rank: int) -> Tensor:
@@ -239,7 +243,9 @@ def require_scale(table: Tensor, names: Sequence[str], dtype: torch.dtype | None
         raise DataError("column", names[at], problem, f"give it a unit with numbers below {LARGEST_NUMBER:g}")
     if dtype is None or not span.any():
         return
-    at, total, limits = int(span.argmax()), float(span.square().sum()), torch.finfo(dtype)
+    at = int(span.argmax())
+    total = float(span.square().sum())
+    limits = torch.finfo(dtype)
     if not limits.tiny < total < limits.max / 4:
         fate = "vanish" if total < 1 else "overflow"
         problem = f"spans {float(span[at]):g}, and squared distances {fate} in {dtype}"

@@ -33,7 +33,10 @@ with needs_extra("stream"):
     from paho.mqtt.packettypes import PacketTypes
     from paho.mqtt.properties import Properties
 
-PERIOD, NOISE, DRIFT_AFTER = 24, 0.1, 300  # readings, units, readings
+# readings, units, readings
+PERIOD = 24
+NOISE = 0.1
+DRIFT_AFTER = 300
 DRAIN_S = 30.0
 
 

@@ -96,7 +96,9 @@ def run_stream(spec: StreamSpec, job: str = JOB) -> str:
             monitor = _Monitor(here, recorder, stack.enter_context(shutdown_event()))
             source = make_source(here, monitor.report)
             publish = getattr(source, "publish_forecasts", lambda answers: None)
-            trainer, report, on_saved = OnlineTrainer(here.online), monitor.report, monitor.take_saved
+            trainer = OnlineTrainer(here.online)
+            report = monitor.report
+            on_saved = monitor.take_saved
             loop = StreamLoop(trainer, source, recorder.folder, here.commit, publish, report, on_saved)
             # To go through all that libraries have made takes the garbage collector a tenth of a second, in which
             # nothing is answered: it passes over what exists now.
@@ -151,7 +153,9 @@ class _Monitor:
     """
 
     def __init__(self, spec: StreamSpec, recorder: RunRecorder, asked: threading.Event) -> None:
-        self.asked, self._spec, self._recorder = asked, spec, recorder
+        self.asked = asked
+        self._spec = spec
+        self._recorder = recorder
         self._record = RecordLog(recorder)
         self._event_log = ConsoleLog(self._record, _print_line)
         self._began_s = self._reported_s = time.monotonic()
@@ -187,7 +191,9 @@ class _Monitor:
 
     def _log(self, loop: StreamLoop) -> None:
         self._reported_s = time.monotonic()
-        totals, deduplicator, table = loop.trainer.totals, loop.deduplicator, loop.trainer.table
+        totals = loop.trainer.totals
+        deduplicator = loop.deduplicator
+        table = loop.trainer.table
         silent, back = ([], []) if self._spec.files else self._silence.update(table, self._reported_s)
         metrics = loop.statistics.take(totals) | {
             "stream/redelivered": loop.num_redelivered,

@@ -82,8 +82,12 @@ class StreamStatistics:
 
     def begin(self, totals: PrequentialTotals) -> None:
         """Forget what was measured. totals: of all messages so far"""
-        self._began_s, self._totals, self.num_batches = time.monotonic(), vars(totals).copy(), 0
-        self.lags_ms, self.learn_ms, self.commit_ms = list[float](), list[float](), list[float]()
+        self._began_s = time.monotonic()
+        self._totals = vars(totals).copy()
+        self.num_batches = 0
+        self.lags_ms = list[float]()
+        self.learn_ms = list[float]()
+        self.commit_ms = list[float]()
 
     def take(self, totals: PrequentialTotals) -> dict[str, float]:
         """The metrics since the last call, by name. Lags are from the publishers' clocks to the answer."""
@@ -129,7 +133,9 @@ class StreamLoop:
         # What is not acknowledged may come again, however much it is.
         self.deduplicator = Deduplicator(max(WINDOW, getattr(source, "max_unacknowledged", 0)))
         self.malformed, self.num_redelivered = Counter[str](), 0
-        self._source, self._spec, self._publish = source, spec, publish
+        self._source = source
+        self._spec = spec
+        self._publish = publish
         self._report, self._on_saved = report, on_saved
         self._checkpoints, self._log = folder / "checkpoints", BatchLog(folder / "log")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -202,7 +208,9 @@ class StreamLoop:
         """Those that are new. Readings of one payload, of different sensors, follow each other with its identity: the
         first one decides."""
         new: list[Message] = []
-        identity, sensors, is_new = None, set[str](), False
+        identity = None
+        sensors = set[str]()
+        is_new = False
         for message in messages:
             if (message.publisher, message.sequence) != identity or message.sensor in sensors:
                 identity, sensors = (message.publisher, message.sequence), set()
@@ -214,7 +222,9 @@ class StreamLoop:
     def _process(self, messages: list[Message]) -> None:
         """Log a batch, then answer and learn it; one without messages learns what is pending."""
         self._log.append(LoggedBatch(self.trainer.num_batches + 1, messages))
-        statistics, began_s, num_updates = self.statistics, time.perf_counter(), self.trainer.num_updates
+        statistics = self.statistics
+        began_s = time.perf_counter()
+        num_updates = self.trainer.num_updates
 
         def answer(forecasts: list[SensorForecast]) -> None:
             self._publish(forecasts)

@@ -102,7 +102,9 @@ class MessageParser:
         value_fields: Sequence[str] = (VALUE,),
         time_field: str = TIME,
     ) -> None:
-        self._width, self._topic_filter, self._sensor_field = width, topic_filter, sensor_field
+        self._width = width
+        self._topic_filter = topic_filter
+        self._sensor_field = sensor_field
         self._value_fields, self._time_field = tuple(value_fields), time_field
         self._names_fields = len(self._value_fields) > 1 or "*" in self._value_fields[0]
 

@@ -26,7 +26,9 @@ from shoal.libs.stream.spec import SensorTopicSpec
 if TYPE_CHECKING:
     from shoal.libs.stream.trainer import SensorForecast
 
-START_S, END_S, POLL_S = 10.0, 5.0, 0.02
+START_S = 10.0
+END_S = 5.0
+POLL_S = 0.02
 # Queues without a limit: mosquitto drops silently beyond its default of 1,000 messages. Without mosquitto's limit of 20
 # messages in flight, the client's receive maximum counts.
 CONFIG = """

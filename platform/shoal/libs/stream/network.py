@@ -79,7 +79,10 @@ class StreamNetwork(nn.Module):
 
     def __init__(self, width: int = 1, hidden: int = 32, horizon: int = 1, memory: int = 1000) -> None:
         super().__init__()
-        self.width, self.hidden, self.horizon, self.memory = width, hidden, horizon, memory
+        self.width = width
+        self.hidden = hidden
+        self.horizon = horizon
+        self.memory = memory
         self.lstm = nn.LSTM(width + 1, hidden)
         self.head = nn.Linear(hidden, 1)
         nn.init.zeros_(self.head.weight)  # the first forecasts are "as now"

@@ -17,7 +17,11 @@ from shoal.frame import to_floats
 from shoal.libs.stream.messages import Message, are_usable
 from shoal.sources import Delivery, MalformedPayload, StreamState
 
-SENSOR, VALUE, TIME, PUBLISHER, SEQUENCE = "sensor", "value", "time", "publisher", "sequence"
+SENSOR = "sensor"
+VALUE = "value"
+TIME = "time"
+PUBLISHER = "publisher"
+SEQUENCE = "sequence"
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 

@@ -163,7 +163,9 @@ class SilenceDetector:
         new = (0, len(table) - len(self._counts))
         self._counts, self._is_silent = np.pad(self._counts, new), np.pad(self._is_silent, new)
         self._seen_s, self._longest_s = np.pad(self._seen_s, new, constant_values=now_s), np.pad(self._longest_s, new)
-        counts, pauses_s, was_silent = table.counts[: len(table)], now_s - self._seen_s, self._is_silent
+        counts = table.counts[: len(table)]
+        pauses_s = now_s - self._seen_s
+        was_silent = self._is_silent
         limits_s, has_come = SILENT_AFTER * self._longest_s, counts > self._counts
         self._is_silent = ~has_come & (limits_s > 0) & (pauses_s > limits_s)
         learnt_s = np.where(was_silent, np.minimum(pauses_s, limits_s), pauses_s)

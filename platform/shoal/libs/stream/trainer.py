@@ -63,7 +63,9 @@ class PageHinkley:
     FIELDS = ("counts", "means", "sums", "minima")
 
     def __init__(self, tolerance: float = 0.25, threshold: float = 50.0, min_count: int = 100) -> None:
-        self._tolerance, self._threshold, self._min_count = tolerance, threshold, min_count
+        self._tolerance = tolerance
+        self._threshold = threshold
+        self._min_count = min_count
         self.counts, self.means, self.sums, self.minima = (np.zeros(0) for _ in self.FIELDS)
 
     def update(self, sensors: np.ndarray, errors: np.ndarray) -> np.ndarray:

@@ -79,7 +79,10 @@ class _LoopFollower:
     """Watches one loop: records what it does, reports, and decides when its budget is spent."""
 
     def __init__(self, spec: LoopTrialSpec, run: LocalRun, recorder: RunRecorder) -> None:
-        self._spec, self._run, self._loop, self._recorder = spec, run, run.loop, recorder
+        self._spec = spec
+        self._run = run
+        self._loop = run.loop
+        self._recorder = recorder
         self._metrics, self._sampler = ActorLearnerMetrics(), HistorySampler(time.monotonic())
 
     def follow(self, report: Callable[[TrialReport], None], is_stopping: Callable[[], bool]) -> TrialReport:

@@ -93,7 +93,9 @@ class OptunaSearch:
 def _to_optuna(distribution: Distribution) -> BaseDistribution:
     if not isinstance(distribution, Interval):
         return CategoricalDistribution(range(len(distribution.options)))
-    low, high, is_log = distribution.low, distribution.high, distribution.is_log
+    low = distribution.low
+    high = distribution.high
+    is_log = distribution.is_log
     if distribution.is_integer:
         return IntDistribution(int(low), int(high), log=is_log)
     return FloatDistribution(low, high, log=is_log)

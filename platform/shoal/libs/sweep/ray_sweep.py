@@ -54,7 +54,9 @@ class _Recorder(Callback):
     """Writes what happens to the trials into the sweep's record."""
 
     def __init__(self, log: TrialLog, setting: TrialSetting, mark_running: Callable[[], None]) -> None:
-        self._log, self._sweep_id, self._mark_running = log, setting.sweep_id, mark_running
+        self._log = log
+        self._sweep_id = setting.sweep_id
+        self._mark_running = mark_running
         self._started: set[int] = set()
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:

@@ -22,7 +22,10 @@ from shoal.libs.sweep.loop_spec import add_module_folders
 from shoal.libs.sweep.trial import Trial, TrialRun, TrialSetting, is_remote, make_run_id
 
 # Of a result, beside the metrics of an evaluation, whose names have a prefix.
-PROGRESS, STEP, FAILURE, VALUE = "progress", "step", "failure", "value/"
+PROGRESS = "progress"
+STEP = "step"
+FAILURE = "failure"
+VALUE = "value/"
 FINISHED = "finished"
 NUM_CHECKPOINTS = 4  # of a trial that others may copy: it goes on while Ray Tune decides whether they do
 

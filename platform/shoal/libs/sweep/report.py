@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 MAX_PATHS = 12
 MIN_TRIALS = 8  # with fewer the forest knows nothing
-NUM_FORESTS, NUM_TREES, NUM_SAMPLES, NUM_VALUES = 4, 32, 128, 16
+NUM_FORESTS = 4
+NUM_TREES = 32
+NUM_SAMPLES = 128
+NUM_VALUES = 16
 
 
 def build_panels(run: Run) -> list[Panel]:

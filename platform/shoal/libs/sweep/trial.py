@@ -229,7 +229,9 @@ class TrialRun(Trial):
     ) -> None:
         super().__init__(run_id, should_stop)
         self._is_remote = is_remote
-        self._spec, self._checked, self._threads = spec, checked, threads
+        self._spec = spec
+        self._checked = checked
+        self._threads = threads
         self._make_backend = make_backend or (
             lambda spec, recorder, log, should_stop: LocalBackend(World.single(spec.device), should_stop)
         )

@@ -13,7 +13,10 @@ import numpy as np
 from shoal.errors import DataError
 from shoal.frame import find_names, require_equal_rows, to_floats
 
-MAX_LABELLED, MAX_CONTEXT, MAX_COLUMNS, MAX_TARGETS = 20, 64, 10, 4
+MAX_LABELLED = 20
+MAX_CONTEXT = 64
+MAX_COLUMNS = 10
+MAX_TARGETS = 4
 LARGEST_NUMBER = np.float64(1e100)  # squares of larger ones may overflow
 
 
@@ -43,7 +46,9 @@ def check_tables(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     together, values that are infinite or too large to be squared, and targets without a label. One label is enough, for
     wide intervals.
     """
-    x, y, x_query = arrays["x"], arrays["y"], arrays["x_query"]
+    x = arrays["x"]
+    y = arrays["y"]
+    x_query = arrays["x_query"]
     if not x.ndim == y.ndim == x_query.ndim == 3:
         raise DataError("table", [x.ndim, y.ndim, x_query.ndim], "has other dimensions", "give rows x columns")
     if x.shape[:2] != y.shape[:2] or x.shape[2] != x_query.shape[2] or len(x) != len(x_query):

@@ -39,7 +39,9 @@ class EncodedRows:
 
     def __init__(self, arrays: Sequence[np.ndarray], rows: pa.Table, repeats: int = 1) -> None:
         self.tensors = tuple(torch.from_numpy(each) for each in arrays)
-        self.num_rows, self.repeats, self._rows = len(arrays[-1]), repeats, rows
+        self.num_rows = len(arrays[-1])
+        self.repeats = repeats
+        self._rows = rows
 
     def fingerprint(self) -> str:
         return repr((self.num_rows, self._rows.to_pylist()))
@@ -106,7 +108,9 @@ def table(
     Raises ConfigError and DataError, which name the column.
     """
     given = encoders if isinstance(encoders, Encoders) or encoders is None else Encoders.parse(encoders)
-    target, order_by, leave_out = str(target), str(order_by), [str(each) for each in leave_out]
+    target = str(target)
+    order_by = str(order_by)
+    leave_out = [str(each) for each in leave_out]
     explicit = {str(name): kind for name, kind in (columns or {}).items()}
     named = [target, *explicit, *leave_out, *([order_by] if order_by else [])]
     held_back = None if isinstance(validation, int | float) else read_table(validation, "validation", named)

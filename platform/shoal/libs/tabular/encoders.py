@@ -26,7 +26,10 @@ from shoal.extend.registry import Signature, TensorSignature
 from shoal.frame import MARKS
 
 NUM_KNOTS = 65
-LARGE, MIN_COUNT, MAX_VOCABULARY = 64, 3, 1000  # of more words, those of fewer rows, or beyond, are others
+# of more words, those of fewer rows, or beyond, are others
+LARGE = 64
+MIN_COUNT = 3
+MAX_VOCABULARY = 1000
 DAY_S, YEAR_S = 86_400.0, 365.2425 * 86_400.0
 Period = Literal["hour", "weekday", "season"]
 PERIODS_S: dict[Period, float] = {"hour": DAY_S, "weekday": 7 * DAY_S, "season": YEAR_S}

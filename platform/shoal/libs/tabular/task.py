@@ -59,7 +59,10 @@ class TableTask(Task):
         trees: bool = True,
         encoders: Mapping[str, Any] | None = None,
     ) -> None:
-        self._source, self._network, self._trees, self._encoders = data, dict(network or {}), trees, encoders
+        self._source = data
+        self._network = dict(network or {})
+        self._trees = trees
+        self._encoders = encoders
         self._setting = {
             "target": target,
             "columns": dict(_join_names(columns or {})),
@@ -104,7 +107,9 @@ class TableTask(Task):
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         """The mean of the members' losses in training, and the loss of their mean in an evaluation, where that of a
         number is the share of the variance that is not explained: so versions with other training rows compare."""
-        members, answers, is_class = self._split_members(outputs), batch[-1], bool(self.encoders.target.classes)
+        members = self._split_members(outputs)
+        answers = batch[-1]
+        is_class = bool(self.encoders.target.classes)
         if torch.is_grad_enabled():
             answers = answers[:, None].expand(members.shape[:2])
             if is_class:
@@ -115,7 +120,9 @@ class TableTask(Task):
         return nn.functional.nll_loss(self._log_probabilities(members), answers)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
-        members, answers, target = self._split_members(outputs), batch[-1], self.encoders.target
+        members = self._split_members(outputs)
+        answers = batch[-1]
+        target = self.encoders.target
         if target.classes:
             is_right = self._log_probabilities(members).argmax(1) == answers
             return {"accuracy": is_right.float().mean()}

@@ -21,7 +21,9 @@ from shoal.extend.train import Callback, TrainingState
 from shoal.libs.tabular.dataset import Part, Table
 
 MAX_CATEGORIES = 255  # the most categories that they take
-MAX_ROWS, LIMIT_S, POLL_S = 100_000, 60.0, 0.1
+MAX_ROWS = 100_000
+LIMIT_S = 60.0
+POLL_S = 0.1
 _log = logging.getLogger(__name__)
 
 PANELS = RunPanels(

@@ -50,7 +50,10 @@ class RequestTrace:
     __slots__ = ("_span", "_tracer", "cancelled_status", "context", "submitted_ns")
 
     def __init__(self, tracer: OpenTelemetryTracer, span: Span) -> None:
-        self._tracer, self._span, self.submitted_ns, self.cancelled_status = tracer, span, 0, CLIENT_GONE
+        self._tracer = tracer
+        self._span = span
+        self.submitted_ns = 0
+        self.cancelled_status = CLIENT_GONE
         self.context: SpanContext = span.get_span_context()
 
     def record_prediction(self, prediction: Prediction[Outputs], num_rows: int) -> None:

@@ -94,7 +94,9 @@ class TensorBoardMirror(MetricMirror):
     """
 
     def __init__(self, run_id: str, folder: Path, incarnation: int) -> None:
-        self._run_id, self._folder, self._incarnation = run_id, folder / "tensorboard", incarnation
+        self._run_id = run_id
+        self._folder = folder / "tensorboard"
+        self._incarnation = incarnation
         self._file: EventFile | None = None
         self._closed = False
         self._queued: list[LogEntry] = []

@@ -90,7 +90,9 @@ class Follower:
         grace_s: float = GRACE_S,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._run, self._name, self._make_tracker = run, name, tracker
+        self._run = run
+        self._name = name
+        self._make_tracker = tracker
         self._poll_s, self._grace_s = poll_s, grace_s
         self._on_start = on_start
         self._repeated: dict[str, range] | None = None  # steps of each metric that an earlier incarnation has sent

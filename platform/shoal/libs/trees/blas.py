@@ -78,7 +78,9 @@ class _NumpyThreads:
 
     def forget(self) -> None:
         """Begin again in a forked process, which has none of the other threads."""
-        self._lock, self._num_within, self._before = Lock(), 0, list[int]()
+        self._lock = Lock()
+        self._num_within = 0
+        self._before = list[int]()
 
     def enter(self, num_threads: int) -> None:
         with self._lock:

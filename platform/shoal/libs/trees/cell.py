@@ -25,7 +25,10 @@ class Children:
     """
 
     def __init__(self, states: Sequence[Tensor], num_nodes: int, arity: int | None, parent: Tensor | None) -> None:
-        self.states, self.num_nodes, self.arity, self._parent = tuple(states), num_nodes, arity, parent
+        self.states = tuple(states)
+        self.num_nodes = num_nodes
+        self.arity = arity
+        self._parent = parent
 
     def __bool__(self) -> bool:
         return self.arity != 0

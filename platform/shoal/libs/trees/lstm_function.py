@@ -84,7 +84,11 @@ def _view_array(tensor: Tensor) -> Array:
 
 def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Product) -> _Saved:
     x, W, b, U = arrays
-    H, w, N, L, E = len(b) // 4, U.shape[1], len(x), plan.num_leaves, len(plan.edge_parent)
+    H = len(b) // 4
+    w = U.shape[1]
+    N = len(x)
+    L = plan.num_leaves
+    E = len(plan.edge_parent)
     factor = np.repeat(np.array([1, 2], x.dtype), [w + 2 * H, H])  # f i o by a sigmoid, u by tanh
     below = (U * factor[:, None]).T  # [w, w + 3H]
     into = (W * factor[w - H :, None]).T  # [D, 4H]
@@ -94,8 +98,12 @@ def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Produc
     h, c, tanh_c = (np.empty((N, H), x.dtype) for _ in range(3))
     seen = None if is_nary else np.empty((N - L, H), x.dtype)
     for piece in plan.split_levels(MAX_NODES, by_arity=is_nary):
-        at, kids, own = piece.positions, piece.edges, plan.row[piece.positions]
-        a, f_e, h_e = gates[at], forget[kids], h[kids]
+        at = piece.positions
+        kids = piece.edges
+        own = plan.row[piece.positions]
+        a = gates[at]
+        f_e = forget[kids]
+        h_e = h[kids]
         a += b[H:]
         if piece.arity != 0:
             first = None if piece.arity else plan.first_edge[at.start - L : at.stop - L] - kids.start
@@ -127,16 +135,26 @@ def _differentiate(
 ) -> tuple[Array, Array, Array, Array]:
     """The gradients of x, W, b and U."""
     h, c, tanh_c, gates, forget, seen = saved
-    H, w, L, E = h.shape[1], U.shape[1], plan.num_leaves, len(forget)
-    d_h, d_c, d_gates, d_forget = grad_h.copy(), np.empty_like(h), np.empty_like(gates), np.empty_like(forget)
+    H = h.shape[1]
+    w = U.shape[1]
+    L = plan.num_leaves
+    E = len(forget)
+    d_h = grad_h.copy()
+    d_c = np.empty_like(h)
+    d_gates = np.empty_like(gates)
+    d_forget = np.empty_like(forget)
     d_c[E:] = 0  # roots
     for piece in reversed(plan.split_levels(MAX_NODES, by_arity=seen is None)):
-        at, kids, own = piece.positions, piece.edges, plan.row[piece.positions]
+        at = piece.positions
+        kids = piece.edges
+        own = plan.row[piece.positions]
         d_c_m = d_c[own]
         _activate_backward(d_h[own], d_c_m, gates[at], tanh_c[at], d_gates[at])
         if piece.arity == 0:
             continue
-        f_e, d_f, d_h_e = forget[kids], d_forget[kids], d_h[kids]
+        f_e = forget[kids]
+        d_f = d_forget[kids]
+        d_h_e = d_h[kids]
         parent = None if piece.arity else plan.edge_parent[kids] - (at.start - L)
         d_c_e = _expand(d_c_m, piece.arity, parent)
         np.multiply(d_c_e, f_e, out=d_c[kids])
@@ -171,7 +189,9 @@ def _gradient_by_arity(d_forget: Array, d_gates: Array, h: Array, U: Array, plan
     for arity in arities.tolist():
         nodes = np.flatnonzero(plan.arity == arity)
         edges = (plan.first_edge[nodes, None] + np.arange(arity)).ravel()
-        h_n, d_f_n, width = h[edges].reshape(len(nodes), -1), d_forget[edges].reshape(len(nodes), -1), arity * H
+        h_n = h[edges].reshape(len(nodes), -1)
+        d_f_n = d_forget[edges].reshape(len(nodes), -1)
+        width = arity * H
         d_U[:width, :width] += product(d_f_n.T, h_n)
         d_U[w:, :width] += product(d_gates[nodes].T, h_n)
     return d_U

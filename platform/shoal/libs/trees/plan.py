@@ -110,7 +110,9 @@ class TreePlan:
         counts = np.append(self.num_leaves, np.diff(self.level_start))
         step = np.repeat(np.arange(len(counts)), counts)  # of each place: a node's level
         chain = self.tree_of_node[self.order]
-        slot, first, groups = np.empty_like(step), 0, []
+        slot = np.empty_like(step)
+        first = 0
+        groups = []
         waiting = np.argsort(-self.sizes, kind="stable")  # longest first
         while waiting.size:
             lengths = self.sizes[waiting]

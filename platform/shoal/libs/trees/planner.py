@@ -56,7 +56,9 @@ def _plan_forest(sizes: Ints, parents: Ints, max_depth: int) -> TreePlan:
         raise trees.error(node, problem)
     is_root = parents < 0
     parent = np.where(is_root, N, parents + trees.first_of_node)  # N stands above every root
-    height, up, step = np.zeros(N + 1, np.int64), np.append(parent, N), 1
+    height = np.zeros(N + 1, np.int64)
+    up = np.append(parent, N)
+    step = 1
     while (below := np.flatnonzero(up < N)).size:  # up: the ancestor `step` edges above
         if step > N:
             raise trees.error(int(up[below[0]]), "is on a cycle", "a tree has none")
@@ -129,11 +131,15 @@ def _compute_heights(graphs: _Numbering, child: Ints, parent: Ints, arity: Ints,
     above = parent[by_child]
     first = np.append(0, np.cumsum(np.bincount(child, minlength=graphs.num_nodes)))
     height, waiting = np.zeros(graphs.num_nodes, np.int64), arity.copy()
-    ready, num_done, level = np.flatnonzero(arity == 0), 0, 0
+    ready = np.flatnonzero(arity == 0)
+    num_done = 0
+    level = 0
     while ready.size:
         if level > max_depth:
             raise _depth_error(graphs, int(ready[0]), max_depth)
-        height[ready], num_done, level = level, num_done + ready.size, level + 1
+        height[ready] = level
+        num_done = num_done + ready.size
+        level = level + 1
         counts = first[ready + 1] - first[ready]
         offsets = np.repeat(first[ready] - np.append(0, np.cumsum(counts)[:-1]), counts)
         reached = above[offsets + np.arange(counts.sum())]

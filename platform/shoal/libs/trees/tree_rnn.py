@@ -82,7 +82,9 @@ class _Levels:
     """The pieces of a plan, with indices on the device."""
 
     def __init__(self, cell: Cell, plan: TreePlan, device: torch.device, is_compiled: bool) -> None:
-        self.cell, self.plan, self.is_compiled = cell, plan, is_compiled
+        self.cell = cell
+        self.plan = plan
+        self.is_compiled = is_compiled
         self._compute = compute_level_compiled if is_compiled else compute_level
         self.pieces = plan.split_levels(MAX_NODES, by_arity=cell.max_arity is not None)
         self._row = _to_device(plan.row, device) if plan.is_forest else None
@@ -145,7 +147,9 @@ class _LevelFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, levels: _Levels, names: list[str], x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.state, ctx.names, ctx.inputs = ForwardState(x.device), names, (x, *parameters)
+        ctx.state = ForwardState(x.device)
+        ctx.names = names
+        ctx.inputs = (x, *parameters)
         ctx.tape, ctx.levels = [], levels
         buffers = levels.run(x, ctx.tape)
         ctx.shapes = [buffer.shape for buffer in buffers]

@@ -53,7 +53,10 @@ class GameConnection:
     """
 
     def __init__(self, sock: socket.socket, route: bytes, judge: Judge, poller: select.epoll) -> None:
-        self.socket, self.route, self._judge, self.poller = sock, route, judge, poller
+        self.socket = sock
+        self.route = route
+        self._judge = judge
+        self.poller = poller
         self.dialect = Dialect.TEXT
         self.received_at = self.pinged_at = time.monotonic()
         self.alone_at: float | None = self.received_at
@@ -109,7 +112,9 @@ class GameConnection:
 
     def end_session(self) -> None:
         """It is as it was before: it may say hello again."""
-        self.alone_at, self._num_frames, self._protocol.max_message_size = time.monotonic(), 0, MAX_HELLO_BYTES
+        self.alone_at = time.monotonic()
+        self._num_frames = 0
+        self._protocol.max_message_size = MAX_HELLO_BYTES
         self._num_idle = 0
 
     def has_waited(self, now: float, timeout_s: float) -> bool:

@@ -41,7 +41,10 @@ class RelayedSide:
     def __init__(
         self, sock: socket.socket, unsent: bytes = b"", context: ssl.SSLContext | None = None, if_absent: bytes = b""
     ) -> None:
-        self.socket, self.descriptor, self._context, self._if_absent = sock, sock.fileno(), context, if_absent
+        self.socket = sock
+        self.descriptor = sock.fileno()
+        self._context = context
+        self._if_absent = if_absent
         self.unsent = bytearray(unsent)
         self.is_closed = self._awaits_read = False
         self.closes_at = math.inf

@@ -103,7 +103,9 @@ class CollectiveTimer:
             finally:
                 self._waits.end(began)
 
-        wait, wait_tensor, wait_event = dist.Work.wait, functional.wait_tensor, torch.cuda.Stream.wait_event
+        wait = dist.Work.wait
+        wait_tensor = functional.wait_tensor
+        wait_event = torch.cuda.Stream.wait_event
         dist.Work.wait = lambda *args: timed(wait, *args)  # type: ignore[method-assign]
         functional.wait_tensor = lambda tensor: timed(wait_tensor, tensor)
         if is_cuda:

@@ -106,7 +106,9 @@ class _PendingReceive:
     """An expected message."""
 
     def __init__(self, line: _Channel, number: int, tensor: Tensor) -> None:
-        self._channel, self._number, self._tensor = line, number, tensor
+        self._channel = line
+        self._number = number
+        self._tensor = tensor
 
     def wait(self) -> bool:
         """Wait until it is in the tensor. Raises RuntimeError when the sender is gone, or sends another size."""

@@ -240,7 +240,9 @@ class _Recorder(TorchDispatchMode):
             self._require_generator()
         elif is_random:
             with torch.utils._python_dispatch._disable_current_modes():
-                state, self._follows, self._undrawn = torch.get_rng_state(), True, len(self.tape.calls)
+                state = torch.get_rng_state()
+                self._follows = True
+                self._undrawn = len(self.tape.calls)
                 torch.rand(1)  # so that a seed shows, even the same one
                 self._known = torch.get_rng_state()
         call = Call(func, tuple(args), kwargs, frozenset(reads), frozenset(writes), tuple(new), is_random, state)

@@ -137,7 +137,9 @@ class _Normalise(torch.autograd.Function):
         normalised = (values - mean.view(shape)) * scale
         total = counts.sum()
         ctx.save_for_backward(normalised, scale, total)
-        ctx.ranks, ctx.dims, ctx.dtype = ranks, dims, input.dtype
+        ctx.ranks = ranks
+        ctx.dims = dims
+        ctx.dtype = input.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, variance, total)
         return normalised, scale, mean, variance, total

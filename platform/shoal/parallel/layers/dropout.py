@@ -44,7 +44,9 @@ class DropoutRng:
     """All random operations of a step. One object for each rank, shared by its dropout layers."""
 
     def __init__(self, seed: int, data_rank: int, num_data_ranks: int, device: torch.device) -> None:
-        self.seed, self.data_rank, self.num_data_ranks = seed, data_rank, num_data_ranks
+        self.seed = seed
+        self.data_rank = data_rank
+        self.num_data_ranks = num_data_ranks
         self.num_samples = 0
         self._generator = torch.Generator(device)
         self._global = [torch.default_generator]
@@ -144,5 +146,7 @@ def seed_dropout(model: nn.Module, draws: DropoutRng, prefix: str = "") -> None:
             channels = _CHANNELS[type(module)]
             module.__class__ = SeededDropout
             assert isinstance(module, SeededDropout)
-            module.rng, module.layer, module.channels = draws, crc32(f"{prefix}{name}".encode()), channels
+            module.rng = draws
+            module.layer = crc32(f"{prefix}{name}".encode())
+            module.channels = channels
             module.part = None

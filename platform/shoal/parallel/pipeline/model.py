@@ -121,9 +121,15 @@ class PipelineModel(ParallelModel):
         mesh: DeviceMesh | None,
         seed: int,
     ) -> None:
-        self.partition, self.clock, self.modules = layout, StageClock(), [model]
+        self.partition = layout
+        self.clock = StageClock()
+        self.modules = [model]
         self.data_rank, self.num_data_ranks = degrees.coordinates(world.rank).data, degrees.data
-        self._model, self._learnable, self._spec, self._degrees, self._world = model, learnable, spec, degrees, world
+        self._model = model
+        self._learnable = learnable
+        self._spec = spec
+        self._degrees = degrees
+        self._world = world
         self._groups = PipelineGroups(degrees, world.rank)
         self._rank = self._groups.coordinates.pipeline
         self._stage_ranks = get_stage_ranks(spec.schedule, degrees.pipeline)
@@ -157,7 +163,9 @@ class PipelineModel(ParallelModel):
         self._schedules = ScheduleCache(self._data_ranks if degrees.is_sharded else None, world.device)
         self._stage_outputs: dict[int, Tensor] = {}  # by stage, a tensor like its outputs, without memory
         self._batches: list[Any] = []  # in flight
-        self._step, self._first_index, self._reduced_s = 0, 0, 0.0
+        self._step = 0
+        self._first_index = 0
+        self._reduced_s = 0.0
         self._metric_names: list[str] = []  # of an evaluation
         self.loss_reader, self._counts = LossReader(model, True), StepCounts({LOSS: layout.has_mean_loss})
 
@@ -306,7 +314,9 @@ class PipelineModel(ParallelModel):
 
     def _run_forward(self, batch: Any, precision: Precision | None = None) -> Any:
         """The model's outputs, on the rank of the last stage; None elsewhere. `precision` None: that of the plan."""
-        group, inputs, handed = self._groups.pipeline, self._learnable.inputs(batch), None
+        group = self._groups.pipeline
+        inputs = self._learnable.inputs(batch)
+        handed = None
         assert group is not None
         last = len(self._stage_ranks) - 1
         for stage in self._stages:

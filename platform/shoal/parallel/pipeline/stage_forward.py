@@ -133,7 +133,9 @@ class StageForward:
         received: the output of the stage before; None for the first
         """
         view = self.slices[stage]
-        self._slice, self._counts, self._received = view, Counter(), received
+        self._slice = view
+        self._counts = Counter()
+        self._received = received
         try:
             result = self.model(*inputs)
         except _LeaveForward as left:

@@ -36,7 +36,10 @@ class StageWeights:
     def __init__(
         self, model: nn.Module, layout: StagePartition, stage_ranks: list[int], rank: int, device: torch.device
     ) -> None:
-        self._model, self._layout, self._stage_ranks, self._rank = model, layout, stage_ranks, rank
+        self._model = model
+        self._layout = layout
+        self._stage_ranks = stage_ranks
+        self._rank = rank
         holders = {name: sorted({stage_ranks[stage] for stage in stages}) for name, stages in layout.parameters.items()}
         first_names = {parameter: name for name, parameter in model.named_parameters()}
         self._first_names = {

@@ -53,7 +53,9 @@ class StageModule(nn.Module):
 
     def __init__(self, stage: int, parameters: list[nn.Parameter], compute: StageCompute) -> None:
         super().__init__()
-        self._stage, self._stage_parameters, self._compute = stage, parameters, compute
+        self._stage = stage
+        self._stage_parameters = parameters
+        self._compute = compute
         self.micro_batch = 0
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

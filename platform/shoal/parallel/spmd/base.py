@@ -63,7 +63,9 @@ class SpmdModel(ParallelModel):
         self.modules = [model]
         self.data_rank = dist.get_rank(data_group) if data_group else 0
         self.num_data_ranks = dist.get_world_size(data_group) if data_group else 1
-        self._learnable, self._spec, self._world = learnable, spec, world
+        self._learnable = learnable
+        self._spec = spec
+        self._world = world
         self._data_group = data_group
         self._shm_all_reduce: ShmAllReduce | None = None
         if data_group is not None and spec.uses_shared_memory(world.device.type):

@@ -126,7 +126,10 @@ class _MaskedRun:
         unsharded: _MaskedRun | None = None,
         entering: Sequence[str] = (),
     ) -> None:
-        self._trace, self._pairs, self._reference, self._entering = trace, pairs, unsharded, entering
+        self._trace = trace
+        self._pairs = pairs
+        self._reference = unsharded
+        self._entering = entering
         self.row_outputs: dict[str, list[Tensor]] = {pair.row.name: [] for pair in pairs}
         self.nan_inputs: list[bool] = []
 

@@ -36,7 +36,9 @@ class ExperienceMoments:
     """Mean and deviation of all rows so far, in float64, by the updates of Chan, Golub and LeVeque (1979)."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.count, self.mean, self.squares = 0, np.zeros(shape), np.zeros(shape)
+        self.count = 0
+        self.mean = np.zeros(shape)
+        self.squares = np.zeros(shape)
 
     def add(self, rows: np.ndarray) -> None:
         """Take further rows [n, *shape]."""
@@ -78,7 +80,9 @@ class TargetMoments:
     """
 
     def __init__(self) -> None:
-        self.num_steps, self.mean, self.square = 0, 0.0, 0.0
+        self.num_steps = 0
+        self.mean = 0.0
+        self.square = 0.0
         self.is_fixed = False  # values stay as they are: they were learned by an earlier release
 
     def add(self, num_steps: int, mean: float, square: float) -> None:
@@ -135,7 +139,9 @@ class Normalizer:
         """Take the segments of the batch where `learnt` (bool [S]) is true into the statistics."""
         if self._is_preliminary:
             for each in self._moments.values():
-                each.count, each.mean, each.squares = 0, np.zeros_like(each.mean), np.zeros_like(each.squares)
+                each.count = 0
+                each.mean = np.zeros_like(each.mean)
+                each.squares = np.zeros_like(each.squares)
             self._is_preliminary = False
         if self._moments and learnt.any():
             self._add(batch.select(learnt))

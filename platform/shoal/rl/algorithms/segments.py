@@ -157,7 +157,9 @@ def make_grid(lengths_B: Tensor) -> SegmentGrid:
 
     Observation rows: segment b starts at sum(lengths[:b]) + b and has lengths[b] + 1 rows, the last the bootstrap.
     """
-    device, num_segments, longest = lengths_B.device, len(lengths_B), int(lengths_B.max())
+    device = lengths_B.device
+    num_segments = len(lengths_B)
+    longest = int(lengths_B.max())
     num_rows_B = lengths_B + 1
     end_B = num_rows_B.cumsum(0)
     num_rows = int(end_B[-1])

@@ -67,11 +67,16 @@ class Gateway:
         opponents: OpponentPool | None = None,
         group_commit: GroupCommit | None = None,
     ) -> None:
-        self.setting, self.spec, self.experience, self.queue = setting, setting.spec, setting.experience, queue
+        self.setting = setting
+        self.spec = setting.spec
+        self.experience = setting.experience
+        self.queue = queue
         self._weights = weights
         self._limits = MessageLimits(max_message_bytes=setting.spec.max_message_bytes)
         self._state = state = GatewayState(setting, queue, opponents, group_commit)
-        self._progress, self._sessions, self._send_queue = state.progress, state.sessions, state.send_queue
+        self._progress = state.progress
+        self._sessions = state.sessions
+        self._send_queue = state.send_queue
         self._opponents, self._group_commit = opponents, group_commit
         self._admission = Admission(state)
         self._inference = RemoteInference(state, self._admission.store, self._wake)
@@ -409,7 +414,9 @@ class Gateway:
             self._handshake.reject(route, "malformed", problem)
 
     def _on_segment(self, route: bytes, session: Session, message: SegmentMessage, frames: Sequence[bytes]) -> None:
-        ledger, key, seq = self.queue.ledger, session.key, message.seq
+        ledger = self.queue.ledger
+        key = session.key
+        seq = message.seq
         expected = ledger.get_account(key).next_seq
         if seq < expected:
             ledger.count_duplicate(key)

@@ -28,7 +28,9 @@ class Handshake:
     def __init__(self, state: GatewayState, inference: RemoteInference) -> None:
         self._state, self._inference = state, inference
         self.run_id, self._experience = state.setting.run_id, state.setting.experience
-        self._ledger, self._progress, self._actors = state.queue.ledger, state.progress, state.actors
+        self._ledger = state.queue.ledger
+        self._progress = state.progress
+        self._actors = state.actors
         self._sessions, self._send_queue = state.sessions, state.send_queue
 
     def reject(self, route: bytes, code: str, message: str, seq: int | None = None) -> None:

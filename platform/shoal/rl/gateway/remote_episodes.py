@@ -33,8 +33,12 @@ from shoal.wire.messages import (
 )
 from shoal.wire.segment import HUMAN, check_bounds, check_values, largest_segment_bytes
 
-ENDED_EPISODE, UNKNOWN_EPISODE, WRONG_STEP = "ended_episode", "unknown_episode", "wrong_step"
-FAILED, INVALID, TOO_MANY = "failed", "invalid", "too_many_episodes"
+ENDED_EPISODE = "ended_episode"
+UNKNOWN_EPISODE = "unknown_episode"
+WRONG_STEP = "wrong_step"
+FAILED = "failed"
+INVALID = "invalid"
+TOO_MANY = "too_many_episodes"
 MIN_EPISODES = 256  # that may be open
 _MAX_BYTES = 256 * 2**20  # of the open segments of a client, beyond its first MIN_EPISODES
 _WAITING, _CHOSEN, _FULL = range(3)  # for its action; with it; with its segment complete, for room in the queue
@@ -85,7 +89,9 @@ class RemoteEpisode:
     def take_segment(self, flags: int, experience: ExperienceSpec) -> Segment:
         """The steps since the last segment. The next one begins with the newest observation, and its choice, if there
         is one. flags: of the row that the last step came with; 0: the episode goes on"""
-        length, observation, action = len(self.rewards), experience.observation, experience.action
+        length = len(self.rewards)
+        observation = experience.observation
+        action = experience.action
         actions, log_probabilities, versions, extras = zip(*self.choices[:length], strict=True)
         ended = flags & ROW_LAST
         masks = np.frombuffer(b"".join(self.masks), np.uint8).reshape(length + 1, -1) != 0
@@ -109,7 +115,9 @@ class RemoteEpisode:
             assisted=self.is_assisted,
             episode=self.number,
         )
-        self.observations, self.masks, self.rewards = self.observations[-1:], self.masks[-1:], []
+        self.observations = self.observations[-1:]
+        self.masks = self.masks[-1:]
+        self.rewards = []
         self.choices = self.choices[length:]
         return segment
 
@@ -123,7 +131,11 @@ class RowAnswers:
     """
 
     def __init__(self, key: ActorKey, rows: ActRows, is_single: bool, sink: Answers, action: TensorSpec) -> None:
-        self.key, self.rows, self._is_single, self._sink, self._action = key, rows, is_single, sink, action
+        self.key = key
+        self.rows = rows
+        self._is_single = is_single
+        self._sink = sink
+        self._action = action
         self.num_waiting = self._version = 0  # rows whose answer is still to come
         self._actions: dict[int, Any] = {}
         self._refused: list[RefusedRow] = []
@@ -149,7 +161,9 @@ class RowAnswers:
             return
         episodes, steps = self.rows.episodes, self.rows.steps
         if self._is_single:
-            action, reason, detail = self._actions.get(0), "", ""
+            action = self._actions.get(0)
+            reason = ""
+            detail = ""
             if isinstance(action, np.ndarray):
                 action = action.ravel().tolist()
             if self._refused:
@@ -175,7 +189,10 @@ class OpenEpisodes(dict[int, RemoteEpisode]):
 
     def __init__(self, key: ActorKey, progress: ActorProgress, experience: ExperienceSpec, max_single: int) -> None:
         super().__init__()
-        self.key, self.progress, self.max_single, self._experience = key, progress, max_single, experience
+        self.key = key
+        self.progress = progress
+        self.max_single = max_single
+        self._experience = experience
         self.max_episodes = min(MAX_ROWS, max(MIN_EPISODES, _MAX_BYTES // largest_segment_bytes(experience)))
         self.last_number, self.behaviour = -1, ""
 
@@ -238,7 +255,9 @@ class OpenEpisodes(dict[int, RemoteEpisode]):
     def _read_step(self, episode: RemoteEpisode, rows: ActRows) -> tuple[Choice, str]:
         """What was done at the observation before, and by whom: the answer, or what was `taken` in its place. Raises
         InvalidSegment."""
-        answer, spec, given = episode.choices[-1], self._experience.action, rows.taken
+        answer = episode.choices[-1]
+        spec = self._experience.action
+        given = rows.taken
         if given is msgspec.UNSET:
             if self.behaviour:
                 problem = f"is missing: in this session {self.behaviour} acts"
@@ -258,7 +277,9 @@ class OpenEpisodes(dict[int, RemoteEpisode]):
         """Begin an episode with a row, or answer one that is no next step, or let it wait with an earlier message;
         returns whether it needs an action."""
         rows = answers.rows
-        number, step, is_last = rows.episodes[row], rows.steps[row], rows.flags[row] & ROW_LAST
+        number = rows.episodes[row]
+        step = rows.steps[row]
+        is_last = rows.flags[row] & ROW_LAST
         if (episode := self.get(number)) is not None:
             episode.used_at = now_s
             if step == episode.step and episode.status != _WAITING:

@@ -99,7 +99,9 @@ class _Asked:
     __slots__ = ("_answers", "_at", "_client", "_episodes")
 
     def __init__(self, client: OpenEpisodes, answers: RowAnswers, at: Sequence[int]) -> None:
-        self._client, self._answers, self._at = client, answers, at
+        self._client = client
+        self._answers = answers
+        self._at = at
         self._episodes = [client[answers.rows.episodes[row]] for row in at]
 
     def done(self) -> bool:
@@ -322,7 +324,9 @@ class RemoteInference:
 
     def _forward(self, batch: PendingBatch[None, _Observations, _Choices]) -> list[_Choices]:
         asked = [entry.request for entry in batch.requests]
-        snapshot, policy, spec = self._state.weights, self._policy, self._experience.observation
+        snapshot = self._state.weights
+        policy = self._policy
+        spec = self._experience.observation
         if snapshot is None:
             raise Closed("there are no weights")
         if snapshot.version != policy.version:
@@ -338,7 +342,9 @@ class RemoteInference:
                 policy.reset(stream)
             extras = [policy.get_extras(stream) for stream in streams]  # before the observations
         actions, log_probabilities = policy.act_batch(frames.reshape(len(streams), *spec.shape), streams, masks)
-        version, end, choices = policy.version, 0, []
+        version = policy.version
+        end = 0
+        choices = []
         for each in asked:
             begin, end = end, end + len(each.streams)
             choices.append(_Choices(actions[begin:end], log_probabilities[begin:end], version, extras[begin:end]))

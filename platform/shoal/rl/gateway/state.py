@@ -75,7 +75,10 @@ class GatewayState:
         opponents: OpponentPool | None = None,
         group_commit: GroupCommit | None = None,
     ) -> None:
-        self.setting, self.queue, self.opponents, self.group_commit = setting, queue, opponents, group_commit
+        self.setting = setting
+        self.queue = queue
+        self.opponents = opponents
+        self.group_commit = group_commit
         self.demonstrations = setting.demonstrations.open_recorder() if setting.demonstrations else None
         site, record = setting.demonstrations, setting.spec.record
         self.episodes = site.open_episodes(record) if site else None

@@ -185,7 +185,9 @@ class UserEpisodes:
             episode.number, episode.step + 1, exchange.reward or 0.0, is_last and not truncated, is_last and truncated
         )
         self._inference.take_act(self.key, message, [observation])
-        exchange.reward, exchange.reply, exchange.is_over = None, reply, is_last
+        exchange.reward = None
+        exchange.reply = reply
+        exchange.is_over = is_last
 
     def _encode(self, values: list[object]) -> bytes:
         spec = self._spec.observation

@@ -58,7 +58,9 @@ def create(
     if not _ID.fullmatch(run_id) or run_id == "latest":
         raise ConfigError("run_id", run_id, "cannot name a run", "use letters, digits, '.', '_' and '-', not 'latest'")
     revision, is_dirty = git_revision(Path.cwd())
-    job, spec, command = validate_text("job", job), validate_text("spec", spec), escape_text(command or command_line())
+    job = validate_text("job", job)
+    spec = validate_text("spec", spec)
+    command = escape_text(command or command_line())
     trackers = find_trackers(spec)
     values = (run_id, job, Status.CREATED, spec, command, revision, is_dirty, kind, find_owner())
     writer = _make_writer() if os.environ.get("SHOAL_STORE") else None
@@ -205,7 +207,9 @@ def _claim_run(
 
     writers: the tokens of this host that the run's head in the store may have; None without a store
     """
-    now, host, pid = time.time(), socket.gethostname(), os.getpid()
+    now = time.time()
+    host = socket.gethostname()
+    pid = os.getpid()
     row = connection.execute("SELECT * FROM runs WHERE number = ?", (number,)).fetchone()
     seen = _reject_running(row)
     if writers is not None:  # the run is this host's from now on

@@ -228,7 +228,9 @@ def claim(home: Path, row: sqlite3.Row, writer: str) -> bool:
         head, tagged = read_head(store, run_id)
         if head.is_removed or head.writer not in (row["writer"] or "").split():
             raise RunError(describe_other_writer(head))
-        host, pid, incarnation = socket.gethostname(), os.getpid(), row["incarnation"] + 1
+        host = socket.gethostname()
+        pid = os.getpid()
+        incarnation = row["incarnation"] + 1
         mine = structs.replace(
             head, host=host, pid=pid, incarnation=incarnation, writer=writer, status=Status.RUNNING, revision=0
         )

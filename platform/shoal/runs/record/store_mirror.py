@@ -54,7 +54,9 @@ class StoreMirror:
         self, home: Path, url: str, run_id: str, number: int, incarnation: int, writer: str, previous: str
     ) -> None:
         self.problem = ""  # why this process may record the run no longer
-        self._home, self._url, self._number = home, url, number
+        self._home = home
+        self._url = url
+        self._number = number
         self._head = RunHead(
             id=run_id,
             host=socket.gethostname(),

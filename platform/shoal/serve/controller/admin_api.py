@@ -45,7 +45,9 @@ class AdminApi:
     """
 
     def __init__(self, controller: EndpointController, registry: str, options: Callable[[str], ModelOptions]) -> None:
-        self._controller, self._registry, self._options = controller, registry, options
+        self._controller = controller
+        self._registry = registry
+        self._options = options
 
     async def administer(self, values: Mapping[str, Any], by: str) -> str:
         """Make a change, and return the model's name when every replica has followed. Raises InferenceError."""
@@ -213,7 +215,9 @@ class AdminApi:
 
     async def _wait_until_staged(self, change: ChangeRequest, model: ModelState) -> None:
         """Wait for replicas that joined after the candidate was opened and still stage it."""
-        models, candidate, attempt = self._controller.state.models, model.rollout.candidate, model.rollout.attempt
+        models = self._controller.state.models
+        candidate = model.rollout.candidate
+        attempt = model.rollout.attempt
 
         def over() -> bool:
             is_open = models.get(change.model) is model and model.rollout.phase is Phase.CANARY
@@ -228,7 +232,9 @@ class AdminApi:
 
     async def _rollback(self, change: ChangeRequest, by: str) -> None:
         name, model = change.model, self._get_model(change.model)
-        rollout, reason, is_live = model.rollout, change.reason or "asked for", model.deployment.is_live
+        rollout = model.rollout
+        reason = change.reason or "asked for"
+        is_live = model.deployment.is_live
         if is_live and (change.version_ref or rollout.phase is not Phase.CANARY):
             await self._pin_live(change, by, reason)
             return
@@ -268,7 +274,9 @@ class AdminApi:
 
         stay: pin the version that answers
         """
-        name, live, models = change.model, self._controller.live, self._controller.state.models
+        name = change.model
+        live = self._controller.live
+        models = self._controller.state.models
         with live.freeze(name):
             if not await self._controller.wait_until(self._controller.is_applied_everywhere, change.timeout_s):
                 raise InferenceError(503, f"not every replica reported its versions after {change.timeout_s:g} s")
@@ -335,7 +343,9 @@ class AdminApi:
 
     def _judge_newest(self, change: ChangeRequest, model: ModelState, reason: str) -> None:
         """Judge the version that answers, an earlier one (no rollback then returns to it), or the newest."""
-        name, live, rollout = change.model, self._controller.live, model.rollout
+        name = change.model
+        live = self._controller.live
+        rollout = model.rollout
         candidates = live.candidates(name) if rollout.phase is Phase.CANARY else []
         version = (
             int(change.version_ref)

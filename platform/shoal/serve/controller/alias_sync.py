@@ -63,7 +63,9 @@ def is_following_alias(model: ModelState) -> bool:
 def next_for_alias(model: ModelState) -> BeginRollout | AbandonRollout | PromoteCandidate | None:
     """The action for the version that the alias names (`model.meant`). A rejected version is not tried again until the
     alias has moved."""
-    deployment, rollout, meant = model.deployment, model.rollout, model.meant
+    deployment = model.deployment
+    rollout = model.rollout
+    meant = model.meant
     ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
     if rollout.phase is Phase.STAGING:
         return AbandonRollout(f"{ref} is version {meant} now") if meant != rollout.candidate else None

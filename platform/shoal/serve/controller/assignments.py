@@ -61,7 +61,9 @@ class Assignments:
     """
 
     def __init__(self, memory_bytes: int | None, store: PlanStore) -> None:
-        self._memory_bytes, self._store, self._clock = memory_bytes, store, store.clock
+        self._memory_bytes = memory_bytes
+        self._store = store
+        self._clock = store.clock
         self._state, self._reports = store.state, store.reports
         store.has_peers = memory_bytes is not None
         holders = [(name, each) for name, replicas in self._state.placement.items() for each in replicas]

@@ -48,7 +48,9 @@ class AuditLog:
     """The audit log of one endpoint; `path` None writes nothing. endpoint: "" for changes that are of none"""
 
     def __init__(self, path: Path | None, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._endpoint, self._clock = path, endpoint, clock
+        self._path = path
+        self._endpoint = endpoint
+        self._clock = clock
         self._auth_failures = AuthFailureReporter()
 
     @contextmanager

@@ -174,7 +174,9 @@ class EvidenceCollector:
     """
 
     def __init__(self, model: str, stable: int, candidate: int) -> None:
-        self._model, self._stable, self._candidate = model, stable, candidate
+        self._model = model
+        self._stable = stable
+        self._candidate = candidate
         self._before: dict[str, CanaryCounts] = {}
         self._now: dict[str, CanaryCounts] = {}
 

@@ -74,11 +74,15 @@ class EndpointController:
         memory_bytes: int | None = None,
     ) -> None:
         self.name = name
-        self._lease_s, self._stage_timeout_s, self._clock = lease_s, stage_timeout_s, clock
+        self._lease_s = lease_s
+        self._stage_timeout_s = stage_timeout_s
+        self._clock = clock
         self.store = store = PlanStore(
             state_file or StateFile(None), deployment_id, deployments, catalogue, clock, audit
         )
-        self.state, self.reports, self.catalogue = store.state, store.reports, store.catalogue
+        self.state = store.state
+        self.reports = store.reports
+        self.catalogue = store.catalogue
         self.wait_until, self.record_event = store.wait_until, store.record_event
         self._last_seen_s: dict[str, float] = {}
         self._ready_replicas: set[str] = set()  # those once ready: none is while a model is added

@@ -127,7 +127,9 @@ class LiveControl:
         """Let every replica follow the run again, rejected versions included."""
         model = self._models[name]
         self._store.record_event("follow", name, None, max(model.rollout.stable, 0) or None, by, reason)
-        model.rejected, model.last_rejected, model.unrecorded = [], None, 0
+        model.rejected = []
+        model.last_rejected = None
+        model.unrecorded = 0
         self._store.set_rollout(name, repoint(model.rollout, NEWEST, None, time.time()))
 
     def share(self, name: str, shares: TrafficShares, kind: str, by: str, reason: str) -> None:

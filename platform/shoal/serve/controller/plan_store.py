@@ -59,14 +59,19 @@ class PlanStore:
         clock: Callable[[], float],
         audit: Callable[[Event], None],
     ) -> None:
-        self.file, self.catalogue, self.clock, self._audit = file, cache(catalogue), clock, audit
+        self.file = file
+        self.catalogue = cache(catalogue)
+        self.clock = clock
+        self._audit = audit
         self.reports: dict[str, ReplicaReport] = {}
         self.phases: dict[str, PhaseRecord] = {}
         self.plan = EndpointPlan()
         self.certificate_expires_at = 0.0  # of the ingress, for the replicas' metrics
         self.has_peers = False  # whether replicas call each other
         self.parts: Sequence[PlanPart] = ()
-        self._plan_changed, self._changed, self._closed = asyncio.Event(), asyncio.Event(), False
+        self._plan_changed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._closed = False
         saved = file.load(deployment_id)
         self.state = saved or ControllerState(deployment=deployment_id, started_at=time.time())
         for deployment in deployments if saved is None else ():

@@ -57,7 +57,10 @@ class StatusReporter:
         owner: str = "",
         lifetime: str = "",
     ) -> None:
-        self._controller, self._grpc, self._num_replicas, self._clock = controller, grpc, num_replicas, clock
+        self._controller = controller
+        self._grpc = grpc
+        self._num_replicas = num_replicas
+        self._clock = clock
         self._certificate, self._may_sleep = certificate, may_sleep
         self._owner, self._lifetime = owner, lifetime
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))

@@ -189,7 +189,9 @@ class RowCodec:
         max_rows: int,
         batch_dim: Mapping[str, int | None] | None = None,
     ) -> None:
-        self._model_name, self._inputs, self._outputs = model_name, inputs, outputs
+        self._model_name = model_name
+        self._inputs = inputs
+        self._outputs = outputs
         self._max_rows = 0 if batch_dim else max_rows
         self._schema, self._fields = RequestSchema(inputs, outputs, max_rows), list_fields(inputs)
 

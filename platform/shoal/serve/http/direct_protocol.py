@@ -145,7 +145,9 @@ class DirectProtocol(HttpToolsProtocol):
             return
         scope = self.scope
         scope["method"] = self.parser.get_method().decode("ascii")
-        scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
+        scope["path"] = path.decode("ascii")
+        scope["raw_path"] = path
+        scope["query_string"] = query
         earlier = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         # It replaces uvicorn's own cycle: uvicorn reads and sets the same attributes.
@@ -193,7 +195,9 @@ class DirectCycle:
     def __init__(self, scope: Any, protocol: DirectProtocol, keep_alive: bool) -> None:
         self.scope, self._protocol = scope, protocol
         self._transport, self._flow = protocol.transport, protocol.flow
-        self.keep_alive, self.disconnected, self.response_complete = keep_alive, False, False
+        self.keep_alive = keep_alive
+        self.disconnected = False
+        self.response_complete = False
         self.body, self.more_body = bytearray(), True
         self._is_body_delivered = self._closing = self._is_incomplete = self._is_chunked = False
         self.message_event = asyncio.Event()

@@ -34,7 +34,10 @@ class FrontFollower:
     """
 
     def __init__(self, server: Any, hosts: Collection[str], port: int, folder: Path, answer_s: float) -> None:
-        self._server, self._hosts, self._port, self._folder = server, hosts, port, folder
+        self._server = server
+        self._hosts = hosts
+        self._port = port
+        self._folder = folder
         self._answer_s = answer_s
         self._mark: Mark | None = None
         self._front: DirectFront | None = None

@@ -47,7 +47,9 @@ class DirectFront:
     """
 
     def __init__(self, server: Any, guard: ConnectionGuard, answer_s: float) -> None:
-        self.guard, self.answer_s, self.is_leaving = guard, answer_s, False
+        self.guard = guard
+        self.answer_s = answer_s
+        self.is_leaving = False
         self._max_connections = min(MAX_HTTP, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
         self.connections: set[FrontProtocol] = set()
         self._accepted: set[asyncio.Task[Any]] = set()
@@ -110,7 +112,10 @@ class FrontProtocol(DirectProtocol):
 
     def __init__(self, front: DirectFront, server: Any, connection: socket.socket, number: int) -> None:
         super().__init__(server.config, server.server_state, server.lifespan.state)
-        self._front, self._guard, self._socket, self._number = front, front.guard, connection, number
+        self._front = front
+        self._guard = front.guard
+        self._socket = connection
+        self._number = number
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

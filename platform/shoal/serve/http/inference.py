@@ -46,7 +46,9 @@ class InferenceHandler:
     def __init__(
         self, host: ModelManagerProtocol, in_progress: RequestsInProgress, tracer: TracerProtocol | None
     ) -> None:
-        self._manager, self._tracer, self._in_progress = host, tracer, in_progress
+        self._manager = host
+        self._tracer = tracer
+        self._in_progress = in_progress
         # A JSON number of two bytes takes eight in the form that replicas send each other.
         limits = in_progress.limits
         peer_limits = dataclasses.replace(limits, max_body_bytes=8 * limits.max_body_bytes)

@@ -73,7 +73,9 @@ class GuardedStream:
     __slots__ = ("_guard", "_number", "_transport")
 
     def __init__(self, guard: StreamGuard, number: int, transport: Any) -> None:
-        self._guard, self._number, self._transport = guard, number, transport
+        self._guard = guard
+        self._number = number
+        self._transport = transport
 
     def begin_write(self) -> None:
         """Call it before each write."""

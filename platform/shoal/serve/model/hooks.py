@@ -32,7 +32,9 @@ class Hook:
     seen in training (`column_drift`)."""
 
     def __init__(self, field: str, reference: str, function: Callable[[Arrays], Any]) -> None:
-        self._field, self._who, self._function = field, f"{field} {reference}", function
+        self._field = field
+        self._who = f"{field} {reference}"
+        self._function = function
         owner = getattr(function, "__self__", None)
         self.ranges: Ranges = getattr(function, "ranges", None) or getattr(owner, "ranges", None) or {}
 

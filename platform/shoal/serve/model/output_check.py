@@ -19,7 +19,9 @@ class NotFiniteOutput(InferenceError):
     """An output contains NaN or an infinity."""
 
     def __init__(self, output: str, num_bad: int, size: int) -> None:
-        self.output, self.num_bad, self.size = output, num_bad, size
+        self.output = output
+        self.num_bad = num_bad
+        self.size = size
         super().__init__(500, f"output {output!r} is not finite: {num_bad} of its {size} values are NaN or infinite")
 
 

@@ -66,7 +66,9 @@ class Predictor:
         after: Predictor | None = None,
         share: OpenTemplate | None = None,
     ) -> None:
-        self.signature, self.options, self.torch_threads = signature, options, torch_threads
+        self.signature = signature
+        self.options = options
+        self.torch_threads = torch_threads
         self.layout = layout = BatchLayout(signature, options)
         pad_value = options.pad_value if options.ragged == "pad" else None
         collator = RequestCollator(layout.signature, pad_value, layout.shared_inputs)
@@ -222,7 +224,10 @@ class LoadedModel:
     """
 
     def __init__(self, version: int, forward: Forward, steps: ForwardSteps, sampler: ActionSampler | None) -> None:
-        self.version, self._forward, self._steps, self.sampler = version, forward, steps, sampler
+        self.version = version
+        self._forward = forward
+        self._steps = steps
+        self.sampler = sampler
         self._layout, self._input_names = steps.layout, steps.collator.names
         self.size_limits: InputLimits | None = None
         self.module: nn.Module | None = getattr(forward, "module", None)

@@ -34,7 +34,9 @@ class EndpointAutoscaler:
 
     def __init__(self, scale: dict[str, Any], objective_s: float, spent_file: str) -> None:
         spec = ScaleSpec.parse(scale)
-        self._spec, self._objective_s, self._spent_file = spec, objective_s, Path(spent_file)
+        self._spec = spec
+        self._objective_s = objective_s
+        self._spent_file = Path(spent_file)
         self._policy: ScalePolicy | None = None
         self._decided_s = self._saved_s = -math.inf
         self._replicas, self._is_asleep = -1, False

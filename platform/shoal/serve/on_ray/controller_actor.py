@@ -85,7 +85,9 @@ class RemoteMethod(Generic[P, T]):
     def __init__(
         self, method: ServiceMethod[P, T], timeout_s: float = CALL_TIMEOUT_S, is_routine: bool = False
     ) -> None:
-        self.name, self.timeout_s, self.is_routine = method.__name__, timeout_s, is_routine
+        self.name = method.__name__
+        self.timeout_s = timeout_s
+        self.is_routine = is_routine
 
     def __get__(self, client: RayControllerClient, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
         return partial(client.call, self)

@@ -67,10 +67,17 @@ class DeployedEndpoint:
     def __init__(
         self, spec: EndpointSpec, handle: DeploymentHandle, controller: RayControllerClient, is_growing: bool
     ) -> None:
-        self.name, self.url, self.grpc = spec.name, spec.url, spec.grpc_address
+        self.name = spec.name
+        self.url = spec.url
+        self.grpc = spec.grpc_address
         self.is_detached = spec.lifetime == DETACHED
-        self._handle, self._controller, self._closed, self._is_growing = handle, controller, False, is_growing
-        self._seen_event, self._spec, self._wanted = -1, spec, ""
+        self._handle = handle
+        self._controller = controller
+        self._closed = False
+        self._is_growing = is_growing
+        self._seen_event = -1
+        self._spec = spec
+        self._wanted = ""
 
     def describe_wanted(self) -> str:
         """How many replicas wait for nodes that an autoscaler may add, and why; "" for none. The endpoint's status has

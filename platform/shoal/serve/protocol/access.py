@@ -70,7 +70,9 @@ class TokenCount:
     """Tokens of texts that a key's requests brought, or were written for it. per_min: its rate; None: no limit"""
 
     def __init__(self, per_min: float | None, now_s: float) -> None:
-        self.per_min, self.total, self.bucket = per_min, 0, TokenBucket(now_s)
+        self.per_min = per_min
+        self.total = 0
+        self.bucket = TokenBucket(now_s)
 
     def add(self, num: int = 1) -> None:
         self.total += num

@@ -50,7 +50,9 @@ CodecT = TypeVar("CodecT")
 MakeCodec = Callable[[str, list[TensorMetadata], list[TensorMetadata], int, Mapping[str, int | None]], CodecT]
 
 # Between replicas: the token, the plan's generation, the key's name, and of the answer the times of its batch.
-PEER_HEADER, GENERATION_HEADER, TENANT_HEADER = b"shoal-peer", b"shoal-generation", b"shoal-tenant"
+PEER_HEADER = b"shoal-peer"
+GENERATION_HEADER = b"shoal-generation"
+TENANT_HEADER = b"shoal-tenant"
 BATCH_HEADER = b"shoal-batch"
 TRACKS = ("", "stable", "candidate")
 MAX_DEADLINE_MS = 1e12

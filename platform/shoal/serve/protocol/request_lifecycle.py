@@ -60,7 +60,9 @@ class RequestLifecycle:
     _sending_since_s: float | None = None
 
     def __init__(self, in_progress: RequestsInProgress, receive: Receive) -> None:
-        self._in_progress, self._receive, self.limits = in_progress, receive, in_progress.limits
+        self._in_progress = in_progress
+        self._receive = receive
+        self.limits = in_progress.limits
 
     def __enter__(self) -> Self:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -202,7 +204,9 @@ class EndpointApp:
         others = load_sound_extensions(PROTOCOLS, lambda make: make(manager, access, limits, tracer))
         for name in {*required} - others.keys():  # raises
             others[name] = find_extension(name, PROTOCOLS, {})(manager, access, limits, tracer)
-        self._root, self._rest, self._origins = root.rstrip("/"), rest, origins
+        self._root = root.rstrip("/")
+        self._rest = rest
+        self._origins = origins
         self._others: list[tuple[str | tuple[str, ...], Application]] = [*others.values()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

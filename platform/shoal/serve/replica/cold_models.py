@@ -78,7 +78,10 @@ class ColdModel:
 
     def __init__(self, plan: ModelPlan, requests: OnDemandRequests, generation: int | None = None) -> None:
         assert plan.signature is not None
-        self.name, self.plan, self._requests, self._generation = plan.name, plan, requests, generation
+        self.name = plan.name
+        self.plan = plan
+        self._requests = requests
+        self._generation = generation
         self.signature, self.options = Signature.parse(plan.signature), ModelOptions.parse(plan.options)
         self.datatypes = {tensor.name: tensor.datatype for tensor in self.signature.inputs}
 
@@ -121,8 +124,12 @@ class OnDemandRequests:
         find_error: Callable[[str], str],
         answer_s: float,
     ) -> None:
-        self._replica, self._controller, self._transport = replica, controller, transport
-        self._find_served, self._find_error, self._answer_s = find_served, find_error, answer_s
+        self._replica = replica
+        self._controller = controller
+        self._transport = transport
+        self._find_served = find_served
+        self._find_error = find_error
+        self._answer_s = answer_s
         self.models: dict[str, ColdModel] = {}
         self.list_peers: Callable[[], Sequence[PeerReport]] = list
         self._plan = EndpointPlan()
@@ -236,7 +243,10 @@ class OnDemandRequests:
         answer: Callable[[ServedModel], Awaitable[T]],
         forward: Callable[[str], Awaitable[T]],
     ) -> T:
-        name, num_forwards, num_lost, ends_s = model.name, 0, 0, time.monotonic() + LOAD_WAIT_S
+        name = model.name
+        num_forwards = 0
+        num_lost = 0
+        ends_s = time.monotonic() + LOAD_WAIT_S
         if call.deadline_s is not None:
             ends_s = min(ends_s, call.deadline_s)
         if generation is not None:
@@ -354,7 +364,9 @@ class OnDemandRequests:
     @contextmanager
     def _count_waiting(self, model: ColdModel, call: InferCall) -> Iterator[None]:
         """Count a request that waits for a load, and its failure. Raises InferenceError (503) when too many wait."""
-        use, options, since_s = self.get_use(model.name), model.options, time.monotonic()
+        use = self.get_use(model.name)
+        options = model.options
+        since_s = time.monotonic()
         num_bytes = size_bytes(call.inputs)
         has_too_many_bytes = use.residency.waiting and use.waiting_bytes + num_bytes > options.max_queue_bytes
         if use.waiting_rows + call.num_rows > options.max_queue_size or has_too_many_bytes:

@@ -66,7 +66,10 @@ class FallbackPredictor:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.now, self.before = now, before
-        self._guard, self._forwards, self._reject, self._clock = guard, forwards, reject, clock
+        self._guard = guard
+        self._forwards = forwards
+        self._reject = reject
+        self._clock = clock
         self._lock = threading.Lock()
         self._requests, self._num_fallbacks = 0, 0
         self._next_check = guard.min_requests  # the number of requests at which its speed is checked next
@@ -146,7 +149,9 @@ class FallbackPredictor:
                 self._ratios.append(now_s / before_s)
             if self._num_compared == NUM_COMPARED:
                 reason = self._judge()
-                self.is_suspect, self._num_compared, self._ratios = False, 0, []
+                self.is_suspect = False
+                self._num_compared = 0
+                self._ratios = []
         if reason:
             self._reject(self, reason)
         return Answered(outputs, self.version, False)

@@ -36,7 +36,10 @@ class LiveFollower:
         plan: ModelPlan,
         changed: Callable[[], None],
     ) -> None:
-        self._name, self._versions, self._controller, self._changed = name, versions, controller, changed
+        self._name = name
+        self._versions = versions
+        self._controller = controller
+        self._changed = changed
         self._plan, self._is_resting = plan, False
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()

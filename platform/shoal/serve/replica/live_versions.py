@@ -52,7 +52,11 @@ class LiveVersionSelector:
         num_older: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._guard, self._load, self._point, self._forwards, self._clock = guard, load, point, forwards, clock
+        self._guard = guard
+        self._load = load
+        self._point = point
+        self._forwards = forwards
+        self._clock = clock
         self.changed: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._trial: FallbackPredictor | None = None
@@ -222,7 +226,9 @@ class LiveVersionSelector:
         Retains the replaced version, if it is long enough after the last retained one, also if it has answered no
         request: the previous one that has may be as old as the last request.
         """
-        trial, before, older = self._trial, self._shared(), self._older
+        trial = self._trial
+        before = self._shared()
+        older = self._older
         if trial is not None:
             is_rejected = self._is_rejected(trial.version)
             if before is None:

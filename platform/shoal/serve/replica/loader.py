@@ -68,7 +68,9 @@ class VersionLoader:
         num_threads: int = 1,
         num_alike: int = 0,
     ) -> None:
-        self._torch_threads, self._share, self._code = torch_threads, share, code
+        self._torch_threads = torch_threads
+        self._share = share
+        self._code = code
         self._threads = ThreadPoolExecutor(num_threads, "shoal-stage")
         self._alike: deque[BuiltModel] = deque(maxlen=num_alike)
         self._alike_lock = threading.Lock()  # threads search and change them

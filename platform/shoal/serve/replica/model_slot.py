@@ -110,7 +110,9 @@ class ModelSlot:
     @property
     def startup_error(self) -> str:
         """The reason why the model can never answer; "" when it may."""
-        plan, served, rejected = self.plan, self.served, self.rejected
+        plan = self.plan
+        served = self.served
+        rejected = self.rejected
         assert plan is not None
         if plan.reason:
             return f"model {self.name!r}: {plan.reason}"
@@ -174,7 +176,9 @@ class ModelSlot:
         if self._next is not None and (self._next.plan_options != options or version not in self._next.versions):
             self._drop_next()
         if self.served is not None and self._next is not None and self._next.plan_options == plan.options:
-            former, self.served, self._next = self.served, self._next, None
+            former = self.served
+            self.served = self._next
+            self._next = None
             former.successor = self.served
             self._drain(former)
         if self.served is not None and self.served.plan_options == plan.options:
@@ -217,7 +221,9 @@ class ModelSlot:
             self._loading = None
 
     async def _load(self, version: int, plan_options: Options) -> None:
-        plan, served, host = self.plan, self.served, self._host
+        plan = self.plan
+        served = self.served
+        host = self._host
         assert plan is not None
         source, options = RegisteredModel(self.name, plan.registry), ModelOptions.parse(plan_options)
         signature, built = (served.signature, served.built) if served is not None else (None, None)
@@ -234,7 +240,9 @@ class ModelSlot:
 
     def _add(self, staged: StagedVersion, options: Options) -> None:
         """Add a loaded version, if the plan still wants it."""
-        plan, served, version = self.plan, self.served, staged.loaded.version
+        plan = self.plan
+        served = self.served
+        version = staged.loaded.version
         if plan is None:
             return
         predictor = staged.built.predictor

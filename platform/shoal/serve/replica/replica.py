@@ -102,7 +102,9 @@ class EndpointReplica:
         gc.set_threshold(COLLECTED_OBJECTS)
         limit_device_memory(spec.num_gpus or 0.0)
         torch.set_num_threads(spec.torch_threads)  # of this thread, for the forwards that the batcher runs here
-        self._spec, self._workers, self._is_closed = spec, workers, threading.Event()
+        self._spec = spec
+        self._workers = workers
+        self._is_closed = threading.Event()
         self.address = self.start_error = ""
         self._access = AccessControl(
             spec.token.get_secret_value() if spec.token is not None else None,

@@ -129,7 +129,10 @@ class ServedModel:
         counts: ModelStatistics | None = None,
         prepare: Callable[[LoadedModel], None] = lambda loaded: None,
     ) -> None:
-        self.name, self.predictor, self.is_live, self._tracer = name, predictor, is_live, tracer
+        self.name = name
+        self.predictor = predictor
+        self.is_live = is_live
+        self._tracer = tracer
         self.batcher = batcher
         self.streams: StreamedAnswers | None = None
         self._loop = asyncio.get_running_loop()
@@ -173,7 +176,9 @@ class ServedModel:
         return self.router.versions
 
     async def infer(self, call: InferCall) -> Prediction[Outputs]:
-        arrived_s, layout, asked = time.monotonic(), self.predictor.layout, call
+        arrived_s = time.monotonic()
+        layout = self.predictor.layout
+        asked = call
         if not layout.is_first:
             call = msgspec.structs.replace(call, inputs=layout.to_batch_first(dict(call.inputs), call.num_rows))
         deadline_s = call.deadline_s

@@ -48,7 +48,9 @@ class ShadowTraffic:
     ) -> None:
         self.percent = 0.0
         self.candidate: Track | None = None
-        self._tolerance, self._counts, self._datatypes = options.guard.tolerance, counts, datatypes
+        self._tolerance = options.guard.tolerance
+        self._counts = counts
+        self._datatypes = datatypes
         self._draws = WeightedDraw()
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = batcher.add_queue(

@@ -34,10 +34,14 @@ class WeightFollower:
     """
 
     def __init__(self, source: WeightSource, take: Callable[[WeightSnapshot], bool], poll_s: float = 1.0) -> None:
-        self._source, self._take, self._poll_s = source, take, poll_s
+        self._source = source
+        self._take = take
+        self._poll_s = poll_s
         self.has_polled = False
         self._last_version = 0  # the source's last version
-        self._stop, self._is_paused, self._resumed = threading.Event(), False, threading.Event()
+        self._stop = threading.Event()
+        self._is_paused = False
+        self._resumed = threading.Event()
         self._taking_since_s: float | None = None  # of the snapshot being taken
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
         self._thread.start()
@@ -143,7 +147,10 @@ class PlanFollower:
         rest_s: float = 0.0,
     ) -> None:
         self._rest_s = rest_s
-        self._replica, self._source, self._apply, self._report = replica, source, apply, report
+        self._replica = replica
+        self._source = source
+        self._apply = apply
+        self._report = report
         self._changed = asyncio.Event()
         self.peers: list[PeerReport] = []
         loop = asyncio.get_running_loop()

@@ -18,7 +18,9 @@ from shoal.train.launch.validate import ValidatedRun, validate_run
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_source_file
 
-VARIABLE, PRINT, PREFIX = "SHOAL_CHECKED_RUN", "print", "checked run: "
+VARIABLE = "SHOAL_CHECKED_RUN"
+PRINT = "print"
+PREFIX = "checked run: "
 
 
 def find_check(spec: TrainSpec) -> ValidatedRun | None:
@@ -49,7 +51,9 @@ def check_once(spec: TrainSpec) -> ValidatedRun:
 
 
 def _from_json(values: dict[str, object], *folders: Path) -> ValidatedRun:
-    factory, signature, names = values.pop("factory"), values.pop("signature"), values.pop("metric_names")
+    factory = values.pop("factory")
+    signature = values.pop("signature")
+    names = values.pop("metric_names")
     notes = values.pop("notes")
     assert isinstance(factory, dict)
     assert isinstance(signature, dict)

@@ -80,7 +80,9 @@ class WorkerPlacement:
 def require_possible(spec: TrainSpec) -> list[Bundle]:
     """What the run's workers reserve, of a range the smallest number. Raises PlanError when the cluster can never hold
     it, with all nodes that an autoscaler may add."""
-    resource, needed, lanes = _resource_name(spec), _count_needed(spec), spec.applied_sync.num_lanes
+    resource = _resource_name(spec)
+    needed = _count_needed(spec)
+    lanes = spec.applied_sync.num_lanes
     there, is_on_one = count_workers_that_fit(spec), _is_on_one_host(spec)
     bundles: list[Bundle] = [{resource: float(needed * lanes)}] if is_on_one else [{resource: 1.0}] * needed
     if there >= needed or (growth := find_growth()).can_hold(bundles):
@@ -99,7 +101,9 @@ def require_capacity(spec: TrainSpec, record: Callable[..., None], admission: Ru
 
     record: records an event: `EventLog.record_event`
     """
-    bundles, lanes, needed = require_possible(spec), spec.applied_sync.num_lanes, _count_needed(spec)
+    bundles = require_possible(spec)
+    lanes = spec.applied_sync.num_lanes
+    needed = _count_needed(spec)
     resource = _resource_name(spec)
     each = f"{lanes} {resource}s" if lanes > 1 else f"a {resource}"
     need = f"{needed} workers need {each} each" if needed > 1 else f"a worker needs {each}"

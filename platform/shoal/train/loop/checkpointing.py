@@ -78,7 +78,10 @@ class CheckpointManager:
         journal: EventLog,
         store: Store | None = None,
     ) -> None:
-        self._spec, self._components, self._world, self._event_log = spec, assembly, world, journal
+        self._spec = spec
+        self._components = assembly
+        self._world = world
+        self._event_log = journal
         self._checkpointer = Checkpointer(folder, keep=spec.keep, asynchronous=spec.asynchronous, store=store)
         self._is_upload_failing = False
         self._saved_step = -1
@@ -177,7 +180,9 @@ class CheckpointManager:
         try:
             self._checkpointer.wait()
         except CheckpointError as error:
-            lost, self._saved_step, self._uncommitted = self._saved_step, -1, None
+            lost = self._saved_step
+            self._saved_step = -1
+            self._uncommitted = None
             self._report_failed_save(error, lost if lost >= 0 else None, must)
         self._commit()
 

@@ -88,7 +88,10 @@ class SplitCheck:
     def __init__(
         self, model: ParallelModel, world: World, task: str, max_samples: int, *, evaluates: bool = False
     ) -> None:
-        self._model, self._world, self._task, self._evaluates = model, world, task, evaluates
+        self._model = model
+        self._world = world
+        self._task = task
+        self._evaluates = evaluates
         self._num_samples = min(NUM_SAMPLES, max(3, max_samples))
         self._num_batches = 0
         self._known_kinds = defaultdict[int, set[int | str]](set)  # that were seen to make no difference, by tensor

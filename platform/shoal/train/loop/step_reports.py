@@ -179,8 +179,12 @@ class ThroughputMeter:
             "wait/communication": _share(communicated_s - self._communicated_before_s, elapsed_s),
             "flops/utilisation": per_s * self.flops_per_sample / self._peak_flops,
         }
-        self._reported_s, self._steps, self._samples = now_s, 0, 0
-        self._paused_before_s, self._waited_s, self._communicated_before_s = self._paused_s, waited_s, communicated_s
+        self._reported_s = now_s
+        self._steps = 0
+        self._samples = 0
+        self._paused_before_s = self._paused_s
+        self._waited_s = waited_s
+        self._communicated_before_s = communicated_s
         return {name: value for name, value in rates.items() if math.isfinite(value)} if steps else {}
 
 

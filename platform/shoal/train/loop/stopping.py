@@ -129,7 +129,10 @@ class StopPolicy:
         A best value by another metric than the spec's is dropped.
         """
         self._before, self._now = _Spent(state["elapsed_s"], state["money"]), _Spent()
-        self._best, self._num_since_best, self._evaluated_step, self._stop = None, 0, -1, None
+        self._best = None
+        self._num_since_best = 0
+        self._evaluated_step = -1
+        self._stop = None
         if self._watched_measure is None or self._watched_measure != state["watched"]:
             return
         if state["best"] is not None:

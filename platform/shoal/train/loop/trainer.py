@@ -67,7 +67,10 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
         connection: Connection | None = None,
     ) -> None:
-        self.spec, self.task, self.world, self.folder = spec, task, world, folder
+        self.spec = spec
+        self.task = task
+        self.world = world
+        self.folder = folder
         self._run_id, self._should_stop = run_id, should_stop
         num_lanes = spec.applied_sync.num_lanes
         lane = None if num_lanes == 1 else (0, num_lanes)
@@ -411,7 +414,9 @@ class Trainer:
 
         No rank gathers more than one of its tensors. Returns the file, or the index of several.
         """
-        path, problem, model = self.folder / WEIGHTS_FILE, "", self._parts.model
+        path = self.folder / WEIGHTS_FILE
+        problem = ""
+        model = self._parts.model
         with self._parts.apply_average():
             types, tensors = model.describe_full_weights(), model.iter_full_weights()
             try:

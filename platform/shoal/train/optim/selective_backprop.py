@@ -47,7 +47,9 @@ class SelectiveBackprop:
     """
 
     def __init__(self, spec: SelectiveSpec, model: ParallelModel, task: Task, seed: int) -> None:
-        self._spec, self._model, self._task = spec, model, task
+        self._spec = spec
+        self._model = model
+        self._task = task
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         own_seed = (seed * 1_000_003 + model.data_rank) % 2**63  # equal on tensor peers; within torch's range
         self._random = torch.Generator().manual_seed(own_seed)

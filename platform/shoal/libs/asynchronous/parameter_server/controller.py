@@ -150,7 +150,9 @@ class ServerController(Controller):
     def resume_server(self, caller: CallId, request: ResumeServer) -> Resumed | None:
         """The updates that the server does not have are lost for its part. Pushes that a worker has brought to its
         earlier life are made again."""
-        server, version, address = request.server, request.version, request.address
+        server = request.server
+        version = request.version
+        address = request.address
         if self._has_weights and version < 0:
             return None
         self._server_incarnations[server] += 1

@@ -29,7 +29,9 @@ class ServerLink:
 
     def __init__(self, client: RpcClient, partition: Partition, server: int, worker: int, spec: ServersConfig) -> None:
         self.client, self._spec = client, spec
-        self._partition, self._server, self._worker = partition, server, worker
+        self._partition = partition
+        self._server = server
+        self._worker = worker
         self.memory: SharedWeights | None = None
         self.incarnation = -1
         self._compressors: dict[tuple[int, int], GradientCompressor] = {}  # by the range that they compress
@@ -63,7 +65,9 @@ class ServerLink:
 
     def take(self, gradients: Sequence[Tensor | None], chosen: range | None = None) -> None:
         """The worker's next gradient, of all parameters or the chosen ones. It may not change before `finish`."""
-        self._gradients, self._payload, self._chosen = gradients, None, chosen
+        self._gradients = gradients
+        self._payload = None
+        self._chosen = chosen
         self._range = self._find_range(chosen)
         size = self._range[1] - self._range[0]
         self.num_bytes = count_payload_bytes(self._spec.compression, size, self._spec.top_k) if size else 0

@@ -58,7 +58,10 @@ class ServerService:
         report: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._report = report
-        self._server, self._index, self._file, self._every_s = server, server.index, file, every_s
+        self._server = server
+        self._index = server.index
+        self._file = file
+        self._every_s = every_s
         self._controller = RpcClient(controller, timeout_s, keys=keys)
         self._incarnation = 0
         self._waiting: dict[CallId, tuple[int, Callable[[], object]]] = {}  # calls for a version still to come

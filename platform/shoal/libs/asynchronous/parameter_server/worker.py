@@ -169,7 +169,10 @@ class ParameterServerSync(ControlledSync):
             gradients = [None if each is None else each / (self._weight or 1.0) for each in self._sums]
         self._begin_push(gradients, weight=self._weight, batch_s=self._computed_s / self._num_done)
         self._finish_push()
-        self._sums, self._num_done, self._weight, self._computed_s = [], 0, 0.0, 0.0
+        self._sums = []
+        self._num_done = 0
+        self._weight = 0.0
+        self._computed_s = 0.0
         return self._accumulate * self._steps
 
     def _add_to_sums(self, gradients: Sequence[Tensor | None], weight: float) -> None:
@@ -226,7 +229,9 @@ class ParameterServerSync(ControlledSync):
         self.waited_s += time.perf_counter() - began_s
         if answer is None:
             self._end_as_lost()
-        self._needed, self._clock, self._steps = answer.version, answer.clock, answer.steps
+        self._needed = answer.version
+        self._clock = answer.clock
+        self._steps = answer.steps
         self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
 
     def _load_servers(self, step: int) -> None:

@@ -131,7 +131,9 @@ def build_lineage(versions: Sequence[ModelVersion], endpoints: Endpoints, runs: 
         for alias in version.aliases:
             add("alias", alias, alias, "", f"models/{name}/{number}?alias={alias}", own)
     for each in served:
-        number, endpoint, word = each["version"], each["endpoint"], each["word"]
+        number = each["version"]
+        endpoint = each["endpoint"]
+        word = each["word"]
         by_alias = f"alias {word}" in nodes and (f"version {number}", f"alias {word}") in edges
         before = f"alias {word}" if by_alias else f"version {number}" if f"version {number}" in nodes else ""
         place = add("endpoint", endpoint, endpoint, each["state"], f"endpoints/{endpoint}", before)

@@ -62,7 +62,9 @@ class SharedReading(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self.value, self.problem, self.read_at = self._read(), "", time.time()
+            self.value = self._read()
+            self.problem = ""
+            self.read_at = time.time()
         except ShoalError as error:
             self.problem = str(error)
         finally:

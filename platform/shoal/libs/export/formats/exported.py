@@ -243,7 +243,9 @@ class SizeLimits:
         sizes: Mapping[str, SizeRange] | None = None,
         rows: SizeRange = SizeRange(),  # noqa: B008 - immutable
     ) -> None:
-        self._dimensions, self._sizes, self.rows = dimensions, sizes or {}, rows
+        self._dimensions = dimensions
+        self._sizes = sizes or {}
+        self.rows = rows
 
     def check(self, inputs: Arrays) -> None:
         """Check a request's inputs, batch-first. Raises InferenceError (422)."""
@@ -270,7 +272,9 @@ class LimitedForward:
     """
 
     def __init__(self, forward: Forward, limits: SizeLimits, batch_dims: Mapping[str, int | None]) -> None:
-        self._forward, self.limits, self._batch_dims = forward, limits, batch_dims
+        self._forward = forward
+        self.limits = limits
+        self._batch_dims = batch_dims
 
     def __call__(self, inputs: Arrays) -> Arrays:
         limit = self.limits.rows

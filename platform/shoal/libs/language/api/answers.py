@@ -86,7 +86,9 @@ class TextAnswer:
             for token in tokens:
                 self.take(TokenEvent(0, 0, token, version=version, text=text.push(token)))
         self.spans = [[version, len(tokens)] for version, tokens in self.unsent]
-        self.unsent, self.pending, self.shown = [], [], []
+        self.unsent = []
+        self.pending = []
+        self.shown = []
 
 
 @dataclass

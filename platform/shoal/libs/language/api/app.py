@@ -68,7 +68,9 @@ class LanguageApp:
     """Answers stock clients of OpenAI and Anthropic."""
 
     def __init__(self, models: TextModels, access: AccessControl, limits: RequestLimits) -> None:
-        self._models, self._access, self._limits = models, access, limits
+        self._models = models
+        self._access = access
+        self._limits = limits
         self._in_progress = RequestsInProgress(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,7 +190,10 @@ class _Reply:
     """Writes one answer: JSON, a stream, or an error, in the form of the API that was called."""
 
     def __init__(self, send: Send, is_anthropic: bool, grace_s: float, replica: str) -> None:
-        self._send, self._is_anthropic, self._grace_s, self._replica = send, is_anthropic, grace_s, replica
+        self._send = send
+        self._is_anthropic = is_anthropic
+        self._grace_s = grace_s
+        self._replica = replica
         self._has_started, self.method = False, ""
         self.progress: RequestLifecycle | None = None
         self._headers: list[tuple[bytes, bytes]] = []

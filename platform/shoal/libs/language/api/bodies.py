@@ -12,7 +12,10 @@ from msgspec import Meta, Struct
 from shoal.errors import InferenceError, suggest
 
 T = TypeVar("T")
-MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_ANSWERS = 4096, 128, 128, 128
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_PROMPTS = 128
+MAX_ANSWERS = 128
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Token = Annotated[int, Meta(ge=0, lt=2**31)]

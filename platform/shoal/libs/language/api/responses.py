@@ -64,7 +64,9 @@ async def write_response(answers: Answers) -> dict[str, Any]:
 
 async def stream_response(answers: Answers) -> AsyncGenerator[bytes, None]:
     """response.created to response.completed, or response.incomplete."""
-    number, head, item_id = -1, make_id("resp_"), make_id("msg_")
+    number = -1
+    head = make_id("resp_")
+    item_id = make_id("msg_")
     part = {"item_id": item_id, "output_index": 0, "content_index": 0}
 
     def write(kind: str, **more: object) -> bytes:

@@ -19,7 +19,10 @@ from shoal.errors import InferenceError, suggest
 from shoal.libs.language.api.bodies import require
 
 Choice = Literal["none", "auto", "required"]
-_HERMES, _HERMES_END, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
+_HERMES = "<tool_call>"
+_HERMES_END = "</tool_call>"
+_MISTRAL = "[TOOL_CALLS]"
+_PYTHON = "<|python_tag|>"
 _SEPARATORS = re.compile(r"[\s,;\[\]]*")
 
 
@@ -123,7 +126,9 @@ class ToolCallReader:
             self._is_call = not self._has_text and begin.startswith((_PYTHON, "{"))
             if self._is_call or (not self._has_text and _PYTHON.startswith(begin)):
                 return ""
-            self._has_text, text, self._retained = True, self._retained, ""
+            self._has_text = True
+            text = self._retained
+            self._retained = ""
             return text
         mark_at = self._retained.find(self._mark)
         self._is_call = mark_at >= 0

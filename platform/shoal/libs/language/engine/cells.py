@@ -164,7 +164,9 @@ class Work:
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """All rows at once, over the first slots; a slot without a row attends to its first cell, for nothing."""
-        top, rows, span = self._top, self.slots[: self.num_rows], self._span
+        top = self._top
+        rows = self.slots[: self.num_rows]
+        span = self._span
         if (mask := self._masks.get((-1, window))) is None:
             at = torch.zeros(top, dtype=torch.int64, device=rows.device)
             at[rows] = self.positions[: self.num_rows]

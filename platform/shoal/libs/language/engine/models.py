@@ -20,7 +20,10 @@ from shoal.libs.language.engine.cells import ACTIVE, CacheCells, TokenSegment, W
 
 ATTENTION = "shoal_slots"  # its name among transformers' attention functions
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the greatest logit; others 5%
-_FEW, _ROWS, _LARGE = 8, 16, 16_000_000  # rows, rows, and parameters that no cache holds
+# rows, rows, and parameters that no cache holds
+_FEW = 8
+_ROWS = 16
+_LARGE = 16_000_000
 _REFUSED_ROPE = ("dynamic", "longrope")  # a cell's key would depend on tokens that follow
 
 
@@ -35,7 +38,9 @@ class CausalModel:
         self, module: nn.Module, head: object, num_tokens: int, context: int | None, heads: list[int | None]
     ) -> None:
         self.head, self.heads = head, heads
-        self.module, self.num_tokens, self.context = module.eval().requires_grad_(False), num_tokens, context
+        self.module = module.eval().requires_grad_(False)
+        self.num_tokens = num_tokens
+        self.context = context
         self.device = next(module.parameters()).device
         self._is_large = self.device.type == "cpu" and sum(each.numel() for each in module.parameters()) > _LARGE
 
@@ -90,7 +95,9 @@ class CausalModel:
         """Compare chunks and rows over cells with the network's own forward. Raises ConfigError."""
         num = min(12, self.context or 12)
         ids = torch.arange(num, device=self.device) * 7 % self.num_tokens
-        cells, at, computed = CacheCells(2, num), 0, []
+        cells = CacheCells(2, num)
+        at = 0
+        computed = []
         for size in (num // 2, num - num // 2 - 1, 1):
             segment = TokenSegment(1, at, ids[at : at + size].tolist(), True)
             work = Work(cells, [segment], self.device)

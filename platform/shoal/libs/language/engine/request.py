@@ -15,7 +15,11 @@ Swap = Literal["continue", "finish", "refuse"]
 GrammarKind = Literal["json_schema", "regex", "lark", "choice"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "swapped", "error"]
 
-MAX_STOPS, MAX_STOP_CHARS, MAX_CHOICES, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 256, 128, 1024, 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_CHOICES = 128
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
 SWAPS = ("continue", "finish", "refuse")
 
 

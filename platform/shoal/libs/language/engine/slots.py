@@ -22,7 +22,9 @@ class SlotTable:
 
     def __init__(self, cells: CacheCells, num_answers: int, spare: int, chunk: int, deterministic: bool) -> None:
         self.num_answers, self._spare = num_answers, spare
-        self._cells, self._chunk, self._deterministic = cells, chunk, deterministic
+        self._cells = cells
+        self._chunk = chunk
+        self._deterministic = deterministic
         self._slots = [CacheSlot() for _ in range(num_answers + spare)]
         self._clock = itertools.count(1)
         self._num_fills = 0
@@ -64,7 +66,9 @@ class SlotTable:
         if answer.fill == slot:
             assert answer.slot is not None
             self._free(answer.slot)
-            answer.slot, answer.fill, answer.weights = slot, None, self._slots[slot].weights
+            answer.slot = slot
+            answer.fill = None
+            answer.weights = self._slots[slot].weights
             self._num_fills -= 1
 
     def release(self, answer: AnswerState) -> None:
@@ -126,7 +130,9 @@ class SlotTable:
                 assert source.owner is not None
                 answer.source, answer.num_shared = (number, source.owner), num_shared
         slot = self._slots[taken]
-        slot.owner, slot.weights, slot.used_at = answer, weights, next(self._clock)
+        slot.owner = answer
+        slot.weights = weights
+        slot.used_at = next(self._clock)
         return taken
 
     def _find_prefix(self, answer: AnswerState, weights: Weights) -> tuple[int, int]:

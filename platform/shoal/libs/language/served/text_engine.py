@@ -81,7 +81,9 @@ class TextEngine:
         weight: float | None = None,
     ) -> None:
         self.track, self.is_retired = track, False
-        self._served, self._preparation, self._statistics = served, preparation, statistics
+        self._served = served
+        self._preparation = preparation
+        self._statistics = statistics
         self._loaded: LoadedModel | None = None  # that the engine computes with
         self._tokenizer: object = None
         self._adapters: dict[str, RegisteredAdapter] = {}  # in the engine, beside its base; the last used one last

@@ -37,7 +37,9 @@ class ServedTexts:
     """Implements `TextModels`."""
 
     def __init__(self, manager: ModelManager) -> None:
-        self._manager, self._preparation, self.replica = manager, VersionPreparation(), manager.replica
+        self._manager = manager
+        self._preparation = VersionPreparation()
+        self.replica = manager.replica
         manager.prepare_with(self._preparation.prepare)
 
     def list(self, caller: Caller) -> list[TextModel]:

@@ -42,7 +42,9 @@ class MemberDropout(nn.Module):
 
     def __init__(self, p: float, mask_dims: int | None, source: DropoutSource) -> None:
         super().__init__()
-        self.p, self.mask_dims, self.source = p, mask_dims, source
+        self.p = p
+        self.mask_dims = mask_dims
+        self.source = source
 
     def forward(self, activations: Tensor) -> Tensor:
         if not self.training or self.p == 0:

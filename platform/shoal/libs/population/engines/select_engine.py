@@ -113,7 +113,9 @@ class _Trial:
         device = self.chunk.rows.weights.device
         read_s = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
         size = math.ceil(mean)
-        chunk, batch, times = self.copy_chunk(size), self.batch.narrow(0, size), list[float]()
+        chunk = self.copy_chunk(size)
+        batch = self.batch.narrow(0, size)
+        times = list[float]()
         engine.compute_gradients(chunk, batch)
         while len(times) < NUM_TIMED and sum(times) < PATIENCE_S:
             _synchronize(device)

@@ -65,7 +65,11 @@ class Evolution(ABC):
     ) -> None:
         if num_rounds < 1:
             raise ConfigError("rounds", num_rounds, "must be at least 1")
-        self.spec, self.space, self.num_members, self.num_rounds, self.seed = spec, space, num_members, num_rounds, seed
+        self.spec = spec
+        self.space = space
+        self.num_members = num_members
+        self.num_rounds = num_rounds
+        self.seed = seed
         self._stopped: set[int] = set()
         self._set_up()
 

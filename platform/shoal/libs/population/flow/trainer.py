@@ -51,7 +51,9 @@ class PopulationTrainer(PopulationRun[PopulationSpec]):
         make_members: Callable[[Values], RayMembers] | None = None,
     ) -> None:
         super().__init__(spec, folder, log)
-        self.task, self.data, self.device = task, data, device
+        self.task = task
+        self.data = data
+        self.device = device
         seed_everything(spec.seed)
         self.population: Population | RayMembers = (
             build_population(spec, task, device, self.state.values)

@@ -110,7 +110,9 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
         starts = [member.loop.gateway.stats()["steps"] for member in self.members]
         for member in self.members:
             member.begin_round(spec.steps_per_round, spec.min_episodes)
-        began_s, recorded_s, waiting = time.monotonic(), 0.0, list(self.members)
+        began_s = time.monotonic()
+        recorded_s = 0.0
+        waiting = list(self.members)
         while waiting:
             waiting = [member for member in waiting if not member.poll()]
             if time.monotonic() >= recorded_s + RECORD_S or not waiting:

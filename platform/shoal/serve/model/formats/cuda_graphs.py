@@ -62,7 +62,9 @@ class _Slot:
     """Parameters, and the graphs that read them."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], pool: Any) -> None:
-        self._module, self._call, self._pool = module, call, pool
+        self._module = module
+        self._call = call
+        self._pool = pool
         self._graphs: dict[Hashable, _Graph] = {}
         self._lock = threading.Lock()  # the buffers are for one batch at a time
 

@@ -235,7 +235,9 @@ class _Generator:
         return f"factor{i}, offset{i}" if self.blocks[i].norm else "nullptr, nullptr"
 
     def _emit_operation(self, i: int, block: LaneBlock, is_training: bool) -> list[str]:
-        operation, y, out = block.operation, self._middle(i, is_training), self._at(f"x{i + 1}", is_training)
+        operation = block.operation
+        y = self._middle(i, is_training)
+        out = self._at(f"x{i + 1}", is_training)
         if isinstance(operation, PoolLayer):
             if _has_strips(block):
                 return []

@@ -216,7 +216,9 @@ class _Blocks(torch.autograd.Function):
         for start in range(0, k, network.num_lanes):
             ctx.spaces.append(network.take_space(batch))
             call.run("train_forward", start, min(network.num_lanes, k - start), ctx.spaces[-1])
-        ctx.network, ctx.is_own, ctx.slots = network, is_own, slots
+        ctx.network = network
+        ctx.is_own = is_own
+        ctx.slots = slots
         ctx.save_for_backward(inputs, *tensors)
         return features
 

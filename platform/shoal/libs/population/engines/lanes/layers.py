@@ -53,7 +53,9 @@ class ConvLayer:
             raise ValueError(f"pads by {module.padding_mode}")
         if module.in_channels != shape[0]:
             raise ValueError(f"expects {module.in_channels} channels, and gets {shape[0]}")
-        kernel, stride, padding = _pair(module.kernel_size), _pair(module.stride), module.padding
+        kernel = _pair(module.kernel_size)
+        stride = _pair(module.stride)
+        padding = module.padding
         if padding == "same":
             if kernel[0] % 2 == 0 or kernel[1] % 2 == 0:
                 raise ValueError("pads an even kernel to the same size")
@@ -90,7 +92,9 @@ class PoolLayer:
         counts_padding: bool = True,
     ) -> Self:
         _require_image(shape)
-        sides, steps, pads = _pair(kernel), _pair(stride or kernel), _pair(padding)
+        sides = _pair(kernel)
+        steps = _pair(stride or kernel)
+        pads = _pair(padding)
         if is_ceil:
             raise ValueError("rounds its size up (ceil_mode)")
         if _pair(dilation) != (1, 1):
