@@ -12,9 +12,10 @@ from rl_setting import EXPERIENCE, random_batch, segment
 from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithm_config import ImpalaConfig
+from shoal.rl.algorithms.actor_critic import Losses, compute_losses, estimate_targets
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
-from shoal.rl.algorithms.impala import Impala, impala_loss
-from shoal.rl.algorithms.segments import SegmentBatch, build_batch
+from shoal.rl.algorithms.impala import Impala
+from shoal.rl.algorithms.segments import SegmentBatch, build_batch, make_grid
 from shoal.rl.algorithms.vtrace import vtrace
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.spec import RLSpec
@@ -45,6 +46,14 @@ def draw_batch(seed: int, lengths: list[int]) -> tuple[SegmentBatch, dict[str, A
     names = ("observations", "actions", "rewards", "log_probabilities", "lengths", "terminated")
     arrays = {name: drawn[name] for name in names}
     return build_batch(**arrays), arrays
+
+
+def impala_loss(
+    logits: torch.Tensor, values: torch.Tensor, batch: SegmentBatch, config: ImpalaConfig, model: Categorical
+) -> Losses:
+    """Of a whole batch, of the outputs for every observation."""
+    targets, rows = estimate_targets(logits, values, batch, config, model, Impala.trace), make_grid(batch.lengths_B)[0]
+    return compute_losses(logits[rows], values[rows], batch.actions, targets, config, model, Impala.gain)
 
 
 def oracle_loss(logits, values, arrays, config):
@@ -79,7 +88,7 @@ def oracle_loss(logits, values, arrays, config):
     log_pi = log_policy[np.arange(len(targets)), arrays["actions"]]
     ratios = np.exp(log_pi - arrays["log_probabilities"])
     is_clipped = np.where(advantages > 0, ratios > 1 + config.clip, ratios < 1 - config.clip)
-    policy = -(advantages * ~is_clipped * log_pi).mean()
+    policy = -(advantages * ~is_clipped * np.log(ratios)).mean()
     value = 0.5 * ((targets - values[step_rows]) ** 2).mean()
     entropy = -(np.exp(log_policy) * log_policy).sum(-1).mean()
     return policy + config.value_cost * value - config.entropy_cost * entropy, policy, value, entropy

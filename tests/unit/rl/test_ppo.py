@@ -12,8 +12,9 @@ from rl_setting import EXPERIENCE, random_batch
 from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithm_config import PPOConfig
+from shoal.rl.algorithms.actor_critic import StepTargets, compute_losses
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
-from shoal.rl.algorithms.ppo import PPOTargets, ppo_loss
+from shoal.rl.algorithms.ppo import PPO
 from shoal.rl.algorithms.segments import compute_moments, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.rl.learner_group import BatchShare, LearnerGroup
@@ -58,10 +59,9 @@ def test_advantages_and_targets_are_those_of_the_equations(lengths: list[int], n
     ppo, batch = make_ppo(normalize_advantages=normalize), random_batch(3, lengths)
     with torch.no_grad():
         values = ppo.model(to_tensors(batch).observations)[1].double().numpy()
-    rows, targets = ppo._prepare(to_tensors(batch))
+    targets = ppo.prepare(to_tensors(batch))
     for mine, theirs in zip(targets, oracle_targets(values, batch, ppo._config), strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
-    assert len(rows) == sum(lengths)
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.2])
@@ -76,8 +76,9 @@ def test_the_loss_is_that_of_the_equation(clip: float) -> None:
     weights = np.minimum(1, config.rho_bar / ratios)
     policy, value = -(weights * gains).mean(), 0.5 * ((values - targets[2]) ** 2).mean()
     entropy = -(np.exp(log_policy) * log_policy).sum(-1).mean()
-    tensors = PPOTargets(*map(torch.tensor, targets))
-    found = ppo_loss(torch.tensor(logits), torch.tensor(values), torch.tensor(actions), tensors, config, Categorical())
+    tensors = StepTargets(*map(torch.tensor, targets))
+    given = [torch.tensor(each) for each in (logits, values, actions)]
+    found = compute_losses(*given, tensors, config, Categorical(), PPO.gain)
     expected = [policy + config.value_cost * value - config.entropy_cost * entropy, policy, value, entropy]
     np.testing.assert_allclose([float(each) for each in found[:4]], expected, rtol=1e-9)
     assert float(found.clip_fraction) == pytest.approx((np.abs(ratios - 1) > clip).mean())

@@ -1,23 +1,29 @@
-"""What IMPALA and PPO have in common: the model, its optimizer, their state, and the step on the gradients of a loss.
+"""What IMPALA and PPO have in common: targets of a batch, loss of a minibatch, the model, its optimizer, their state.
 
-Legend: N steps, S segments laid end to end.
+Both learn from each batch several times, within a trust region around the policies that have acted, which may be of
+older weights. They differ in how they estimate advantages (`trace`) and in what the policy maximises (`gain`). Knows no
+clock, run or Ray. Legend: N steps, S segments laid end to end; T steps of the longest of B segments; `mask` is 1 on
+real steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian, mask_logits
 from shoal.models.recurrent_actor_critic import AnyActorCritic
 from shoal.rl.algorithm_config import AlgorithmConfig, ImpalaConfig, PPOConfig
 from shoal.rl.algorithms.algorithm import (
     Algorithm,
+    Metrics,
     NonFiniteLoss,
     build_model,
     find_device,
@@ -25,9 +31,21 @@ from shoal.rl.algorithms.algorithm import (
     set_learning_rate,
 )
 from shoal.rl.algorithms.normalization import Normalizer, TargetMoments
-from shoal.rl.algorithms.segments import MOMENTS, compute_log_pi, compute_log_ratios, explain_variance, to_tensors
+from shoal.rl.algorithms.segments import (
+    MOMENTS,
+    SegmentBatch,
+    compute_log_pi,
+    compute_log_ratios,
+    compute_moments,
+    evaluate_rows,
+    explain_variance,
+    get_discounts,
+    make_grid,
+    to_tensors,
+)
+from shoal.rl.algorithms.vtrace import VTrace
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import LearnerGroup
+from shoal.rl.learner_group import SINGLE, LearnerGroup, standardize
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec, Segment
 
@@ -49,10 +67,78 @@ class Losses(NamedTuple):
     moments: Tensor
 
 
-class ActorCriticAlgorithm(Algorithm):
-    """A policy and its values, trained together by Adam."""
+class StepTargets(NamedTuple):
+    """Of each step: log μ(a|x) of the policy μ that has acted; by the weights before the batch, advantages and value
+    targets; all [N]."""
 
-    adam_epsilon: ClassVar[float] = 1e-8
+    log_probabilities: Tensor
+    advantages: Tensor
+    values: Tensor
+
+    def select(self, chosen: Tensor) -> StepTargets:
+        """Select those of some steps."""
+        return StepTargets(*(each[chosen] for each in self))
+
+
+@torch.no_grad()
+def estimate_targets(
+    outputs: Tensor,  # of the distribution, [N+S, ...], as `values` [N+S] for every observation
+    values: Tensor,
+    batch: SegmentBatch,
+    config: Any,
+    distribution: Categorical | MultiCategorical | SquashedGaussian,
+    trace: Callable[..., VTrace],
+    group: LearnerGroup = SINGLE,
+    scale: float = 1.0,
+) -> StepTargets:
+    """The targets of a batch, or of a share of one of a `group` of learners. trace: of `ActorCriticAlgorithm`"""
+    grid = make_grid(batch.lengths_B)
+    log_pi, _ = distribution.evaluate(outputs[grid.step_rows], batch.actions)
+    discounts = get_discounts(batch, config.discount)
+    log_rhos = log_pi - batch.log_probabilities
+    per_step = torch.stack([log_rhos, discounts, batch.rewards, torch.ones_like(batch.rewards)])
+    log_rhos_TB, discounts_TB, rewards_TB, mask_TB = grid.spread(per_step)
+    traced = trace(log_rhos_TB, discounts_TB, rewards_TB, grid.spread_rows(values), mask_TB, config)
+    advantages = grid.collect(traced.advantages_TB)
+    advantages = standardize(advantages, group) if config.normalize_advantages else advantages / scale
+    return StepTargets(batch.log_probabilities, advantages, grid.collect(traced.targets_TB))
+
+
+def compute_losses(
+    outputs: Tensor,  # of the distribution, [N, ...], differentiable as `values` [N]
+    values: Tensor,
+    actions: Tensor,
+    targets: StepTargets,
+    config: Any,
+    distribution: Categorical | MultiCategorical | SquashedGaussian,
+    gain: Callable[..., Tensor],
+    num_steps: int | None = None,
+    scale: float = 1.0,
+) -> Losses:
+    """The mean gain, negative, half the mean squared error to the value targets, and the entropy bonus.
+
+    num_steps: of all learners, where others have the other steps of the minibatch; gain: of `ActorCriticAlgorithm`
+    """
+    num_steps = num_steps or len(values)
+    log_pi, entropies = distribution.evaluate(outputs, actions)
+    entropy = entropies.sum() / num_steps
+    log_ratios = log_pi - targets.log_probabilities
+    policy_loss = -gain(log_ratios, targets.advantages, config).sum() / num_steps
+    value_loss = 0.5 * ((values - targets.values) / scale).square().sum() / num_steps
+    total = policy_loss + config.value_cost * value_loss - config.entropy_cost * entropy
+    with torch.no_grad():
+        ratios = log_ratios.exp()
+        clip_fraction = ((ratios - 1).abs() > config.clip).sum() / num_steps
+        clipped_rhos = (ratios > config.rho_bar).sum() / num_steps
+        kl = (ratios - 1 - log_ratios).sum() / num_steps
+    moments = compute_moments(values, targets.values, num_steps)
+    return Losses(total, policy_loss, value_loss, entropy, clip_fraction, clipped_rhos, kl, moments)
+
+
+class ActorCriticAlgorithm(Algorithm):
+    """A policy and its values, trained together by Adam: `epochs` times over the steps of each batch, in minibatches at
+    random: of steps, or of whole segments where the policy is recurrent."""
+
     _config: ImpalaConfig | PPOConfig
     _loss_config: ImpalaConfig | PPOConfig  # with the present weight of the entropy
 
@@ -65,7 +151,86 @@ class ActorCriticAlgorithm(Algorithm):
         self._parameters = list(self.model.parameters())
         self._targets, self._num_learnt = TargetMoments(), 0
         rate = self._config.learning_rate
-        self._optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=self.adam_epsilon, fused=True)
+        self._optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=1e-5, fused=True)
+
+    @staticmethod
+    @abstractmethod
+    def trace(
+        log_rhos_TB: Tensor,  # log π(a|x) - log μ(a|x)
+        discounts_TB: Tensor,  # γ; 0 on the step that terminated the episode
+        rewards_TB: Tensor,
+        values_T1B: Tensor,
+        mask_TB: Tensor,
+        config: Any,
+    ) -> VTrace:
+        """Value targets and advantages."""
+
+    @staticmethod
+    @abstractmethod
+    def gain(log_ratios: Tensor, advantages: Tensor, config: Any) -> Tensor:
+        """What the policy maximises, of each step [N]; differentiable in log_ratios, log π / μ."""
+
+    def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
+        tensors = to_tensors(batch, self.device)
+        targets = self.prepare(tensors, self.group)
+        positions, num_steps = self.group.locate(batch)
+        self.count_learnt(num_steps)
+        if tensors.states is not None:
+            for is_mine, num_steps in self.draw_segments(batch):
+                yield self._step_on_segments(batch, is_mine, targets, num_steps)
+            return
+        step_rows = make_grid(tensors.lengths_B).step_rows
+        index_of_position = torch.full((num_steps,), -1).index_copy_(0, positions, torch.arange(len(positions)))
+        for _ in range(self.count_epochs(num_steps)):
+            for minibatch in torch.randperm(num_steps).tensor_split(self.count_minibatches(num_steps)):
+                mine = index_of_position[minibatch]  # -1: another learner has the step
+                chosen = mine[mine >= 0].to(self.device)
+                rows = step_rows[chosen]
+                outputs, values = self.model(tensors.observations[rows])
+                outputs = mask_logits(outputs, None if tensors.masks is None else tensors.masks[rows])
+                losses = self._compute_losses(
+                    outputs, values, tensors.actions[chosen], targets.select(chosen), len(minibatch)
+                )
+                yield self.take_step(self.compute_gradients(losses, len(chosen), len(minibatch), self.group))
+
+    def is_usable(self, segment: ExperienceBatch) -> bool:
+        tensors = to_tensors(segment, self.device)
+        step_rows = make_grid(tensors.lengths_B).step_rows
+        outputs, values = (each[step_rows] for each in evaluate_rows(self.model, tensors))
+        losses = self._compute_losses(outputs, values, tensors.actions, self.prepare(tensors), len(step_rows))
+        return not find_non_finite(self.compute_gradients(losses, len(step_rows), len(step_rows), SINGLE))
+
+    def prepare(self, batch: SegmentBatch, group: LearnerGroup = SINGLE) -> StepTargets:
+        """The targets of a batch by the present weights."""
+        with torch.no_grad():
+            outputs, values = evaluate_rows(self.model, batch)
+        distribution, scale = self.model.distribution, self.value_scale
+        return estimate_targets(outputs, values, batch, self._config, distribution, self.trace, group, scale)
+
+    def _compute_losses(
+        self, outputs: Tensor, values: Tensor, actions: Tensor, targets: StepTargets, num_steps: int
+    ) -> Losses:
+        """Of some of the `num_steps` of a minibatch, of which the other learners have the others."""
+        distribution, scale = self.model.distribution, self.value_scale
+        return compute_losses(
+            outputs, values, actions, targets, self._loss_config, distribution, self.gain, num_steps, scale
+        )
+
+    def _step_on_segments(
+        self, batch: ExperienceBatch, is_mine: np.ndarray, targets: StepTargets, num_steps: int
+    ) -> Metrics:
+        """A step on a minibatch of `num_steps`, of which this learner has the segments where `is_mine` (bool [s]) is
+        true: perhaps none, and then its gradients are 0. Each is unrolled from its stored state."""
+        unrolled = is_mine if is_mine.any() else np.arange(len(is_mine)) == 0
+        selected = to_tensors(batch.select(unrolled), self.device)
+        rows = make_grid(selected.lengths_B).step_rows
+        outputs, values = (each[rows] for each in evaluate_rows(self.model, selected))
+        chosen = torch.from_numpy(np.flatnonzero(np.repeat(is_mine, batch.lengths))).to(self.device)
+        mine = slice(len(chosen))
+        losses = self._compute_losses(
+            outputs[mine], values[mine], selected.actions[mine], targets.select(chosen), num_steps
+        )
+        return self.take_step(self.compute_gradients(losses, len(chosen), num_steps, self.group))
 
     def compute_gradients(self, losses: Losses, num_mine: int, num_steps: int, group: LearnerGroup) -> dict[str, float]:
         """Store the clipped gradients of a loss over `num_mine` steps in the model; returns a step's metrics.
