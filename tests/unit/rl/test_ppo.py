@@ -59,7 +59,7 @@ def test_advantages_and_targets_are_those_of_the_equations(lengths: list[int], n
     ppo, batch = make_ppo(normalize_advantages=normalize), random_batch(3, lengths)
     with torch.no_grad():
         values = ppo.model(to_tensors(batch).observations)[1].double().numpy()
-    targets = ppo.prepare(to_tensors(batch))
+    targets = ppo.compute_targets(to_tensors(batch))
     for mine, theirs in zip(targets, oracle_targets(values, batch, ppo._config), strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs, **TOLERANCE)
 

@@ -172,7 +172,7 @@ class ActorCriticAlgorithm(Algorithm):
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         tensors = to_tensors(batch, self.device)
-        targets = self.prepare(tensors, self.group)
+        targets = self.compute_targets(tensors, self.group)
         positions, num_steps = self.group.locate(batch)
         self.count_learnt(num_steps)
         if tensors.states is not None:
@@ -197,10 +197,10 @@ class ActorCriticAlgorithm(Algorithm):
         tensors = to_tensors(segment, self.device)
         step_rows = make_grid(tensors.lengths_B).step_rows
         outputs, values = (each[step_rows] for each in evaluate_rows(self.model, tensors))
-        losses = self._compute_losses(outputs, values, tensors.actions, self.prepare(tensors), len(step_rows))
+        losses = self._compute_losses(outputs, values, tensors.actions, self.compute_targets(tensors), len(step_rows))
         return not find_non_finite(self.compute_gradients(losses, len(step_rows), len(step_rows), SINGLE))
 
-    def prepare(self, batch: SegmentBatch, group: LearnerGroup = SINGLE) -> StepTargets:
+    def compute_targets(self, batch: SegmentBatch, group: LearnerGroup = SINGLE) -> StepTargets:
         """The targets of a batch by the present weights."""
         with torch.no_grad():
             outputs, values = evaluate_rows(self.model, batch)
