@@ -120,8 +120,8 @@ class ActorCriticConfig(AlgorithmConfig):
     entropy_half_steps: environment steps after which that has fallen to a half; it goes on as 1 / (1 + steps / these)
     rho_bar:         the most that a step counts, by π / μ, which experience of older weights may have far from 1
     max_grad_norm:   of the loss's gradient
-    normalize_advantages: to mean 0 and standard deviation 1 in each batch, of impala in each minibatch; otherwise
-                     they are in units of the deviation of the value targets
+    normalize_advantages: to mean 0 and standard deviation 1 in each batch; otherwise they are in units of the deviation
+                     of the value targets
     synchronous:     actors pause while the learner updates: every step is of the newest weights
     """
 
