@@ -4,6 +4,7 @@ from shoal.wire.experience_spec import ExperienceSpec, ExtraSpec, PolicySpec, Sp
 from shoal.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
+    ActionsMessage,
     Bye,
     Credit,
     EpisodeSummary,
@@ -20,12 +21,14 @@ from shoal.wire.messages import (
     Welcome,
     decode,
     encode,
+    to_message,
 )
 from shoal.wire.segment import DropReason, PackedSegment, Segment, pack_segment, unpack_segment
 
 __all__ = [
     "PROTOCOL_VERSION",
     "Ack",
+    "ActionsMessage",
     "Bye",
     "Credit",
     "DropReason",
@@ -51,5 +54,6 @@ __all__ = [
     "decode",
     "encode",
     "pack_segment",
+    "to_message",
     "unpack_segment",
 ]

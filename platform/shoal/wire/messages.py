@@ -331,7 +331,7 @@ def decode(frames: Sequence[bytes], limits: MessageLimits) -> Message:
     return message
 
 
-def convert(header: Mapping[str, Any], frames: Sequence[bytes], limits: MessageLimits) -> Message | None:
+def to_message(header: Mapping[str, Any], frames: Sequence[bytes], limits: MessageLimits) -> Message | None:
     """The message of a header that was read from JSON, and of the frames after it; None for one that `decode` would not
     take as msgpack."""
     try:

@@ -58,7 +58,7 @@ def register(observed: Any, acted: Any, has_masks: bool, *overrides: str, member
         torch.nn.init.normal_(each, std=0.3)
     weights = {name: each.detach().numpy() for name, each in model.state_dict().items()}
     normalizer = Normalizer(spec, experience)
-    for seen in normalizer._moments.values():
+    if (seen := normalizer._moments.get("observations")) is not None:
         seen.add(np.random.default_rng(0).normal(5, 3, (100, 5)))
     snapshot = WeightSnapshot.of(1, normalizer.fold(weights))
     experience = msgspec.structs.replace(experience, policy=msgspec.structs.replace(experience.policy, graph=graph))

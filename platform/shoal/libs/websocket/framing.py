@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from shoal.errors import ProtocolViolation
-from shoal.wire import Message, MessageLimits, decode, encode
+from shoal.wire import ActionsMessage, Message, MessageLimits, decode, encode, to_message
 from shoal.wire.experience_spec import DTYPES, TensorSpec
-from shoal.wire.messages import ActionsMessage, convert
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 4 * 1024 * 1024  # of JSON: numbers that are read from it take up to 30 times the memory of its text
@@ -45,7 +44,7 @@ class Dialect(Enum):
 def read_message(header: bytes | dict[str, Any], frames: Sequence[bytes], limits: MessageLimits) -> Message:
     """The message with this header, of msgpack or read from JSON. Raises ProtocolViolation."""
     if isinstance(header, dict):
-        if (message := convert(header, frames, limits)) is not None:
+        if (message := to_message(header, frames, limits)) is not None:
             return message
         header = _attempt(lambda: msgspec.msgpack.encode(header), "the header cannot be read")
     return decode([header, *frames], limits)
