@@ -154,7 +154,7 @@ def latency_ratio(stable: ForwardMedians, candidate: ForwardMedians) -> float | 
     return weighted / weights if weights else None
 
 
-class CanaryCounts(NamedTuple):
+class OutcomeCounts(NamedTuple):
     """The counts of one version; requests that fail on both versions are in neither of the first two."""
 
     requests: int = 0
@@ -163,7 +163,7 @@ class CanaryCounts(NamedTuple):
     disagreed: int = 0
 
 
-CanaryCounts = tuple[CanaryCounts, CanaryCounts]  # the candidate's, the stable version's
+CanaryCounts = tuple[OutcomeCounts, OutcomeCounts]  # the candidate's, the stable version's
 
 
 class EvidenceCollector:
@@ -203,17 +203,17 @@ class EvidenceCollector:
             stable_errors=stable.errors,
         )
 
-    def _sum_since_opening(self, side: int) -> CanaryCounts:
+    def _sum_since_opening(self, side: int) -> OutcomeCounts:
         since = [
             [now - before for now, before in zip(counts[side], self._before[replica][side], strict=True)]
             for replica, counts in self._now.items()
         ]
-        return CanaryCounts(*map(sum, zip(*since, strict=True)))
+        return OutcomeCounts(*map(sum, zip(*since, strict=True)))
 
 
-def _count_version(report: ModelReport, version: int) -> CanaryCounts:
+def _count_version(report: ModelReport, version: int) -> OutcomeCounts:
     counts = report.counts.versions.get(version) if report.counts is not None else None
     if counts is None:
-        return CanaryCounts()
+        return OutcomeCounts()
     excused = counts.failed_on_both
-    return CanaryCounts(counts.requests - excused, counts.errors - excused, counts.compared, counts.disagreed)
+    return OutcomeCounts(counts.requests - excused, counts.errors - excused, counts.compared, counts.disagreed)
