@@ -138,8 +138,8 @@ class SACConfig(AlgorithmConfig):
     updates_per_step:    steps of the optimizers for each environment step inserted
     learning_starts:     environment steps to insert before the first step of the optimizers, also after a resume
     initial_temperature: α at first, beside normalised rewards, for a nat
-    noise_steps:         environment steps over which the slowest part of the exploration's noise goes on; other parts
-                         do so a quarter and a sixteenth as long, and one is new at each step, as all are with 0
+    noise_steps:         time constant of the slowest part of the exploration noise, environment steps; other parts have
+                         a quarter and a sixteenth of it, and one is white; 0: all are
     target_entropy:      H̄ in nats, of the action scaled to [-1, 1]; default: -1 for each number of an action
     replay_mb:           MiB of the replay; what is older is overwritten
     replay_on_disk:      in files of the run's folder, so that a resumed run goes on with it
