@@ -30,7 +30,13 @@ def main(arguments: list[str]) -> int:
     try:
         spec = spec_from_overrides(arguments)
         if not spec.has_replicas:
-            _require_num_workers(last_override(arguments, "workers"))
+            workers = last_override(arguments, "workers")
+            size = os.environ.get("WORLD_SIZE", "1")
+            if workers not in ("", size):
+                remedy = f"start them with torchrun --nproc-per-node {workers}, or let `shoal run` do it"
+                raise ConfigError(
+                    "workers", workers, f"here {'is one process' if size == '1' else f'are {size}'}", remedy
+                )
         outcome = fit_locally(spec, predicts=not spec.has_replicas, say=partial(print, flush=True))
     except ShoalError as error:
         # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.
@@ -61,14 +67,6 @@ def _format_resume_command(run_id: str, arguments: list[str]) -> str:
     program = ["python"] if size == "1" else ["torchrun", "--nproc-per-node", size]
     repeated = [each for each in arguments if not each.startswith("resume=")]
     return format_masked_command([*program, "-m", "shoal.train", f"resume={run_id}", *repeated])
-
-
-def _require_num_workers(workers: str) -> None:
-    """Raise ConfigError when the overrides ask for another number of processes than were started."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if workers not in ("", size):
-        remedy = f"start them with torchrun --nproc-per-node {workers}, or let `shoal run` do it"
-        raise ConfigError("workers", workers, f"here {'is one process' if size == '1' else f'are {size}'}", remedy)
 
 
 if __name__ == "__main__":

@@ -324,18 +324,15 @@ def unload_if_changed(reference: str) -> None:
     there = {**before, **{each: _texts[each] for each in _texts.keys() & {*now, *before}}}
     if any(now.get(each, there[each]) != there[each] for each in there if each != f"{path.stem}.py"):
         for each in {*now, *before}:
-            _unload_module(each)
+            # Unload the module of a file, also from a parent that stays: `from parent import
+            # module` takes its attribute.
+            _texts.pop(each, None)
+            name = each.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
+            if module is not None and parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
+                delattr(sys.modules[parent], child)
     if loaded is not None:
         del sys.modules[loaded.__name__]
-
-
-def _unload_module(file: str) -> None:
-    """Unload the module of a file, also from a parent that stays: `from parent import module` takes its attribute."""
-    _texts.pop(file, None)
-    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
-    if module is not None and parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
-        delattr(sys.modules[parent], child)
 
 
 def get_source(reference: str) -> str | None:

@@ -161,7 +161,25 @@ def status(address: str | None, as_json: bool) -> None:
     _show_cluster(console, cluster, offer)
     _show_jobs(console, jobs)
     _show_queue(console, running)
-    _show_runs(console, running)
+    console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
+    for each in list_endpoints():
+        if each.is_detached:
+            console.print(f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached")
+    for run in running:
+        console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
+        is_queued = run.read_queue_entry() is not None
+        if waiting := describe_wait(run.last_events(since_resumed=True)):
+            console.print("    waiting in the queue" if is_queued else f"    {waiting}")
+        for endpoint in run.endpoints():
+            console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
+        if counts := _read_counts(run):
+            drops = _format_counts(counts["drops"]) or "none"
+            console.print(f"    {counts['actors']:,} actors, {counts['steps']:,} steps, drops: {drops}")
+            if rejected := _format_counts(counts["rejected"]):
+                console.print(f"    rejected: {rejected}")
+        for actor_id, reason in read_run_quarantine(run.folder).items():
+            console.print(f"    in quarantine: {actor_id}, it {reason}")
+            console.print(f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}")
 
 
 def describe_status(cluster: ClusterHandle | None) -> dict[str, Any]:
@@ -258,25 +276,3 @@ def _show_queue(console: Console, running: list[Run]) -> None:
         facts = (entry["owner"], f"priority {entry['priority']}", format_needs(entry["needs"]), f"for {since}")
         console.print(f"  {entry['position']}  {run.id}  {'  '.join(facts)}")
         console.print(f"     {entry['reason']}")
-
-
-def _show_runs(console: Console, running: list[Run]) -> None:
-    console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
-    for each in list_endpoints():
-        if each.is_detached:
-            console.print(f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached")
-    for run in running:
-        console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
-        is_queued = run.read_queue_entry() is not None
-        if waiting := describe_wait(run.last_events(since_resumed=True)):
-            console.print("    waiting in the queue" if is_queued else f"    {waiting}")
-        for endpoint in run.endpoints():
-            console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
-        if counts := _read_counts(run):
-            drops = _format_counts(counts["drops"]) or "none"
-            console.print(f"    {counts['actors']:,} actors, {counts['steps']:,} steps, drops: {drops}")
-            if rejected := _format_counts(counts["rejected"]):
-                console.print(f"    rejected: {rejected}")
-        for actor_id, reason in read_run_quarantine(run.folder).items():
-            console.print(f"    in quarantine: {actor_id}, it {reason}")
-            console.print(f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}")

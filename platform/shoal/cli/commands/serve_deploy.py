@@ -150,18 +150,7 @@ def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Seque
     check(spec)
     _warn(*describe_other_packages(spec))
     cluster = _require_cluster(cluster)
-    _refuse_damaged(spec)
-    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
-    for each in others:
-        if each.name == spec.name and each.run_id in jobs:
-            raise describe_taken_name(spec.name, _read_owner(each))
-    if not others:  # else it may share their address; the job checks it too
-        check_address(spec)
-    return cluster
-
-
-def _refuse_damaged(spec: ServingSpec) -> None:
-    """Raise WeightsError for weights on this disk that a replica would refuse, before it starts."""
+    # Raise WeightsError for weights on this disk that a replica would refuse, before it starts.
     for model in spec.models:
         version = Registry().get(model)
         is_small = version.manifest.size_bytes <= MAX_BYTES and version.store.locate("") is not None
@@ -169,6 +158,13 @@ def _refuse_damaged(spec: ServingSpec) -> None:
             suspect = version.snapshot().find_not_finite()
             if problem := find_load_error(version, suspect, with_code=False):
                 raise WeightsError(f"{version.ref} cannot be served: {problem}")
+    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
+    for each in others:
+        if each.name == spec.name and each.run_id in jobs:
+            raise describe_taken_name(spec.name, _read_owner(each))
+    if not others:  # else it may share their address; the job checks it too
+        check_address(spec)
+    return cluster
 
 
 def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) -> None:

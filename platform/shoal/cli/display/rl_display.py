@@ -176,7 +176,11 @@ def _render_return(view: LoopView) -> RenderableType:
         return render_line(Text("returns  ", "dim"), each_return)
     mean = view.value(RETURN)
     target = view.target_return
-    low = _lowest_return(view)
+    # The start of the scale: 0 when the target is above it, or the lowest return seen if that is
+    # lower.
+    is_from_zero = view.target_return is None or view.target_return > 0
+    lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
+    low = lowest if math.isfinite(lowest) else 0.0
     cells: list[RenderableType] = []
     if target is not None:
         full = 1.0 if mean >= target else 0.0  # NaN before the first episode
@@ -210,10 +214,3 @@ def _list_indicators(view: LoopView) -> list[str | tuple[str, str]]:
             style = "bold yellow" if is_bad(value) else "bold"
             parts += [("  " * bool(parts) + f"{name} ", "dim"), (format_metric(metric, value), style)]
     return parts
-
-
-def _lowest_return(view: LoopView) -> float:
-    """The start of the scale: 0 when the target is above it, or the lowest return seen if that is lower."""
-    is_from_zero = view.target_return is None or view.target_return > 0
-    lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
-    return lowest if math.isfinite(lowest) else 0.0

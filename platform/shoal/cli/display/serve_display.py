@@ -150,21 +150,17 @@ def _render_versions(status: EndpointStatus) -> RenderableType:
             state = Text("cold", "blue") if is_cold else Text(model.state.lower(), "yellow")
             table.add_row(Text(model.name, "bold"), state)
         for index, version in enumerate(sorted(model.versions, key=_sort_key)):
-            table.add_row(Text(model.name, "bold") if index == 0 else "", *_make_version_cells(version))
+            track = Text.assemble(f"{version.version} ", (version.track or "loaded", _TRACKS.get(version.track, "dim")))
+            numbers = {name: Text(each(version)) for name, each in _NUMBERS.items()}
+            if version.errors:
+                numbers["errors"].style = "red"
+            table.add_row(Text(model.name, "bold") if index == 0 else "", track, *numbers.values())
     return table
 
 
 def _sort_key(version: VersionStatus) -> tuple[int, int]:
     tracks = [*_TRACKS, ""]
     return (tracks.index(version.track) if version.track in tracks else len(tracks), -version.version)
-
-
-def _make_version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
-    track = Text.assemble(f"{version.version} ", (version.track or "loaded", _TRACKS.get(version.track, "dim")))
-    numbers = {name: Text(each(version)) for name, each in _NUMBERS.items()}
-    if version.errors:
-        numbers["errors"].style = "red"
-    return track, *numbers.values()
 
 
 def _render_model(model: ModelStatus) -> RenderableType:

@@ -70,9 +70,6 @@ class _Panel:
         self._num_steps = max(1, episode.num_steps - 1)
         self._bars, self._has_probabilities = _find_bars(episode)
         self.height = 2 * LINE_HEIGHT + CURVE_HEIGHT + BAR_HEIGHT * (self._bars is not None) + 2 * MARGIN
-        self._still = self._draw_still()
-
-    def _draw_still(self) -> Image.Image:
         still = Image.new("RGB", (WIDTH, self.height), PAPER)
         draw, top = ImageDraw.Draw(still), MARGIN + 2 * LINE_HEIGHT
         draw.text((MARGIN, 2), self._episode.title, INK, self._font)
@@ -82,7 +79,7 @@ class _Panel:
             _draw_line(draw, rewards, top, REWARD)
         if self._episode.values is not None:
             _draw_line(draw, self._episode.values, top, VALUE, width=2, least=MIN_SPAN)
-        return still
+        self._still = still
 
     def draw(self, picture: Image.Image, step: int, top: int, *, is_last: bool) -> None:
         episode = self._episode

@@ -97,64 +97,55 @@ def run_trials(setting: TrialSetting, planned: Sequence[PlannedTrial], log: Tria
     before: the record of an interrupted sweep that goes on
     """
     with RunAdmission(setting.sweep_id, setting.spec.queued.priority) as admission, set_environment(_SETTINGS):
-        _run_trials(setting, planned, log, before, admission)
-
-
-def _run_trials(
-    setting: TrialSetting, planned: Sequence[PlannedTrial], log: TrialLog, before: Run | None, admission: RunAdmission
-) -> None:
-    spec, checked = setting.spec, setting.checked
-    again = {each.number for each in planned}
-    ended = [each for each in load_sweep(before).trials if each.number not in again] if before is not None else []
-    histories = [
-        (each.number, load_history(before, each.number, checked.metric)) for each in ended if before is not None
-    ]
-    is_asked = spec.search in ("optuna", "bohb")
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    concurrent = count_concurrent_trials(spec, print_too(log.record_event), admission)
-    if spec.search == "pbt" and spec.starts_workers and concurrent < spec.trials:
-        problem = f"the cluster has room for {concurrent} of these trials, and those with workers take no turns"
-        raise PlanError("trials", spec.trials, problem, "use fewer trials or workers, or a larger cluster")
-    tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(TuneTrial, setting=setting), _get_resources(spec)),
-        param_space={} if is_asked else {"trial": tune.grid_search([each.to_config() for each in planned])},
-        tune_config=tune.TuneConfig(
-            search_alg=TuneSearcher(spec, checked, planned, ended) if is_asked else None,
-            scheduler=make_scheduler(spec, checked, log, concurrent, histories),
-            num_samples=len(planned) if is_asked else 1,
-            max_concurrent_trials=None if spec.search == "pbt" else concurrent,  # a population takes turns
-            reuse_actors=True,
-            trial_name_creator=_name_trial,
-            trial_dirname_creator=_name_trial,
-        ),
-        run_config=tune.RunConfig(
-            name="tune",
-            storage_path=str(setting.home / "runs" / setting.sweep_id),
-            callbacks=[_Recorder(log, setting, lambda: admission.mark_running(concurrent))],
-            failure_config=tune.FailureConfig(max_failures=NUM_RETRIES),
-            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a trial's own run has them
-            verbose=0,
-        ),
-    )
-    setting.stop_file.unlink(missing_ok=True)
-    try:
-        tuner.fit()
-    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-        _save_trials(setting)
-        raise
-
-
-def _save_trials(setting: TrialSetting) -> None:
-    """Let the running trials save a checkpoint and end, within the time that a stopped job has."""
-    print("stopping: saving checkpoints ...", flush=True)
-    setting.stop_file.touch()
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    trials = load_sweep(shoal.runs.load(setting.sweep_id)).trials
-    running = [each.run_id for each in trials if each.state is TrialState.RUNNING]
-    while running and time.monotonic() < deadline:
-        time.sleep(STOP_POLL_S)
-        records = [find_trial(run_id) for run_id in running]
-        running = [record.id for record in records if record is not None and record.status is Status.RUNNING]
+        spec, checked = setting.spec, setting.checked
+        again = {each.number for each in planned}
+        ended = [each for each in load_sweep(before).trials if each.number not in again] if before is not None else []
+        histories = [
+            (each.number, load_history(before, each.number, checked.metric)) for each in ended if before is not None
+        ]
+        is_asked = spec.search in ("optuna", "bohb")
+        logging.getLogger("ray.tune").setLevel(logging.ERROR)
+        concurrent = count_concurrent_trials(spec, print_too(log.record_event), admission)
+        if spec.search == "pbt" and spec.starts_workers and concurrent < spec.trials:
+            problem = f"the cluster has room for {concurrent} of these trials, and those with workers take no turns"
+            raise PlanError("trials", spec.trials, problem, "use fewer trials or workers, or a larger cluster")
+        tuner = tune.Tuner(
+            tune.with_resources(tune.with_parameters(TuneTrial, setting=setting), _get_resources(spec)),
+            param_space={} if is_asked else {"trial": tune.grid_search([each.to_config() for each in planned])},
+            tune_config=tune.TuneConfig(
+                search_alg=TuneSearcher(spec, checked, planned, ended) if is_asked else None,
+                scheduler=make_scheduler(spec, checked, log, concurrent, histories),
+                num_samples=len(planned) if is_asked else 1,
+                max_concurrent_trials=None if spec.search == "pbt" else concurrent,  # a population takes turns
+                reuse_actors=True,
+                trial_name_creator=_name_trial,
+                trial_dirname_creator=_name_trial,
+            ),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(setting.home / "runs" / setting.sweep_id),
+                callbacks=[_Recorder(log, setting, lambda: admission.mark_running(concurrent))],
+                failure_config=tune.FailureConfig(max_failures=NUM_RETRIES),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a trial's own run has them
+                verbose=0,
+            ),
+        )
+        setting.stop_file.unlink(missing_ok=True)
+        try:
+            tuner.fit()
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+            # Let the running trials save a checkpoint and end, within the time that a stopped job
+            # has.
+            print("stopping: saving checkpoints ...", flush=True)
+            setting.stop_file.touch()
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            trials = load_sweep(shoal.runs.load(setting.sweep_id)).trials
+            running = [each.run_id for each in trials if each.state is TrialState.RUNNING]
+            while running and time.monotonic() < deadline:
+                time.sleep(STOP_POLL_S)
+                records = [find_trial(run_id) for run_id in running]
+                running = [record.id for record in records if record is not None and record.status is Status.RUNNING]
+            raise
 
 
 def _name_trial(trial: Trial) -> str:

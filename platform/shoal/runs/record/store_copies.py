@@ -174,7 +174,17 @@ def _copy_record(
         with transaction(connection):
             before = connection.execute("SELECT * FROM runs WHERE id = ?", (head.id,)).fetchone()
             if before is None or _is_newer(before, head):  # another command may have been faster
-                _replace_rows(connection, before)
+                # Called in a transaction. A run keeps its number here; events get numbers in their
+                # order.
+                if before is not None:
+                    for table in TABLES:
+                        connection.execute(f"DELETE FROM {table} WHERE run = ?", (before["number"],))
+                    connection.execute("DELETE FROM runs WHERE number = ?", (before["number"],))
+                last = connection.execute("SELECT ifnull(max(number), 0) FROM runs").fetchone()[0]
+                number = last + 1 if before is None else before["number"]
+                _insert(connection, "runs", {"number": number})
+                for table in TABLES:
+                    _insert(connection, table, {"run": number})
                 _set_head(connection, head, head_at)
     except (zlib.error, sqlite3.Error) as error:
         raise RunError(f"{head.record} in {store.url} is damaged: {error}") from None
@@ -187,19 +197,6 @@ def _copy_record(
         if path.is_absolute() or ".." in path.parts:
             raise RunError(f"the record of run {head.id!r} in the store is damaged: it has a file {name!r}")
         replace_synced(folder / path, content)
-
-
-def _replace_rows(connection: sqlite3.Connection, before: sqlite3.Row | None) -> None:
-    """Called in a transaction. A run keeps its number here; events get numbers in their order."""
-    if before is not None:
-        for table in TABLES:
-            connection.execute(f"DELETE FROM {table} WHERE run = ?", (before["number"],))
-        connection.execute("DELETE FROM runs WHERE number = ?", (before["number"],))
-    last = connection.execute("SELECT ifnull(max(number), 0) FROM runs").fetchone()[0]
-    number = last + 1 if before is None else before["number"]
-    _insert(connection, "runs", {"number": number})
-    for table in TABLES:
-        _insert(connection, table, {"run": number})
 
 
 def _insert(connection: sqlite3.Connection, table: str, values: Mapping[str, int]) -> None:

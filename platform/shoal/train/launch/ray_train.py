@@ -217,12 +217,13 @@ class RayTrainAttempt:
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
             self._failure = error_summary(str(error)) or summarize_error(error, line=-1, max_chars=None)
-            if isinstance(error, ControllerError) and _would_recur(error.controller_failure):
+            # Whether a worker has raised it while its group started, and not since another is gone
+            # or a port was taken.
+            if (
+                isinstance(error, ControllerError)
+                and isinstance(error.controller_failure, RayTaskError)
+                and not isinstance(error.controller_failure, DistNetworkError | DistStoreError)
+            ):
                 self._unexpected_error = TrainError(f"the workers cannot start: {self._failure}")
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever asks for the outcome gets it
             self._unexpected_error = error
-
-
-def _would_recur(failure: Exception) -> bool:
-    """Whether a worker has raised it while its group started, and not since another is gone or a port was taken."""
-    return isinstance(failure, RayTaskError) and not isinstance(failure, DistNetworkError | DistStoreError)

@@ -110,7 +110,11 @@ def validate_spec(spec: TrainSpec) -> None:
         find_task(spec.task)  # a class that is not there is said first
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
     Registry().require_distinct_name("name", make_model_name(spec))
-    _require_backend(spec)
+    # Accepts a name alone, or by device as in cpu:gloo,cuda:nccl.
+    for part in filter(None, (spec.parallel.backend or "").split(",")):
+        if not dist.is_backend_available(part.rpartition(":")[2]):
+            remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
+            raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
     if spec.evaluate.samples:
         load_sample_sheet()
 
@@ -122,7 +126,13 @@ def validate_task(spec: TrainSpec) -> ValidatedRun:
     if spec.workers > 1 or spec.applied_sync.num_lanes > 1:
         _require_picklable(task, spec)
     data = load_data(task, spec.task)
-    _require_samples(data)
+    for name, part, remedy in (
+        ("train", data.train, "look at the file or the split that it is made of"),
+        ("validation", data.validation, "give it samples, or leave it out"),
+        ("test", data.test, "give it samples, or leave it out"),
+    ):
+        if part is not None and length_of(part) == 0:
+            raise DataError(f"data.{name}", type(part).__name__, "is empty", remedy)
     spec = adopt_batch_size(spec, data)
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     _require_stream_fits(spec, data)
@@ -142,7 +152,12 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     finally:
         loader.close()
     task.setup(make_facts(spec, steps_per_epoch, 0, spec.workers))
-    _require_inputs(task, spec, batch)
+    # A tensor would be taken for its rows, and a dict for its keys.
+    inputs: object = task.inputs(batch)
+    if not isinstance(inputs, tuple | list):
+        problem = f"{type(task).__name__}.inputs gave a {type(inputs).__name__}"
+        remedy = "return a tuple of the model's arguments, as in (batch['x'],)"
+        raise ConfigError("task", spec.task, problem, remedy)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
     validated = batch
@@ -188,7 +203,14 @@ def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any
     degrees = spec.parallel.resolve_dims(spec.workers)
     device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
-    _require_own_step_fits(task, spec, model)
+    if task.train_step is not None and spec.selective_backprop is not None:
+        problem = f"needs the loss of each sample, and {type(task).__name__} has a train_step of its own"
+        raise ConfigError("selective_backprop", type(task).__name__, problem, "leave it out")
+    sync = spec.applied_sync
+    if task.optimizers(model) is not None and sync.one_optimizer is not None:
+        why, remedy = sync.one_optimizer
+        problem = f"{type(task).__name__} has several optimizers, and {why}"
+        raise ConfigError(*sync.chosen_by, problem, remedy)
     _require_optimizer_fits(task, spec, model)
     measured = _find_metric_names(spec, task, model, validated)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -209,14 +231,6 @@ def _require_unfinished(spec: TrainSpec) -> None:
         raise ConfigError("resume", before.id, f"has ended already ({detail})", remedy)
 
 
-def _require_backend(spec: TrainSpec) -> None:
-    """Accepts a name alone, or by device as in cpu:gloo,cuda:nccl."""
-    for part in filter(None, (spec.parallel.backend or "").split(",")):
-        if not dist.is_backend_available(part.rpartition(":")[2]):
-            remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
-            raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
-
-
 def _build_model(task: Task, spec: TrainSpec) -> nn.Module:
     try:
         return build_model(task, spec.task)
@@ -227,16 +241,6 @@ def _build_model(task: Task, spec: TrainSpec) -> nn.Module:
         raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
 
 
-def _require_samples(data: Data) -> None:
-    for name, part, remedy in (
-        ("train", data.train, "look at the file or the split that it is made of"),
-        ("validation", data.validation, "give it samples, or leave it out"),
-        ("test", data.test, "give it samples, or leave it out"),
-    ):
-        if part is not None and length_of(part) == 0:
-            raise DataError(f"data.{name}", type(part).__name__, "is empty", remedy)
-
-
 def _require_methods(task: Task, spec: TrainSpec) -> None:
     for name in ("model", "data", "loss"):
         if name == "loss" and task.train_step is not None:
@@ -244,17 +248,6 @@ def _require_methods(task: Task, spec: TrainSpec) -> None:
         if getattr(type(task), name) is getattr(Task, name):
             problem = f"{type(task).__name__} has no method {name!r} of its own"
             raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
-
-
-def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
-    if task.train_step is not None and spec.selective_backprop is not None:
-        problem = f"needs the loss of each sample, and {type(task).__name__} has a train_step of its own"
-        raise ConfigError("selective_backprop", type(task).__name__, problem, "leave it out")
-    sync = spec.applied_sync
-    if task.optimizers(model) is not None and sync.one_optimizer is not None:
-        why, remedy = sync.one_optimizer
-        problem = f"{type(task).__name__} has several optimizers, and {why}"
-        raise ConfigError(*sync.chosen_by, problem, remedy)
 
 
 def _require_optimizer_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
@@ -289,15 +282,6 @@ def _is_elementwise(optimizer: Optimizer, model: nn.Module) -> bool:
     optimizer.step()
     states = [each for each in optimizer.state[parameter].values() if isinstance(each, Tensor) and each.numel() > 1]
     return not isinstance(optimizer, Rprop) and all(each.shape == parameter.shape for each in states)
-
-
-def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
-    """A tensor would be taken for its rows, and a dict for its keys."""
-    inputs: object = task.inputs(batch)
-    if not isinstance(inputs, tuple | list):
-        problem = f"{type(task).__name__}.inputs gave a {type(inputs).__name__}"
-        remedy = "return a tuple of the model's arguments, as in (batch['x'],)"
-        raise ConfigError("task", spec.task, problem, remedy)
 
 
 def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:

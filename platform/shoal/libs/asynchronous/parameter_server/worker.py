@@ -83,7 +83,17 @@ class ParameterServerSync(ControlledSync):
         self._needed, self._steps = joined.version, joined.steps
         if not joined.has_weights:
             self._steps = step // self._accumulate
-            self._load_servers(self._steps)
+            version = torch.tensor(self._controller.call(GetVersion(self._steps)))
+            for server, link in enumerate(self._links):
+                weights = torch.empty(self._partition.get_size(server))
+                self._partition.write(server, [each.detach() for each in self._parameters], weights)
+                state = {"version": version, "weights": weights}
+                for index, piece in enumerate(self._partition.pieces[server]):
+                    stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
+                    for name, each in stored.items():
+                        state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
+                link.client.call(LoadServer(safetensors.torch.save(state)))
+            self._needed = self._controller.call(SetSteps(self._steps))
         self._pull(self._parameters)
         return self._accumulate * self._steps
 
@@ -233,19 +243,6 @@ class ParameterServerSync(ControlledSync):
         self._clock = answer.clock
         self._steps = answer.steps
         self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
-
-    def _load_servers(self, step: int) -> None:
-        version = torch.tensor(self._controller.call(GetVersion(step)))
-        for server, link in enumerate(self._links):
-            weights = torch.empty(self._partition.get_size(server))
-            self._partition.write(server, [each.detach() for each in self._parameters], weights)
-            state = {"version": version, "weights": weights}
-            for index, piece in enumerate(self._partition.pieces[server]):
-                stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
-                for name, each in stored.items():
-                    state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
-            link.client.call(LoadServer(safetensors.torch.save(state)))
-        self._needed = self._controller.call(SetSteps(step))
 
     def measure_traffic(self) -> Traffic:
         """Gradients that this worker has written to servers, and weights that it has read."""
