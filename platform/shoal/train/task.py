@@ -363,7 +363,18 @@ def adopt_program() -> str:
 def _load_module(reference: str, location: str) -> ModuleType:
     path = find_source_file(reference)
     if path is None:
-        return _import_module(reference, location)
+        recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
+        others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
+        remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
+        if not all(part.isidentifier() for part in location.split(".")):
+            raise ConfigError("task", reference, "is no file and no module", remedy)
+        if location == MAIN:
+            problem = "is of the program that runs now, from which nobody else could build the network"
+            raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
+        try:
+            return import_module(location)
+        except ImportError as error:
+            raise ConfigError("task", reference, f"cannot be found ({error})", remedy) from error
     require_source_file(reference)
     return load_task_file(path, reference)
 
@@ -401,21 +412,6 @@ def load_task_file(path: Path, reference: str) -> ModuleType:
 
 def _module_name(path: Path) -> str:
     return "shoal_task_" + re.sub(r"\W", "_", path.stem)
-
-
-def _import_module(reference: str, location: str) -> ModuleType:
-    recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
-    others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
-    remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
-    if not all(part.isidentifier() for part in location.split(".")):
-        raise ConfigError("task", reference, "is no file and no module", remedy)
-    if location == MAIN:
-        problem = "is of the program that runs now, from which nobody else could build the network"
-        raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
-    try:
-        return import_module(location)
-    except ImportError as error:
-        raise ConfigError("task", reference, f"cannot be found ({error})", remedy) from error
 
 
 def _find_tasks(module: ModuleType) -> dict[str, type[Task]]:

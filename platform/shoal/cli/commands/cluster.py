@@ -114,24 +114,22 @@ def down(now: bool, timeout_s: float) -> None:
             return
         was_alive = cluster.is_head_alive()
         if was_alive and not now:
-            _stop_jobs(cluster, timeout_s)
+            deadline_s = time.monotonic() + timeout_s
+            # If the cluster does not answer, or a job does not stop, its processes are killed below.
+            with contextlib.suppress(ConnectionLost, ClusterError):
+                jobs = [
+                    JobHandle(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over
+                ]
+                for job in jobs:  # all of them first: each has the full time to save
+                    click.echo(f"stopping job {job.submission_id} ...")
+                    with contextlib.suppress(RunError, ClusterError):  # it has ended, and is no longer listed
+                        job.request_stop()
+                for job in jobs:
+                    with contextlib.suppress(RunError, ClusterError):
+                        for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
+                            pass
         _remove_cluster(cluster)
     click.echo("The cluster is down." if was_alive else "The cluster had died; what was left of it is removed.")
-
-
-def _stop_jobs(cluster: ClusterHandle, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    # If the cluster does not answer, or a job does not stop, its processes are killed below.
-    with contextlib.suppress(ConnectionLost, ClusterError):
-        jobs = [JobHandle(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over]
-        for job in jobs:  # all of them first: each has the full time to save
-            click.echo(f"stopping job {job.submission_id} ...")
-            with contextlib.suppress(RunError, ClusterError):  # it has ended, and is no longer listed
-                job.request_stop()
-        for job in jobs:
-            with contextlib.suppress(RunError, ClusterError):
-                for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
-                    pass
 
 
 def _remove_cluster(cluster: ClusterHandle) -> None:

@@ -35,8 +35,12 @@ _NUMBERS: dict[str, Callable[[VersionStatus], str]] = {  # of a version; the tab
     "req/s": lambda version: format_number(version.requests_per_s),
     "p50": lambda version: _format_seconds(version.p50_s),
     "p99": lambda version: _format_seconds(version.p99_s),
-    "errors": lambda version: _format_error_rate(version),
-    "differ": lambda version: _format_disagreement(version),
+    "errors": lambda version: (
+        f"{version.errors / version.requests:.2%}" if version.errors and version.requests else f"{version.errors}"
+    ),
+    "differ": lambda version: (
+        f"{version.disagreed / version.compared:.2%}" if version.compared and version.track != "stable" else "-"
+    ),
 }
 
 
@@ -270,14 +274,6 @@ def _format_share(share: float) -> str:
 
 def _format_seconds(seconds: float | None) -> str:
     return "-" if seconds is None else format_quantity(seconds, "seconds")
-
-
-def _format_error_rate(version: VersionStatus) -> str:
-    return f"{version.errors / version.requests:.2%}" if version.errors and version.requests else f"{version.errors}"
-
-
-def _format_disagreement(version: VersionStatus) -> str:
-    return f"{version.disagreed / version.compared:.2%}" if version.compared and version.track != "stable" else "-"
 
 
 def _format_batch(model: ModelStatus) -> str:

@@ -63,29 +63,7 @@ class Front:
 def install_front(front: Front, folder: Path) -> None:
     """Write the front into the folder of HAProxy's files."""
     write_certificate(front.pem, front.client_ca, folder)
-    options = {"http": "", "grpc": ""}
-    if front.pem:
-        verify = f" ca-file {folder / CLIENT_CA_FILE} verify required no-tls-tickets" if front.client_ca else ""
-        for protocol, offered in (("http", "h2,http/1.1"), ("grpc", "h2")):
-            options[protocol] = f" ssl crt {folder / CERTIFICATE_FILE} alpn {offered}{verify}"
-    # Two sockets for ::, so that clients of IPv4 have addresses of IPv4. The kernel has v6only for any other address of
-    # IPv6 as well, and HAProxy takes over its predecessor's socket only if the configuration says the same.
-    hosts = ["0.0.0.0", "::"] if front.host == "::" else [front.host]
-    v6only = " v6only" if ":" in front.host else ""
-    replace_synced(
-        folder / FRONT_FILE,
-        json.dumps(
-            {
-                "hosts": hosts,
-                "options": {protocol: v6only + text for protocol, text in options.items()},
-                "num_threads": front.num_threads,
-                "trusts": bool(front.trusted_proxies),
-                "rules": [*_trust(front.trusted_proxies), *([_ADD_SUBJECT] if front.client_ca else ())],
-                "spec": front.spec,
-                **({"node": front.node, "address": front.address} if front.node else {}),
-            }
-        ).encode(),
-    )
+    replace_synced(folder / FRONT_FILE, json.dumps(_describe(front, folder)).encode())
 
 
 def read_front_field(folder: Path, name: str) -> str:
@@ -101,6 +79,27 @@ def write_certificate(pem: bytes, client_ca: bytes, folder: Path) -> None:
             replace_synced(folder / name, content)
         else:
             (folder / name).unlink(missing_ok=True)
+
+
+def _describe(front: Front, folder: Path) -> dict[str, object]:
+    options = {"http": "", "grpc": ""}
+    if front.pem:
+        verify = f" ca-file {folder / CLIENT_CA_FILE} verify required no-tls-tickets" if front.client_ca else ""
+        for protocol, offered in (("http", "h2,http/1.1"), ("grpc", "h2")):
+            options[protocol] = f" ssl crt {folder / CERTIFICATE_FILE} alpn {offered}{verify}"
+    # Two sockets for ::, so that clients of IPv4 have addresses of IPv4. The kernel has v6only for any other address of
+    # IPv6 as well, and HAProxy takes over its predecessor's socket only if the configuration says the same.
+    hosts = ["0.0.0.0", "::"] if front.host == "::" else [front.host]
+    v6only = " v6only" if ":" in front.host else ""
+    return {
+        "hosts": hosts,
+        "options": {protocol: v6only + text for protocol, text in options.items()},
+        "num_threads": front.num_threads,
+        "trusts": bool(front.trusted_proxies),
+        "rules": [*_trust(front.trusted_proxies), *([_ADD_SUBJECT] if front.client_ca else ())],
+        "spec": front.spec,
+        **({"node": front.node, "address": front.address} if front.node else {}),
+    }
 
 
 def _trust(networks: Sequence[str]) -> list[str]:

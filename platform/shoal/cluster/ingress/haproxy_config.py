@@ -209,14 +209,7 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
         lines = _set_front(head, lines, front or {}, folder)
         written += [head, *_section(head, lines, errors), *(errorfiles if head == "global" else ())]
         if head == FRONTS[0]:
-            # A front with the rules of that for HTTP, which ends `written`: for connections that a
-            # replica has accepted from its socket and cannot answer any more (`shared_listener`).
-            rules = [
-                line for line in written[written.index(FRONTS[0]) + 1 :] if line.split()[0] not in ("bind", "maxconn")
-            ]
-            bind = f"    bind unix@{folder}/{shared_listener.RETURN_SOCKET} accept-proxy mode 600"
-            maxconn = f"    maxconn {backup_listener.MAX_RETURNED}"
-            written[len(written) :] = ["frontend shoal_returned", bind, maxconn, "    option httpclose", *rules]
+            written[len(written) :] = _return_front(written, folder)
     return "\n".join(written) + "\n"
 
 
@@ -314,22 +307,10 @@ def _section(head: str, lines: list[str], errors: str) -> list[str]:
         )
         return [*(line.replace(" mode 666 ", " mode 600 ") for line in lines), *own]
     if head == "defaults":
-        codes = {line.split()[1] for line in lines if _is(line, "errorfile")}
-        _require(codes == {"502", "503", "504"}, "replace Serve's error files", f"there are those of {sorted(codes)}")
-        others = [line for line in lines if not _is(line, "errorfile")]
-        timeouts = [f"    timeout http-request {REQUEST_TIMEOUT_S}s", f"    timeout check {CHECK_TIMEOUT_S}s"]
-        return [*others, "    option dontlog-normal", *timeouts, "    errorfiles shoal"]
+        return _defaults(lines)
     if head == "frontend http_frontend":
         own = [f"    maxconn {backup_listener.MAX_HTTP}", *every_node.refuse_health(lines), ONCE]
-        # Rules that replace Serve's plain-text errors by the protocol's body. The status stays,
-        # except 404: Serve answers it only for a missing application, which is 503.
-        said = {code: 503 if code == 404 else code for code in ERRORS}
-        known = [
-            f"    http-response return status {ours} errorfiles shoal if {{ status {code} }}"
-            for code, ours in said.items()
-        ]
-        last = "    http-response return status 500 errorfiles shoal"
-        own += [*STEERING.splitlines(), *FRONTEND.splitlines(), *known, last]
+        own += [*STEERING.splitlines(), *FRONTEND.splitlines(), *_answers()]
         return [*own, *backup_listener.select_second_pass(lines, IS_CHANGE)]
     if head == "frontend grpc_frontend":
         own = [f"    maxconn {backup_listener.MAX_GRPC}", ONCE, *STEERING.splitlines(), *GRPC_FRONTEND.splitlines()]
@@ -368,6 +349,15 @@ def _set_front(head: str, lines: list[str], front: Mapping[str, Any], folder: st
         rules.append(f"    http-after-response set-header connection close if {moves}")
     rest = [line for line in lines if not _is(line, "bind")]
     return [f"    bind {hosts}{protocol or ''}{options}", *rules, *rest]
+
+
+def _return_front(written: list[str], folder: str) -> list[str]:
+    """A front with the rules of that for HTTP, which ends `written`: for connections that a replica has accepted from
+    its socket and cannot answer any more (`shared_listener`)."""
+    rules = [line for line in written[written.index(FRONTS[0]) + 1 :] if line.split()[0] not in ("bind", "maxconn")]
+    bind = f"    bind unix@{folder}/{shared_listener.RETURN_SOCKET} accept-proxy mode 600"
+    maxconn = f"    maxconn {backup_listener.MAX_RETURNED}"
+    return ["frontend shoal_returned", bind, maxconn, "    option httpclose", *rules]
 
 
 def _http1_backends(sections: Sections, errors: str) -> Sections:
@@ -411,6 +401,26 @@ def _http1_first(lines: list[str]) -> list[str]:
                 result.append(f"    use_backend {way}-{rule[1]} if {{ {condition} }}{also}")
         result.append(line)
     return result
+
+
+def _defaults(lines: list[str]) -> list[str]:
+    codes = {line.split()[1] for line in lines if _is(line, "errorfile")}
+    _require(codes == {"502", "503", "504"}, "replace Serve's error files", f"there are those of {sorted(codes)}")
+    others = [line for line in lines if not _is(line, "errorfile")]
+    timeouts = [f"    timeout http-request {REQUEST_TIMEOUT_S}s", f"    timeout check {CHECK_TIMEOUT_S}s"]
+    return [*others, "    option dontlog-normal", *timeouts, "    errorfiles shoal"]
+
+
+def _answers() -> list[str]:
+    """Rules that replace Serve's plain-text errors by the protocol's body.
+
+    The status stays, except 404: Serve answers it only for a missing application, which is 503.
+    """
+    said = {code: 503 if code == 404 else code for code in ERRORS}
+    known = [
+        f"    http-response return status {ours} errorfiles shoal if {{ status {code} }}" for code, ours in said.items()
+    ]
+    return [*known, "    http-response return status 500 errorfiles shoal"]
 
 
 def find_only_replica(config: str, front: Mapping[str, Any], pid: int) -> shared_listener.Mark | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -95,11 +95,11 @@ class SweepSpec(Spec):
     retry_failed:   with `resume`: run the failed trials again, from their last checkpoints
     """
 
-    main_fields: ClassVar = (
+    main_fields = (
         *("train.task", "train.stop.epochs", "space", "trials", "search", "scheduler"),
         *("metric", "direction", "concurrent", "registers", "resume"),
     )
-    page: ClassVar = "sweeps.md"
+    page = "sweeps.md"
 
     train: TrainSpec = TrainSpec()
     loop: LoopTrialSpec | None = None

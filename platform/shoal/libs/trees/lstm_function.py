@@ -69,7 +69,48 @@ class TreeLSTMFunction(torch.autograd.Function):
         arrays = _Saved(*(each.numpy() for each in saved))
         with use_torch_threads() as product:
             x_, W_, U_ = map(_view_array, (x, W, U))
-            gradients = _differentiate(arrays, x_, W_, U_, grad_h.detach().numpy(), ctx.plan, product)
+            h, c, tanh_c, gates, forget, seen = arrays
+            H = h.shape[1]
+            w = U_.shape[1]
+            L = ctx.plan.num_leaves
+            E = len(forget)
+            d_h = grad_h.detach().numpy().copy()
+            d_c = np.empty_like(h)
+            d_gates = np.empty_like(gates)
+            d_forget = np.empty_like(forget)
+            d_c[E:] = 0  # roots
+            for piece in reversed(ctx.plan.split_levels(MAX_NODES, by_arity=seen is None)):
+                at = piece.positions
+                kids = piece.edges
+                own = ctx.plan.row[piece.positions]
+                d_c_m = d_c[own]
+                _activate_backward(d_h[own], d_c_m, gates[at], tanh_c[at], d_gates[at])
+                if piece.arity == 0:
+                    continue
+                f_e = forget[kids]
+                d_f = d_forget[kids]
+                d_h_e = d_h[kids]
+                parent = None if piece.arity else ctx.plan.edge_parent[kids] - (at.start - L)
+                d_c_e = _expand(d_c_m, piece.arity, parent)
+                np.multiply(d_c_e, f_e, out=d_c[kids])
+                np.multiply(d_c_e, c[kids], out=d_f)
+                _sigmoid_backward(d_f, f_e)
+                width = piece.arity * H if seen is None else H
+                d_sum = product(d_gates[at], U_[w:, :width])  # [m, width]
+                d_h_e += d_sum.reshape(-1, H) if seen is None else _expand(d_sum, piece.arity, parent)
+                d_h_e += product(d_f.reshape(-1, width), U_[:width, :width]).reshape(-1, H)
+            arity = ctx.plan.max_arity if int(ctx.plan.arity.min()) == ctx.plan.max_arity else None
+            # [n, H]: W_f x serves all children of a node
+            d_f_n = _sum_children(d_forget, arity, ctx.plan.first_edge[:-1])
+            d_W = np.concatenate([product(d_f_n.T, x_[L:]), product(d_gates.T, x_)])
+            d_b = np.concatenate([d_f_n.sum(0), d_gates.sum(0)])
+            if seen is None:
+                d_U = _gradient_by_arity(d_forget, d_gates[L:], h, U_, ctx.plan, product)
+            else:
+                d_U = np.concatenate([product(d_forget.T, h[:E]), product(d_gates[L:].T, seen)])
+            d_x = product(d_gates, W_[H:])
+            d_x[L:] += product(d_f_n, W_[:H])
+            gradients = (d_x, d_W, d_b, d_U)
         return *map(torch.from_numpy, gradients), None, None, None
 
 
@@ -128,53 +169,6 @@ def _compute(arrays: list[Array], plan: TreePlan, is_nary: bool, product: Produc
         h[own] = np.multiply(a[:, H : 2 * H], tanh_c[at], out=c_m)
     assert len(forget) == E
     return _Saved(h, c, tanh_c, gates, forget, seen)
-
-
-def _differentiate(
-    saved: _Saved, x: Array, W: Array, U: Array, grad_h: Array, plan: TreePlan, product: Product
-) -> tuple[Array, Array, Array, Array]:
-    """The gradients of x, W, b and U."""
-    h, c, tanh_c, gates, forget, seen = saved
-    H = h.shape[1]
-    w = U.shape[1]
-    L = plan.num_leaves
-    E = len(forget)
-    d_h = grad_h.copy()
-    d_c = np.empty_like(h)
-    d_gates = np.empty_like(gates)
-    d_forget = np.empty_like(forget)
-    d_c[E:] = 0  # roots
-    for piece in reversed(plan.split_levels(MAX_NODES, by_arity=seen is None)):
-        at = piece.positions
-        kids = piece.edges
-        own = plan.row[piece.positions]
-        d_c_m = d_c[own]
-        _activate_backward(d_h[own], d_c_m, gates[at], tanh_c[at], d_gates[at])
-        if piece.arity == 0:
-            continue
-        f_e = forget[kids]
-        d_f = d_forget[kids]
-        d_h_e = d_h[kids]
-        parent = None if piece.arity else plan.edge_parent[kids] - (at.start - L)
-        d_c_e = _expand(d_c_m, piece.arity, parent)
-        np.multiply(d_c_e, f_e, out=d_c[kids])
-        np.multiply(d_c_e, c[kids], out=d_f)
-        _sigmoid_backward(d_f, f_e)
-        width = piece.arity * H if seen is None else H
-        d_sum = product(d_gates[at], U[w:, :width])  # [m, width]
-        d_h_e += d_sum.reshape(-1, H) if seen is None else _expand(d_sum, piece.arity, parent)
-        d_h_e += product(d_f.reshape(-1, width), U[:width, :width]).reshape(-1, H)
-    arity = plan.max_arity if int(plan.arity.min()) == plan.max_arity else None
-    d_f_n = _sum_children(d_forget, arity, plan.first_edge[:-1])  # [n, H]: W_f x serves all children of a node
-    d_W = np.concatenate([product(d_f_n.T, x[L:]), product(d_gates.T, x)])
-    d_b = np.concatenate([d_f_n.sum(0), d_gates.sum(0)])
-    if seen is None:
-        d_U = _gradient_by_arity(d_forget, d_gates[L:], h, U, plan, product)
-    else:
-        d_U = np.concatenate([product(d_forget.T, h[:E]), product(d_gates[L:].T, seen)])
-    d_x = product(d_gates, W[H:])
-    d_x[L:] += product(d_f_n, W[:H])
-    return d_x, d_W, d_b, d_U
 
 
 def _gradient_by_arity(d_forget: Array, d_gates: Array, h: Array, U: Array, plan: TreePlan, product: Product) -> Array:

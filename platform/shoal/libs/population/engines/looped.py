@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ class LoopedEngine(MemberEngine):
                     generator is exchanged for the member's while the member computes, one thread at a time
     """
 
-    name: ClassVar[str] = "looped"
-    max_chunk: ClassVar[int | None] = 1  # a member takes its steps while its rows are in the cache
+    name = "looped"
+    max_chunk = 1  # a member takes its steps while its rows are in the cache
 
     def __init__(self, model: nn.Module, objective: Objective, *, draws_randomly: bool = False) -> None:
         self.model, self._dropout = replace_dropout(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,7 +32,7 @@ class EvolutionSpec(Spec):
     refill:   halving: whether a new member takes the row of one that was stopped
     """
 
-    recorded_always: ClassVar = ("name",)  # which `from_override` compares
+    recorded_always = ("name",)  # which `from_override` compares
 
     name: EvolutionName = "pbt"
     every: int = Field(default=1, ge=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,13 +33,13 @@ class RLPopulationSpec(RLSpec):
     model_name:      of the best member's policy in the registry; "": none is registered
     """
 
-    recorded_always: ClassVar = ("space",)
+    recorded_always = ("space",)
 
-    main_fields: ClassVar = (
+    main_fields = (
         *("env", "members", "actors", "rounds", "steps_per_round"),
         *("space", "algorithm.name", "model_name"),
     )
-    page: ClassVar = "libs/population.md"
+    page = "libs/population.md"
 
     members: int = Field(default=4, ge=1)
     actors: int = Field(default=1, ge=1)

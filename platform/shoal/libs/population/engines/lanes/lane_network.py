@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ COMPILE_TIMEOUT_S = 600
 class LanesEngine(DifferentiableEngine):
     """Raises EngineMisfit, at the first batch too, for a model that is no chain of known layers, with the reason."""
 
-    name: ClassVar[str] = "lanes"
+    name = "lanes"
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__(objective)
