@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 from shoal.extend.flows import MEAN_RETURN
 from shoal.extend.registry import AliasNames
 from shoal.extend.rl import RLSpec
-from shoal.libs.population.evolution.spec import EvolutionSpec
+from shoal.libs.population.evolution import EvolutionSpec
 from shoal.libs.population.spec import flatten_space
 from shoal.network_address import is_loopback
 from shoal.search.space import Options, SearchSpace, nest
