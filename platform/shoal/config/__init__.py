@@ -281,7 +281,15 @@ def _find_masked_paths(value: object, path: str = "") -> Iterator[str]:
 def _apply_overrides(
     values: dict[str, Any], spec: type[BaseModel], overrides: Iterable[str], *, with_defaults: bool = True
 ) -> None:
-    for override in _put_kinds_first(overrides):
+    # Put `a.kind=...` before those that set fields of `a`, whose kind it chooses.
+    ordered: list[str] = []
+    for override in overrides:
+        path, *_ = override.partition("=")
+        others, index = [each.partition("=")[0] for each in ordered], len(ordered)
+        while path.endswith(".kind") and index and not f"{path}.".startswith(f"{others[index - 1]}."):
+            index -= 1
+        ordered.insert(index, override)
+    for override in ordered:
         path, separator, text = override.partition("=")
         if not separator or not path:
             raise ConfigError(
@@ -320,18 +328,6 @@ def _apply_overrides(
                 fields = owner.choose_type(node).model_fields
                 for name in node.keys() - fields.keys():  # of the kind before
                     del node[name]
-
-
-def _put_kinds_first(overrides: Iterable[str]) -> list[str]:
-    """Put `a.kind=...` before those that set fields of `a`, whose kind it chooses."""
-    ordered: list[str] = []
-    for override in overrides:
-        path, *_ = override.partition("=")
-        others, index = [each.partition("=")[0] for each in ordered], len(ordered)
-        while path.endswith(".kind") and index and not f"{path}.".startswith(f"{others[index - 1]}."):
-            index -= 1
-        ordered.insert(index, override)
-    return ordered
 
 
 def _join_entry_name(owner: FieldOwner, node: Mapping[str, Any], names: list[str]) -> list[str]:

@@ -61,7 +61,10 @@ def check_plan(
     check_fsdp_options(model, spec, degrees, device)
     check_activation_checkpointing(model, spec, degrees)
     if degrees.data > 1 and (degrees.shard or degrees.tensor > 1):
-        _check_hooks(model)
+        for name, parameter in model.named_parameters():
+            if has_hooks(parameter):
+                problem = "has a hook, which shards of its gradient would pass by"
+                raise PlanError("model", name, problem, "change the gradient in the forward pass, or use parallel=ddp")
     if degrees.tensor > 1:
         from shoal.parallel.tensor.plan import find_tensor_plan
 
@@ -78,13 +81,6 @@ def _check_embeddings(model: nn.Module) -> None:
         if module.scale_grad_by_freq:
             problem = "has scale_grad_by_freq: each data rank would count its own samples alone"
             raise PlanError("model", name, problem, "weigh the loss instead, or use one data rank")
-
-
-def _check_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if has_hooks(parameter):
-            problem = "has a hook, which shards of its gradient would pass by"
-            raise PlanError("model", name, problem, "change the gradient in the forward pass, or use parallel=ddp")
 
 
 def _check_shardable(model: nn.Module) -> None:

@@ -23,7 +23,13 @@ from shoal.train.launch.overrides import list_task_arguments, spec_from_override
 def main(arguments: list[str]) -> int:
     """Train, and return the exit status."""
     if not arguments or not set(HELP).isdisjoint(arguments):
-        return _show_help(arguments)
+        try:
+            spec = spec_from_overrides([each for each in arguments if each not in (ALL, *HELP)])
+            print_help(spec, list_task_arguments(spec), has_all=ALL in arguments)
+        except ShoalError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+        return 0
     with freeze_loaded_objects():  # also freezes the modules loaded above
         import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
@@ -48,17 +54,6 @@ def main(arguments: list[str]) -> int:
         print(missed, file=sys.stderr, flush=True)
         return NotReached.EXIT_STATUS
     return 128 + (outcome.signal or SIGINT) if outcome.is_interrupted else 0
-
-
-def _show_help(arguments: list[str]) -> int:
-    """The fields, and those of the Task that the arguments name."""
-    try:
-        spec = spec_from_overrides([each for each in arguments if each not in (ALL, *HELP)])
-        print_help(spec, list_task_arguments(spec), has_all=ALL in arguments)
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
 
 
 def _format_resume_command(run_id: str, arguments: list[str]) -> str:

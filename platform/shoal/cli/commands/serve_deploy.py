@@ -113,7 +113,11 @@ def deploy(
     command = format_masked_command(["shoal", *sys.argv[1:]])
     run_id = make_run_id()
     if cluster is not None and not cluster.is_local:
-        _check_remote(cluster, spec)
+        if not spec.models:
+            raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
+        present = list_jobs_by_endpoint(cluster).get(spec.name)
+        if present is not None and not present.status.is_over:  # a detached endpoint may be gone: the job checks that
+            raise describe_taken_name(spec.name, "")
         fields = [*map(_make_file_relative, fields), format_override("endpoint.name", spec.name)]
         python, folder = "python", Path.cwd()
         env = {"SHOAL_RUN_ID": run_id, **make_command_variable(command)}
@@ -134,15 +138,6 @@ def deploy(
         else:
             ready = _wait_until_ready(job, lambda: _read_job_log(job), timeout_s)
             _print_next_steps_elsewhere(spec, ready, cluster)
-
-
-def _check_remote(cluster: ClusterHandle, spec: ServingSpec) -> None:
-    """Raises ConfigError for what can be seen from here; the job checks the rest."""
-    if not spec.models:
-        raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    job = list_jobs_by_endpoint(cluster).get(spec.name)
-    if job is not None and not job.status.is_over:  # a detached endpoint may be gone: the job checks that
-        raise describe_taken_name(spec.name, "")
 
 
 def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Sequence[FoundEndpoint]) -> ClusterHandle:

@@ -46,10 +46,14 @@ _NUMBERS: dict[str, Callable[[VersionStatus], str]] = {  # of a version; the tab
 
 def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
     """The picture for a terminal; `note` reports a problem with it, such as its age."""
+    replicas = Text.assemble(("replicas  ", "dim"), _format_ready_count(status))
+    replicas.append(f", generation {status.generation}", "dim")
+    for each in _find_unhealthy(status):
+        replicas.append(f"\n          {each.id} {_format_replica_state(each, status.generation)}", "yellow")
     parts: list[RenderableType] = [
         _render_versions(status),
         *(_render_model(model) for model in status.models),
-        _render_replicas(status),
+        replicas,
         *(
             Text(f"certificate  {text}", "yellow" if number else "dim")
             for number, text in enumerate(_describe_certificate(status))
@@ -229,14 +233,6 @@ def describe_following(source: str, version: int) -> str:
     if word and not word.isdigit():
         return f"follows {source}, now version {version}" + (", the newest" if word == "latest" else "")
     return f"stays at version {version}"
-
-
-def _render_replicas(status: EndpointStatus) -> RenderableType:
-    text = Text.assemble(("replicas  ", "dim"), _format_ready_count(status))
-    text.append(f", generation {status.generation}", "dim")
-    for each in _find_unhealthy(status):
-        text.append(f"\n          {each.id} {_format_replica_state(each, status.generation)}", "yellow")
-    return text
 
 
 def _format_ready_count(status: EndpointStatus) -> str:

@@ -122,9 +122,19 @@ def validate_spec(spec: TrainSpec) -> None:
 def validate_task(spec: TrainSpec) -> ValidatedRun:
     """Raises as `validate_run`, for what is seen by building the Task, its data and its network."""
     task = make_task(spec.task, spec.args)
-    _require_methods(task, spec)
+    for name in ("model", "data", "loss"):
+        if name == "loss" and task.train_step is not None:
+            continue
+        if getattr(type(task), name) is getattr(Task, name):
+            problem = f"{type(task).__name__} has no method {name!r} of its own"
+            raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
     if spec.workers > 1 or spec.applied_sync.num_lanes > 1:
-        _require_picklable(task, spec)
+        try:
+            pickle.dumps(task)
+        except Exception as error:  # a user's object may raise anything
+            problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
+            remedy = "open files, locks and generators in data(), not in __init__"
+            raise ConfigError("task", spec.task, problem, remedy) from error
     data = load_data(task, spec.task)
     for name, part, remedy in (
         ("train", data.train, "look at the file or the split that it is made of"),
@@ -165,8 +175,22 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
         with make_loader(data, "validation", batch_size=min(samples, 2)) as evaluating:
             validated = next(iter(evaluating))
     num_parameters, measured, signature = _check_model(spec, task, batch, validated)
-    _require_watched_metrics(spec, data, measured)
-    _require_reachable_end(spec, data)
+    for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
+        if each is None:
+            continue
+        if data.validation is None:
+            problem = "needs an evaluation, and there is no validation data"
+            raise ConfigError(f"{field}.metric", each.metric, problem, "give Data(validation=...)")
+        if each.metric not in measured:
+            remedy = f"there is {', '.join(measured)}"
+            raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", remedy)
+    # If only evaluations end the run, they must happen: an iterable without a length may never end an epoch.
+    stop = spec.stop
+    has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
+    has_epochs = length_of(data.train) is not None or spec.evaluate.every_steps is not None
+    if not (has_limit or has_epochs):
+        problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
+        raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
     evaluated, fitted = tuple(measured) if data.validation is not None else (), dict(task.fit_args())
@@ -241,15 +265,6 @@ def _build_model(task: Task, spec: TrainSpec) -> nn.Module:
         raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
 
 
-def _require_methods(task: Task, spec: TrainSpec) -> None:
-    for name in ("model", "data", "loss"):
-        if name == "loss" and task.train_step is not None:
-            continue
-        if getattr(type(task), name) is getattr(Task, name):
-            problem = f"{type(task).__name__} has no method {name!r} of its own"
-            raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
-
-
 def _require_optimizer_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
     """What workers, replicas and servers would find once they have started."""
     is_own = type(task).optimizer is not Task.optimizer or type(task).optimizers is not Task.optimizers
@@ -308,29 +323,6 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
     return [*measured, *task.stateful_metrics(), *later]
 
 
-def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -> None:
-    """The metrics that `stop` watches must be evaluated, and there must be validation data."""
-    for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
-        if each is None:
-            continue
-        if data.validation is None:
-            problem = "needs an evaluation, and there is no validation data"
-            raise ConfigError(f"{field}.metric", each.metric, problem, "give Data(validation=...)")
-        if each.metric not in measured:
-            known = f"there is {', '.join(measured)}"
-            raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", known)
-
-
-def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
-    """If only evaluations end the run, they must happen: an iterable without a length may never end an epoch."""
-    stop = spec.stop
-    has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
-    has_epochs = length_of(data.train) is not None or spec.evaluate.every_steps is not None
-    if not (has_limit or has_epochs):
-        problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
-        raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
-
-
 def _require_stream_fits(spec: TrainSpec, data: Data) -> None:
     """A stream has one reader and no end, and its broker waits for acknowledgements, which follow checkpoints."""
     for part, name in ((data.validation, "validation"), (data.test, "test")):
@@ -352,15 +344,6 @@ def _require_stream_fits(spec: TrainSpec, data: Data) -> None:
     if (needed := (2 * every + 1) * spec.batch_size) > limit:
         problem = f"needs {needed} messages before the first of them is acknowledged, and the broker sends {limit}"
         raise ConfigError("checkpoint.every_steps", every, problem, "lower it or batch_size, or raise receive_maximum")
-
-
-def _require_picklable(task: Task, spec: TrainSpec) -> None:
-    try:
-        pickle.dumps(task)
-    except Exception as error:  # a user's object may raise anything
-        problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
-        remedy = "open files, locks and generators in data(), not in __init__"
-        raise ConfigError("task", spec.task, problem, remedy) from error
 
 
 def choose_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:

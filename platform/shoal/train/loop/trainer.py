@@ -245,7 +245,12 @@ class Trainer:
         stop = self._policy.decide_after_step(step, self._parts.epoch, self._elapsed_s)  # now of the same time
         if signals.ends:
             stop = self._policy.decide_on_request(step, self._callbacks.stop_reason or "a callback on another rank")
-        if Due.REPORT in due or stop or self._is_report_late:
+        # Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them.
+        if (
+            Due.REPORT in due
+            or stop
+            or (self.spec.log_every_steps is None and self._elapsed_s - self._logged_s >= INTERVAL_S)
+        ):
             self._log()
         if Due.EVALUATION in due or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
@@ -283,11 +288,6 @@ class Trainer:
             self._num_epochs = int(self._parts.epoch)
             due |= Due.EPOCH
         return due
-
-    @property
-    def _is_report_late(self) -> bool:
-        """Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them."""
-        return self.spec.log_every_steps is None and self._elapsed_s - self._logged_s >= INTERVAL_S
 
     def _exchange_signals(self) -> RankSignals:
         """Read the steps since the last exchange, and combine all ranks' signals. Raises NotFinite, on all or none.

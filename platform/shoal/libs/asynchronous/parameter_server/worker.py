@@ -309,7 +309,13 @@ class ParameterServerSync(ControlledSync):
         self._weight += weight
         self._computed_s += time.perf_counter() - self._batch_began_s
         if self._num_batches > 1:
-            self._add_to_sums(gradients, weight)
+            self._sums = self._sums or [None] * len(gradients)
+            for index, each in enumerate(gradients):
+                before = self._sums[index]
+                if before is None:
+                    self._sums[index] = None if each is None else each.detach() * weight
+                elif each is not None:
+                    before.add_(each, alpha=weight)
             if self._num_done < self._num_batches:
                 return self._accumulate * self._steps
             gradients = [None if each is None else each / (self._weight or 1.0) for each in self._sums]
@@ -320,16 +326,6 @@ class ParameterServerSync(ControlledSync):
         self._weight = 0.0
         self._computed_s = 0.0
         return self._accumulate * self._steps
-
-    def _add_to_sums(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        """Add gradients times `weight`; a sum is None where there was none so far."""
-        self._sums = self._sums or [None] * len(gradients)
-        for index, each in enumerate(gradients):
-            before = self._sums[index]
-            if before is None:
-                self._sums[index] = None if each is None else each.detach() * weight
-            elif each is not None:
-                before.add_(each, alpha=weight)
 
     def _begin_push(
         self,
