@@ -71,8 +71,8 @@ def losses_of(run: Run) -> dict[int, float]:
 
 def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
     """The program of a rank that nothing disturbs."""
+    from shoal.runs.record.event_log import NullLog
     from shoal.train.loop.trainer import Trainer
-    from shoal.train.reporting.event_log import NullLog
 
     losses: dict[int, float] = {}
 

@@ -22,11 +22,11 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import RunError
 from shoal.parallel import World
 from shoal.runs import Run, Status
+from shoal.runs.record.event_log import NullLog
 from shoal.train.__main__ import main
 from shoal.train.launch import local as alone
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.training_run import shutdown_event
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from train_task import Toy
 from waiting import wait_for

@@ -16,11 +16,11 @@ from shoal.parallel import World
 from shoal.runs import RunRecorder, Status
 from shoal.runs.record import recorder
 from shoal.runs.record import recorder as recording
+from shoal.runs.record.event_log import RecordLog
 from shoal.train.__main__ import main
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.event_log import RecordLog
 from train_task import Toy
 from training.test_trainer import spec_of
 

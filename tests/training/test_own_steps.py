@@ -20,10 +20,10 @@ from programs import run_ranks
 from shoal.data import Data
 from shoal.errors import ConfigError, PlanError
 from shoal.parallel import World
+from shoal.runs.record.event_log import NullLog
 from shoal.train import Callback, Task, TrainingState
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shoal.runs.event_messages import format_warning
+from shoal.runs.record.event_log import NullLog
 from shoal.train.reporting import console
 from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import NullLog
 
 
 def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError, NotFinite, PlanError, RankLost
 from shoal.parallel import World
+from shoal.runs.record.event_log import NullLog
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from train_task import FEATURES, Toy, seen
 

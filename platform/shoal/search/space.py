@@ -266,6 +266,15 @@ def _parse_distribution(path: str, given: object) -> Distribution:
     return Interval(arguments[0], arguments[1], is_log, is_integer)
 
 
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` as `a.b`, 1; nothing of an empty mapping."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def nest(parameters: Mapping[str, object]) -> dict[str, Any]:
     """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
     nested: dict[str, Any] = {}
