@@ -3,8 +3,6 @@
 Called before Ray or an endpoint starts; imports no Ray.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import socket

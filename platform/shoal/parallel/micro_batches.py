@@ -1,7 +1,5 @@
 """The division of a batch into micro-batches. Called by every plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where durable files lie: `$SHOAL_STORE`, else the folder `$SHOAL_HOME`."""
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from pathlib import Path

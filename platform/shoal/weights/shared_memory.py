@@ -5,8 +5,6 @@ it is. They open it through /proc and map it: nothing is sent, copied or hashed 
 The memory is freed when the last process that has mapped it lets go of it, however each ends. Knows no transport.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

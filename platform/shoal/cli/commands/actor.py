@@ -1,7 +1,5 @@
 """`shoal actor`: the bundled actor of `python -m shoal.actor`, as a command of this program."""
 
-from __future__ import annotations
-
 import sys
 
 import click

@@ -3,8 +3,6 @@
 Parse, call, print: `shoal.registry` does the work.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

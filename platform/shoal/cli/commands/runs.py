@@ -3,8 +3,6 @@
 Parse, call, print: `shoal.runs` reads and removes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 Called by `shoal serve deploy`, and by libraries that try a model. Functions of a signature, which send nothing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

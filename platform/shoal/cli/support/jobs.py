@@ -3,8 +3,6 @@
 Called by the commands that start jobs. Reads a job's log; starts and stops nothing but the check of a job's words.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

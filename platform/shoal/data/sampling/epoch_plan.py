@@ -3,8 +3,6 @@
 Called by the loader. Reads nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol
 

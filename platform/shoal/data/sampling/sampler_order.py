@@ -3,8 +3,6 @@
 Called by `Data`, and by the loader's MapOrder. Reads no sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

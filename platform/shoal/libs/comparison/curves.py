@@ -1,7 +1,5 @@
 """The metrics of a run over its steps, its epochs or its running time, and what is compared of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the console reads of a request, and how it answers."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from typing import Any

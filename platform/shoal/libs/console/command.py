@@ -1,7 +1,5 @@
 """`shoal console`: serve the pages."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

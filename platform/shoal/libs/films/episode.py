@@ -3,8 +3,6 @@
 Legend: N steps, K choices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise

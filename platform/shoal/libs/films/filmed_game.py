@@ -1,7 +1,5 @@
 """Films of an actor's own episodes, written on its host while a run learns. Called by the bundled actor."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -10,8 +10,6 @@ bytes of parameters.
     local steps     compute + the optimiser + (push + update + pull) / every
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ from its threads: one thread a chunk. Decides nothing about members.
 Legend: K members, k of a chunk, B samples of a batch.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import queue

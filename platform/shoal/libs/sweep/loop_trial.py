@@ -5,8 +5,6 @@ its budget. Called by the worker of a trial (`ray_trial`), and at the end of a s
 Imports no Ray.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

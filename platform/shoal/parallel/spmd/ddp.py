@@ -10,8 +10,6 @@ so buckets, which overlap sending and computing, would only add cost. Also for a
 of the model.
 """
 
-from __future__ import annotations
-
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -3,8 +3,6 @@
 Called by every program that takes `a.b=c` words for a training run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import shoal.runs

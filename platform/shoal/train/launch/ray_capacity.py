@@ -3,8 +3,6 @@
 Called by the flow before and during an attempt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import ray

@@ -10,8 +10,6 @@ Called by the Trainer and by evaluations with every batch; `judge` is collective
 signals.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ worker asks for them. Updates come in one order, the same on every server, so ve
 Called by the process that serves it; knows no sockets. Elements are float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -3,8 +3,6 @@
 Uses the model alone: no process group, and nothing runs (the tensor plan is computed where a batch exists).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
