@@ -484,7 +484,7 @@ def test_the_files_of_a_recipe_are_in_the_drivers_folder(tmp_path: Path, monkeyp
     (tmp_path / "worker").mkdir()
     monkeypatch.chdir(tmp_path / "worker")  # as Ray Train does
     monkeypatch.setattr(sys, "path", [])
-    change_to_task_folder(TrainSpec(task="table"), tmp_path)
+    change_to_task_folder("table", tmp_path)
     assert Path.cwd() == tmp_path
-    change_to_task_folder(TrainSpec(task="table"), tmp_path / "of another host")
+    change_to_task_folder("table", tmp_path / "of another host")
     assert Path.cwd() == tmp_path

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.train.launch.overrides import spec_from_overrides
     from shoal.train.launch.predicted_cost import predict_table
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
+    from shoal.train.launch.ray_task import change_to_task_folder
     from shoal.train.launch.training_run import Backend, TrainingRun, shutdown_event
     from shoal.train.launch.validate import ValidatedRun, choose_metric, validate_run
     from shoal.train.loop.components import BatchStream, TrainComponents, TrainReplica, build_components, set_threads

@@ -155,7 +155,7 @@ class PopulationSpec(Spec):
         return size if size > 1 else 0
 
     @property
-    def total_steps(self) -> int:
+    def steps_per_member(self) -> int:
         """The steps of each member."""
         return self.rounds * self.steps_per_round
 

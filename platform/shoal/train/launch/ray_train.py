@@ -106,7 +106,7 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
 
     setting: WorkerSetup = config["setting"]
     mailbox: ActorHandle = config["mailbox"]
-    change_to_task_folder(setting.spec, setting.working_folder)
+    change_to_task_folder(setting.spec.task, setting.working_folder)
     context = get_context()
     posted = RayLog(mailbox) if context.get_world_rank() == 0 else None
     journal: EventLog = posted if posted is not None else NullLog()

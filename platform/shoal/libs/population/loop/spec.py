@@ -71,7 +71,7 @@ class RLPopulationSpec(RLSpec):
         return True
 
     @property
-    def total_steps(self) -> int:
+    def steps_per_member(self) -> int:
         """Environment steps of each member."""
         return self.rounds * self.steps_per_round
 
