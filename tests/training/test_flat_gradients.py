@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from programs import run_ranks
 from shoal.parallel import World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
-from shoal.parallel.spmd.ddp import _broadcast_weights
-from shoal.parallel.spmd.gradient_buffer import FlatGradients
+from shoal.parallel.spmd.ddp import FlatGradients, _broadcast_weights
 
 NUM_STEPS = 2
 
