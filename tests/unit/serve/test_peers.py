@@ -16,7 +16,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.response import build_error_response
 from shoal.serve.http.routes import RouteAction, match_route
-from shoal.serve.messages.inference import InferCall
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.replica.peers import HttpTransport, decode_answer, encode_call
 
 INPUTS = [TensorMetadata("x", "FP32", [-1, 2]), TensorMetadata("b", "BF16", [-1]), TensorMetadata("t", "BYTES", [-1])]

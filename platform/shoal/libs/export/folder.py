@@ -35,7 +35,7 @@ COPIED = (
     "shoal.serve.http.codec",
     "shoal.serve.http.response",
     "shoal.serve.http.routes",
-    "shoal.serve.messages.decoded_request",
+    "shoal.serve.messages.infer_call",
     "shoal.serve.messages.model_errors",
     "shoal.serve.model.output_check",
     "shoal.serve.protocol.request_limits",

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from shoal.errors import InferenceError
@@ -23,6 +22,7 @@ from shoal.extend.serve import REFUSED_PARAMETERS, RequestSchema, format_tensor_
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
+from shoal.serve.messages.infer_call import InferCall
 
 # The field of InferTensorContents that holds the elements; FP16 and BF16 travel raw only.
 FIELDS = {
@@ -49,44 +49,15 @@ ID_KEY, RAW_OUTPUT_KEY = (
 InputTensorMessage = pb.ModelInferRequest.InferInputTensor
 
 
-class InferRequestHeader(msgspec.Struct, frozen=True, gc=False):
-    """A request without its tensors.
+class GrpcInferCall(InferCall, gc=False):
+    """A request. `binary`: whether its tensors are raw.
 
-    timeout_us, action, seed: the parameters `timeout`, `action`, `seed`, unchecked; None without them
-    raw:        whether the tensors are raw
-    """
-
-    model: str
-    version: str
-    id: str
-    timeout_us: object
-    raw: bool
-    action: object = None
-    seed: object = None
-
-    @classmethod
-    def from_message(cls, request: pb.ModelInferRequest) -> InferRequestHeader:
-        """Read a message's header."""
-        given = request.parameters
-        timeout_us, action, seed = (
-            parameter_value(given[name]) if name in given else None for name in ("timeout", "action", "seed")
-        )
-        raw = bool(request.raw_input_contents)
-        return cls(request.model_name, request.model_version, request.id, timeout_us, raw, action, seed)
-
-
-class DecodedInputs(msgspec.Struct, frozen=True, gc=False):
-    """The tensors of a request by name, the number of rows, and the requested outputs (None for all).
-
-    outputs:   the names of the requested outputs, in the request's order; () for all
+    names:     of the requested outputs, in the request's order; () for all
     raw_sizes: the bytes of each tensor's elements, in the request's order; () unless they are raw
     """
 
-    arrays: dict[str, np.ndarray]
-    num_rows: int
-    wanted: frozenset[str] | None
-    outputs: tuple[str, ...]
-    raw_sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    raw_sizes: tuple[int, ...] = ()
 
 
 class GrpcCodec:
@@ -107,8 +78,8 @@ class GrpcCodec:
         self._datatypes = {spec.name: spec.datatype for spec in outputs}
         self._heads: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], bytes] = {}
 
-    def decode(self, request: pb.ModelInferRequest) -> DecodedInputs:
-        """Decode the tensors; raw arrays are views of the request's bytes. Raises InferenceError (400, 422)."""
+    def decode(self, request: pb.ModelInferRequest) -> GrpcInferCall:
+        """Decode a request; raw arrays are views of the request's bytes. Raises InferenceError (400, 422)."""
         raw = request.raw_input_contents
         if raw and len(raw) != len(request.inputs):
             problem = f"raw_input_contents has {len(raw)} entries for {len(request.inputs)} inputs"
@@ -127,23 +98,28 @@ class GrpcCodec:
                 arrays[name] = from_binary(name, tensor.datatype, shape, elements)
             else:
                 arrays[name] = _decode_typed(tensor, shape)
-            arrays[name] = self._schema.widen(name, arrays[name])
+            arrays[name] = self._schema.to_input_dtype(name, arrays[name])
         wanted = self._schema.check_outputs(output.name for output in request.outputs)
         names = tuple([output.name for output in request.outputs])  # never more than present: checked above
         for output in request.outputs:
             _reject_parameters(output.parameters, f"output {output.name!r}")
-        return DecodedInputs(arrays, self._schema.check_complete(arrays), wanted, names, tuple(sizes))
+        parameters = (
+            parameter_value(request.parameters[name]) if name in request.parameters else None
+            for name in ("timeout", "action", "seed")
+        )
+        num_rows = self._schema.check_complete(arrays)
+        return GrpcInferCall(
+            arrays, num_rows, wanted, request.id, *parameters, bool(raw), names=names, raw_sizes=tuple(sizes)
+        )
 
-    def encode(
-        self, asked: InferRequestHeader, wanted: Sequence[str], outputs: Mapping[str, np.ndarray], version: int
-    ) -> bytes:
-        """Encode a ModelInferResponse with the requested outputs, in this order; () for all, in the model's."""
-        names = wanted or tuple(self._datatypes)
+    def encode(self, call: GrpcInferCall, outputs: Mapping[str, np.ndarray], version: int) -> bytes:
+        """Encode a ModelInferResponse with the requested outputs, in their order, or all in the model's."""
+        names = call.names or tuple(self._datatypes)
         arrays = [(name, self._datatypes[name], outputs[name]) for name in names]
         for name, datatype, array in arrays:
             assert array.dtype == NUMPY_DTYPES[datatype], f"output {name!r}: expected {datatype}, got {array.dtype}"
         parts: list[bytes | memoryview] = []
-        if asked.raw or any(datatype not in FIELDS for _, datatype, _ in arrays):
+        if call.binary or any(datatype not in FIELDS for _, datatype, _ in arrays):
             shapes = version, tuple([(name, array.shape) for name, _, array in arrays])
             head = self._heads.get(shapes)
             if head is None:
@@ -159,8 +135,8 @@ class GrpcCodec:
             for tensor, (_, datatype, array) in zip(answer.outputs, arrays, strict=True):
                 getattr(tensor.contents, FIELDS[datatype]).extend(array.ravel().tolist())
             parts.append(answer.SerializeToString())
-        if asked.id:
-            identifier = asked.id.encode()
+        if call.id:
+            identifier = call.id.encode()
             parts += (encode_field_head(ID_KEY, len(identifier)), identifier)
         return b"".join(parts)
 

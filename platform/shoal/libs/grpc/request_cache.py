@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
+from msgspec.structs import replace
 
 from shoal.extend.serve import from_binary
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head
+from shoal.libs.grpc.codec import GrpcCodec, GrpcInferCall, encode_field_head
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 
 MAX_LAYOUTS = 256
@@ -35,30 +36,29 @@ class RequestLayout:
     between: the bytes before the elements of each other tensor, and their place
     tensors: name, datatype and shape of each, and the bounds of its elements
     codec:   the codec that has accepted these inputs
+    message: such a request without its elements
+    call:    such a call without its arrays
     """
 
-    asked: InferRequestHeader
     codec: GrpcCodec
+    message: pb.ModelInferRequest
+    call: GrpcInferCall
     head: bytes
     between: Sequence[tuple[int, bytes]]
     tensors: Sequence[tuple[str, str, list[int], int, int]]
-    num_rows: int
-    wanted: frozenset[str] | None
-    outputs: tuple[str, ...]
-    raw_sizes: tuple[int, ...]
 
     def matches(self, content: bytes) -> bool:
         """Whether a message of the same length differs only in its elements."""
         return content.startswith(self.head) and all(content.startswith(piece, at) for at, piece in self.between)
 
-    def decode_inputs(self, content: bytes) -> DecodedInputs:
+    def decode(self, content: bytes) -> GrpcInferCall:
         """Decode the arrays of such a message, as views of it. Raises InferenceError (422) for invalid elements."""
         view = memoryview(content)
         arrays = {
             name: from_binary(name, datatype, shape, view[begin:end])
             for name, datatype, shape, begin, end in self.tensors
         }
-        return DecodedInputs(arrays, self.num_rows, self.wanted, self.outputs, self.raw_sizes)
+        return replace(self.call, inputs=arrays)
 
 
 @dataclass(slots=True)
@@ -79,19 +79,12 @@ class RequestLayoutCache:
                 return layout
         return None
 
-    def learn(
-        self,
-        content: bytes,
-        request: pb.ModelInferRequest,
-        asked: InferRequestHeader,
-        codec: GrpcCodec,
-        inputs: DecodedInputs,
-    ) -> None:
+    def learn(self, content: bytes, request: pb.ModelInferRequest, codec: GrpcCodec, call: GrpcInferCall) -> None:
         """Learn the layout of `request`, parsed from `content` and accepted by `codec`."""
-        if asked.id or not inputs.raw_sizes:
+        if call.id or not call.raw_sizes:
             return
-        pieces = [encode_field_head(RAW_INPUT_KEY, size) for size in inputs.raw_sizes]
-        begin = len(content) - sum(map(len, pieces)) - sum(inputs.raw_sizes)
+        pieces = [encode_field_head(RAW_INPUT_KEY, size) for size in call.raw_sizes]
+        begin = len(content) - sum(map(len, pieces)) - sum(call.raw_sizes)
         if begin > MAX_HEAD_BYTES:
             return
         if (beginning := (len(content), content[:begin])) not in self._seen:
@@ -99,7 +92,7 @@ class RequestLayoutCache:
                 self._seen.clear()
             self._seen.add(beginning)
             return
-        layout = _build_layout(content, begin, pieces, request, asked, codec, inputs)
+        layout = _build_layout(content, begin, pieces, request, codec, call)
         if layout is None:
             return
         if self._num_layouts == MAX_LAYOUTS:
@@ -117,9 +110,8 @@ def _build_layout(
     begin: int,
     pieces: Sequence[bytes],
     request: pb.ModelInferRequest,
-    asked: InferRequestHeader,
     codec: GrpcCodec,
-    inputs: DecodedInputs,
+    call: GrpcInferCall,
 ) -> RequestLayout | None:
     """Build a layout; None when the elements are not the last fields of the message, as usual, or need a conversion.
 
@@ -129,8 +121,8 @@ def _build_layout(
     head = b""
     between: list[tuple[int, bytes]] = []
     tensors: list[tuple[str, str, list[int], int, int]] = []
-    for tensor, piece, size in zip(request.inputs, pieces, inputs.raw_sizes, strict=True):
-        if not content.startswith(piece, begin) or inputs.arrays[tensor.name].dtype != NUMPY_DTYPES[tensor.datatype]:
+    for tensor, piece, size in zip(request.inputs, pieces, call.raw_sizes, strict=True):
+        if not content.startswith(piece, begin) or call.inputs[tensor.name].dtype != NUMPY_DTYPES[tensor.datatype]:
             return None
         between.append((begin, piece))
         begin += len(piece)
@@ -139,10 +131,9 @@ def _build_layout(
         tensors.append((tensor.name, tensor.datatype, list(tensor.shape), begin, begin + size))
         begin += size
     try:  # whether a message without tensors may end here
-        is_complete = not pb.ModelInferRequest.FromString(content[: between[0][0]]).raw_input_contents
+        message = pb.ModelInferRequest.FromString(content[: between[0][0]])
     except DecodeError:
-        is_complete = False
-    if not is_complete:
         return None
-    rest = inputs.num_rows, inputs.wanted, inputs.outputs, inputs.raw_sizes
-    return RequestLayout(asked, codec, head, between[1:], tensors, *rest)
+    if message.raw_input_contents:
+        return None
+    return RequestLayout(codec, message, replace(call, inputs={}), head, between[1:], tensors)

@@ -18,7 +18,6 @@ from shoal.open_inference.messages import IndexRequest, RepositoryRequest, Serve
 from shoal.serve.http.response import RestResponse, build_json_response
 from shoal.serve.http.routes import RouteAction, RouteTarget
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol
-from shoal.serve.protocol.infer_call import resolve_version
 from shoal.serve.protocol.model_metadata import (
     EXTENSIONS,
     build_metadata,
@@ -26,6 +25,7 @@ from shoal.serve.protocol.model_metadata import (
     list_index,
     list_statistics,
 )
+from shoal.serve.protocol.pipeline import resolve_version
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The interface between the protocols and the models: an inference call, a prediction, and the models' protocols.
+"""The interface between the protocols and the models: a prediction, callers, and the models' protocols.
 
 Made by the protocol applications (REST, gRPC), answered by a `ServedModelProtocol`. Knows no HTTP, gRPC, torch or Ray.
 """
@@ -18,7 +18,7 @@ from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.auth_failures import MAX_CHARS
-from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
+from shoal.serve.messages.infer_call import Arrays, InferCall
 from shoal.serve.spec.model_options import ModelOptions
 
 Outputs = dict[str, np.ndarray]
@@ -65,27 +65,6 @@ class TracerProtocol(Protocol):
     def close(self) -> None:
         """Export the waiting spans. Idempotent."""
         ...
-
-
-class InferCall(DecodedRequest, gc=False):
-    """One request to a served model: begun with its head, completed with its tensors and deadline.
-
-    (A frozen dataclass takes 1 µs to construct, this 0.1.)
-
-    version:    answer with exactly this version, which the protocol has found; None leaves the choice to the rollout
-    deadline_s: `time.monotonic()` at which the request expires; None takes the model's default
-    tenant:     the name of the API key, whose share of a busy replica it uses
-    sticky:     calls with the same key get the same side of a canary; "" draws for each call
-    track:      "stable" or "candidate" for one side of a canary; "" leaves it to the rollout
-    trace:      the span of this call; None when it is not traced
-    """
-
-    version: int | None = None
-    deadline_s: float | None = None
-    tenant: str = ""
-    sticky: str = ""
-    track: str = ""
-    trace: RequestTraceProtocol | None = None
 
 
 def size_bytes(inputs: Arrays) -> int:

@@ -24,7 +24,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.code_import import activate_code
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.runs.formatting import format_size
-from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.model.action_sampler import ActionSampler, make_sampler
 from shoal.serve.model.column_drift import ColumnDrift, CountColumns
 from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards

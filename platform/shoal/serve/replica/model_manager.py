@@ -18,11 +18,12 @@ from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol, TracerProtocol
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs, RepositoryEntry, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate
-from shoal.serve.protocol.infer_call import GENERATION_HEADER, PEER_HEADER
+from shoal.serve.protocol.pipeline import GENERATION_HEADER, PEER_HEADER
 from shoal.serve.protocol.request_lifecycle import Send
 from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
 from shoal.serve.replica.live_follower import LiveFollower

@@ -16,7 +16,8 @@ from typing import Any
 
 from shoal.batching.batcher import Batcher
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, TracerProtocol
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.cold_models import OnDemandRequests

@@ -30,8 +30,9 @@ from shoal.network_address import watch_host
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, Parameters, RequestedOutput
 from shoal.serve.http.routes import PEER_PATH
-from shoal.serve.messages.inference import InferCall, Outputs
-from shoal.serve.protocol.infer_call import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs
+from shoal.serve.protocol.pipeline import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
 from shoal.serve.protocol.request_lifecycle import Send
 
 MAX_IDLE = 64

@@ -24,7 +24,8 @@ from shoal.device_memory import limit_device_memory
 from shoal.errors import ShoalError
 from shoal.plugins.find import find_extension
 from shoal.serve.http.app import RestApp
-from shoal.serve.messages.inference import InferCall, Outputs, TracerProtocol
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs, TracerProtocol
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.model.device import device_lost
 from shoal.serve.model.formats.template import Template, TemplateConfig

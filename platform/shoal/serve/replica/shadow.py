@@ -16,8 +16,8 @@ import numpy as np
 from shoal.batching.batcher import Batcher
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.serve.messages.decoded_request import Arrays
-from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
+from shoal.serve.messages.infer_call import Arrays, InferCall
+from shoal.serve.messages.inference import Outputs, size_bytes
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
 from shoal.serve.replica.model_statistics import ModelStatistics
