@@ -15,11 +15,17 @@ from msgspec import structs
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import InferenceError
+from shoal.libs.grpc import codec as grpc_codec
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc import request_cache
-from shoal.libs.grpc.codec import GrpcCodec, GrpcInferCall
+from shoal.libs.grpc.codec import (
+    MAX_LAYOUTS,
+    MAX_LAYOUTS_PER_LENGTH,
+    GrpcCodec,
+    GrpcInferCall,
+    RequestLayout,
+    RequestLayoutCache,
+)
 from shoal.libs.grpc.methods import GrpcCall
-from shoal.libs.grpc.request_cache import MAX_LAYOUTS, MAX_LAYOUTS_PER_LENGTH, RequestLayout, RequestLayoutCache
 from shoal.libs.grpc.service import InferenceServicer
 from shoal.open_inference.binary_tensors import to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES
@@ -169,7 +175,7 @@ def test_no_more_is_kept_than_the_limits_say(monkeypatch: pytest.MonkeyPatch) ->
         assert layouts.find(content) is not None
         assert sum(map(len, layouts._by_length.values())) == layouts._num_layouts <= MAX_LAYOUTS
         assert max(map(len, layouts._by_length.values())) <= MAX_LAYOUTS_PER_LENGTH
-    monkeypatch.setattr(request_cache, "MAX_HEAD_BYTES", 20)
+    monkeypatch.setattr(grpc_codec, "MAX_HEAD_BYTES", 20)
     assert learnt(contents[0]).find(contents[0]) is None
 
 

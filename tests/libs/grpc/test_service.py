@@ -15,9 +15,8 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import Closed, InferenceError
 from shoal.extend.serve import to_inference_error
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc.codec import FIELDS, GrpcCodec
+from shoal.libs.grpc.codec import FIELDS, GrpcCodec, RequestLayoutCache
 from shoal.libs.grpc.methods import METHODS, GrpcCall
-from shoal.libs.grpc.request_cache import RequestLayoutCache
 from shoal.libs.grpc.service import InferenceServicer
 from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata

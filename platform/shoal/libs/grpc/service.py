@@ -1,6 +1,6 @@
 """The Open Inference Protocol v2 over gRPC: its inferences, and all else as REST answers it, on messages.
 
-Owns the meaning of each method. `codec` has the tensors, `request_cache` the layouts of earlier requests (so inferences
+Owns the meaning of each method. `codec` has the tensors, with the layouts of earlier requests (so inferences
 come and go as bytes), `app` the wire, `model_metadata` a model's metadata. Called by `app`, which answers
 an error raised here with a status. Knows no socket and no Ray, and the models only through `ModelManagerProtocol`.
 
@@ -49,9 +49,15 @@ from shoal.extend.serve import (
     to_inference_error,
 )
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc.codec import GrpcCodec, GrpcInferCall, encode_field_head, parameter_value
+from shoal.libs.grpc.codec import (
+    GrpcCodec,
+    GrpcInferCall,
+    RequestLayout,
+    RequestLayoutCache,
+    encode_field_head,
+    parameter_value,
+)
 from shoal.libs.grpc.methods import ACTIONS, GrpcCall, GrpcMethod
-from shoal.libs.grpc.request_cache import RequestLayout, RequestLayoutCache
 
 M = TypeVar("M", bound=Message)
 

@@ -65,7 +65,7 @@ class RestHandlers:
                 return RestResponse(200, self._metrics(caller), CONTENT_TYPE)
             case RouteAction.MODEL | RouteAction.MODEL_READY | RouteAction.MODEL_CONFIG:
                 return self._describe_model(target)
-            case RouteAction.STATISTICS:
+            case RouteAction.STATISTICS | RouteAction.MODEL_STATISTICS:
                 statistics = list_statistics(self._manager, caller, target.model, target.version)
                 return build_json_response(Statistics(statistics))
             case RouteAction.INDEX:

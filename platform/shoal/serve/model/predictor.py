@@ -32,8 +32,7 @@ from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cud
 from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.hooks import Hook, find_hook
 from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
-from shoal.serve.model.padding import RequestCollator
-from shoal.serve.model.padding_cost import PaddingCostModel
+from shoal.serve.model.padding import PaddingCostModel, RequestCollator
 from shoal.serve.model.warm_up import batch_sizes, has_one_shape, make_example, time_warm_forwards
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.model_options import ModelOptions

@@ -26,7 +26,7 @@ from shoal.serve.model.predictor import OpenTemplate
 from shoal.serve.protocol.pipeline import GENERATION_HEADER, PEER_HEADER
 from shoal.serve.protocol.request_lifecycle import Send
 from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
-from shoal.serve.replica.live_follower import LiveFollower
+from shoal.serve.replica.live_versions import LiveFollower
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_slot import ModelSlot, Prepare, SlotHost

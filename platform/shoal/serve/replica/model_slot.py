@@ -21,7 +21,7 @@ from shoal.serve.messages.inference import Outputs, ServedModelProtocol, TracerP
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.cold_models import OnDemandRequests
-from shoal.serve.replica.live_follower import LiveFollower
+from shoal.serve.replica.live_versions import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.served_model import ServedModel

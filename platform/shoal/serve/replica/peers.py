@@ -29,7 +29,7 @@ from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.network_address import watch_host
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, Parameters, RequestedOutput
-from shoal.serve.http.routes import PEER_PATH
+from shoal.serve.http.routes import PEERS_PATH
 from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.messages.inference import Outputs
 from shoal.serve.protocol.pipeline import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
@@ -195,9 +195,7 @@ def encode_call(
     datatypes:  of the model's inputs
     generation: of the plan by which that replica has the model
     """
-    path = PEER_PATH.format(model=name) if call.version is None else PEER_PATH.format(
-        model=f"{name}/versions/{call.version}"
-    )  # fmt: skip
+    version = "" if call.version is None else f"/versions/{call.version}"
     buffers = {each: to_binary(datatypes[each], array) for each, array in call.inputs.items()}
     tensors = [
         InputTensor(each, list(array.shape), datatypes[each], {"binary_data_size": len(buffers[each])})
@@ -220,7 +218,7 @@ def encode_call(
     if call.trace is not None:
         context = call.trace.context
         headers["traceparent"] = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
-    return path, headers, b"".join((head, *buffers.values()))
+    return f"{PEERS_PATH}{name}{version}/infer", headers, b"".join((head, *buffers.values()))
 
 
 def _describe_deadline(deadline_s: float | None) -> dict[str, str]:

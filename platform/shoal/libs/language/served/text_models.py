@@ -25,8 +25,7 @@ from shoal.extend.serve import (
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.served.prepared import VersionPreparation, embed
 from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
-from shoal.libs.language.served.text_engine import RequestStream, TextEngine
-from shoal.libs.language.served.text_shadow import TextShadow
+from shoal.libs.language.served.text_engine import RequestStream, TextEngine, TextShadow
 from shoal.libs.language.served.text_statistics import TextStatistics
 from shoal.libs.language.text_model import TextCall, TextModel
 
