@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
@@ -287,17 +288,11 @@ class EndpointController:
         self.record_event("delete", name, None, max(rollout.stable, 0) or None, by, reason)
         self.store.commit()
 
-    def begin_rollout(
-        self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str, shares: TrafficShares = NO_SHARES,
-        changes_options: bool = False,
-    ) -> None:  # fmt: skip
-        """Stage a version of a model whose rollout allows it."""
+    def begin_rollout(self, name: str, version: int, goal: Goal, **change: Any) -> None:
+        """Stage a version of a model whose rollout allows it. change: see `stage_version`"""
         rollout, generation = self.state.models[name].rollout, self.state.generation + 1
-        rollout = stage_version(
-            rollout, version, goal, kind=kind, by=by, why=why, now_s=time.time(), shares=shares, generation=generation,
-            changes_options=changes_options,
-        )  # fmt: skip
-        self.store.set_rollout(name, rollout)
+        staged = stage_version(rollout, version, goal, now_s=time.time(), generation=generation, **change)
+        self.store.set_rollout(name, staged)
         self._advance(name)
 
     def adjust_rollout(self, name: str, rollout: Rollout) -> None:

@@ -125,33 +125,22 @@ FOLLOWING = Rollout(Phase.STEADY, stable=NEWEST)  # the initial rollout of a mod
 
 
 def stage_version(
-    rollout: Rollout,
-    version: int,
-    goal: Goal,
-    *,
-    kind: str,
-    by: str,
-    why: str,
-    now_s: float,
-    shares: TrafficShares = NO_SHARES,
-    generation: int = 0,
-    changes_options: bool = False,
+    rollout: Rollout, version: int, goal: Goal, *, now_s: float, generation: int = 0, **change: Any
 ) -> Rollout:
-    """Begin: every replica loads `version` alongside the stable one, from plan `generation` on."""
+    """Begin: every replica loads `version` alongside the stable one, from plan `generation` on.
+
+    change: `kind`, `by` and `why`; `shares` and `changes_options` where it has them
+    """
     return replace(
         _apply_move(rollout, RolloutMove.STAGE, now_s),
         candidate=version,
         goal=goal,
-        shares=shares,
         attempt=rollout.attempt + 1,
         generation=generation,
-        kind=kind,
-        by=by,
-        why=why,
         refused=0,
         reason="",
         lost_replicas=0,
-        changes_options=changes_options,
+        **{"shares": NO_SHARES, "changes_options": False, **change},
     )
 
 

@@ -25,7 +25,7 @@ class InferCall(msgspec.Struct, gc=False):
     Of its head:
 
     version:    answer with exactly this version, which the protocol has found; None leaves the choice to the rollout
-    deadline_s: `time.monotonic()` at which the request expires; None takes the model's default
+    deadline_s: `time.monotonic()` at which the request expires; None for never
     tenant:     the name of the API key, whose share of a busy replica it uses
     sticky:     calls with the same key get the same side of a canary; "" draws for each call
     track:      "stable" or "candidate" for one side of a canary; "" leaves it to the rollout

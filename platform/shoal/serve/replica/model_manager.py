@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.infer_call import InferCall
-from shoal.serve.messages.inference import Outputs, RepositoryEntry, ServedModelProtocol, TracerProtocol
+from shoal.serve.messages.inference import RepositoryEntry, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate
@@ -32,7 +30,7 @@ from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_slot import ModelSlot, Prepare, SlotHost
 from shoal.serve.replica.peers import HttpRequest, HttpTransport, PeerTransport
 from shoal.serve.replica.served_model import ServedModel
-from shoal.serve.replica.version_router import BatchGroup
+from shoal.serve.replica.version_router import ModelBatcher
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
@@ -56,7 +54,7 @@ class ModelManager:
         replica: str,
         spec: EndpointSpec,
         live: Mapping[str, LiveModel],
-        batcher: Batcher[BatchGroup, InferCall, Outputs],
+        batcher: ModelBatcher,
         controller: ControllerClient,
         tracer: TracerProtocol | None = None,
         share: OpenTemplate | None = None,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
+from shoal.batching.batcher import BatcherCounts, Prediction
 from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
@@ -33,7 +33,7 @@ from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
 from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
-from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
+from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, ModelBatcher, Track, VersionTable
 from shoal.serve.scaling.replica_counts import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -115,7 +115,7 @@ class ServedModel:
         self,
         name: str,
         predictor: Predictor,
-        batcher: Batcher[BatchGroup, InferCall, Outputs],
+        batcher: ModelBatcher,
         *,
         is_live: bool = False,
         tracer: TracerProtocol | None = None,
@@ -125,7 +125,6 @@ class ServedModel:
     ) -> None:
         self.name = name
         self.predictor = predictor
-        self.is_live = is_live
         self._tracer = tracer
         self.batcher = batcher
         self.streams: StreamedAnswers | None = None
@@ -137,7 +136,6 @@ class ServedModel:
         self.successor: ServedModel | None = None  # under other options: answers late calls
         self.cold: ServedModelProtocol | None = None  # it made way for others: finds who answers late calls
         self.router = VersionTable(name)
-        self._deadline_s = self.options.deadline_s
         self._failures = FailureLog(name, show_errors)
         self._forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
@@ -176,8 +174,6 @@ class ServedModel:
         if not layout.is_first:
             call = msgspec.structs.replace(call, inputs=layout.to_batch_first(dict(call.inputs), call.num_rows))
         deadline_s = call.deadline_s
-        if deadline_s is None and self._deadline_s is not None:
-            deadline_s = arrived_s + self._deadline_s
         track: Track | None = None
         try:
             check_parameters(call, self.predictor.sampler)
@@ -292,7 +288,7 @@ class ServedModel:
 
     def record_step(self, version: int, num_tokens: int, seconds: float) -> None:
         """Record a step of a streamed answer's engine, which a canary is compared by. Callable from any thread."""
-        if not self.is_live:
+        if self.live is None:
             self._forward_times.add(version, num_tokens << STEP_SIZE, seconds)
 
     def describe_failure(self, error: Exception, version: int) -> InferenceError:

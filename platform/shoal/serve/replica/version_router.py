@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from shoal.batching.batcher import PendingBatch
+from shoal.batching.batcher import Batcher, PendingBatch
 from shoal.errors import InferenceError
 from shoal.serve.messages.desired_state import NO_SHARES, TrafficShares
 from shoal.serve.messages.infer_call import InferCall
@@ -47,6 +47,7 @@ class BatchGroup(NamedTuple):
 
 
 CallBatch = PendingBatch[BatchGroup, InferCall, Outputs]
+ModelBatcher = Batcher[BatchGroup, InferCall, Outputs]
 
 
 class Answering(NamedTuple):
