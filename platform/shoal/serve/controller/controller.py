@@ -26,7 +26,6 @@ from shoal.serve.controller.rollout import (
     Phase,
     Proceed,
     Rollout,
-    abandon_candidate,
     decide_next_step,
     drop_candidate,
     find_staging_error,
@@ -331,7 +330,7 @@ class EndpointController:
         rollout = model.rollout
         model.revert_deployment()
         self.record_event("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
-        self._reject_version(model, abandon_candidate(rollout, reason, time.time()))
+        self._reject_version(model, drop_candidate(rollout, reason, time.time()))
 
     def drop_candidate(self, name: str, kind: str, by: str, reason: str) -> None:
         """Drop the open candidate; the stable version answers all requests again."""

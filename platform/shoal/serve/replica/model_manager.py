@@ -265,7 +265,7 @@ class ModelManager:
     def check_health(self) -> None:
         """Raise ShoalError when a thread has died or a load hangs."""
         followers = self.followers
-        busy_s = max([self._host.loader.busy_s, *(follower.thread.busy_s for follower in followers.values())])
+        busy_s = max([self._host.loader.longest_load_s, *(follower.thread.busy_s for follower in followers.values())])
         if busy_s > MAX_STAGING_S:
             raise ShoalError(f"a version has been loading for {busy_s:.0f} s")
         for name, follower in followers.items():
