@@ -38,7 +38,7 @@ from shoal.serve.controller.state import Deployment, Event, ModelState, StateFil
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from shoal.serve.spec.model_source import LATEST, Catalogue, RegistryCatalogue
+from shoal.serve.spec.model_source import LATEST, RegistryCatalogue
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EndpointController:
         *,
         deployment_id: str = "",
         state_file: StateFile | None = None,
-        catalogue: Callable[[str], Catalogue] = RegistryCatalogue,
+        catalogue: Callable[[str], RegistryCatalogue] = RegistryCatalogue,
         lease_s: float = LEASE_S,
         stage_timeout_s: float = STAGE_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,

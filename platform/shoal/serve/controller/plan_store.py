@@ -23,7 +23,7 @@ from shoal.serve.controller.rollout import FOLLOWING, Phase, Rollout, build_mode
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.serve.messages.desired_state import NEWEST, EndpointPlan, ModelPlan
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
-from shoal.serve.spec.model_source import Catalogue
+from shoal.serve.spec.model_source import RegistryCatalogue
 
 
 class PlanPart(Protocol):
@@ -55,7 +55,7 @@ class PlanStore:
         file: StateFile,
         deployment_id: str,
         deployments: Sequence[Deployment],
-        catalogue: Callable[[str], Catalogue],
+        catalogue: Callable[[str], RegistryCatalogue],
         clock: Callable[[], float],
         audit: Callable[[Event], None],
     ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, Protocol, Self
 
@@ -90,12 +90,10 @@ class RepositoryEntry:
 class ServedModelProtocol(Protocol):
     """One model of an endpoint on one replica."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def signature(self) -> Signature: ...
-    @property
-    def options(self) -> ModelOptions: ...
+    name: str
+    signature: Signature
+    options: ModelOptions
+
     @property
     def version(self) -> int:
         """The version that answers requests without one; 0 before any weights."""
@@ -170,7 +168,7 @@ class Caller:
 
     name: str
     administrator: bool = False
-    models: frozenset[str] | None = field(default=None)  # None: all
+    models: frozenset[str] | None = None  # None: all
 
     def can_see(self, model: str) -> bool:
         """Whether its key is for this model, or the one that `NAME:PART` is a part of."""

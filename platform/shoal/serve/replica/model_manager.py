@@ -28,7 +28,7 @@ from shoal.serve.replica.live_versions import LiveFollower
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_slot import ModelSlot, Prepare, SlotHost
-from shoal.serve.replica.peers import HttpRequest, HttpTransport, PeerTransport
+from shoal.serve.replica.peers import HttpRequest, PeerTransport
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import ModelBatcher
 from shoal.serve.replica.watchers import ControllerClient
@@ -65,7 +65,7 @@ class ModelManager:
         self._slots: dict[str, ModelSlot] = {}  # of planned models
         self._retired: list[ModelSlot] = []  # which may not have ended
         self.on_demand = OnDemandRequests(
-            replica, controller, peers or HttpTransport(), self._find_answering, self._find_error, spec.answer_s
+            replica, controller, peers or PeerTransport(), self._find_answering, self._find_error, spec.answer_s
         )
         loader = VersionLoader(spec.torch_threads, share, spec.code, *(ON_DEMAND_LOADS if spec.memory else ()))
         memory = ModelMemory(spec.memory or 0, lambda: psutil.Process().memory_info().rss)

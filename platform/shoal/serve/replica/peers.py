@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -60,26 +60,9 @@ class HttpRequest(NamedTuple):
         return {name: given[name] for name in given if name not in HOP_HEADERS} | _describe_deadline(self.deadline_s)
 
 
-class PeerTransport(Protocol):
-    """Posts a request to a replica. Raises RequestLost when the connection breaks after the request was sent, and
-    ConnectionLost when it cannot be made. `retain` closes those to other addresses.
-
-    relay: posts a request, and sends the answer on as it comes, by ASGI's `send`. Raises as `post` before the answer's
-    head was sent on, InferenceError 503 where the replica says so, and 500 where it is lost later."""
-
-    async def post(
-        self, address: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, Mapping[str, str], bytes]: ...
-
-    async def relay(self, address: str, path: str, headers: Mapping[str, str], body: bytes, send: Send) -> None: ...
-
-    def retain(self, addresses: Collection[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class HttpTransport:
-    """HTTP/1.1 between replicas, whose answers have a length."""
+class PeerTransport:
+    """HTTP/1.1 between replicas, whose answers have a length. Raises RequestLost when the connection breaks after the
+    request was sent, and ConnectionLost when it cannot be made."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[Connection]] = defaultdict(list)
@@ -102,6 +85,8 @@ class HttpTransport:
             raise kind(f"the replica at {address} did not answer: {error!r}") from None
 
     async def relay(self, address: str, path: str, headers: Mapping[str, str], body: bytes, send: Send) -> None:
+        """Post a request, and send the answer on as it comes, by ASGI's `send`. Raises as `post` before the answer's
+        head was sent on, InferenceError 503 where the replica says so, and 500 where it is lost later."""
         has_begun, writer = False, None
         try:
             reader, writer = await _connect(address)
@@ -140,6 +125,7 @@ class HttpTransport:
         return None
 
     def retain(self, addresses: Collection[str]) -> None:
+        """Close the connections to other addresses."""
         for address in [address for address in self._idle if address not in addresses]:
             for _, writer in self._idle.pop(address):
                 writer.close()
