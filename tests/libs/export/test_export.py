@@ -41,6 +41,7 @@ from serving.asgi import Client
 from serving.replica_set import ReplicaSet
 from shoal.errors import ConfigError, ShoalError
 from shoal.libs.export import export_model as export_module
+from shoal.libs.export import folder as export_folder
 from shoal.libs.export.command import export
 from shoal.libs.export.formats.exported import read_signature
 from shoal.libs.export.runtime.model import FolderModel
@@ -294,7 +295,7 @@ def test_a_folder_beyond_the_limit_of_lambda_is_rejected(
     onnx_payload: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_file(onnx_payload, "onnx")
-    monkeypatch.setattr(export_module, "MAX_LAMBDA_BYTES", 1 << 20)
+    monkeypatch.setattr(export_folder, "MAX_LAMBDA_BYTES", 1 << 20)
     assert "Lambda takes 1" in str(reject(tmp_path, "to", to="lambda"))
     write(tmp_path / "out")
 

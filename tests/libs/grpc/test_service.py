@@ -15,16 +15,15 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import Closed, InferenceError
 from shoal.extend.serve import to_inference_error
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc.codec import FIELDS, GrpcCodec, InferRequestHeader
+from shoal.libs.grpc.codec import FIELDS, GrpcCodec, RequestLayoutCache
 from shoal.libs.grpc.methods import METHODS, GrpcCall
-from shoal.libs.grpc.request_cache import RequestLayoutCache
 from shoal.libs.grpc.service import InferenceServicer
 from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.messages.auth_failures import AuthFailure
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.infer_call import LARGE_BYTES
+from shoal.serve.protocol.pipeline import LARGE_BYTES
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 from unit.serve.test_large_tensors import COUNT, answers, gated, host
@@ -243,8 +242,8 @@ def test_parameters_of_a_policy_are_read() -> None:
     request = pb.ModelInferRequest(model_name="policy")
     request.parameters["action"].string_param = "sampled"
     request.parameters["seed"].int64_param = 3
-    header = InferRequestHeader.from_message(request)
-    assert (header.action, header.seed) == ("sampled", 3)
+    call = GrpcCodec("policy", [], [], 8).decode(request)
+    assert (call.action, call.seed) == ("sampled", 3)
 
 
 @pytest.mark.parametrize("is_raw", [False, True])
@@ -262,9 +261,9 @@ def test_an_input_of_float64_takes_float32_and_no_other_takes_another(is_raw: bo
         layouts = RequestLayoutCache()
         content = request.SerializeToString()
         for _ in range(3):  # a third request would be read by its layout
-            layouts.learn(content, request, InferRequestHeader.from_message(request), codec, codec.decode(request))
+            layouts.learn(content, request, codec, codec.decode(request))
         layout = layouts.find(content)
-        return (layout.decode_inputs(content) if layout else codec.decode(request)).arrays["x"]
+        return (layout.decode(content) if layout else codec.decode(request)).inputs["x"]
 
     for datatype, first in (("FP64", 0.1), ("FP32", np.float64(np.float32(0.1)))):
         decoded = decode(wide, datatype)
