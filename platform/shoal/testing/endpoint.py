@@ -68,8 +68,8 @@ class Endpoint:
         with ExitStack() as closing:
             if self._home is not None:
                 closing.enter_context(patch.dict(os.environ, SHOAL_HOME=str(self._home)))
-            self.token = load_access_token()
-            spec = EndpointSpec.parse({"token": self.token, **self._fields})
+            self.token = str(self._fields.setdefault("token", load_access_token()))
+            spec = EndpointSpec.parse(self._fields)
             models = [model_from_ref(each) if isinstance(each, str) else each for each in self._models]
             portal = closing.enter_context(start_blocking_portal())
             self.url = closing.enter_context(portal.wrap_async_context_manager(_serve(spec, models)))
