@@ -21,6 +21,7 @@ LEVELS = [
     {"__main__"},
     {"libs"},
     {"extend"},
+    {"testing"},
     {"cli", "api"},
     {"flows", "loaded"},
     {"train", "rl", "serve"},
