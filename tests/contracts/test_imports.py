@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"__main__"},
     {"libs"},
-    {"extend"},
+    {"extend", "testing"},
     {"cli", "api"},
     {"flows", "loaded"},
     {"train", "rl", "serve"},

@@ -22,7 +22,7 @@ from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.event_log import RecordLog
 from train_task import Toy
-from training.test_trainer import spec_of
+from training.toy_run import spec_of
 
 
 def take_over(recorder: RunRecorder) -> None:
