@@ -61,7 +61,6 @@ def averaged(
         for micro_step in range(2):
             factor = 1.0 + world.rank + step + micro_step
             torch.stack([(gradient(each, factor) * each).float().sum() for each in used]).sum().backward()
-        assert trainable[0].grad is not None
         trainable[0].grad = trainable[0].grad.t().clone(memory_format=torch.contiguous_format).t()
         before_bytes, counts = on_host.sent_bytes, torch.tensor([1.0 + world.rank, 5.0])
         waits.clear()

@@ -154,11 +154,9 @@ def test_a_student_is_the_teacher_with_other_arguments() -> None:
     teacher = ModelFactory(factory="shoal.models.lenet:LeNet", kwargs={"num_classes": 7})
     assert parse_student("narrow=3", teacher).factory.kwargs == {"num_classes": 7, "narrow": 3}
     found = choose_default_student(teacher, None)
-    assert found is not None
     assert found.factory.kwargs == {"num_classes": 7, "narrow": 2}
     decoder = ModelFactory(factory="shoal.models.decoder:Decoder", kwargs={"width": 128})
     found = choose_default_student(decoder, None)
-    assert found is not None
     assert found.factory.kwargs == {"width": 64}
     assert choose_default_student(ModelFactory(factory="torch.nn:Identity"), None) is None
 

@@ -114,9 +114,3 @@ def test_the_kind_that_is_written_goes_before_the_fields_of_the_spec() -> None:
         assert runs.load("one").kind is RunKind.LOOP
     with runs.recording("models: []", "mine", begun="training", kind=RunKind.TRAINING, run_id="two"):
         assert runs.load("two").kind is RunKind.TRAINING
-
-
-@pytest.mark.parametrize("spec", ["", "[1, 2]", "a: [", "just words"])
-def test_a_spec_that_is_none_says_nothing_of_its_run(spec: str) -> None:
-    with runs.create("mine", spec, "one"):
-        assert runs.load("one").kind is RunKind.OTHER
