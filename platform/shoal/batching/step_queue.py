@@ -10,8 +10,6 @@ forward is, and what it gives reaches the event loop in one call. Decision 082.
 | is `run` once               |             |              | ends, and its result is dropped              |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 

@@ -4,8 +4,6 @@ registry ─► convert (torch) ─► FolderModel, as the folder runs it ─►
                                                                          └─► the folder takes its place
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Read top to bottom: targets and loss as pure functions, then the algorithm. Legend: B steps of a sample, A actions.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ Called by Tasks. Owns the border: everything that may be wrong with such a folde
 Legend: H and W pixels.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import logging

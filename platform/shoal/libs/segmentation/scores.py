@@ -4,8 +4,6 @@ Called by Tasks at evaluations, and over full pictures at the end. The share of 
 a picture is background.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Self
 

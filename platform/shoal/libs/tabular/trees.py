@@ -3,8 +3,6 @@
 Called as a callback of `TableTask`, in the process that writes the record.
 """
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

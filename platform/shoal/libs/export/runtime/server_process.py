@@ -1,7 +1,5 @@
 """Starts the server of an exported folder as a process, for its test."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
