@@ -3,6 +3,8 @@
 Called by all that writes below $SHOAL_HOME. Standard library only. What writes raises OSError.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import os

@@ -3,6 +3,8 @@
 Called by code that chooses a number of threads, and by `shoal doctor`. Standard library only.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from pathlib import Path

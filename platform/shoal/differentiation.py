@@ -4,6 +4,8 @@ Called by what has a torch.autograd.Function. Such a function gives first deriva
 one only where the loss is not linear in the outputs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

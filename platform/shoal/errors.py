@@ -34,6 +34,8 @@
 Imported everywhere; imports nothing of Shoal.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Load large libraries without garbage collection. Called where a process loads torch for its lifetime."""
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -12,6 +12,8 @@
 Folders and files are private to their owner: see `atomic_file`. Standard library only: the actor process uses it too.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
 import sys

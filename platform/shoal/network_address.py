@@ -1,5 +1,7 @@
 """Addresses of hosts: loopback or not, how other hosts reach this one, and connections to one that is lost."""
 
+from __future__ import annotations
+
 import ipaddress
 import re
 import socket

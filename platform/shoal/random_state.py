@@ -4,6 +4,8 @@ Called by a run at its start, by its checkpoints, by the readers of data and by 
 Shoal.
 """
 
+from __future__ import annotations
+
 import hashlib
 import random
 import struct

@@ -3,6 +3,8 @@
 Called by the shells around Ray. Each of them says how long it waits and which of its own errors a failure becomes.
 """
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

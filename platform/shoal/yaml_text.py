@@ -3,6 +3,8 @@
 Called by `config` and by readers of records; knows no spec.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from typing import Any

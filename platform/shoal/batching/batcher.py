@@ -16,6 +16,8 @@ Thread rules: one lock guards the schedule and the count of sleeping threads; no
 Futures, timers and outcome counts belong to the event loop. Results reach it with one call per batch.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import os

@@ -5,6 +5,8 @@ request without a deadline, or with a later one, is ordered as if its deadline w
 every request becomes the earliest at some time and none starves.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_left, insort, insort_left
 from collections.abc import Hashable, Iterator, Sequence

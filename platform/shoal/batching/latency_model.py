@@ -16,6 +16,8 @@ cost at most their cost in smaller batches. Only the times are retained, so the 
 them.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque

@@ -12,6 +12,8 @@ future and reads no clock.
   present queues, its answer is expected at: a slot is free + (l of the rows before it)/s + l(its own batch).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Generic, NotRequired, TypedDict, Unpack

@@ -10,6 +10,8 @@ forward is, and what it gives reaches the event loop in one call. Decision 082.
 | is `run` once               |             |              | ends, and its result is dropped              |
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 

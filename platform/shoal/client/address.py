@@ -3,6 +3,8 @@
 Called by the clients, by the search for an endpoint, and before a token is sent. Opens no connection.
 """
 
+from __future__ import annotations
+
 import ipaddress
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass

@@ -4,6 +4,8 @@ Called by the command line and by programs that name an endpoint instead of its 
 where several are up, and a model says which is meant.
 """
 
+from __future__ import annotations
+
 import socket
 from contextlib import suppress
 from dataclasses import dataclass

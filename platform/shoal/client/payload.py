@@ -6,6 +6,8 @@ and bytes become BYTES. A frame's columns are brought into the model's order by 
 dates become seconds. The endpoint checks the shapes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

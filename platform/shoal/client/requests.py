@@ -1,5 +1,7 @@
 """Every call of an endpoint without its tensors: builds its request and decodes its answer. Pure functions."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar

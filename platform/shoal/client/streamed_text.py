@@ -1,5 +1,7 @@
 """A text while a model writes it, here or at an endpoint: both give the server-sent events of OpenAI's API."""
 
+from __future__ import annotations
+
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 

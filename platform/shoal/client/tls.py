@@ -1,5 +1,7 @@
 """The certificates that a client trusts, and its own. Opens no connection."""
 
+from __future__ import annotations
+
 import os
 import ssl
 

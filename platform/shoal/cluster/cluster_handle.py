@@ -4,6 +4,8 @@ Made by `embedded_cluster` and `attach`; read by `jobs` and the CLI. Owns nothin
 handle is also saved as `cluster.json` in the cluster's folder, without the token.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import platform

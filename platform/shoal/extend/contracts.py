@@ -6,6 +6,8 @@
 pytest collects the methods of the subclass. Imports no pytest.
 """
 
+from __future__ import annotations
+
 import io
 import math
 from typing import Any, ClassVar

@@ -6,6 +6,8 @@ view of it. Elements are little-endian, row-major, without padding; each of BYTE
 Errors are InferenceErrors (422) with the tensor's name, the expected and the actual data.
 """
 
+from __future__ import annotations
+
 import math
 import struct
 from collections.abc import Sequence

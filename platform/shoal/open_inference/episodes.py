@@ -8,6 +8,8 @@
 Called by the endpoint, by the client and by a run's gateway. Pure data.
 """
 
+from __future__ import annotations
+
 from typing import Any, Protocol
 
 import msgspec

@@ -6,6 +6,8 @@ FP16 and BF16 are numbers too, rounded to the nearest. Errors are InferenceError
 expected and the actual data.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import re

@@ -5,6 +5,8 @@ undecoded: `json_tensors` and `binary_tensors` convert them to arrays. Unknown f
 demands; the decoder raises for a field of the wrong type.
 """
 
+from __future__ import annotations
+
 from typing import Any, Protocol
 
 import msgspec

@@ -8,6 +8,8 @@ The batch is the first dimension, another one, or missing. It has at least one r
 dimension may be 0.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

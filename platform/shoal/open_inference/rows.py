@@ -16,6 +16,8 @@ A cell of a file is read by the same functions (`decode_column`), so a row of a 
 no input has are left out; one that is missing is an error: a DataError, `field` of which is the field's name.
 """
 
+from __future__ import annotations
+
 import datetime
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -12,6 +12,8 @@ arrays; reads and writes no file, and calls no model.
                                 its columns have names, as classes have
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import math

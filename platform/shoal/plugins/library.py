@@ -1,5 +1,7 @@
 """A library: a package that joins the command line of `shoal`."""
 
+from __future__ import annotations
+
 import importlib
 import pkgutil
 from collections.abc import Mapping

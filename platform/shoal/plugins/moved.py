@@ -1,5 +1,7 @@
 """Modules that have moved, which records of earlier releases name as they were: registered models, runs' specs."""
 
+from __future__ import annotations
+
 MOVED = {
     "shoal.data.formats.arrow": "shoal.libs.files.arrow",
     "shoal.data.formats.hdf5": "shoal.libs.files.hdf5",

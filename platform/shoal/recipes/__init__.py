@@ -4,6 +4,8 @@ A checkout has both at its top, and a wheel carries them in this folder (see `se
 job or a task by its name. Imports none of them, and needs the standard library only.
 """
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 

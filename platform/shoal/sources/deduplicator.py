@@ -3,6 +3,8 @@
 Called by `MessageDataset` and the stream library; its state is a part of each checkpoint.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from typing import Any
 

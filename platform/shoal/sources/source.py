@@ -4,6 +4,8 @@ Called by the Loader, through `MessageDataset`, and by the loop of the stream li
 once, and again after a restart unless it was committed. Knows neither torch nor a broker.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

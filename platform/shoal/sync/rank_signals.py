@@ -5,6 +5,8 @@ follows from the exchanged numbers, so that a step of a millisecond does not pay
 decides nothing.
 """
 
+from __future__ import annotations
+
 import time
 from typing import NamedTuple
 

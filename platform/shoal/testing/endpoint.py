@@ -3,6 +3,8 @@
 Used by tests. It listens on a free port of 127.0.0.1, so that every client of an endpoint can call it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import socket

@@ -3,6 +3,8 @@
 The loop is that of `shoal run train`; what it logs stays in memory. Called by tests: those of users, and ours.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 from collections import defaultdict

@@ -4,6 +4,8 @@ an `act`.
 Called by the gateway; the trust boundary of remote inference. Legend: N rows, K choices of a mask.
 """
 
+from __future__ import annotations
+
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence

@@ -4,6 +4,8 @@ Used by actors, which read a mask from their environment, and by the gateway, wh
 Legend: L steps of a segment, K the choices of an action's numbers, end to end: n of a Discrete.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

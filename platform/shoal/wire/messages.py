@@ -4,6 +4,8 @@ Used by the gateway and by the actor client. Knows nothing of sockets, and never
 map of known types or as bytes, and anything else is a ProtocolViolation with an error code.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args

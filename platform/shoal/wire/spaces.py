@@ -4,6 +4,8 @@ Used where a run describes its environment, and by policies that take observatio
 Legend: B observations, F numbers of a flat one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

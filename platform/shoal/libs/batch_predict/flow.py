@@ -6,6 +6,8 @@ Called by `shoal batch-predict`, in a process connected to a Ray cluster. It own
 record; the workers do the work.
 """
 
+from __future__ import annotations
+
 import time
 from operator import attrgetter
 from pathlib import Path

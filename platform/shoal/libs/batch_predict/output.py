@@ -12,6 +12,8 @@ Readers of folders of Parquet (Arrow, Spark) ignore names that begin with `_`. C
 Ray Data. Knows nothing of Ray or of models.
 """
 
+from __future__ import annotations
+
 import json
 import secrets
 import tempfile

@@ -3,6 +3,8 @@
 Called by the flow, on a cluster. Rows keep their order, and the output's folder appears complete or not at all.
 """
 
+from __future__ import annotations
+
 import gc
 import logging
 import math

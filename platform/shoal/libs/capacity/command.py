@@ -3,6 +3,8 @@
 Parse, call, print. The forward times are measured by a live endpoint, or given.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import asdict
 

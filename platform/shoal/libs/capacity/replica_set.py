@@ -6,6 +6,8 @@ unanswered ones. `simulate.drive` runs the scheduler itself; this is the same sc
 by the autoscaling policy and by `shoal serve simulate`. Knows no clock and no Ray.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 

@@ -6,6 +6,8 @@ loads no model and never waits. The forward is a measured table, l(rows); arriva
 answering is left out.
 """
 
+from __future__ import annotations
+
 import heapq
 import math
 from collections.abc import Sequence

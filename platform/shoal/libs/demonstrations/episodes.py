@@ -5,6 +5,8 @@
 | whole episodes | MAX_QUEUED, and their bytes | nothing: more are not recorded | the thread   | writes for CLOSE_S |
 """
 
+from __future__ import annotations
+
 import logging
 import queue
 import threading

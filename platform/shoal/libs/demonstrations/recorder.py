@@ -5,6 +5,8 @@
 | files for the store      | those of the folder | nothing     | the thread   | uploads for CLOSE_S, then ends  |
 """
 
+from __future__ import annotations
+
 import logging
 import queue
 import threading

@@ -3,6 +3,8 @@
 Legend: N steps, S segments laid end to end.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,6 +4,8 @@ Every check is a function that examines one thing and returns findings; one comm
 starts no Ray, and imports the tested modules in a separate process.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import socket

@@ -1,5 +1,7 @@
 """`shoal export`: a registered model as a folder that serves itself, or for a game. Parse, call, print."""
 
+from __future__ import annotations
+
 import os
 
 import click

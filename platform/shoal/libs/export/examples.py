@@ -3,6 +3,8 @@
 The registered model and the exported one answer them, and their answers are compared.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,6 +4,8 @@ registry ─► convert (torch) ─► FolderModel, as the folder runs it ─►
                                                                          └─► the folder takes its place
 """
 
+from __future__ import annotations
+
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass

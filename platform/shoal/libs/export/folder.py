@@ -3,6 +3,8 @@
 A module is copied with its imports of ours made relative: the folder's package `runtime` is flat, and has no Shoal.
 """
 
+from __future__ import annotations
+
 import inspect
 import os
 import re

@@ -4,6 +4,8 @@ Called by `export_model`. The vectors are what the registered model answers, in 
 with them in NumPy before they are written. Legend: A numbers of an action, K choices, S size of a state.
 """
 
+from __future__ import annotations
+
 import base64
 import math
 from collections.abc import Mapping

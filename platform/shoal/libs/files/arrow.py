@@ -1,6 +1,8 @@
 """Column formats (pyarrow): Arrow files and streams, and Parquet. The selected columns are read into memory, once per
 process."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

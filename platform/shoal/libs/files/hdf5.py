@@ -1,5 +1,7 @@
 """HDF5 files (h5py): opened in the reading process; a batch is read in a few ranges of rows."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

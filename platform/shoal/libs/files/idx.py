@@ -1,5 +1,7 @@
 """IDX files, plain or gzipped: MNIST and its kin (http://yann.lecun.com/exdb/mnist, "the IDX file format")."""
 
+from __future__ import annotations
+
 import gzip
 import struct
 import zlib

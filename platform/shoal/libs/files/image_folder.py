@@ -1,5 +1,7 @@
 """Pictures in folders, one folder for each class (Pillow)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path

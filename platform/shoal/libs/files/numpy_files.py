@@ -1,5 +1,7 @@
 """NumPy's own files: `.npy` is memory-mapped, an array in an `.npz` is read into memory on use."""
 
+from __future__ import annotations
+
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence

@@ -3,6 +3,8 @@
 Imports no Ray: any object with `iter_torch_batches` will do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 

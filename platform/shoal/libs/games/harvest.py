@@ -1,5 +1,7 @@
 """Harvest: a small game of pixels, for learning from frames without an emulator."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import gymnasium

@@ -3,6 +3,8 @@
 The emulator, ale-py, is licensed under GPL: it is the user's to install, and gymnasium imports it by its name.
 """
 
+from __future__ import annotations
+
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Tic-tac-toe against an opponent that plays at random: a board game with action masks."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import gymnasium

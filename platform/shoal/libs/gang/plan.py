@@ -4,6 +4,8 @@ Called by `template` in the replica, which sends the plan to the workers. The mo
 no memory; the plan is found on an example, as training finds it on a batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,6 +3,8 @@
 Called by the replica's shell. Ray ends them with the replica, and they end themselves when its connection does.
 """
 
+from __future__ import annotations
+
 import os
 import threading
 from typing import Any

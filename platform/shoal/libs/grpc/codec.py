@@ -14,6 +14,8 @@ checked, and its arrays are views of its bytes. (Parsing it and building its ans
 for a small request, and copied large ones.) Requests with an id or with typed contents have no layout.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

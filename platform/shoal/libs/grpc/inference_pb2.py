@@ -5,6 +5,8 @@ their own: every implementation of this protocol (tritonclient, kserve, open-inf
 protobuf's default pool, which refuses the second one, and a served model may import any of them.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet

@@ -9,6 +9,8 @@ Called by `app`. A method's error becomes a status:
 A rejection with a known time to retry has `retry-after` (seconds) in its trailing metadata.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import urllib.parse

@@ -16,6 +16,8 @@ instead, and the stream ends. Without a known key it ends at once and nothing is
     stream                             and so the client (HTTP/2 window)    is next in order   cancellation cancels all
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator

@@ -3,6 +3,8 @@
 Parse, call, print: `shoal.libs.hf.transfer` does the work.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import click

@@ -1,5 +1,7 @@
 """Pictures as a model of Hugging Face takes them: by the image processor of its folder, or by its configuration."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

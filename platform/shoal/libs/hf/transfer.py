@@ -3,6 +3,8 @@
 Called by `shoal models push` and `pull`, and where adapters are registered. Asks no hub.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import tempfile

@@ -1,5 +1,7 @@
 """`shoal kube render`: manifests as files. Parse, check, write; talks to no cluster."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from pathlib import Path

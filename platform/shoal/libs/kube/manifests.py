@@ -4,6 +4,8 @@ the console, a Deployment.
 Below them the pods of a RayCluster: the containers, what they mount, and how they begin and end.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import shlex

@@ -1,5 +1,7 @@
 """Text below /v1/ of an endpoint: the models of a replica, and the HTTP API on top."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from shoal.errors import needs_extra

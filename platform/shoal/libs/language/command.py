@@ -1,5 +1,7 @@
 """`shoal chat`: a conversation with a language model in the terminal; of a text in a pipe, one answer."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Callable

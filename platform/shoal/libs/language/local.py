@@ -2,6 +2,8 @@
 the HTTP API: what is tried here behaves so at an endpoint. The engine steps while one of its texts is read.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,5 +1,7 @@
 """What the HTTP API needs of a model that writes text; the endpoint's models implement it."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

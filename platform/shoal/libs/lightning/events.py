@@ -3,6 +3,8 @@
 Called by `LightningTask`, for each step and evaluation, and by the Trainer as a callback. Imports nothing of Lightning.
 """
 
+from __future__ import annotations
+
 import base64
 import inspect
 import io

@@ -4,6 +4,8 @@ A test compares the list with Lightning's own classes, so that nothing of a new 
 Task, when it builds the module. Imports nothing of Lightning.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from shoal.errors import ConfigError

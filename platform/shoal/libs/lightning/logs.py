@@ -1,5 +1,7 @@
 """What `self.log` receives: the values of a batch, their means over an epoch, and metrics that an epoch computes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

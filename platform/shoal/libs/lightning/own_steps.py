@@ -4,6 +4,8 @@ Owns `self.trainer.strategy`: what `self.optimizers()`, `self.manual_backward` a
 trainer. Called by `LightningEvents`, and by the module. One process, without accumulation.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -14,6 +14,8 @@ Then `shoal run train task=digits.py:Digits parallel=ddp workers=2`. The module'
 nothing of Lightning.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

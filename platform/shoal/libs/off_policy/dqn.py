@@ -3,6 +3,8 @@
 Read top to bottom: targets and loss as pure functions, then the algorithm. Legend: B steps of a sample, A actions.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import NamedTuple
 

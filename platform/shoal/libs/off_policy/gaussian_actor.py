@@ -4,6 +4,8 @@ Called by SAC, which trains both, and by the endpoint, which serves `predict`. O
 observation_size], or frames, which an encoder takes (`frames`: its arguments).
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,6 +3,8 @@
 Called by DQN, which trains it, and by the endpoint, which serves `predict`.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

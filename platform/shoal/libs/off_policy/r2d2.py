@@ -6,6 +6,8 @@ top to bottom: rescaling, targets, loss and priorities as pure functions, then t
 sequences, S the size of a state, U trained steps, R rows of a sequence, n steps of a target, A actions.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import NamedTuple
 

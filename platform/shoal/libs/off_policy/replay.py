@@ -8,6 +8,8 @@ A segment of L steps takes L + 1 rows, one for each observation, so that an obse
 from 0 without end; row r is at r % C. A new row overwrites the oldest one, and its priority with it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple

@@ -6,6 +6,8 @@ What an item is, subclasses say: a step of experience, or a sequence of them. Pr
 Items are counted from 0 without end; item i is in slot i % C. A new one overwrites the oldest and its priority.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import shutil

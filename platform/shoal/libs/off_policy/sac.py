@@ -4,6 +4,8 @@ External actors sample the policy, so they explore as it does. Experience of any
 behaviour policy. Knows no clock, run or Ray. Legend: B steps of a sample, 2 critics, A numbers of an action.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Iterator, Mapping

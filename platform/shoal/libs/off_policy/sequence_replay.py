@@ -6,6 +6,8 @@ and ends with the up to n steps that its last targets need. So sequences overlap
 Legend: K sequences, B sampled ones, U sequence_length, R = burn_in + U + n rows of observations, S the size of a state.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import NamedTuple
 

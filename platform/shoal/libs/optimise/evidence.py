@@ -5,6 +5,8 @@ Statistics in Medicine 17:891-908, 1998) where a row is right or wrong, and by t
 otherwise. Pure functions of numbers. Called by `search`.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from statistics import NormalDist

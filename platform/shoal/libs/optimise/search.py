@@ -5,6 +5,8 @@ Owns the order of events. Called by `shoal optimise` and in Python:
     found = optimise(OptimiseRequest("fashion", max_drop=MaxDrop.parse("1%"), students=("narrow=2",)))
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

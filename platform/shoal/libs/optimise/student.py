@@ -3,6 +3,8 @@
 Called by `search`. Builds no network.
 """
 
+from __future__ import annotations
+
 import inspect
 from dataclasses import dataclass
 from typing import Any

@@ -3,6 +3,8 @@
 Called by Tasks at the end of a run; the report shows the file. Legend: H and W pixels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,6 +5,8 @@ pixels or classes that it has. Pixels of the class IGNORED count nowhere.
 Legend: B samples, C classes with the background as 0, H and W pixels.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn import functional

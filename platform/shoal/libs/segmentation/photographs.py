@@ -7,6 +7,8 @@ Called by Tasks. Owns the border: everything that may be wrong with such a folde
 Legend: H and W pixels.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import logging

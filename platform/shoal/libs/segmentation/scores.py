@@ -4,6 +4,8 @@ Called by Tasks at evaluations, and over full pictures at the end. The share of 
 a picture is background.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Self
 

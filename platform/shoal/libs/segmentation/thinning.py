@@ -3,6 +3,8 @@
 Called by crops, losses' targets and scores. NumPy alone.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 # The eight neighbours, clockwise from the one above: P2 to P9 of the paper.

@@ -9,6 +9,8 @@ tensors, but for `SelfOrganisingMap`. Called by jobs/som.py and by endpoints; ne
 Legend: N rows, B rows of a tile, D features, M maps, K nodes of a map, R and C rows and columns of the grid, F values.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ A template is a folder of files, which would run without `.template` at their en
 and `MyKind` where the user's name comes.
 """
 
+from __future__ import annotations
+
 import keyword
 from pathlib import Path
 

@@ -6,6 +6,8 @@ A record is its length, its CRC-32 and (number, messages) in MessagePack. Called
 a run. Knows nothing of learning.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import struct

@@ -9,6 +9,8 @@ from just before the publication of a reading to the arrival of its forecast, on
 Started by the flow as a process of its own, which ends when its standard input closes; also by tests and benchmarks.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math

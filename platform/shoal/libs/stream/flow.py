@@ -6,6 +6,8 @@ Called by `python -m shoal.libs.stream`, `jobs/stream.py`, tests and scripts. No
 where $RAY_ADDRESS is set. Endpoints follow the alias of the registered versions.
 """
 
+from __future__ import annotations
+
 import gc
 import subprocess
 import sys

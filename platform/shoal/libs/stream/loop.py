@@ -39,6 +39,8 @@ open group may be gone from the log. Their messages were not acknowledged: they 
 Called by the flow and by tests. Knows no broker and no run record.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections import Counter

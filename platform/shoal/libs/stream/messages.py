@@ -4,6 +4,8 @@
 objects, so that a trainer cannot tell them apart. Knows neither torch nor a broker.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime

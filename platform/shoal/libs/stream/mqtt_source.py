@@ -12,6 +12,8 @@ Called by the flow and by tests. paho's network thread only enqueues: work there
 | `_arrived` | receive_maximum   | `poll`, up to `timeout_s`  | the network thread      | `poll` returns none  |
 """
 
+from __future__ import annotations
+
 import queue
 import socket
 import threading

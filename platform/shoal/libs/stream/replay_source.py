@@ -3,6 +3,8 @@
 Called by the flow, tests and benchmarks. A message's publisher is its file, its sequence the row, from 1.
 """
 
+from __future__ import annotations
+
 import glob
 import math
 from collections.abc import Iterator, Sequence

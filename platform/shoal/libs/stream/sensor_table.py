@@ -5,6 +5,8 @@ Legend: S sensors, B of them in a batch, W positions of a ring, D values, H unit
 Called by `OnlineTrainer`. Message number n of a sensor, from 0, lies at position n % W of its ring.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import numpy as np

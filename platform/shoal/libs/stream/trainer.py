@@ -4,6 +4,8 @@ Called by `StreamLoop` and by benchmarks. Knows neither brokers nor disks: a fun
 same batches leave the same weights to the bit.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -10,6 +10,8 @@ sections 2.2, 2.7 and 5.4). Every quantity depends on rows and columns as sets.
 Legend: B tables, C rows of the context, R rows of context and queries, D columns, E regressors.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

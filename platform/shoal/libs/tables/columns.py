@@ -3,6 +3,8 @@
 A gap, and a word that the fitted rows do not have, are NaN. Called by `few_rows`.
 """
 
+from __future__ import annotations
+
 import datetime
 from collections import Counter
 from collections.abc import Mapping, Sequence

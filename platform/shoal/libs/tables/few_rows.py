@@ -3,6 +3,8 @@
 Nothing is fitted to the rows but the encoding of words. Called as `shoal.few_rows`.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from contextlib import suppress

@@ -13,6 +13,8 @@ Called by the Task of jobs/few_rows.py, which trains it on `shoal.libs.tables.pr
 Legend: B tables, C context rows, Q queries, R = C + Q, D columns, T targets, E regressors, S bins.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -8,6 +8,8 @@ it is given, and from nothing else.
 Legend: B tables, R rows, D columns, T targets, K factors, M features of a kernel or units of a layer.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Literal

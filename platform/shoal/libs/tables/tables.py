@@ -3,6 +3,8 @@
 Legend: B tables, C context rows, Q queries, D columns, T targets.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,6 +7,8 @@ layers between are shared (the small variant of TabM, arXiv:2410.24210). Knows n
 Legend: B rows, N numbers, W words, E values of an embedding, K members, H width, C outputs.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

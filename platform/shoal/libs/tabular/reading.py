@@ -4,6 +4,8 @@ Called by `table`. Kinds are inferred from Arrow's types, and from texts that ar
 gaps. A kind may say how a text is read: `date:%d.%m.%Y`, `number:,` with the decimal sign. Fits nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from shlex import quote

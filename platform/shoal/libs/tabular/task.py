@@ -5,6 +5,8 @@
 Called by the recipe `jobs/table.py`, and subclassed by users. Legend: B rows, K members of an ensemble, C outputs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property

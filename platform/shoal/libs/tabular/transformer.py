@@ -4,6 +4,8 @@ It is fitted to the training rows, as a DataFrame whose columns have the table's
 the version of scikit-learn that has written it. Called by `encoders` and `table`. Legend: B rows, N numbers.
 """
 
+from __future__ import annotations
+
 import base64
 import pickle
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 Called as a callback of `TableTask`, in the process that writes the record.
 """
 
+from __future__ import annotations
+
 import logging
 import subprocess
 import sys

@@ -3,6 +3,8 @@
 Owns one event file per recorder. Called by the recorder's thread, under its lock; never read back by Shoal.
 """
 
+from __future__ import annotations
+
 import logging
 import secrets
 import socket

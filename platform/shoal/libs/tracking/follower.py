@@ -4,6 +4,8 @@ Called by `python -m shoal.libs.tracking`, which a recorder starts, and by `shoa
 its own state lies in the run's folder. Whatever the tracker does, the run does not notice.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math

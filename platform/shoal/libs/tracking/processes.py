@@ -1,5 +1,7 @@
 """The followers of a run: one process for each of its trackers, started and awaited by the run's recorder."""
 
+from __future__ import annotations
+
 import logging
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """One WebSocket connection: the socket and, of the library `websockets`, the protocol without its input and output."""
 
+from __future__ import annotations
+
 import logging
 import select
 import socket

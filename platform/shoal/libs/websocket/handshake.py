@@ -1,5 +1,7 @@
 """Which requests become connections: by path, origin, and no token in the address. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from dataclasses import dataclass
 from http import HTTPStatus

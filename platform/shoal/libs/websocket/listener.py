@@ -11,6 +11,8 @@ returns messages of the protocol by route, as the ROUTER socket does. Knows neit
 | connections without a session     | 16,384, and half of the files| `timeout_s`, or a newer one | drops them |
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import resource

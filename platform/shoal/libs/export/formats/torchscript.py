@@ -4,6 +4,8 @@ Called by the predictor, and by `shoal models add` to check a file. A file has n
 signature is registered with it. It is called with its inputs in the signature's order, and its precision is its own.
 """
 
+from __future__ import annotations
+
 import io
 import warnings
 from typing import Any

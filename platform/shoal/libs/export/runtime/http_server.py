@@ -8,6 +8,8 @@ when the requests in progress are answered.
     NUM_THREADS  threads of one forward, 1 by default, as in an endpoint
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import socket

@@ -8,6 +8,8 @@
 Made once by the folder's `lambda_function.py`, as the environment starts.
 """
 
+from __future__ import annotations
+
 import base64
 from collections.abc import Callable
 from pathlib import Path

@@ -4,6 +4,8 @@ Read by the folder's server or handler, once. One request is one forward, in the
 batches; deadlines, tracks and sticky keys have no effect, as there is no queue and one version.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os

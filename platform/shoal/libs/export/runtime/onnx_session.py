@@ -1,5 +1,7 @@
 """A session of onnxruntime, and its forward from arrays to arrays. Called by `formats.onnx` and `model`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

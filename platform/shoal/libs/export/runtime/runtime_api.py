@@ -4,6 +4,8 @@ The client is `awslambdaric`, which runs handlers within Lambda too. It fetches 
 handler's result or error (https://docs.aws.amazon.com/lambda/latest/dg/runtimes-api.html).
 """
 
+from __future__ import annotations
+
 import json
 import os
 import queue

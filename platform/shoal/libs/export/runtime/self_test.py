@@ -3,6 +3,8 @@
 Run by the folder's `test_folder.py`. Needs no Docker, and no network beyond loopback.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path

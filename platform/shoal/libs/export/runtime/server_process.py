@@ -1,5 +1,7 @@
 """Starts the server of an exported folder as a process, for its test."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

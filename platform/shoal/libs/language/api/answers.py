@@ -1,5 +1,7 @@
 """Answers of a request while they come: text apart from tool calls, versions, and what ends them."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

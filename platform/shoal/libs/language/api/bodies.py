@@ -1,5 +1,7 @@
 """Bodies of requests: what each field may be, and which unknown ones change nothing. Pure; raises InferenceError."""
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Annotated, Any, Literal, TypeVar

@@ -1,5 +1,7 @@
 """OpenAI's /v1/chat/completions, /v1/completions and /v1/embeddings: bodies to jobs, answers to JSON and chunks."""
 
+from __future__ import annotations
+
 import base64
 import secrets
 import time

@@ -1,5 +1,7 @@
 """Anthropic's /v1/messages: blocks of text and tools to a job, answers to a message and its events."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import AsyncGenerator
 

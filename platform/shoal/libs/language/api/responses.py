@@ -1,5 +1,7 @@
 """OpenAI's /v1/responses without stored responses: items to a job, answers to a response and its events."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import AsyncGenerator
 

@@ -1,5 +1,7 @@
 """Which requests are refused at the door: a bounded queue, and deadlines that learnt times of steps rule out."""
 
+from __future__ import annotations
+
 import math
 import threading
 from collections.abc import Sequence

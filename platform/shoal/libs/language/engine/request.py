@@ -1,5 +1,7 @@
 """What an engine takes and gives: requests, events, and what can be observed. Plain data, checked at the border."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,6 +3,8 @@
 Rows never meet: a row's token depends on no other row. Legend: R rows, V tokens of the vocabulary.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

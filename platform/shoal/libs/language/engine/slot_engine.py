@@ -10,6 +10,8 @@ It has no thread: its owner calls `step`, always from one thread at a time; the 
 effect with the next step. What it guarantees, and at what price, is in docs/generation.md.
 """
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import secrets

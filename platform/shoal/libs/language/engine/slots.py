@@ -5,6 +5,8 @@ recently used one. A new answer copies the longest prefix that any slot holds of
 of a group, the first computes the prompt and the others wait for it.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Collection
 

@@ -1,5 +1,7 @@
 """Text of an answer, token by token: never half a character, cut before the first stop text."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 

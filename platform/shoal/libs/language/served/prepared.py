@@ -4,6 +4,8 @@ Prepared in the thread that loads the version, so that a request finds all there
 compute, or that has no tokenizer, answers tensors alone.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 import json

@@ -3,6 +3,8 @@
 A model's option `text.adapters` says which: without it, whoever may ask for a model could load all that is registered.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import re

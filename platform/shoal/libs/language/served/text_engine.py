@@ -13,6 +13,8 @@ As for tensors: the client has its answer before, the steps have the smallest we
 dropped. Sampled texts are drawn from the same uniform numbers, so that equal models write equal tokens.
 """
 
+from __future__ import annotations
+
 import asyncio
 import secrets
 import time

@@ -1,5 +1,7 @@
 """What a replica counts of the texts of a model, for metrics and for scaling."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.batching.latency_model import ForwardTime
