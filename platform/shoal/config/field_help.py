@@ -3,6 +3,8 @@
 Called for `--help` of jobs. The meaning is the field's `description`, or its line `name: ...` in the docstring.
 """
 
+from __future__ import annotations
+
 import inspect
 import json
 import re

@@ -1,6 +1,8 @@
 """The types of a spec's fields, as annotations have them. Pure functions; called by
 `shoal.config`, whose Spec they do not know."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args, get_origin

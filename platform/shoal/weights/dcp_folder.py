@@ -5,6 +5,8 @@ releases wrote them; beside them lie `optimizer`, `lr_scheduler`, `train_state` 
 Format: torch/distributed/checkpoint. Of `.metadata`, a pickle, only the classes of such a checkpoint are loaded.
 """
 
+from __future__ import annotations
+
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
