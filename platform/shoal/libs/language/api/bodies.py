@@ -130,7 +130,7 @@ class EmbeddingBody(Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
 
 
-def refusal(field: str, problem: str) -> InferenceError:
+def field_error(field: str, problem: str) -> InferenceError:
     """The error of a field."""
     return InferenceError(400, f"{field}: {problem}", field=field)
 
@@ -172,7 +172,7 @@ def read_text(content: object, path: str, role: object = "") -> str:
     """The text of a message: a string, or parts of text. Raises InferenceError (400) for other parts, and for none of
     the role `user`."""
     if content is None and role == "user":
-        raise refusal(path, "is missing, or null")
+        raise field_error(path, "is missing, or null")
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -180,7 +180,7 @@ def read_text(content: object, path: str, role: object = "") -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             shown = f"{path}[{number}]"
-            raise refusal(shown, f"expected text, got {str(kind)[:40]!r}")
+            raise field_error(shown, f"expected text, got {str(kind)[:40]!r}")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -190,5 +190,5 @@ def require(value: Json, name: str, kind: type[T], path: str) -> T:
     result = value.get(name)
     if not isinstance(result, kind):
         path = f"{path}.{name}"
-        raise refusal(path, f"expected {kind.__name__}, got {str(result)[:40]!r}")
+        raise field_error(path, f"expected {kind.__name__}, got {str(result)[:40]!r}")
     return result

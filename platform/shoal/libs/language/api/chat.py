@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from shoal.libs.language.api.answers import Answers, TextAnswer
-from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, Json, refusal, require
+from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, Json, field_error, require
 from shoal.libs.language.api.prompt import Job, check_length, encode_prompts, make_chat_job, make_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
 from shoal.libs.language.engine.request import TokenEvent, TokenIds
@@ -41,7 +41,7 @@ def make_id(kind: str) -> str:
 def prepare_chat(model: TextModel, body: ChatBody) -> Job:
     """Raises InferenceError (400)."""
     if body.top_logprobs and not body.logprobs:
-        raise refusal("top_logprobs", "needs logprobs = true")
+        raise field_error("top_logprobs", "needs logprobs = true")
     functions = [require(each, "function", dict, f"tools[{number}]") for number, each in enumerate(body.tools)]
     use = read_tool_use(functions, body.tool_choice, body.parallel_tool_calls)
     wanted = read_format(body.response_format, "response_format")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import InferenceError, needs_extra, summarize_error
-from shoal.libs.language.api.bodies import MAX_ANSWERS, MAX_PROMPTS, Fields, Json, read_text, refusal, require
+from shoal.libs.language.api.bodies import MAX_ANSWERS, MAX_PROMPTS, Fields, Json, field_error, read_text, require
 from shoal.libs.language.api.tools import ToolUse
 from shoal.libs.language.engine.request import GrammarKind, Sampling, TextRequest, TokenIds
 from shoal.libs.language.text_model import TextModel
@@ -48,7 +48,7 @@ def make_job(model: TextModel, body: Fields, prompts: Sequence[TokenIds], **more
     if (num_answers := len(prompts) * body.n) > MAX_ANSWERS:
         raise InferenceError(400, f"n = {body.n}: {num_answers} answers, expected {MAX_ANSWERS} at most", field="n")
     if body.stream_options.include_usage and not body.stream:
-        raise refusal("stream_options", "needs stream = true")
+        raise field_error("stream_options", "needs stream = true")
     names = {"num_answers": "n", "prompt": "prompt", "end_s": "deadline_s", **more.pop("names", {})}
     grammars: list[tuple[str, Grammar | None]] = [
         *more.pop("grammars", ()),
@@ -80,7 +80,7 @@ def make_job(model: TextModel, body: Fields, prompts: Sequence[TokenIds], **more
     for prompt in prompts:
         check_length(model, prompt, names["prompt"])
     if body.given and len(prompts) * body.n > 1:
-        raise refusal("given", "one answer alone can be continued")
+        raise field_error("given", "one answer alone can be continued")
     return Job(model, body, [replace(request, prompt=prompt) for prompt in prompts], names=names, **more)
 
 
@@ -111,17 +111,17 @@ def _read_sampling(body: Fields) -> Sampling:
 def check_length(model: TextModel, prompt: TokenIds, name: str) -> None:
     """Raises InferenceError (400)."""
     if not prompt:
-        raise refusal(name, "has no token")
+        raise field_error(name, "has no token")
     if len(prompt) >= model.context:
         problem = f"has {len(prompt)} tokens, and an answer needs room in the context of {model.context}"
-        raise refusal(name, problem)
+        raise field_error(name, problem)
 
 
 def encode(model: TextModel, text: str, name: str, **options: Any) -> TokenIds:
     """The tokens of a text. Raises InferenceError (400)."""
     if len(text) > MAX_CHARS_PER_TOKEN * model.context:
         problem = f"has {len(text)} characters, too many for the context of {model.context} tokens"
-        raise refusal(name, problem)
+        raise field_error(name, problem)
     return tuple(model.tokenizer.encode(text, **options))
 
 
@@ -130,7 +130,7 @@ def encode_prompts(model: TextModel, given: str | list[Any], name: str) -> list[
     if isinstance(given, str) or (given and all(type(each) is int for each in given)):
         given = [given]
     if not 1 <= len(given) <= MAX_PROMPTS:
-        raise refusal(name, f"expected 1 to {MAX_PROMPTS} texts, got {len(given)}")
+        raise field_error(name, f"expected 1 to {MAX_PROMPTS} texts, got {len(given)}")
     prompts = []
     for number, each in enumerate(given):
         if isinstance(each, str):
@@ -186,7 +186,7 @@ def read_messages(messages: Sequence[Json], name: str) -> list[Json]:
         each |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list):
-            raise refusal(f"{path}.tool_calls", "expected a list")
+            raise field_error(f"{path}.tool_calls", "expected a list")
         if calls:
             each["tool_calls"] = [_read_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
         results.append(each)
@@ -202,7 +202,7 @@ def _read_call(call: Any, path: str) -> Json:
         arguments = None
     if not isinstance(arguments, dict):
         where = f"{path}.function.arguments"
-        raise refusal(where, "expected a JSON object as text")
+        raise field_error(where, "expected a JSON object as text")
     name = require(function, "name", str, f"{path}.function")
     return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
 

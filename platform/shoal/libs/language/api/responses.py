@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from shoal.errors import InferenceError
 from shoal.libs.language.api.answers import Answers, TextAnswer
-from shoal.libs.language.api.bodies import Json, ResponseBody, read_text, refusal, require
+from shoal.libs.language.api.bodies import Json, ResponseBody, field_error, read_text, require
 from shoal.libs.language.api.chat import Api, make_id, write_frame
 from shoal.libs.language.api.prompt import Job, make_chat_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
@@ -21,7 +21,7 @@ def prepare_response(model: TextModel, body: ResponseBody) -> Job:
     for number, tool in enumerate(body.tools):
         if tool.get("type") != "function":
             path = f"tools[{number}].type"
-            raise refusal(path, f"expected function, got {str(tool.get('type'))[:40]!r}")
+            raise field_error(path, f"expected function, got {str(tool.get('type'))[:40]!r}")
     names = ("name", "description", "parameters")
     functions = [{name: each[name] for name in names if each.get(name) is not None} for each in body.tools]
     use = read_tool_use(functions, body.tool_choice, body.parallel_tool_calls)
@@ -48,7 +48,7 @@ def _list_messages(body: ResponseBody) -> list[Json]:
             text = read_text(item.get("output"), f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": require(item, "call_id", str, path), "content": text})
         else:
-            raise refusal(f"{path}.type", f"{str(kind)[:40]!r} is not offered here")
+            raise field_error(f"{path}.type", f"{str(kind)[:40]!r} is not offered here")
     return messages
 
 
