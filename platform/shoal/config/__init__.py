@@ -232,7 +232,7 @@ def parse_overrides(spec: type[Spec], overrides: Iterable[str]) -> dict[str, Any
     return values
 
 
-def format_override(path: str, value: str | list[str]) -> str:
+def format_override(path: str, value: object) -> str:
     """The word that sets the field at `path` to this value, quoted where YAML would misread it."""
     try:
         is_plain = parse_yaml(value) == value if isinstance(value, str) else False

@@ -32,6 +32,17 @@ PACKABLE = (
 )
 
 
+PEFT_FIELDS = {  # of LoraSpec, by peft's names
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "modules",
+    "use_rslora": "rslora",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+}
+
+
 class LoraSpec(Spec):
     """Adapters of low rank (arXiv:2106.09685) on linear layers.
 
@@ -188,17 +199,9 @@ def make_lora_config(lora: LoraSpec, network: nn.Module, **more: Any) -> Any:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
-    values = {
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": lora.modules,
-        "use_rslora": lora.rslora,
-        "rank_pattern": dict(lora.rank_pattern),
-        "alpha_pattern": dict(lora.alpha_pattern),
-        "fan_in_fan_out": any(isinstance(each, Conv1D) for each in network.modules()),  # whose weights are transposed
-    }
-    return LoraConfig(**{**values, **more})
+    values = {theirs: getattr(lora, own) for theirs, own in PEFT_FIELDS.items()}
+    is_transposed = any(isinstance(each, Conv1D) for each in network.modules())  # as are its weights
+    return LoraConfig(**{**values, "fan_in_fan_out": is_transposed, **more})
 
 
 def add_adapters(network: nn.Module, lora: LoraSpec) -> None:
