@@ -313,7 +313,7 @@ def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: 
             node[name] = _dump_default(owner, name) if with_defaults else {}
         owner = find_field_owner(owner, name)
         if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a full spec
-            node[name] = _expand_spec(owner, node[name], path)
+            node[name] = _expand_spec(owner, node[name])
         node = node[name]
         if isinstance(owner, type) and issubclass(owner, Spec) and isinstance(node, dict):
             try:
@@ -364,7 +364,7 @@ def _remove_unknown_fields(values: Any, owner: FieldOwner, path: str = "") -> It
             yield from _remove_unknown_fields(values[name], find_field_owner(owner, name), f"{path}{name}.")
 
 
-def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:
+def _expand_spec(owner: type[BaseModel], value: object) -> dict[str, Any]:
     """Expand a value that is not a mapping: a word such as `ddp`, or an optional spec not yet given.
 
     Fields without a default stay open, for the following words.

@@ -27,8 +27,17 @@ _OWN = re.compile(r"\.(lora_[AB])\.default\.")
 _THEIRS = re.compile(r"\.(lora_[AB])\.")
 # Which say nothing of what the network computes, or are found from the base and the tensors.
 _NEUTRAL = (
-    *("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("task_type", "modules_to_save", "exclude_modules", "fan_in_fan_out", "runtime_config"),
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "task_type",
+    "modules_to_save",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "runtime_config",
 )
 TASK_TYPES = {  # of peft, by the end of the network's class
     "ForCausalLM": "CAUSAL_LM",

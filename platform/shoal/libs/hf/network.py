@@ -27,8 +27,25 @@ _ADAPTER = "lora_"
 # Decoders that keep packed samples apart by their position_ids: tests/libs/hf/test_causal_lm.py. Others take
 # position_ids too, and let a sample see the one before.
 PACKABLE = (
-    *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral"),
-    *("mixtral", "nemotron", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3"),
+    "cohere",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "llama",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
 )
 
 

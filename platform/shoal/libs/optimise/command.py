@@ -192,7 +192,10 @@ def _make_cells(outcome: Outcome, index: int, is_on_front: bool) -> list[str]:
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
     rows = [
         {
-            **{"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == outcome.chosen},
+            "steps": list(model.steps),
+            "run": model.run_id,
+            **asdict(measured),
+            "chosen": index == outcome.chosen,
             "verdict": asdict(outcome.verdicts[index]),
         }
         for index, (model, measured) in enumerate(zip(outcome.models, outcome.measured, strict=True))
