@@ -237,8 +237,8 @@ class Encoders(Spec):
         """Each column is an input, as it is in the table."""
         classes = self.target.classes
 
-        def describe(name: str, is_word: bool, kind: str = "") -> TensorSignature:
-            return TensorSignature(name=name, datatype="BYTES" if is_word else "FP64", shape=[-1], kind=kind)
+        def describe(name: str, is_text: bool, kind: str = "") -> TensorSignature:
+            return TensorSignature(name=name, datatype="BYTES" if is_text else "FP64", shape=[-1], kind=kind)
 
         inputs = [describe(each.name, each.kind == "word", each.full_kind) for each in self.columns]
         outputs = [describe(self.target.name, bool(classes))]
