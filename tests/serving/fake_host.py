@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from registered import tensors
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
@@ -26,11 +27,6 @@ from shoal.serve.messages.inference import Arrays, InferCall, Prediction, Reposi
 from shoal.serve.spec.model_options import ModelOptions
 
 Compute = Callable[[Arrays], dict[str, np.ndarray]]
-
-
-def tensors(**named: tuple[str, list[int]]) -> list[TensorSignature]:
-    """`tensors(x=("FP32", [-1, 3]))`."""
-    return [TensorSignature(name=name, datatype=datatype, shape=shape) for name, (datatype, shape) in named.items()]
 
 
 def _on_the_loop_s(deadline_s: float | None) -> float | None:
@@ -57,7 +53,7 @@ class FakeModel:
         options: ModelOptions | None = None,
     ) -> None:
         self.name = name
-        inputs = tensors(x=("FP32", [-1, 3])) if inputs is None else inputs
+        inputs = tensors(x=[-1, 3]) if inputs is None else inputs
         self.signature = Signature(inputs=inputs, outputs=inputs if outputs is None else outputs)
         self.options = ModelOptions() if options is None else options
         self.versions = sorted(versions)

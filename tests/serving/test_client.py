@@ -16,8 +16,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from registered import tensors
 from serving import table_model
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient, Client
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy
@@ -34,8 +35,8 @@ ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 def host() -> FakeHost:
     every = {name.lower(): (name, [-1, 2]) for name in NUMPY_DTYPES}
     return FakeHost(
-        FakeModel("m", tensors(x=("FP32", [-1, 3])), versions=(6, 7)),
-        FakeModel("two", tensors(a=("FP32", [-1, 2]), b=("INT64", [-1]))),
+        FakeModel("m", tensors(x=[-1, 3]), versions=(6, 7)),
+        FakeModel("two", tensors(a=[-1, 2], b=("INT64", [-1]))),
         FakeModel("every", tensors(**every)),
         FakeModel("empty", versions=()),
         FakeModel("charges", table_model.SIGNATURE.inputs),

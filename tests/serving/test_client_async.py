@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from registered import tensors
 from serving import table_model
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, Counting, served
 from shoal.client import AsyncClient
 from shoal.errors import Closed, InferenceError
@@ -20,8 +21,8 @@ ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 @pytest.fixture(scope="module")
 def host() -> FakeHost:
     return FakeHost(
-        FakeModel("m", tensors(x=("FP32", [-1, 3]))),
-        FakeModel("other", tensors(x=("FP32", [-1, 3]))),
+        FakeModel("m", tensors(x=[-1, 3])),
+        FakeModel("other", tensors(x=[-1, 3])),
         FakeModel("empty", versions=()),
         FakeModel("charges", table_model.SIGNATURE.inputs),
         shelf=(FakeModel("shelved"),),

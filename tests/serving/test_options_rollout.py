@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from serving.replica_set import ReplicaSet, ask, held_loads, infer, register, until
+from registered import register
+from serving.replica_set import ReplicaSet, ask, held_loads, infer, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
 from shoal.serve.controller.change_request import parse_options

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.film_site import browse, rate, read_page
 from serving.served_here import served
 from shoal.errors import DataError, InferenceError
@@ -217,8 +218,8 @@ def towers(compute: Any = None) -> FakeModel:
     """Scores the film with the highest id best."""
     return FakeModel(
         "movies",
-        tensors(history=("INT64", [-1, -1]), ratings=("FP32", [-1, -1]), candidates=("INT64", [-1, -1])),
-        tensors(scores=("FP32", [-1, -1])),
+        tensors(history=("INT64", [-1, -1]), ratings=[-1, -1], candidates=("INT64", [-1, -1])),
+        tensors(scores=[-1, -1]),
         compute or (lambda inputs: {"scores": inputs["candidates"].astype(np.float32)}),
     )
 

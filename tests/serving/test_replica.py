@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, ask, constant, infer, register, until
+from registered import LINEAR, SIGNATURE, constant, register
+from serving.replica_set import ReplicaSet, ask, infer, until
 from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError, ShoalError
 from shoal.flows.serving_spec import ServingSpec, check

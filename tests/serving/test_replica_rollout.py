@@ -13,17 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.replica_set import SIGNATURE, ReplicaSet, ask, held_loads, infer, register, tally, until
+from registered import SIGNATURE, register, tensors
+from serving.replica_set import ReplicaSet, ask, held_loads, infer, tally, until
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus
 from shoal.errors import InferenceError, ShoalError
-from shoal.registry import Registry, Signature, TensorSignature
+from shoal.registry import Registry, Signature
 from shoal.serve.replica.loader import StagedVersion, VersionLoader
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import RegisteredModel, model_from_ref
 
 ANY_SPEED = GuardOptions(max_latency_ratio=1e9)  # the few batches of a busy machine say nothing
-TWICE = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="z", datatype="FP32", shape=[-1, 2])])
+TWICE = Signature(inputs=SIGNATURE.inputs, outputs=tensors(z=[-1, 2]))
 
 
 def rollout(*versions: int, ref: str = "linear@1", replicas: int = 3, **options: Any) -> Callable[..., None]:

@@ -9,7 +9,8 @@ import httpx2
 import numpy as np
 import pytest
 
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from serving.replica_server import LIMITS, exchange
 from serving.replica_server import served as replica
@@ -25,7 +26,7 @@ ROW = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1.
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[httpx2.Client]:
-    host = FakeHost(FakeModel("m", tensors(x=("FP32", [-1, -1]))))
+    host = FakeHost(FakeModel("m", tensors(x=[-1, -1])))
     with served(host) as (address, _), httpx2.Client(base_url=address, headers=KEY, timeout=30.0) as client:
         yield client
 

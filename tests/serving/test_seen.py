@@ -10,7 +10,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.replica_set import ReplicaSet, ask, infer, register, until
+from registered import register
+from serving.replica_set import ReplicaSet, ask, infer, until
 from shoal.serve.messages.auth_failures import AuthFailure
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
 from shoal.serve.replica.replica import EndpointReplica

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc import request_cache
@@ -209,7 +210,7 @@ def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.M
 
 
 def test_the_third_request_of_a_kind_is_not_taken_apart() -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
+    model = FakeModel("m", tensors(x=[-1, 3]))
     requests = []
     for number in range(5):
         request = pb.ModelInferRequest(model_name="m")
@@ -226,7 +227,7 @@ def test_the_third_request_of_a_kind_is_not_taken_apart() -> None:
 
 
 async def test_a_layout_goes_when_a_load_has_changed_how_many_rows_a_request_may_have() -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
+    model = FakeModel("m", tensors(x=[-1, 3]))
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(24)])
     request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
     content = request.SerializeToString()
@@ -258,12 +259,12 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
     asked = InferRequestHeader.from_message(request)
     assert not [field for field in asked.__struct_fields__ if isinstance(getattr(asked, field), tuple)]
     with pytest.raises(InferenceError, match="asked for twice"):
-        asked_of(FakeHost(FakeModel("m", tensors(x=("FP32", [-1, 3])))), request)
+        asked_of(FakeHost(FakeModel("m", tensors(x=[-1, 3]))), request)
     assert len(looked_at) == 2
 
 
 def test_a_stream_ends_at_what_is_no_message_and_nothing_behind_it_is_computed() -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, 3])))
+    model = FakeModel("m", tensors(x=[-1, 3]))
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(12)])
     request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
     servicer = InferenceServicer(FakeHost(model), AccessControl(None, []))  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from libs.grpc.asking import raw
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import Closed, InferenceError
 from shoal.extend.serve import to_inference_error
 from shoal.libs.grpc import inference_pb2 as pb
@@ -77,7 +78,7 @@ def test_an_answer_is_raw_when_one_of_its_outputs_has_no_typed_field() -> None:
     def half(inputs: Arrays) -> dict[str, np.ndarray]:
         return {"h": inputs["x"].astype(np.float16), "x": inputs["x"]}
 
-    model = FakeModel("m", outputs=tensors(h=("FP16", [-1, 3]), x=("FP32", [-1, 3])), compute=half)
+    model = FakeModel("m", outputs=tensors(h=("FP16", [-1, 3]), x=[-1, 3]), compute=half)
     request = typed(shape=[1, 3])
     request.inputs[0].contents.fp32_contents.extend([1, 2, 3])
     answer = infer(request, model)
@@ -313,7 +314,7 @@ def test_others_are_answered_while_a_large_message_is_read(monkeypatch: pytest.M
 
 def test_a_refused_call_is_counted_with_its_address_and_model() -> None:
     access = AccessControl("the-token", [])
-    servicer = InferenceServicer(FakeHost(FakeModel("m", tensors(x=("FP32", [-1, 3])))), access)
+    servicer = InferenceServicer(FakeHost(FakeModel("m", tensors(x=[-1, 3]))), access)
     invocation = GrpcCall({b"shoal-from": b"10.0.0.9", b"authorization": b"Bearer another"})
     with pytest.raises(InferenceError) as caught:
         asyncio.run(servicer.model_infer(pb.ModelInferRequest(model_name="m").SerializeToString(), invocation))

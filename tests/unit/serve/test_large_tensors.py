@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from registered import tensors
 from serving.asgi import Client, client
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.messages.inference import size_bytes
 from shoal.serve.protocol import infer_call
@@ -27,10 +28,10 @@ def host() -> FakeHost:
     def one(_: Any) -> dict[str, np.ndarray]:
         return {"y": np.ones((1, 1), np.float32)}
 
-    wide, narrow = tensors(y=("FP32", [-1, -1])), tensors(x=("FP32", [-1, 3]))
+    wide, narrow = tensors(y=[-1, -1]), tensors(x=[-1, 3])
     return FakeHost(
         FakeModel("m", narrow),
-        FakeModel("numbers", tensors(x=("FP32", [-1, -1])), wide, one),
+        FakeModel("numbers", tensors(x=[-1, -1]), wide, one),
         FakeModel("texts", tensors(x=("BYTES", [-1, -1])), wide, one),
         FakeModel("many", narrow, wide, lambda _: {"y": MANY}),
     )

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from registered import tensors
 from serving.asgi import Client, client, refused
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.episodes import EPISODES_PATH
 from shoal.serve.spec.api_key import ApiKey

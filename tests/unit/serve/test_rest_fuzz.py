@@ -7,14 +7,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from registered import tensors
 from serving.asgi import Reply, client
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from shoal.open_inference.datatypes import DATATYPES
 
 MODEL = FakeModel(
     "m",
-    tensors(x=("FP32", [-1, 2]), flag=("BOOL", [-1]), text=("BYTES", [-1, -1]), half=("BF16", [-1])),
-    tensors(x=("FP32", [-1, 2]), text=("BYTES", [-1, -1])),
+    tensors(x=[-1, 2], flag=("BOOL", [-1]), text=("BYTES", [-1, -1]), half=("BF16", [-1])),
+    tensors(x=[-1, 2], text=("BYTES", [-1, -1])),
 )
 NAMES = ("x", "flag", "text", "half")
 SUBJECT = client(FakeHost(MODEL), max_body_bytes=4096)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from registered import tensors
 from serving.asgi import Client, Reply, client, refused
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from shoal.serve.messages.inference import Arrays
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -24,8 +25,8 @@ def double(inputs: Arrays) -> dict[str, np.ndarray]:
 
 
 def two_inputs(**options: Any) -> FakeModel:
-    inputs = tensors(x=("FP32", [-1, 3]), mask=("BOOL", [-1]))
-    outputs = tensors(y=("FP32", [-1, 3]), n=("INT64", [-1]))
+    inputs = tensors(x=[-1, 3], mask=("BOOL", [-1]))
+    outputs = tensors(y=[-1, 3], n=("INT64", [-1]))
     return FakeModel("m", inputs, outputs, double, options=ModelOptions(**options))
 
 
@@ -247,7 +248,7 @@ def test_json_and_binary_mixed_both_ways() -> None:
 
 def test_a_large_answer_goes_out_as_views_of_its_arrays() -> None:
     large = np.arange(60_000, dtype=np.float32).reshape(1, -1)
-    model = FakeModel("m", tensors(x=("FP32", [-1, 1])), tensors(y=("FP32", [-1, 60_000])), lambda inputs: {"y": large})
+    model = FakeModel("m", tensors(x=[-1, 1]), tensors(y=[-1, 60_000]), lambda inputs: {"y": large})
     caller = subject(model)
     one = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1]}
     reply = caller.infer(request(one, parameters={"binary_data_output": True}))
@@ -319,7 +320,7 @@ def test_a_raw_body_is_one_row_of_the_only_input(model: FakeModel, body: bytes, 
         (FakeModel(), b"", 422),
         (FakeModel(), b"12345", 422),
         (two_inputs(), b"1234", 400),
-        (FakeModel("m", tensors(x=("FP32", [-1, -1, -1]))), b"1234", 400),
+        (FakeModel("m", tensors(x=[-1, -1, -1])), b"1234", 400),
         (FakeModel("m", tensors(x=("BYTES", [-1, 2]))), b"1234", 400),
     ],
 )
@@ -329,7 +330,7 @@ def test_a_raw_body_that_does_not_tell_its_shape(model: FakeModel, body: bytes, 
 
 
 def test_a_variable_dimension_may_be_empty_but_the_batch_may_not() -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, -1])))
+    model = FakeModel("m", tensors(x=[-1, -1]))
     empty = {"name": "x", "shape": [2, 0], "datatype": "FP32"}
     for data in ([], [[], []]):
         assert subject(model).infer(request({**empty, "data": data})).body["outputs"][0]["shape"] == [2, 0]
@@ -342,7 +343,7 @@ WIDE = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 100
 
 
 def wide(**settings: Any) -> Client:
-    return subject(FakeModel("m", tensors(x=("FP32", [-1, 1000]))), **settings)
+    return subject(FakeModel("m", tensors(x=[-1, 1000])), **settings)
 
 
 @pytest.mark.parametrize(("coding", "pack", "unpack"), [
@@ -373,7 +374,7 @@ def test_answers_are_plain_when_they_are_small_and_for_who_lists_what_it_knows()
 
 @pytest.mark.parametrize("shape", [[2, -1, 2], [-2, -1, 2], [1, 2, 2], [3, 2, 2], [2, 2, 3], [2, 2]])
 def test_dimensions_that_the_model_fixes_are_fixed_and_none_is_negative(shape: list[int]) -> None:
-    model = FakeModel("m", tensors(x=("FP32", [2, -1, 2])))
+    model = FakeModel("m", tensors(x=[2, -1, 2]))
     one = {"name": "x", "shape": shape, "datatype": "FP32", "data": []}
     refused(subject(model).infer(request(one)), 422, "input 'x': expected FP32 [2, -1, 2], got FP32", str(shape))
     right = {**one, "shape": [2, 1, 2], "data": [1, 2, 3, 4]}
