@@ -91,7 +91,6 @@ class EndpointProcess:
         return self.temp_dir / "home" / "registry"
 
     def command(self, name: str, **arguments: Any) -> Any:
-        assert self._child.stdin is not None
         self._child.stdin.write(json.dumps([name, arguments]) + "\n")
         self._child.stdin.flush()
         return self._answer()["result"]
@@ -129,7 +128,6 @@ class EndpointProcess:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
     def _answer(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
         for line in self._child.stdout:
             if line.startswith('{"shoal": '):
                 answer: dict[str, Any] = json.loads(line)["shoal"]

@@ -96,7 +96,6 @@ def _start_autoscaler(cluster: EmbeddedCluster, config: Path) -> Iterator[None]:
     logs = cluster.temp_dir / "autoscaler"
     logs.mkdir()
     ray = find_spec("ray")  # its import would read the environment too early
-    assert ray is not None
     assert ray.origin is not None
     entry = Path(ray.origin).parent / "autoscaler/v2/monitor.py"
     command = [sys.executable, str(entry), f"--gcs-address={cluster.address}", f"--autoscaling-config={config}"]

@@ -55,7 +55,6 @@ def still_alive(pids: Collection[int]) -> list[int]:
 def assert_nothing_left(cluster: EmbeddedCluster, sockets: Sockets) -> None:
     """No process, no listening port and no file of a stopped cluster."""
     assert cluster.pids() == []
-    assert cluster.temp_dir is not None
     assert not cluster.temp_dir.exists()
     assert not sockets & listening()
 

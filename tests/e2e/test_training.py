@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
@@ -16,12 +16,10 @@ from programs import run_ranks
 from ray_data_task import NUM_SAMPLES
 from shoal.cli import cli
 from shoal.errors import RunError
-from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.launch.overrides import spec_from_overrides
-from shoal.train.spec import TrainSpec
 from shoal_program import END_S, ROOT, commands_with, shoal_program
-from train_task import Toy
+from training.toy_run import train_rank
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
@@ -67,21 +65,6 @@ def at_step(step: int, incarnation: int = 1) -> Callable[[], bool]:
 def losses_of(run: Run) -> dict[int, float]:
     rows = run.metrics().dropna(subset=["train/loss"])
     return dict(zip(rows["train/step"].astype(int), rows["train/loss"], strict=True))
-
-
-def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
-    """The program of a rank that nothing disturbs."""
-    from shoal.train.loop.trainer import Trainer
-    from shoal.train.reporting.event_log import NullLog
-
-    losses: dict[int, float] = {}
-
-    class Journal(NullLog):
-        def log(self, step: int, values: Any, at: float | None = None) -> None:
-            losses.update({step: values["train/loss"]} if "train/loss" in values else {})
-
-    Trainer(spec, Toy(), world, folder, journal=Journal()).run()
-    return losses
 
 
 @pytest.fixture
@@ -139,7 +122,7 @@ def test_a_run_outlives_ctrl_c_and_the_death_of_everything(own_home: Path, tmp_p
     assert (finished.id, finished.status, finished.incarnation) == (stopped.id, Status.FINISHED, 3)
     assert at <= finished.last_events(since_resumed=True)["restored"]["step"] <= at + 4
     spec = spec_from_overrides([word for word in WORDS if not word.startswith("task=")])
-    undisturbed = run_ranks(losses_of_a_rank, 2, tmp_path / "undisturbed", spec)[0]
+    undisturbed = run_ranks(train_rank, 2, tmp_path / "undisturbed", spec)[0]
     assert losses_of(finished) == undisturbed  # to the bit: two ranks, in three lives
 
 

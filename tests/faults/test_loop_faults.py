@@ -80,7 +80,6 @@ class Loop:
     def close(self) -> dict[str, Any]:
         self.workers.finish_learner()
         stats = self.workers.close_gateway(finished=True)
-        assert stats is not None
         return stats["segments"]
 
 

@@ -15,10 +15,9 @@ import pytest
 import shoal.runs
 from leftovers import pids_of
 from programs import run_ranks
-from shoal.parallel import World
 from shoal.runs import Run, Status
 from shoal.train.spec import TrainSpec
-from train_task import Toy
+from training.toy_run import train_rank
 from waiting import wait_for
 
 if TYPE_CHECKING:
@@ -49,29 +48,6 @@ def spec_of(notes: Path, **args: Any) -> TrainSpec:
             "name": "toy-faults",
         }
     )
-
-
-def losses_without_ray(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
-    """The program of a rank that nothing disturbs."""
-    from shoal.train.loop.trainer import Trainer
-
-    losses: dict[int, float] = {}
-
-    class Journal:
-        def log(self, step: int, values: dict[str, float], at: float | None = None) -> None:
-            losses.update({step: values["train/loss"]} if "train/loss" in values else {})
-
-        def record_event(self, kind: str, /, **details: object) -> None:
-            pass
-
-        def log_histogram(self, *given: object) -> None:
-            pass
-
-        def flush(self) -> None:
-            pass
-
-    Trainer(spec, Toy(**spec.args), world, folder, journal=Journal()).run()
-    return losses
 
 
 class Meanwhile:
@@ -108,7 +84,7 @@ def the_only(cluster: EmbeddedCluster, word: str) -> int:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of two ranks that nothing disturbs, and that no Ray has started."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    losses: dict[int, float] = run_ranks(losses_without_ray, 2, folder, spec_of(folder))[0]
+    losses: dict[int, float] = run_ranks(train_rank, 2, folder, spec_of(folder))[0]
     assert sorted(losses) == list(range(1, STEPS + 1))
     return losses
 

@@ -150,7 +150,6 @@ class Network:
     def _begin(self, name: str, words: Sequence[str]) -> subprocess.Popen[str]:
         holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._ending.callback(self._end, holder)
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "up\n", f"{name} did not come up"
         return holder
 

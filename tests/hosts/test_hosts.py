@@ -158,7 +158,6 @@ def test_a_replica_of_another_host_is_removed_and_cuts_nothing(
 
 
 def _scale(scaling: Program, number: int) -> None:
-    assert scaling.process.stdin is not None
     scaling.process.stdin.write(f"{number}\n")
     scaling.process.stdin.flush()
 

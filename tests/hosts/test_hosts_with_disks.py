@@ -41,7 +41,6 @@ class Observer:
 
     def observe(self, run_id: str) -> dict[str, Any]:
         self._number += 1
-        assert self._program.process.stdin is not None
         self._program.process.stdin.write(f"{self._number} {run_id}\n")
         self._program.process.stdin.flush()
         found: dict[str, Any] = json.loads(self._program.wait_for_line(rf"^{self._number} (.*)")[1])

@@ -202,7 +202,6 @@ def test_a_client_with_the_environment_finds_the_cluster(
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     found = find_cluster()
-    assert found is not None
     assert found.is_local
     assert (found.address, found.token, found.temp_dir) == (cluster.address, cluster.token, cluster.temp_dir)
     assert find_cluster("local") is None

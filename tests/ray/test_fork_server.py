@@ -227,7 +227,6 @@ def test_the_server_ends_with_the_head_and_the_worker_stays(tmp_path: Path) -> N
         worker = psutil.Process(int(wait_for(said.read_text, what="word of the worker")))
         try:
             assert worker.ppid() == server.pid
-            assert server.stdin is not None
             server.stdin.close()
             assert server.wait(180) == 0
             assert worker.status() == psutil.STATUS_SLEEPING
@@ -275,7 +274,6 @@ def test_what_ray_does_to_start_some_workers_is_left_to_ray(context: dict[str, o
     plain = parse_worker_request(
         [*words, "--serialized-runtime-env-context=" + json.dumps({"env_vars": {"A": "1"}})], {"B": "2"}
     )
-    assert plain is not None
     assert plain["command"] == ["/ray/default_worker.py", "--node-id=1"]
     assert plain["environment"] == {"A": "1", "B": "2"}
     assert parse_worker_request([*words, "--serialized-runtime-env-context=" + json.dumps(context)], {}) is None

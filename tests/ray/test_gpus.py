@@ -94,7 +94,7 @@ def test_a_range_of_workers_begins_on_gpus_that_the_fewest_have(gpus: dict[str, 
     assert resolve_device(spec_of(workers=[2, 2])).device == "cpu"
 
 
-def test_lanes_train_on_the_cpus_of_one_host(gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_train_on_the_cpus_of_one_host(gpus: dict[str, float]) -> None:
     gpus["here"] = 1.0
     assert resolve_device(spec_of(workers=1, sync={"hogwild": 2})).device == "cpu"
     with pytest.raises(ConfigError, match=r"device=cuda does not go with sync\.hogwild=2: use device=cpu"):

@@ -25,7 +25,6 @@ from shoal.errors import (
     NotFinite,
     PlanError,
     RankLost,
-    RecordUnwritable,
     RunError,
     TrainError,
 )
@@ -33,7 +32,6 @@ from shoal.home import home
 from shoal.registry import Registry
 from shoal.runs import Run, Status
 from shoal.runs.event_messages import describe_wait
-from shoal.runs.record import recorder
 from shoal.train.launch.predicted_cost import predict_cost_details
 from shoal.train.launch.ray_task import change_to_task_folder
 from shoal.train.launch.validate import validate_task
@@ -165,23 +163,6 @@ def test_attempts_of_replicas_that_have_progressed_may_be_more_than_three(
     found = run(spec_of(sync={"kind": "parameter_server"}))
     lost = found.events().query("kind == 'workers_lost'")["details"]
     assert [each["step"] for each in lost] == [1, 2, 3, 4]
-
-
-def test_lost_workers_are_replaced_while_the_disk_of_the_record_is_full(
-    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    real, polls = recorder.transaction, iter(range(100))
-
-    def full(connection: object) -> None:
-        raise RecordUnwritable("the run record cannot be written: database or disk is full")
-
-    def fill() -> None:
-        monkeypatch.setattr(recorder, "transaction", full if next(polls) < 2 else real)
-
-    fit.on_poll = staticmethod(fill)
-    fit.script = [([logged(1), logged(2)], RankLost("a worker died")), ([logged(3)], ended(tmp_path))]
-    found = run(spec_of())
-    assert (found.status, found.last_events()["workers_lost"]["step"]) == (Status.FINISHED, 2)
 
 
 def test_lost_workers_are_not_replaced_for_ever(fit: type[FakeFit]) -> None:

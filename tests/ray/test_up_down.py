@@ -79,7 +79,6 @@ def test_up_status_and_down_which_lets_jobs_save_what_they_have(shell: Shell) ->
     assert shell.call("down") == "No cluster is up.\n"
     shell.run("shoal up --cpus 3")
     handle = find_running_cluster()
-    assert handle is not None
     assert handle.cluster_id is not None
     assert handle.temp_dir is not None
     assert (handle.temp_dir / "ha" / "haproxy").is_file(), "Ray's own `serve deploy` finds it"
@@ -121,7 +120,6 @@ def test_up_status_and_down_which_lets_jobs_save_what_they_have(shell: Shell) ->
 def test_down_removes_what_a_dead_cluster_left(shell: Shell) -> None:
     shell.run("shoal up --cpus 1")
     handle = load_handle(shell.home / "cluster.json")
-    assert handle is not None
     assert handle.cluster_id is not None
     assert handle.temp_dir is not None
     assert handle.head_pid is not None

@@ -22,7 +22,7 @@ from shoal.errors import InferenceError, ShoalError
 from shoal.registry import Registry, Signature
 from shoal.serve.controller.change_request import parse_options
 from shoal.serve.controller.rollout import Rollout
-from shoal.serve.messages.inference import InferCall
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.replica.loader import StagedVersion, VersionLoader
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.serve.spec.model_source import RegisteredModel, model_from_ref

@@ -22,13 +22,14 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import RunError
 from shoal.parallel import World
 from shoal.runs import Run, Status
+from shoal.testing.run import TaskRun, train
 from shoal.train.__main__ import main
 from shoal.train.launch import local as alone
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.training_run import shutdown_event
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from train_task import Toy
+from training.toy_run import train_rank
 from waiting import wait_for
 
 TASK = Path(__file__).parents[1] / "train_task.py"
@@ -103,6 +104,7 @@ def test_alone_to_the_end_with_ctrl_c_between(
 SCRIPT = """
 import os, signal, shoal
 from train_task import Toy
+from training.toy_run import train_rank
 
 class Stopped(Toy):
     number, steps = 0, 0
@@ -182,7 +184,7 @@ def test_under_torchrun_ctrl_c_saves_once_and_a_killed_rank_is_started_again(
     assert resumed.incarnation == 3
     samples = [json.loads(line) for line in (tmp_path / "samples-0.jsonl").read_text().splitlines()]
     assert len(samples) > STEPS  # the steps since the last checkpoint were done again
-    undisturbed = run_ranks(losses_of_a_rank, 2, tmp_path / "undisturbed", TrainSpec().override([*WORDS, "workers=2"]))
+    undisturbed = run_ranks(train_rank, 2, tmp_path / "undisturbed", TrainSpec().override([*WORDS, "workers=2"]))
     assert losses_of(resumed) == undisturbed[0]  # to the bit: the same number of ranks adds in the same order
 
 
@@ -210,27 +212,6 @@ def test_ranks_that_are_started_again_go_on_with_no_run_of_another_torchrun(
     failed = fail(tmp_path / "other")
     monkeypatch.setattr(alone, "_get_launch_time", lambda: time.time() + 3600.0)
     assert run_of(restarts=1) != failed
-
-
-class Losses(NullLog):
-    """An event log that retains the losses."""
-
-    def __init__(self) -> None:
-        self.by_step: dict[int, float] = {}
-
-    def log(self, step: int, values: Any, at: float | None = None) -> None:
-        if "train/loss" in values:
-            self.by_step[step] = values["train/loss"]
-
-
-def losses_of_a_rank(world: World, folder: Path, spec: TrainSpec) -> dict[int, float]:
-    """The program of a rank that nothing disturbs."""
-    from shoal.train.loop.trainer import Trainer
-
-    folder.mkdir(exist_ok=True)
-    log = Losses()
-    Trainer(spec, Toy(), world, folder, journal=log).run()
-    return log.by_step
 
 
 def test_under_torchrun_the_rank_that_is_wrong_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,21 +263,8 @@ def test_out_of_memory_says_what_would_have_fitted(tmp_path: Path) -> None:
         run_ranks(starve, 1, tmp_path)
 
 
-class Events(NullLog):
-    """An event log that retains the events."""
-
-    def __init__(self) -> None:
-        self.kinds: list[str] = []
-        self.details: list[dict[str, Any]] = []
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self.kinds.append(kind)
-        self.details.append(details)
-
-
-def fill_the_disk(world: World, folder: Path, asynchronous: bool) -> tuple[int, list[str], list[dict[str, Any]]]:
+def fill_the_disk(world: World, folder: Path, asynchronous: bool) -> TaskRun:
     """The program of a process that may write no file as large as a checkpoint, for some steps."""
-    from shoal.train.loop.trainer import Trainer
 
     class Limited(Toy):
         steps = 0
@@ -316,16 +284,14 @@ def fill_the_disk(world: World, folder: Path, asynchronous: bool) -> tuple[int, 
             "checkpoint": {"every_steps": 3, "asynchronous": asynchronous, "keep": 10},
         }
     )
-    journal = Events()
-    outcome = Trainer(spec, Limited(), world, folder, journal=journal).run()
-    return outcome.steps, journal.kinds, journal.details
+    return train(Limited(), home=folder, spec=spec, world=world)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_does_not_end_a_run(tmp_path: Path, asynchronous: bool) -> None:
-    [(steps, kinds, details)] = run_ranks(fill_the_disk, 1, tmp_path, asynchronous)
-    assert steps == 16
-    failed = [detail["error"] for kind, detail in zip(kinds, details, strict=True) if kind == "checkpoint_failed"]
+    [run] = run_ranks(fill_the_disk, 1, tmp_path, asynchronous)
+    assert run.result.steps == 16
+    failed = [details["error"] for kind, details in run.log.events if kind == "checkpoint_failed"]
     kept = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
     assert any("step 6" in error for error in failed)
     assert "step-000000006" not in kept

@@ -1,18 +1,21 @@
-"""Live bytes and bytes sent, against what was allocated and sent by hand."""
+"""What a step costs, against counts by hand: arithmetic, live bytes, bytes sent; what nobody knows is named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.cost.measure.memory import MemoryGrowth, bytes_of, track_growth
-from shoal.cost.measure.op_counter import count_ops
+from shoal.cost.measure.op_counter import OpCounts, count_ops
+from shoal.libs.trees import ChildSumLSTMCell, NaryLSTMCell, TreeBatch, TreeRNN
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -117,3 +120,150 @@ def test_operators_that_take_functions_are_counted_as_unknown() -> None:
             found = flex_attention(query, key, value)
     torch.testing.assert_close(found, expected)
     assert reading.unknown == {"flex_attention": 1}
+
+
+def read(module: nn.Module, *inputs: Tensor) -> OpCounts:
+    with count_ops() as reading:
+        outputs = module(*inputs)
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+    return reading
+
+
+def torchs_count_on_meta(module: nn.Module, *inputs: Tensor) -> int:
+    """What torch says where it decomposes everything: an independent count."""
+    with FlopCounterMode(display=False) as counter:
+        module.to("meta")(*(each.to("meta") for each in inputs))
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
+def test_recurrent_layers_count_as_on_meta(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
+    inputs = torch.randn(3, 7, 4, requires_grad=True)
+    reading = read(kind(4, 5, **options), inputs)
+    assert reading.flops_forward == torchs_count_on_meta(kind(4, 5, **options), inputs.detach()) > 0
+    assert (
+        1.7 * reading.flops_forward <= reading.flops_backward <= 2 * reading.flops_forward
+    )  # the first state is given
+    assert not reading.unknown
+
+
+def test_layers_by_hand() -> None:
+    assert read(nn.Linear(8, 5), torch.randn(3, 8, requires_grad=True)).flops == 3 * (2 * 3 * 8 * 5)
+    assert read(nn.Bilinear(3, 4, 5), torch.randn(2, 3), torch.randn(2, 4)).flops_forward == 3 * 2 * 3 * 4 * 5
+    convolution = read(nn.Conv2d(2, 3, 5), torch.randn(4, 2, 9, 9))
+    assert convolution.flops_forward == 2 * 4 * 3 * (5 * 5) * (2 * 5 * 5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_each_gradient_of_a_convolution_counts_as_its_forward_pass(groups: int, transposed: bool) -> None:
+    layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(4, 8, 3, stride=2, groups=groups)
+    places = 7 * 7 if transposed else 3 * 3  # every weight is used once at each of them
+    forward = 2 * 5 * places * (4 * 8 // groups * 3 * 3)
+    images = torch.randn(5, 4, 7, 7)
+    first = read(layer, images)  # nobody asks for the images' gradient
+    assert (first.flops_forward, first.flops_backward) == (forward, forward)
+    within = read(layer, images.requires_grad_())
+    assert (within.flops_forward, within.flops_backward) == (forward, 2 * forward)
+    frozen = read(layer.requires_grad_(False), images)
+    assert (frozen.flops_forward, frozen.flops_backward) == (forward, forward)
+
+
+def test_fused_attention_counts_like_its_two_products() -> None:
+    query = torch.randn(2, 3, 8, 4, requires_grad=True)
+    with count_ops() as reading:
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert reading.flops_forward == 2 * (2 * 2 * 3 * 8 * 8 * 4)
+    assert reading.flops_backward == 2.5 * reading.flops_forward  # the scores are computed again
+
+
+def test_products_with_vectors_and_distances_are_not_nothing() -> None:
+    matrix, vector = torch.randn(6, 4), torch.randn(4)
+    with count_ops() as reading:
+        torch.mv(matrix, vector)
+        torch.dot(vector, vector)
+    assert reading.flops == 2 * 6 * 4 + 2 * 4
+    with count_ops() as reading:
+        torch.cdist(matrix, matrix, p=1.0)
+    assert reading.flops == 3 * 6 * 6 * 4
+    many, others = torch.randn(30, 4, requires_grad=True), torch.randn(40, 4)
+    with count_ops() as reading:  # past 25 points by one matrix product, of points with two more columns
+        torch.cdist(many, others).sum().backward()
+    assert reading.flops_forward == 2 * 30 * 40 * (4 + 2)
+    assert reading.flops_backward > 0
+    with count_ops() as reading:
+        torch._addmm_activation(torch.zeros(40), matrix, others.T)
+    assert reading.flops == 2 * 6 * 4 * 40
+
+
+def test_norms_and_sparse_gradients_multiply_nothing() -> None:
+    rows = torch.randn(4, 8, requires_grad=True)
+    similarity = read(nn.CosineSimilarity(), rows, torch.randn(4, 8))
+    with count_ops() as reading:
+        (nn.functional.normalize(rows) + rows.norm()).sum().backward()
+    looked_up = read(nn.Embedding(6, 2, sparse=True), torch.tensor([1, 1]))
+    assert similarity.flops == reading.flops == looked_up.flops == 0
+    assert not (similarity.unknown | reading.unknown | looked_up.unknown)
+
+
+def test_products_that_are_added_up_and_convolutions_over_time() -> None:
+    left, right = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5, 6)
+    with count_ops() as reading:
+        torch.addbmm(torch.zeros(4, 6), left, right).sum().backward()
+    assert reading.flops_forward == 2 * 3 * 4 * 5 * 6
+    assert reading.flops_backward == 2 * 3 * 4 * 5 * 6
+    times, weight = torch.randn(9, 2, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
+    with count_ops() as reading:
+        torch.conv_tbc(times, weight, torch.zeros(5)).sum().backward()
+    assert reading.flops_forward == 2 * (7 * 2 * 5) * (3 * 4)
+    assert reading.flops_backward == 2 * reading.flops_forward
+    assert not reading.unknown
+    with count_ops() as reading, torch.no_grad():
+        torch.zeros(4, 6).addmm_(left[0], right[0])
+        torch.zeros(4).addmv_(left[0], torch.randn(5))
+    assert reading.flops == 2 * 4 * 5 * 6 + 2 * 4 * 5
+
+
+def test_what_torch_does_in_one_operator_is_unknown() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    with count_ops() as reading, torch.no_grad():
+        layer(torch.randn(2, 3, 8))
+        layer.self_attn(*(3 * (torch.randn(2, 3, 8),)))
+    with count_ops() as distances:
+        nn.functional.pdist(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    assert set(reading.unknown) == {"aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"}
+    assert set(distances.unknown) == {"aten._pdist_forward", "aten._pdist_backward"}
+
+
+@torch.library.custom_op("shoal_test::secret", mutates_args=())
+def secret(value: Tensor) -> Tensor:
+    return value @ value
+
+
+def test_an_operator_that_nobody_knows_is_named_and_so_is_a_decomposition() -> None:
+    with count_ops() as reading:
+        torch.ops.shoal_test.secret(torch.eye(3))
+        torch.linalg.qr(torch.eye(3))
+    assert set(reading.unknown) == {"shoal_test.secret", "aten.linalg_qr"}
+
+
+def test_trees_are_counted_as_torch_would_compute_them() -> None:
+    """Their function in NumPy is invisible to the counter, which would see its arrays come and go."""
+    N = 9
+    n = 4
+    E = 7
+    D = 3
+    H = 5
+    trees = TreeBatch.from_parents([[-1, 0, 0, 1, 1, 2, 2], [-1, 0]])
+    for cell, of_children in (
+        (ChildSumLSTMCell(D, H), E * H * H + n * H * 3 * H),
+        (NaryLSTMCell(D, H, max_arity=2), 3 * (2 * H * 5 * H) + H * 4 * H),  # one node has one child
+    ):
+        x = torch.randn(N, D, requires_grad=True)
+        with count_ops() as reading:
+            TreeRNN(cell)(x, trees).sum().backward()
+        assert reading.flops_forward == 2 * (N * D * 4 * H + of_children)
+        assert reading.flops_backward == 2 * reading.flops_forward
+        assert not reading.unknown
+        assert reading.saved_bytes > 4 * N * 6 * H  # the gates, c and h

@@ -106,7 +106,7 @@ def test_a_batch_that_cannot_travel_is_named_and_so_is_how_a_worker_ended(monkey
             next(batches)
 
 
-def test_arrays_of_the_dataset_are_in_memory_once_and_a_slow_worker_is_given_up(tmp_path: Path) -> None:
+def test_arrays_of_the_dataset_are_in_memory_once_and_a_slow_worker_is_given_up() -> None:
     values = np.arange(4 * 2**20, dtype=np.float32).reshape(-1, 1024)  # 16 MiB
     with Loader(Held(values), batch_size=2, shuffle=False, spec=TWO) as loader:
         for batch, step in zip(loader, range(8), strict=False):
@@ -148,7 +148,6 @@ def test_a_dataset_of_the_script_itself_and_no_worker_outlives_its_process(tmp_p
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("GUARD", '__name__ == "__main__"'))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(4)]
         assert [line.split(" [")[0].strip() for line in lines] == ["read", "read", "[0, 1]", "[2, 3]"]
         worker = int(lines[3].split("[")[2].strip("]\n"))

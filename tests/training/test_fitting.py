@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import OutOfMemory
-from shoal.parallel import World
 from shoal.train.loop.oom import explain_error
-from shoal.train.loop.trainer import Trainer
 from train_task import CLASSES, FEATURES, Toy
-from training.test_trainer import spec_of
+from training.toy_run import train_toy
 
 
 class Bounded(nn.Module):
@@ -60,14 +58,13 @@ class Large(Toy):
 def test_what_would_have_fitted_is_a_micro_step_that_divides_the_batch(
     tmp_path: Path, most: int, plan: dict[str, int], batch_size: int, said: str
 ) -> None:
-    spec = spec_of(parallel=plan, batch_size=batch_size)
     with pytest.raises(OutOfMemory, match=said):
-        Trainer(spec, Large(most), World.single("cpu"), tmp_path).run()
+        train_toy(tmp_path, Large(most), parallel=plan, batch_size=batch_size)
 
 
 def test_what_a_smaller_batch_raises_does_not_hide_that_memory_ran_out(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match=r"32 samples at a time .*\. Raise parallel\.accumulate, or lower batch_size"):
-        Trainer(spec_of(), Large(most=1, least=2), World.single("cpu"), tmp_path).run()
+        train_toy(tmp_path, Large(most=1, least=2))
 
 
 class Activations:

@@ -1,4 +1,4 @@
-"""The record of a run: what cannot be written for now, a run that is another's by now, and a resumption refused."""
+"""The record of a run and what is printed of it: what cannot be written now, a run that is another's, what is said."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError, RecordUnwritable, RunError, ShoalError
 from shoal.parallel import World
 from shoal.runs import RunRecorder, Status
+from shoal.runs.event_messages import format_warning
 from shoal.runs.record import recorder
 from shoal.runs.record import recorder as recording
 from shoal.train.__main__ import main
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.event_log import RecordLog
+from shoal.train.reporting import console
+from shoal.train.reporting.console import ConsoleLog
+from shoal.train.reporting.event_log import NullLog, RecordLog
 from train_task import Toy
-from training.test_trainer import spec_of
+from training.toy_run import spec_of
 
 
 def take_over(recorder: RunRecorder) -> None:
@@ -182,3 +185,45 @@ def test_what_is_wrong_is_said_before_a_cost_is_predicted(tmp_path: Path, capsys
 def test_more_processes_than_there_are_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "workers=2", "parallel=ddp"]) == 1
     assert "error: workers = '2': here is one process. start them with torchrun" in capsys.readouterr().err
+
+
+def test_progress_now_and_then_and_every_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now_s)
+    said: list[str] = []
+    journal = ConsoleLog(NullLog(), said.append)
+    for step in range(1, 6):
+        now_s += 0.75
+        journal.log(step, {"train/loss": 1 / step})
+    assert said == ["step      3 | train/loss 0.3333"]
+    journal.log(5, {"validation/accuracy": 0.9})
+    assert said[1:] == ["step      5 | validation/accuracy 0.9"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "details", "words"),
+    [
+        ("checkpoint_failed", {"step": 9, "error": "step 9 could not be saved"}, "training goes on: step 9 could"),
+        (
+            "restored",
+            {"step": 5, "damaged": ["step 10: a.bin is gone"]},
+            "from step 5; damaged, and passed over: step 10",
+        ),
+        ("restored", {"step": 5, "damaged": []}, ""),
+        ("workers_lost", {"step": 1234, "error": "a worker died"}, "workers were lost after step 1,234"),
+        (
+            "workers_lost",
+            {"step": -1, "error": "a worker died"},
+            "before the first step (a worker died): starting them",
+        ),
+        ("hosts_missing", {"workers": 4, "fit": 2, "wait_s": 600.0}, "which hold 2: waiting up to 10 min for another"),
+        ("room_taken", {"workers": 4, "fit": 2, "wait_s": 600.0}, "(2 places are free): waiting up to 10 min for it"),
+        ("no_checkpoint", {}, "begins again"),
+        ("stopped", {"step": 5}, ""),
+    ],
+)
+def test_what_goes_wrong_is_said_and_nothing_else(kind: str, details: dict[str, object], words: str) -> None:
+    said: list[str] = []
+    ConsoleLog(NullLog(), said.append).record_event(kind, **details)
+    assert said == ([format_warning(kind, details)] if words else [])
+    assert words in "".join(said)

@@ -55,7 +55,6 @@ def test_the_forecaster_begins_with_a_forecast_of_zero_and_depends_on_the_whole_
     assert torch.equal(model(windows), torch.zeros(4, 6))
     nn.init.normal_(model.forecast.linear.weight)
     model(windows).sum().backward()
-    assert windows.grad is not None
     assert (windows.grad.abs().sum(-1) > 0).all()
 
 

@@ -17,13 +17,12 @@ from torch.optim import ASGD, SGD, Adam, NAdam, Optimizer, Rprop
 from torch.optim.lr_scheduler import ExponentialLR
 
 from shoal.errors import ConfigError
-from shoal.parallel import World
-from shoal.train.loop.trainer import Trainer
+from shoal.testing.run import TaskRun
 from shoal.train.optim.optimizers import can_fuse, make_optimizer, set_learning_rate
-from shoal.train.spec import OptimizerSpec, TrainSpec
+from shoal.train.spec import OptimizerSpec
 from shoal.train.task import Task
 from train_task import Toy
-from training.test_trainer import Notes, spec_of
+from training.toy_run import train_toy
 
 
 class _Own(Task):
@@ -181,15 +180,8 @@ class Own(Toy):
         return self.make(parameters)
 
 
-def spec(steps: int, **changes: Any) -> TrainSpec:
-    return spec_of(stop={"steps": steps}, optimizer={}, **changes)
-
-
-def train(folder: Path, spec: TrainSpec, task: Own, stopped_at: int = 100) -> dict[int, float]:
-    """The losses by step."""
-    notes, steps = Notes(), iter(range(1, 100))
-    Trainer(spec, task, World.single("cpu"), folder, journal=notes, should_stop=lambda: next(steps) >= stopped_at).run()
-    return notes.losses
+def train(folder: Path, steps: int, task: Own, **options: Any) -> TaskRun:
+    return train_toy(folder, task, stop={"steps": steps}, optimizer={}, **options)
 
 
 def falling(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -202,10 +194,9 @@ def falling(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def rates(folder: Path, steps: int, **changes: Any) -> list[float]:
     """After each step of this life."""
-    notes = Notes()
-    Trainer(spec(steps, **changes), Own(falling), World.single("cpu"), folder, journal=notes).run()
-    began = dict(notes.events)["training"]["step"]
-    return [row["train/learning_rate"] for step, row in sorted(notes.metrics.items()) if step > began]
+    log = train(folder, steps, Own(falling), **changes).log
+    began = dict(log.events)["training"]["step"]
+    return [rate for step, rate in log.get_curve("train/learning_rate").items() if step > began]
 
 
 def plain_losses(task: Own, steps: int) -> list[float]:
@@ -226,15 +217,15 @@ def plain_losses(task: Own, steps: int) -> list[float]:
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_its_losses_are_those_of_plain_pytorch(tmp_path: Path, make: Make) -> None:
     task = Own(make)
-    found = train(tmp_path, spec(4), task)
+    found = train(tmp_path, 4, task).losses
     assert [found[step] for step in range(1, 5)] == pytest.approx(plain_losses(task, 4), rel=1e-5)  # in another order
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_it_goes_on_to_the_bit(tmp_path: Path, make: Make) -> None:
-    whole = train(tmp_path / "whole", spec(5), Own(make))
-    first = train(tmp_path / "parts", spec(5), Own(make), stopped_at=2)
-    assert first | train(tmp_path / "parts", spec(5), Own(make)) == whole
+    whole = train(tmp_path / "whole", 5, Own(make)).losses
+    first = train(tmp_path / "parts", 5, Own(make), interrupt_after=2).losses
+    assert first | train(tmp_path / "parts", 5, Own(make)).losses == whole
 
 
 def test_its_own_schedule_is_not_undone_and_goes_on(tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 from programs import run_ranks
+from shoal import testing
 from shoal.data import Data
 from shoal.errors import ConfigError, PlanError
 from shoal.parallel import World
 from shoal.train import Callback, Task, TrainingState
 from shoal.train.launch.validate import validate_run
-from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 
@@ -160,31 +159,15 @@ class Watched(Distillation):
         return [self.counting]
 
 
-class Values(NullLog):
-    """An event log that retains the metrics."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, list[float]] = {}
-
-    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        for name, value in values.items():
-            self.values.setdefault(name, []).append(value)
-
-
 def spec_of(**changes: Any) -> TrainSpec:
     base = {"task": "own", "batch_size": 32, "stop": {"steps": 6}, "log_every_steps": 1, "seed": 3}
     return TrainSpec.parse({**base, **changes})
 
 
 def train(world: World, folder: Path, task: Task, spec: TrainSpec) -> Trained:
-    log = Values()
-    trainer = Trainer(spec, task, world, folder, journal=log)
-    result = trainer.run()
-    return (
-        result,
-        log.values,
-        {name: each.detach().clone() for name, each in trainer._parts.model.modules[0].state_dict().items()},
-    )
+    run = testing.train(task, home=folder, spec=spec, world=world)
+    names = {name for values in run.log.metrics.values() for name in values}
+    return run.result, {name: [*run.log.get_curve(name).values()] for name in names}, run.weights
 
 
 def train_alone(folder: Path, task: Task, **changes: Any) -> Trained:
@@ -379,7 +362,7 @@ def test_plans_that_divide_the_model_reject_own_steps(plan: Any) -> None:
         validate_run(spec)
 
 
-def test_validation_knows_the_metrics_of_a_task_without_a_loss(tmp_path: Path) -> None:
+def test_validation_knows_the_metrics_of_a_task_without_a_loss() -> None:
     assert validate_run(spec_of(task=f"{__file__}:GanTask")).metric_names == ("distance",)
     assert validate_run(spec_of(task=f"{__file__}:Distillation")).metric_names == ("loss", "auroc", "f1")
 

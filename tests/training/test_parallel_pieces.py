@@ -143,9 +143,7 @@ def test_an_overflowing_step_is_repeated_until_its_gradients_are_finite() -> Non
     model = nn.Linear(1, 1, bias=False)
     parallel = _single(model, Mean(8.0), precision="fp16")
     parallel.train_step(torch.ones(4, 1), 0)  # 8 * 65536 / 4 is more than fp16 can hold
-    assert model.weight.grad is not None
     assert model.weight.grad.item() == 8.0
-    assert parallel._loss_scale is not None
     assert parallel._loss_scale.value < 65536
 
 
@@ -172,11 +170,9 @@ def test_a_repeated_step_takes_back_buffers_that_are_made_replaced_or_grow() -> 
     model = Caching()
     parallel = _single(model, Mean(8.0), precision="fp16")
     parallel.train_step(torch.ones(4, 1), 0)
-    assert parallel._loss_scale is not None
     assert parallel._loss_scale.value < 65536
     assert model.calls == 1
     assert (model.width, model.cache.shape) == (4, (4,))
-    assert model.layer.weight.grad is not None
     assert model.layer.weight.grad.item() == 8.0
 
 
@@ -408,7 +404,6 @@ def test_a_repeated_step_counts_once_in_batch_statistics() -> None:
     model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
     parallel = _single(model, Mean(8.0), precision="fp16")
     parallel.train_step(torch.randn(4, 1), 0)
-    assert parallel._loss_scale is not None
     assert parallel._loss_scale.value < 65536
     assert model[1].num_batches_tracked == 1
 

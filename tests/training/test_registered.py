@@ -137,7 +137,6 @@ def test_a_run_trains_and_registers_the_modules_of_its_file_as_they_are_when_it_
         fit_locally(spec_of(task=f"{file}:Reader", name="reader"), renews=True)
         assert width == find_task(f"{file}:Reader").SEEN  # type: ignore[attr-defined]
         code = Registry().get("reader").manifest.model.code
-        assert code is not None
         assert code.files["widths.py"] == f"WIDTH = {width}\n"
     file.unlink()
     (tmp_path / "widths.py").write_text("raise SystemExit('edited')\n")
@@ -286,7 +285,7 @@ def test_the_name_of_a_model(spec: dict[str, Any], name: str) -> None:
     assert make_model_name(TrainSpec.parse(spec)) == name
 
 
-def test_a_run_that_is_worse_than_the_champion_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_worse_than_the_champion_says_so() -> None:
     spec = spec_of().override(["optimizer.learning_rate=0.05", "stop.epochs=3"])
     good = fit_locally(spec, say=print)
     assert (good.model, good.decision) == ("toy@1", "champion is 1, the first")

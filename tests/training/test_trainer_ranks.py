@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,13 @@ from programs import RanksFailed, run_ranks
 from shoal.errors import ConfigError, NotFinite, PlanError, RankLost
 from shoal.parallel import World
 from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from train_task import FEATURES, Toy, seen
+from training import toy_run
 
 STEPS = 12
 # Sums over ranks are taken in another order than over the rows of one batch: float32, a dozen steps of Adam.
 TOLERANCE = 1e-4
-
-
-class Losses(NullLog):
-    """An event log that retains the losses by step, and why a model was built eagerly."""
-
-    def __init__(self) -> None:
-        self.by_step: dict[int, float] = {}
-        self.eager_reasons: list[object] = []
-
-    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        if "train/loss" in values:
-            self.by_step[step] = values["train/loss"]
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        if kind == "built_eagerly":
-            self.eager_reasons.append(details["error"])
 
 
 def spec_of(plan: Any, **changes: Any) -> TrainSpec:
@@ -60,15 +43,11 @@ def train(
     world: World, folder: Path, spec: TrainSpec, args: dict[str, Any], stop_at: int | None = None, stopper: int = 0
 ) -> tuple[dict[int, float], Any]:
     """The program of a rank: (losses by step, on rank 0; the outcome)."""
-    losses, calls = Losses(), iter(range(1, 1000))
-
-    def should_stop() -> bool:
-        return stop_at is not None and world.rank == stopper and next(calls) >= stop_at
-
-    trainer = Trainer(spec, Toy(**args), world, folder, journal=losses, should_stop=should_stop)
-    outcome = trainer.run()
-    assert losses.eager_reasons == []
-    return losses.by_step, outcome
+    run = toy_run.train(
+        Toy(**args), home=folder, spec=spec, world=world, interrupt_after=stop_at if world.rank == stopper else None
+    )
+    assert "built_eagerly" not in dict(run.log.events)
+    return run.losses, run.result
 
 
 def refused(world: World, folder: Path, spec: TrainSpec, args: dict[str, Any], kind: type[Exception]) -> Exception:
@@ -114,7 +93,7 @@ class Sometimes(Toy):
 
 def metrics_that_one_rank_measures_alone_are_refused_on_all(world: World, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"Task\.metrics.*not measured of every batch alike"):
-        Trainer(spec_of("ddp", stop={"steps": 2}), Sometimes(), world, folder).run()
+        toy_run.train(Sometimes(), home=folder, spec=spec_of("ddp", stop={"steps": 2}), world=world)
 
 
 class Roots(nn.Module):
@@ -134,10 +113,10 @@ class Rooted(Toy):
 
 
 def a_run_says_why_a_model_was_not_split_without_memory(world: World, folder: Path) -> None:
-    log = Losses()
-    Trainer(spec_of("tensor", stop={"steps": 1}), Rooted(), world, folder, journal=log).run()
+    run = toy_run.train(Rooted(), home=folder, spec=spec_of("tensor", stop={"steps": 1}), world=world)
     if world.is_first:
-        assert log.eager_reasons == ["its plan is not found without its weights: arbitrary weights give no numbers"]
+        reason = dict(run.log.events)["built_eagerly"]["error"]
+        assert reason == "its plan is not found without its weights: arbitrary weights give no numbers"
 
 
 def test_a_run_goes_on_under_other_plans_and_numbers_of_workers(alone: dict[int, float], tmp_path: Path) -> None:
@@ -271,7 +250,7 @@ def statistics_that_each_rank_takes_of_its_own_samples_are_refused(world: World,
         with pytest.raises(
             PlanError, match=r"'0\.mean': is a buffer that data ranks 0 and 1 have made different ones of"
         ):
-            Trainer(spec_of(plan), Normalised(), world, folder / plan).run()
+            toy_run.train(Normalised(), home=folder / plan, spec=spec_of(plan), world=world)
 
 
 class Caching(nn.Module):
@@ -299,11 +278,8 @@ class Cached(Toy):
 
 def train_cached(world: World, folder: Path) -> dict[int, float]:
     """The losses of a model that makes buffers as it is called."""
-    log = Losses()
-    Trainer(
-        spec_of("ddp" if world.size > 1 else "single", stop={"steps": 3}), Cached(), world, folder, journal=log
-    ).run()
-    return log.by_step
+    spec = spec_of("ddp" if world.size > 1 else "single", stop={"steps": 3})
+    return toy_run.train(Cached(), home=folder, spec=spec, world=world).losses
 
 
 SCENES = [

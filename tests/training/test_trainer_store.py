@@ -14,17 +14,18 @@ from bucket_server import Outage, bucket_environment, open_bucket  # noqa: F401 
 from shoal.checkpoint.stored import open_run_store
 from shoal.errors import CheckpointError, StoreError
 from shoal.store import Store
+from shoal.testing.run import MemoryLog
 from shoal.train.launch.finalize import fetch_weights
 from shoal.weights import tensor_files
 from shoal.weights.tensor_files import list_files, list_with_index, open_tensors
-from training.test_trainer import Notes, assert_same, spec_of, train, weights_of
+from training.toy_run import assert_same, spec_of, train_toy
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Of the run `r`."""
+    """Of the run `test`."""
     monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
-    found = open_run_store("r")
+    found = open_run_store("test")
     assert found is not None
     return found
 
@@ -34,35 +35,34 @@ def spec(steps: int, **changes: Any) -> Any:
 
 
 def test_a_run_goes_on_where_no_file_of_it_is(tmp_path: Path, store: Store) -> None:
-    whole = train(tmp_path / "undisturbed", spec(12))
+    whole = train_toy(tmp_path / "undisturbed", spec=spec(12))
     store.delete(entry.key for entry in store.list_entries())
-    train(tmp_path / "a", spec(6))
-    notes = Notes()
-    outcome = train(tmp_path / "b", spec(12), notes)
-    assert dict(notes.events)["restored"]["step"] == 6
-    assert min(notes.losses) == 7 or 6 in notes.losses
-    assert_same(weights_of(outcome), weights_of(whole))
-    assert outcome.weights is not None
+    train_toy(tmp_path / "a", spec=spec(6))
+    outcome = train_toy(tmp_path / "b", spec=spec(12))
+    assert dict(outcome.log.events)["restored"]["step"] == 6
+    assert min(outcome.losses) == 7 or 6 in outcome.losses
+    assert_same(outcome.weights, whole.weights)
+    assert outcome.result.weights is not None
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "b").mkdir()
-    fetch_weights(outcome, "r")  # the driver's host had no such file
-    assert_same(weights_of(outcome), weights_of(whole))
+    fetch_weights(outcome.result, "test")  # the driver's host had no such file
+    assert_same(outcome.weights, whole.weights)
 
 
 def test_a_network_of_several_files_reaches_the_drivers_host(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = weights_of(train(tmp_path / "whole", spec(3)))
+    whole = train_toy(tmp_path / "whole", spec=spec(3)).weights
     store.delete(entry.key for entry in store.list_entries())
     monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 64)
-    outcome = train(tmp_path / "a", spec(3))
-    assert outcome.weights == tmp_path / "a" / "model.safetensors.index.json"
+    outcome = train_toy(tmp_path / "a", spec=spec(3))
+    assert outcome.result.weights == tmp_path / "a" / "model.safetensors.index.json"
     shutil.rmtree(tmp_path / "a")
-    fetch_weights(outcome, "r")
-    found = open_tensors(list_files(outcome.weights))
-    assert len(list_files(outcome.weights)) > 1
+    fetch_weights(outcome.result, "test")
+    found = open_tensors(list_files(outcome.result.weights))
+    assert len(list_files(outcome.result.weights)) > 1
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(
-        path.name for path in list_with_index(outcome.weights)
+        path.name for path in list_with_index(outcome.result.weights)
     )
     assert_same(dict(found), whole)
 
@@ -80,11 +80,11 @@ def test_a_store_that_is_down_is_reported_once_and_ends_no_run(
         write(this, key, content)
 
     monkeypatch.setattr(type(store), "write", refuse)
-    notes = Notes()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "spec.yaml").touch()  # the record is on this host
-    assert train(tmp_path / "a", spec(30), notes).steps == 30
-    kinds = [kind for kind, _ in notes.events if kind.startswith("upload")]
+    run = train_toy(tmp_path / "a", spec=spec(30))
+    assert run.result.steps == 30
+    kinds = [kind for kind, _ in run.log.events if kind.startswith("upload")]
     assert kinds in ([], ["upload_failed", "upload_recovered"])  # [] if both were tried at the end
     assert "step-000000030" in store.list_folders()
 
@@ -101,10 +101,10 @@ def test_a_bucket_that_is_away_at_the_start_ends_no_run(
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: outage.end())
     monkeypatch.setattr("shoal.store.objects.time", clock)
     try:
-        assert train(tmp_path / "a", spec(3)).steps == 3
+        assert train_toy(tmp_path / "a", spec=spec(3)).result.steps == 3
     finally:
         outage.end()
-    assert bucket.list_folders("runs/r/checkpoints") == ["step-000000003"]
+    assert bucket.list_folders("runs/test/checkpoints") == ["step-000000003"]
 
 
 def test_what_is_not_in_the_store_at_the_end_is_an_error_that_names_it(
@@ -118,13 +118,15 @@ def test_what_is_not_in_the_store_at_the_end_is_an_error_that_names_it(
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "spec.yaml").touch()
     monkeypatch.setattr(type(store), "write", refuse)
-    notes = Notes()
-    with pytest.raises(CheckpointError, match=r"of step 6 are not in .*/store/runs/r/checkpoints, only in .*is down"):
-        train(tmp_path / "a", spec(6), notes)
+    log = MemoryLog()
+    with pytest.raises(
+        CheckpointError, match=r"of step 6 are not in .*/store/runs/test/checkpoints, only in .*is down"
+    ):
+        train_toy(tmp_path / "a", spec=spec(6), log=log)
     assert (tmp_path / "a" / "model.safetensors").exists()
-    assert [kind for kind, _ in notes.events].count("upload_failed") == 1
+    assert [kind for kind, _ in log.events].count("upload_failed") == 1
     monkeypatch.setattr(type(store), "write", write)
-    assert train(tmp_path / "a", spec(6)).steps == 6  # on the same host, when the store is back
+    assert train_toy(tmp_path / "a", spec=spec(6)).result.steps == 6  # on the same host, when the store is back
     assert store.list_folders() == ["step-000000006"]
 
 

@@ -13,13 +13,10 @@ import pytest
 
 from shoal.data import Data
 from shoal.errors import ConfigError
-from shoal.parallel import World
+from shoal.testing.run import MemoryLog
 from shoal.train.launch.validate import validate_run
-from shoal.train.loop.trainer import Trainer
-from shoal.train.reporting.result import TrainResult
-from shoal.train.spec import TrainSpec
 from train_task import Points, Toy
-from training.test_trainer import Notes, spec_of
+from training.toy_run import spec_of, train_toy
 
 HERE = "given_to_streams"
 
@@ -63,41 +60,28 @@ class OfLength(Toy):
         return Data(Long(140), Points(50, 2))
 
 
-def train_streamed(folder: Path, spec: TrainSpec, journal: Notes, **how: Any) -> TrainResult:
-    return Trainer(spec, Streamed(), World.single("cpu"), folder, journal=journal, **how).run()
-
-
-def evaluated(notes: Notes) -> list[int]:
-    return sorted(step for step, row in notes.metrics.items() if "validation/loss" in row)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_ends_with_its_last_batch_and_is_evaluated_then(tmp_path: Path, workers: int) -> None:
-    notes = Notes()
-    outcome = train_streamed(tmp_path, spec_of(stop={"epochs": 3}, loader={"workers": workers}), notes)
-    assert (outcome.reason, outcome.steps) == ("epochs", 12)
-    assert evaluated(notes) == [4, 8, 12]
-    assert notes.metrics[12]["train/epoch"] == 3.0
-    again = train_streamed(tmp_path, spec_of(stop={"epochs": 3}), notes)
-    assert (again.reason, again.steps) == ("epochs", 12)
+    run = train_toy(tmp_path, Streamed(), stop={"epochs": 3}, loader={"workers": workers})
+    assert (run.result.reason, run.result.steps) == ("epochs", 12)
+    assert list(run.log.get_curve("validation/loss")) == [4, 8, 12]
+    assert run.log.metrics[12]["train/epoch"] == 3.0
+    again = train_toy(tmp_path, Streamed(), stop={"epochs": 3})
+    assert (again.result.reason, again.result.steps) == ("epochs", 12)
 
 
 def test_a_stream_that_goes_on_has_the_losses_of_the_undisturbed_one(tmp_path: Path) -> None:
     spec = spec_of(stop={"epochs": 3}, evaluate={"every_epochs": 2})
-    whole = Notes()
-    first = Notes()
-    second = Notes()
-    train_streamed(tmp_path / "whole", spec, whole)
-    assert evaluated(whole) == [8, 12]
-    for stopped_at in (4, 6):
-        calls = itertools.count(1 if stopped_at == 4 else 5)
-        train_streamed(tmp_path, spec, first, should_stop=lambda at=stopped_at, calls=calls: next(calls) >= at)
-    train_streamed(tmp_path, spec, second)
-    assert first.losses | second.losses == whole.losses
+    whole = train_toy(tmp_path / "whole", Streamed(), spec)
+    assert list(whole.log.get_curve("validation/loss")) == [8, 12]
+    log = MemoryLog()
+    for steps in (4, 2, None):
+        train_toy(tmp_path, Streamed(), spec, log=log, interrupt_after=steps)
+    assert log.losses == whole.losses
 
 
 def test_a_target_alone_ends_a_stream_when_an_epoch_meets_it(tmp_path: Path) -> None:
-    outcome = train_streamed(tmp_path, spec_of(stop={"target": "accuracy>=0.9"}), Notes())
+    outcome = train_toy(tmp_path, Streamed(), stop={"target": "accuracy>=0.9"}).result
     assert outcome.reason == "target"
     assert outcome.steps % 4 == 0
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import shoal.runs
 from shoal.errors import NotReached
@@ -30,7 +33,7 @@ FILES = {  # that the pages say to save, and the page with each as its first blo
 
 
 def blocks(page: str, language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
 
 
@@ -64,6 +67,17 @@ def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]
     assert "2 epochs" in said
     assert "accuracy" in said
     assert Registry().get("mine@champion").manifest.data
+
+
+def test_the_python_of_the_page_of_tests_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for block in blocks("testing.md", "python"):
+        names: dict[str, Any] = {"shoal": shoal, "torch": torch}
+        exec(compile(block, "testing.md", "exec"), names)
+        for name, test in [*names.items()]:
+            if name.startswith("test_"):
+                given = {"tmp_path": tmp_path / name, "monkeypatch": monkeypatch}
+                test(**{each: given[each] for each in inspect.signature(test).parameters})
 
 
 @pytest.mark.parametrize(

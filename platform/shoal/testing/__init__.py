@@ -3,6 +3,14 @@
 Imported by tests alone, a user's or Shoal's; see docs/testing.md.
 """
 
-from shoal.testing.endpoint import Endpoint
+from typing import TYPE_CHECKING
 
-__all__ = ["Endpoint"]
+from shoal.plugins.lazy import load_on_demand
+
+if TYPE_CHECKING:
+    from shoal.testing.endpoint import Endpoint
+    from shoal.testing.run import MemoryLog, TaskRun, train
+
+__all__ = ["Endpoint", "MemoryLog", "TaskRun", "train"]
+
+__getattr__ = load_on_demand(__name__)

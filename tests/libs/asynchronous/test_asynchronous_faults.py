@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import psutil
 import pytest
 import safetensors.torch
@@ -21,11 +20,11 @@ import torch
 from torch import Tensor
 
 import shoal.runs
+from shoal import testing
 from shoal.errors import RankLost, TrainError
 from shoal.extend import PeerSync, SyncConfig
 from shoal.libs.asynchronous.replicas import ForkedProcess, fit_replicas
-from shoal.parallel import World
-from shoal.train.loop.trainer import Trainer
+from shoal.testing.run import MemoryLog
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from train_task import Toy
@@ -91,27 +90,19 @@ class Processes:
         os.kill(self.running[name].pid, self._signal)
 
 
-class KillingLog:
+class KillingLog(MemoryLog):
     """An event log that kills processes at the steps that the chief reports."""
 
     def __init__(self, processes: Processes, kills: Mapping[int, str]) -> None:
+        super().__init__()
         self._processes, self._kills = processes, dict(kills)
         self.steps: list[int] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
 
     def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        super().log(step, values, at)
         self.steps.append(step)
         for due in [each for each in self._kills if each <= step]:
             self._processes.kill(self._kills.pop(due))
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self.events.append((kind, details))
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        """Not kept."""
-
-    def flush(self) -> None:
-        """Nothing is waiting."""
 
     def find(self, kind: str) -> list[dict[str, Any]]:
         return [details for found, details in self.events if found == kind]
@@ -166,7 +157,6 @@ def test_a_run_goes_on_when_a_server_a_worker_and_the_chief_are_killed(
     assert outcome.reason == "steps"
     assert outcome.steps >= 120
     assert outcome.metrics["loss"] < 0.7  # log(3) = 1.1 is chance
-    assert outcome.weights is not None
     assert outcome.weights.is_file()
     assert processes.num_started == workers + sync.get("servers", 0) + len(kills)
     assert [details["index"] for details in log.find("server_lost")] == [1] * ("servers" in sync)
@@ -215,31 +205,6 @@ def test_an_error_of_the_task_ends_the_run_with_its_cause_and_its_place(
     assert processes.num_started == 4  # it would recur: none is replaced
 
 
-class NoticingLog(KillingLog):
-    """An event log that sends a notice to worker 1 each time that it has joined, three times in all."""
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        super().record_event(kind, **details)
-        if kind == "worker_joined" and details["index"] == 1 and self.count_departures() < 3:
-            self._processes.kill("worker 1")
-
-    def count_departures(self) -> int:
-        return len(self.find("worker_departed"))
-
-
-def test_a_worker_that_is_told_to_end_leaves_between_two_steps(tmp_path: Path) -> None:
-    """As by the notice of a preempted node: no death, however often, and no other worker waits."""
-    processes = Processes(signal.SIGTERM)
-    sync = {"kind": "parameter_server", "staleness": 0}
-    spec = spec_of(sync=sync, workers=[1, 2], stop={"steps": 10_000})
-    log = NoticingLog(processes, {})
-    outcome = fit_replicas(spec, "run", tmp_path, log, lambda: log.count_departures() == 3, processes.start)
-    assert log.find("worker_departed") == [{"index": 1}] * 3
-    assert log.find("worker_lost") == []
-    [counted] = log.find("staleness")
-    assert (counted["updates"], counted["lost"], counted["dropped"]) == (outcome.steps, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("changes", "workers", "tolerance"),
     [
@@ -271,7 +236,7 @@ def test_a_resumed_run_that_waits_for_all_is_that_of_one_process_or_one_that_was
             own = {**own, "sync": "all_reduce"}
         spec = spec_of(**{"stop": {"steps": steps}, "args": {"dropout": 0.0}, "workers": workers, **own})
         if workers == 1:
-            outcome = Trainer(spec, make_task(spec.task, spec.args), World.single("cpu"), folder).run()
+            outcome = testing.train(make_task(spec.task, spec.args), home=folder, spec=spec).result
         else:
             outcome = fit_replicas(spec, "run", folder, KillingLog(Processes(), {}), lambda: False)
         assert outcome.steps == steps

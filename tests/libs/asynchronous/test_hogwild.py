@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal import testing
 from shoal.errors import ConfigError, RankLost, TrainError
 from shoal.libs.asynchronous import hogwild
 from shoal.parallel import World
 from shoal.train.loop.components import TrainReplica
-from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
@@ -36,7 +36,7 @@ TOY = f"{Path(__file__).parents[2] / 'train_task.py'}:Toy"
 def train(folder: Path, steps: int, **changes: Any) -> TrainResult:
     fixed = {"task": TOY, "args": {"dropout": 0.0}, "batch_size": 32, "sync": {"hogwild": 2}, "threads": 1}
     spec = TrainSpec.parse({**fixed, "stop": {"steps": steps}, "log_every_steps": 1, **changes})
-    return Trainer(spec, make_task(spec.task, spec.args), World.single("cpu"), folder).run()
+    return testing.train(make_task(spec.task, spec.args), home=folder, spec=spec).result
 
 
 def test_lanes_learn_and_their_steps_count(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from shoal.errors import ConfigError, SpecMismatch, TrainError, WorkerDeparted
+from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.extend.sync import Traffic
 from shoal.libs.asynchronous.clock import Push, Update
 from shoal.libs.asynchronous.config import (
@@ -29,7 +29,6 @@ from shoal.libs.asynchronous.config import (
     ServersConfig,
 )
 from shoal.libs.asynchronous.controller import ControllerSetting
-from shoal.libs.asynchronous.messages import LeaveRun
 from shoal.libs.asynchronous.parameter_server.controller import ServerController, make_clock
 from shoal.libs.asynchronous.parameter_server.local_steps import LocalStepsSync
 from shoal.libs.asynchronous.parameter_server.partition import divide, divide_fragments
@@ -37,9 +36,7 @@ from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.libs.asynchronous.parameter_server.server_service import ServerService
 from shoal.libs.asynchronous.parameter_server.worker import ParameterServerSync
 from shoal.sync.costs import load_probe
-from shoal.sync.rpc import RpcClient
 from shoal.sync.synchronizer import Connection
-from waiting import wait_for
 
 TIMEOUT_S = 120.0
 Weigh = Callable[[int, int], float]  # of the gradients of (step, worker), as `ParallelModel.step_weight`
@@ -391,35 +388,6 @@ def test_a_server_that_died_comes_back_with_its_state_and_says_what_is_lost(tmp_
             server.close()
 
 
-def test_a_worker_that_died_is_replaced_while_the_other_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, ParameterServerConfig(servers=2, staleness=1), 2, OPTIMIZERS["adam"]) as (
-        controller,
-        make_sync,
-    ):
-        chief, other = Replica(0, make_sync), Replica(1, make_sync)
-        calls = RpcClient(f"ipc://{tmp_path}/controller", TIMEOUT_S)
-        try:
-            chief.sync.begin(0)
-            other.sync.begin(0)
-            chief.step()
-            calls.call(LeaveRun(1))  # its launcher does so
-            for _ in range(5):
-                chief.step()  # not bound by the dead one's clock
-            replacement = Replica(1, make_sync)
-            assert replacement.sync.begin(0) == 3  # six updates of two workers' steps
-            replacement.step()
-            other.sync.before_step()
-            compute_gradients(other.network, 0, 1)
-            with pytest.raises(WorkerDeparted, match="another has its place"):
-                other.sync.apply_gradients()  # it was not dead after all
-            replacement.sync.close()
-        finally:
-            calls.close()
-            chief.sync.close()
-            other.sync.close()
-        assert sum(controller.staleness.values()) == 7
-
-
 def make_inner(network: nn.Module) -> Optimizer:
     """A worker's own, with local steps."""
     return SGD(network.parameters(), 0.1)
@@ -524,56 +492,6 @@ def test_more_fragments_than_parameters_are_refused() -> None:
     assert divide_fragments([10, 10, 100, 10], 3) == [range(2), range(2, 3), range(3, 4)]
     with pytest.raises(ConfigError, match=r"sync\.fragments"):
         divide_fragments([1, 2], 3)
-
-
-def test_a_slow_worker_is_called_and_pushes_the_few_steps_that_it_has(tmp_path: Path) -> None:
-    """The mean is weighted by local steps, and those of both workers count."""
-    spec = LocalSGDConfig(every=4, quorum=1, grace_s=TIMEOUT_S)
-    networks = [make_network() for _ in range(2)]
-
-    def make_outer(network: nn.Module) -> Optimizer:
-        return spec.make_server_optimizer(SGD(network.parameters(), 0.1))
-
-    with running(tmp_path, spec, 2, make_outer) as (controller, _):
-        syncs = [
-            LocalStepsSync(SGD(network.parameters(), 0.1), spec, connect(tmp_path, spec, worker))
-            for worker, network in enumerate(networks)
-        ]
-        start = [each.detach().clone() for each in make_network().parameters()]
-
-        def step(worker: int, number: int) -> None:
-            syncs[worker].before_step()
-            compute_gradients(networks[worker], number, worker)
-            syncs[worker].apply_gradients()
-
-        try:
-            for sync in syncs:
-                sync.begin(0)
-            step(1, 0)
-            fast = threading.Thread(target=lambda: [step(0, number) for number in range(4)])
-            fast.start()
-            assert syncs[1]._calls is not None
-            wait_for(syncs[1]._calls.is_answered, TIMEOUT_S)  # as soon as the fast one has pushed
-            step(1, 1)
-            fast.join(TIMEOUT_S)
-            assert not fast.is_alive()
-            assert controller.clock.steps == (4 + 2) // 2
-            found = [each.detach().clone() for each in networks[0].parameters()]
-        finally:
-            for sync in syncs:
-                sync.close()
-    expected = []
-    for worker, count in ((0, 4), (1, 2)):
-        network = make_network()
-        optimizer = SGD(network.parameters(), 0.1)
-        for number in range(count):
-            compute_gradients(network, number, worker)
-            optimizer.step()
-        expected.append([each.detach() for each in network.parameters()])
-    mean = [
-        first - (4 * (first - one) + 2 * (first - two)) / 6 for first, one, two in zip(start, *expected, strict=True)
-    ]
-    torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-6)
 
 
 def test_late_changes_are_in_the_next_mean_with_their_weight_also_after_a_servers_death() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parameter_server import OPTIMIZERS, TIMEOUT_S, compute_gradients, make_network, running
 from torch import nn
-from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from shoal.errors import ConfigError
 from shoal.libs.asynchronous.config import ParameterServerConfig
@@ -25,7 +23,6 @@ from shoal.libs.asynchronous.parameter_server.compression import (
     decompress,
 )
 from shoal.libs.asynchronous.parameter_server.controller import BatchBalance, divide_batches
-from shoal.libs.asynchronous.parameter_server.partition import plan_partition
 from shoal.libs.asynchronous.parameter_server.server import ParameterServer
 from shoal.train.spec import TrainSpec
 
@@ -131,41 +128,6 @@ def test_balanced_workers_compute_all_micro_batches_of_a_step_between_them(tmp_p
 # -- staleness by the real clock
 
 
-@pytest.mark.parametrize("bound", [1, 3])
-def test_no_worker_is_further_ahead_than_the_bound_whatever_the_delays(tmp_path: Path, bound: int) -> None:
-    pushed = [0, 0, 0]
-    ahead = list[int]()
-    pause = threading.Event()
-    joined = threading.Barrier(3)  # one that joins later begins with the slowest: it has a clock, and pushed nothing
-
-    def work(worker: int) -> None:
-        network, delays = networks[worker], random.Random(worker)
-        syncs[worker].begin(0)
-        joined.wait(TIMEOUT_S)
-        for step in range(25):
-            syncs[worker].before_step()
-            compute_gradients(network, step, worker)
-            pause.wait(delays.choice((0.0, 0.0, 0.005, 0.03)))
-            pushed[worker] += 1  # before the controller counts it: what others have done is not counted too low
-            syncs[worker].apply_gradients()
-            ahead.append(pushed[worker] - min(pushed))
-        syncs[worker].end()
-
-    with running(tmp_path, spec_of(staleness=bound), 3, OPTIMIZERS["sgd"]) as (controller, make_sync):
-        networks = [make_network() for _ in range(3)]
-        syncs = [make_sync(worker, OPTIMIZERS["sgd"](networks[worker])) for worker in range(3)]
-        threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-        for sync in syncs:
-            sync.close()
-        assert sum(controller.staleness.values()) == 3 * 25
-    assert len(ahead) == 3 * 25
-    assert max(ahead) <= bound
-
-
 # -- what is refused
 
 
@@ -190,19 +152,8 @@ def test_combinations_that_mean_nothing_are_refused(changes: dict[str, Any], fie
         TrainSpec.parse({"sync": {"kind": "parameter_server", **changes}})
 
 
-def test_more_servers_than_elements_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sync\.servers.*at most 3"):
-        plan_partition(SGD([nn.Parameter(torch.zeros(3))], 0.1), 4)
-
-
 @pytest.mark.parametrize("kind", [LBFGS, SparseAdam])
 def test_an_optimizer_that_cannot_be_divided_is_refused(kind: type[Optimizer]) -> None:
     """L-BFGS evaluates the loss, which a server cannot; the other takes sparse gradients alone."""
     with pytest.raises(ConfigError, match=rf"sync\.kind.*{kind.__name__}"):
         ParameterServer(0, kind(make_network().parameters()), spec_of(), 1)
-
-
-def test_a_model_that_is_not_float32_is_refused() -> None:
-    make: Callable[[], Optimizer] = lambda: SGD([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 0.1)  # noqa: E731
-    with pytest.raises(ConfigError, match="float64"):
-        plan_partition(make(), 1)

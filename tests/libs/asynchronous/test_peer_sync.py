@@ -134,7 +134,7 @@ def test_a_worker_that_dies_is_not_waited_for_and_its_replacement_begins_with_th
     replacement.close()
 
 
-def test_a_worker_may_leave_after_the_end_has_released_those_that_wait(tmp_path: Path, pair: list[Member]) -> None:
+def test_a_worker_may_leave_after_the_end_has_released_those_that_wait(pair: list[Member]) -> None:
     first, second = pair
     second.call(second.sync.exchange, RankSignals(stop=True)).result(TIMEOUT_S)
     first.step(1.0).result(TIMEOUT_S)

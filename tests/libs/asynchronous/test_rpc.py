@@ -77,7 +77,6 @@ def link() -> Iterator[Link]:
             holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             closing.callback(holder.communicate)
             closing.callback(holder.kill)
-            assert holder.stdout is not None
             assert holder.stdout.readline() == "up\n"
             holders.append(holder.pid)
         yield Link(*holders)

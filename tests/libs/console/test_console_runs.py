@@ -172,7 +172,6 @@ def test_a_feed_has_each_value_once(recorder: runs.RunRecorder, monkeypatch: pyt
         recorder.log(step, {"loss": float(step)})
     recorder.flush()
     news = feed.find_news()
-    assert news is not None
     assert (news["curves"]["loss"]["steps"], news["curves"]["loss"]["values"]) == ([1, 2, 3], [1.0, 2.0, 3.0])
     assert feed.find_news() is None
     recorder.log(2, {"accuracy": 0.5})

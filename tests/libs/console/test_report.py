@@ -134,7 +134,6 @@ def test_all_who_show_a_run_have_the_same_counts(monkeypatch: pytest.MonkeyPatch
         run.flush()
         console = Console(record=True, width=100, file=io.StringIO(), color_system=None)
         view = run_view.make_view(runs.load("one"), None)
-        assert view is not None
         console.print(view.render())
         shown = console.export_text()
         status = json.loads(CliRunner().invoke(cluster.status, ["--json"]).output)["runs"][0]

@@ -41,6 +41,7 @@ from serving.asgi import Client
 from serving.replica_set import ReplicaSet
 from shoal.errors import ConfigError
 from shoal.libs.export import export_model as export_module
+from shoal.libs.export import folder as export_folder
 from shoal.libs.export.formats.exported import read_signature
 from shoal.libs.export.runtime.model import FolderModel
 from shoal.registry import Signature
@@ -297,7 +298,7 @@ def test_an_interrupted_export_leaves_the_former_folder(onnx_payload: bytes, mon
 
 def test_a_folder_beyond_the_limit_of_lambda_is_rejected(onnx_payload: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     register_file(onnx_payload, "onnx")
-    monkeypatch.setattr(export_module, "MAX_LAMBDA_BYTES", 1 << 20)
+    monkeypatch.setattr(export_folder, "MAX_LAMBDA_BYTES", 1 << 20)
     assert "Lambda takes 1" in str(reject("to", to="lambda"))
     write()
 

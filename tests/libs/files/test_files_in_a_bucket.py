@@ -147,10 +147,8 @@ def test_several_processes_of_a_host_download_a_file_once(bucket: Store) -> None
     children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     try:
         for child in children:
-            assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
         for child in children:
-            assert child.stdin is not None
             child.stdin.write("\n")
             child.stdin.flush()
         outputs = [child.communicate(timeout=120)[0] for child in children]

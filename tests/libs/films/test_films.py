@@ -21,11 +21,10 @@ from shoal.extend.rl import make_policy
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import check, describe_policy_model, inspect_environment, register_policy
 from shoal.libs.films import filmed_game
-from shoal.libs.films.command import play
+from shoal.libs.films.command import PlayedGame, play
 from shoal.libs.films.episode import MAX_FRAMES, WIDTH, Camera
 from shoal.libs.films.film_file import draw_film
 from shoal.libs.films.filmed_game import FilmedGame
-from shoal.libs.films.play import PlayedGame
 from shoal.libs.films.players import EndpointPlayer, LocalPlayer, describe_outputs
 from shoal.weights import WeightSnapshot
 
@@ -135,8 +134,6 @@ def test_an_endpoint_plays_as_the_registered_version_does() -> None:
     )
     for one, other in zip(ours, theirs, strict=True):
         assert one.returns == other.returns
-        assert one.film is not None
-        assert other.film is not None
         np.testing.assert_allclose(one.film.probabilities, other.film.probabilities, rtol=1e-4)
         np.testing.assert_allclose(one.film.values, other.film.values, rtol=1e-4)
         np.testing.assert_allclose(one.film.probabilities.sum(1), 1, rtol=1e-6)
@@ -144,7 +141,7 @@ def test_an_endpoint_plays_as_the_registered_version_does() -> None:
     assert asked[0] == ("game", {"version": 3, "parameters": {"action": "best"}})
 
 
-def test_agents_may_have_policies_of_their_own(tmp_path: Path) -> None:
+def test_agents_may_have_policies_of_their_own() -> None:
     env = "shoal.libs.games.pursuit:Pursuit"
     register(env)
     words = ["game", "--episodes", "1", "--max-steps", "7"]
@@ -348,7 +345,6 @@ def test_an_episode_without_end_is_filmed_as_far_as_it_fits(tmp_path: Path, monk
     player = LocalPlayer(LocalModel(find_version(register(BLINKS) and "game")), "best")
     played = PlayedGame(BLINKS, Blinks(), player).play(0, 0, 50)
     assert played.num_steps == LENGTH
-    assert played.film is not None
     assert (played.outcome, played.film.num_steps, played.film.outcome) == ("terminated", 10, "")
 
 

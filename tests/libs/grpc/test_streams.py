@@ -26,7 +26,7 @@ from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.libs.grpc.service import STREAM_WINDOW
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.protocol.request_limits import RequestLimits
 from waiting import wait_for
 

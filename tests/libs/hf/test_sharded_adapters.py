@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny_models import save_model, write_lines
@@ -17,6 +15,7 @@ from programs import PRELOADED, TRANSFORMERS, run_ranks
 from shoal.cost.measure.memory import bytes_of
 from shoal.libs.hf.tasks import CausalLM, SequenceClassification
 from shoal.parallel import World
+from shoal.testing.run import MemoryLog
 from shoal.train.spec import TrainSpec
 from shoal.weights.tensor_files import list_files, open_tensors
 
@@ -31,27 +30,6 @@ TEXTS = [{"text": text} for text in ["the cat sat", "a dog", "birds sing", "no",
 
 Results = dict[str, dict[str, Any]]  # by kind of model
 Runs = tuple[Results, list[Results]]
-
-
-class Journal:
-    """A journal that retains losses and events."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self.events: dict[str, dict[str, Any]] = {}
-
-    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        if "train/loss" in values:
-            self.values.append(values["train/loss"])
-
-    def record_event(self, kind: str, /, **details: Any) -> None:
-        self.events[kind] = details
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 def make_task(folder: Path, kind: str) -> CausalLM | SequenceClassification:
@@ -80,18 +58,19 @@ def train(world: World, folder: Path, kind: str, run: str, steps: int = STEPS, p
         "average": 0.9,
         "checkpoint": {"every_steps": 2} if "begun" in run else {"every_s": 1e9},
     }
-    journal = Journal()
+    journal = MemoryLog()
     trainer = Trainer(TrainSpec.parse(fields), make_task(folder, kind), world, folder / run, journal=journal)
     model = trainer._parts.model
     outcome = trainer.run()
+    events = dict(journal.events)
     tensors: list[Tensor] = [each for module in model.modules for each in (*module.parameters(), *module.buffers())]
     written = outcome.weights and dict(open_tensors(list_files(outcome.weights)))
     held = bytes_of(tensors) + bytes_of(trainer._parts.average.tensors)
     saved = sorted(json.loads(max((folder / run).rglob("index.json")).read_text())["tensors"])
     return {
-        "losses": journal.values,
-        "eager": journal.events.get("built_eagerly", {}).get("error", ""),
-        "restored": journal.events.get("restored", {}).get("step"),
+        "losses": [*journal.losses.values()],
+        "eager": events.get("built_eagerly", {}).get("error", ""),
+        "restored": events.get("restored", {}).get("step"),
         "bytes": held,
         "weights": written,
         "saved": saved,

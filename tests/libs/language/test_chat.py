@@ -295,7 +295,7 @@ def test_an_adapter_is_asked_of_an_endpoint(models: Models, url: str, monkeypatc
         CliRunner().invoke(cli, ["chat", "tiny:poet"], input="hi", catch_exceptions=False)
 
 
-def test_batch_prediction_answers_a_column_of_texts_or_messages(decoder: Decoder, tmp_path: Path) -> None:
+def test_batch_prediction_answers_a_column_of_texts_or_messages(decoder: Decoder) -> None:
     source = RegisteredModel("tiny", str(Registry().location))
     predictor = TextPredictor(source, 1, ModelOptions(), {"max_tokens": 6, "temperature": 0}, 1)
     texts = [f"number {row}" for row in range(40)]

@@ -183,7 +183,6 @@ def test_a_stop_text_and_a_prefilled_message_of_anthropics_form(client: Client, 
 )
 def test_tool_calls_are_read_from_a_stream(mark: str, text: str, shown: str, calls: int) -> None:
     reader = ToolUse([TOOL]).make_reader(f"{mark} tools")
-    assert reader is not None
     seen = "".join(reader.push(letter) for letter in text.removesuffix("..."))
     rest, found = reader.finish(is_truncated=text.endswith("..."))
     assert (seen + rest, len(found)) == (shown, calls)
@@ -249,7 +248,6 @@ def test_a_compelled_call_is_in_the_form_of_the_template(mark: str, client: Clie
 def test_a_single_call_is_given_where_several_are_not_wanted() -> None:
     use = read_tool_use([TOOL], "auto", parallel=False)
     reader = use.make_reader("")
-    assert reader is not None
     reader.push('{"name": "where"} {"name": "where"}')
     assert reader.finish() == ("", [ToolCall("where", "{}")])
 

@@ -1,21 +1,29 @@
-"""The parts of a search: the choice by numbers, the loss of a distillation against NumPy, students as given."""
+"""The parts of a search: the choice by numbers, a distillation's loss against NumPy, students, exported graphs."""
 
 from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from torch import Tensor, nn
 
 from shoal.errors import ConfigError, MissingExtra
+from shoal.libs.optimise import measure
 from shoal.libs.optimise.choice import MaxDrop, Measurement, choose, find_front
 from shoal.libs.optimise.distil import compute_distillation_loss, find_class_axis
 from shoal.libs.optimise.evidence import RowTotals, judge, judge_value
 from shoal.libs.optimise.request import OptimiseRequest, choose_steps
+from shoal.libs.optimise.steps import Model, apply_step
 from shoal.libs.optimise.student import choose_default_student, parse_student
-from shoal.registry import ModelFactory
+from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.serve.model.predictor import Predictor
+from shoal.serve.spec.model_options import ModelOptions
+from shoal.weights import WeightSnapshot
 
 
 def measured(accuracy: float, latency_s: float, size: int = 1, flops: float | None = 1.0) -> Measurement:
@@ -154,11 +162,9 @@ def test_a_student_is_the_teacher_with_other_arguments() -> None:
     teacher = ModelFactory(factory="shoal.models.lenet:LeNet", kwargs={"num_classes": 7})
     assert parse_student("narrow=3", teacher).factory.kwargs == {"num_classes": 7, "narrow": 3}
     found = choose_default_student(teacher, None)
-    assert found is not None
     assert found.factory.kwargs == {"num_classes": 7, "narrow": 2}
     decoder = ModelFactory(factory="shoal.models.decoder:Decoder", kwargs={"width": 128})
     found = choose_default_student(decoder, None)
-    assert found is not None
     assert found.factory.kwargs == {"width": 64}
     assert choose_default_student(ModelFactory(factory="torch.nn:Identity"), None) is None
 
@@ -177,3 +183,72 @@ def test_steps_without_their_libraries_are_left_out_unless_they_are_asked_for(mo
     assert choose_steps(OptimiseRequest("m", steps=("int8", "int8")), lines.append) == ["int8"]
     with pytest.raises(MissingExtra, match=r"CHECKOUT\[export\]"):
         choose_steps(OptimiseRequest("m", steps=("onnx",)), lines.append)
+
+
+class Scores(nn.Module):
+    """kind: the form of its outputs, in an order that is not the alphabet's."""
+
+    def __init__(self, kind: str = "tensor") -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 3), kind
+
+    def forward(self, right: Tensor, left: Tensor) -> Any:
+        scores = self.linear(right - left)
+        by_kind = {"tensor": scores, "tuple": (scores, scores / 2), "dict": {"scores": scores, "half": scores / 2}}
+        return by_kind[self.kind]
+
+
+class Forgetful(Scores):
+    def forward(self, right: Tensor, left: Tensor) -> Any:
+        return self.linear(left)
+
+
+class Silent(Scores):
+    """Raises an error without a message where a tracer calls it."""
+
+    def forward(self, right: Tensor, left: Tensor) -> Any:
+        if torch.jit.is_tracing():
+            raise NotImplementedError
+        return super().forward(right, left)
+
+
+def describe(*names: str, size: int) -> list[TensorSignature]:
+    return [TensorSignature(name=name, datatype="FP32", shape=[-1, size]) for name in names]
+
+
+INPUTS = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+
+
+def export(network: nn.Module, signature: Signature, **kwargs: Any) -> Model:
+    factory = ModelFactory(factory=f"{__name__}:{type(network).__name__}", kwargs=kwargs)
+    payload = safetensors.torch.save(network.state_dict())
+    return apply_step(Model((), factory, payload), "onnx", factory, signature, INPUTS)
+
+
+@pytest.mark.parametrize(("kind", "names"), [("tensor", ["y"]), ("tuple", ["z", "y"]), ("dict", ["scores", "half"])])
+def test_a_graph_gives_what_its_module_gives_by_the_names_of_the_endpoint(kind: str, names: list[str]) -> None:
+    torch.manual_seed(0)
+    network = Scores(kind)
+    signature = Signature(inputs=describe("right", "left", size=4), outputs=describe(*names, size=3))
+    model = export(network, signature, kind=kind)
+    predictor = Predictor(model.factory, signature, ModelOptions())
+    loaded = predictor.load(WeightSnapshot.from_payload(1, model.payload))
+    (found,) = loaded.predict_batch([{"right": INPUTS[0].numpy(), "left": INPUTS[1].numpy()}])
+    assert isinstance(found, dict)
+    scores = network.linear(INPUTS[0] - INPUTS[1]).detach().numpy()
+    np.testing.assert_allclose(found[names[0]], scores, rtol=1e-5)
+    if kind != "tensor":
+        np.testing.assert_allclose(found[names[1]], scores / 2, rtol=1e-5)
+    example = network(*INPUTS)
+    measured = measure.ServedNetwork(measure.open_forward(model, signature), signature, example)(*INPUTS)
+    assert type(measured) is type(example)
+    torch.testing.assert_close(measured, example, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("network", "problem"), [(Forgetful(), "takes left alone"), (Silent(), "cannot convert it: NotImplementedError")]
+)
+def test_a_graph_that_cannot_be_written_is_rejected_with_the_reason(network: nn.Module, problem: str) -> None:
+    signature = Signature(inputs=describe("right", "left", size=4), outputs=describe("y", size=3))
+    with pytest.raises(ConfigError, match=problem):
+        export(network, signature)

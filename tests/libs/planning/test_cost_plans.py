@@ -25,13 +25,12 @@ from shoal.train import Task, TrainSpec
 from shoal.train.optim.optimizers import make_optimizer
 
 PLANS = {
-    "ddp, accumulating, clipped": ["parallel=ddp", "parallel.accumulate=2", "clip_norm=1.0"],
     "fsdp": ["parallel=fsdp"],
-    "tensor": ["parallel=tensor"],
     "pipeline": ["parallel=pipeline"],
 }
 MORE = {
-    "ddp": ["parallel=ddp"],
+    "ddp, accumulating, clipped": ["parallel=ddp", "parallel.accumulate=2", "clip_norm=1.0"],
+    "tensor": ["parallel=tensor"],
     "ddp, whose ranks share statistics in the forward pass": ["parallel=ddp", "args.normalises=true"],
     "fsdp, recomputing layers that stay gathered": [
         *("parallel=fsdp", "parallel.activation_checkpointing=block", "parallel.reshard_after_forward=false"),

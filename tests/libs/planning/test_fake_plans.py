@@ -164,7 +164,6 @@ def test_conversions_of_a_fake_model_keep_tied_parameters() -> None:
 
 def test_equal_blocks_are_found_beside_others() -> None:
     blocks = find_repeated_blocks(Text().model())
-    assert blocks is not None
     assert (blocks.path, blocks.names) == ("", tuple(f"block{number}" for number in range(1, DEPTH + 1)))
     assert find_repeated_blocks(nn.Sequential(*[nn.Linear(2, 2) for _ in range(7)])) is None
     shared = nn.Linear(2, 2)

@@ -262,7 +262,6 @@ def test_training_can_start_from_simulated_roots_and_not_from_another_network(ru
     spec = load_recipe(str(RECIPE)).override([*small, "args.folder=mine", "stop.steps=1", "threads=1"])
     first = fit_locally(spec.override(["init=roots@champion", "name=roots-next", "optimizer.learning_rate=1e-9"]))
     known = Registry().get("roots@champion").snapshot().payload
-    assert first.weights is not None
     begun, ended = (
         {name: tensor.float() for name, tensor in safetensors_of(payload).items()}
         for payload in (known, first.weights.read_bytes())

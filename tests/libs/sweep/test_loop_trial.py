@@ -47,7 +47,6 @@ def read_all(trial: LoopTrial) -> list[TrialReport]:
 
 def test_a_job_of_the_loop_is_a_sweep_of_it() -> None:
     spec = spec_of(RATE, STOP, "hidden=[8]", actors=3, trials=4)
-    assert spec.loop is not None
     assert (spec.loop.env, spec.loop.actors, spec.loop.hidden) == ("sign_game:SignGame", 3, (8,))
     assert spec.make_loop_spec({"algorithm.learning_rate": 0.5}).algorithm.learning_rate == 0.5  # type: ignore[attr-defined]
     assert spec == SweepSpec.from_yaml(spec.to_yaml())
@@ -69,7 +68,6 @@ def test_without_a_distribution_an_algorithms_own_space_is_searched_from_its_def
 ) -> None:
     (job := tmp_path / f"{name}_job.py").write_text(DEFAULTS)
     spec = sweep_from_overrides(make_overrides(str(job), (f"algorithm={name}", STOP)))
-    assert spec.loop is not None
     config = spec.loop.algorithm
     words = {f"algorithm.{field}": word for field, word in config.search_space.items()}
     assert len(words) > 3
@@ -118,9 +116,7 @@ def test_a_users_algorithm_has_a_space_of_its_own_which_is_widened_to_its_defaul
     ("words", "fields", "problem"),
     [
         ((RATE,), {}, "nothing says when to end a trial"),
-        ((), {}, "nothing says when to end a trial"),
         ((RATE, STOP), {"first": "{algorithm.learning_rate: 0.5}"}, "no value of each field"),
-        ((RATE, STOP), {"first": "{algorithm.clip: 0.5}"}, "no value of each field"),
         ((RATE, STOP), {"first": "{algorithm.learning_rate: -1}"}, "greater than 0"),
         ((RATE, STOP), {"search": "pbt"}, "rl_population"),
         ((RATE, STOP), {"metric": "accuracy"}, "there is mean_return"),
@@ -131,8 +127,6 @@ def test_a_users_algorithm_has_a_space_of_its_own_which_is_widened_to_its_defaul
         ((RATE, STOP, "gateway.port=5555"), {}, "a free port"),
         ((RATE, STOP, "learner.replicas=2"), {}, "one process"),
         (("env=choice(a:b,c:d)", STOP), {}, "the same in all trials"),
-        (("algorithm.learning_rate=uniform(-1,1)", STOP), {}, "greater than 0"),
-        (("algorithm.lerning_rate=log(1e-4,1)", STOP), {}, "did you mean 'learning_rate'"),
         ((RATE, STOP, "env=sign_game:Nothing"), {}, "sign_game:Nothing"),
     ],
 )

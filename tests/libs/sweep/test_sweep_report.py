@@ -34,11 +34,9 @@ def test_importance_is_the_share_of_the_variance() -> None:
     rng = np.random.default_rng(0)
     trials = DataFrame({"b": rng.random(300), "idle": rng.random(300), "a": rng.random(300)})
     found = compute_importance(trials, 2 * trials["a"] + trials["b"])
-    assert found is not None
     assert list(found["parameter"]) == ["a", "b", "idle"]
     assert found["importance"].to_numpy() == pytest.approx([0.8, 0.2, 0.0], abs=0.1)
     again = compute_importance(trials, 2 * trials["a"] + trials["b"])
-    assert again is not None
     assert again.equals(found)
 
 
@@ -50,7 +48,6 @@ def test_importance_is_known_of_logarithms_texts_and_booleans() -> None:
         "is_deep": trials["is_deep"].astype(float),
     }.items():
         found = compute_importance(trials, scores)
-        assert found is not None
         assert found["parameter"][0] == parameter
         assert found["importance"][0] > 0.8
 

@@ -244,8 +244,6 @@ def test_parts_are_what_their_trees_alone_would_be(
         assert getattr(found.plan, name).tolist() == getattr(expected.plan, name).tolist(), name
     assert found.plan.is_forest != as_dag
     if as_dag:
-        assert found.plan.child_row is not None
-        assert expected.plan.child_row is not None
         assert found.plan.child_row.tolist() == expected.plan.child_row.tolist()
     assert found.inputs["value"].equal(expected.inputs["value"])
     assert found.labels["value"].equal(expected.labels["value"])

@@ -46,9 +46,6 @@ CHAIN = [-1, *range(9_999)]
     ("tree", "node", "match", "parents"),
     [
         (1, 1, "on a cycle", [GOOD, [2, 0, 1]]),
-        (1, 0, "on a cycle", [GOOD, [0]]),
-        (1, 2, "on a cycle", [GOOD, [1, 2, 2]]),
-        (1, 4, "on a cycle", [GOOD, [-1, 2, 4, 0, 4]]),
         (1, 2, "on a cycle", [GOOD, [-1, 0, 2], GOOD]),
         (1, 2, "second root", [GOOD, [-1, 0, -1]]),
         (1, 1, "node 3, is missing: there are 3 nodes", [GOOD, [-1, 3, 0]]),
@@ -57,9 +54,7 @@ CHAIN = [-1, *range(9_999)]
         (1, None, "no nodes", [GOOD, []]),
         (0, 0, "9999 levels below it: more than max_depth = 4096", [CHAIN]),
         (1, None, "float64", [GOOD, [-1.0, 0.0]]),
-        (1, None, "<U", [GOOD, ["-1", "0"]]),
         (1, None, "bool", [GOOD, [True, False]]),
-        (1, None, "object", [GOOD, [-1, None]]),
         (1, None, "shape", [GOOD, [[-1, 0], [0, 0]]]),
         (1, None, "no array", [GOOD, [[-1, 0], [0]]]),
         (0, None, "shape", GOOD),
@@ -76,21 +71,15 @@ STAR = [(1, 0), (2, 0)]
     ("tree", "node", "match", "sizes", "edges"),
     [
         (1, 1, "on a cycle", [3, 3], [STAR, [(0, 1), (1, 2), (2, 0)]]),
-        (1, 2, "on a cycle", [3, 3], [STAR, [(1, 0), (2, 1), (2, 2)]]),
-        (1, 1, "on a cycle", [3, 3], [STAR, [(1, 0), (2, 0), (1, 1)]]),
         (1, 2, "second root", [3, 3], [STAR, [(1, 0)]]),
         (1, 3, "an edge has it as its child", [3, 3], [STAR, [(1, 0), (3, 0)]]),
-        (1, -1, "an edge has it as its child", [3, 3], [STAR, [(1, 0), (-1, 0)]]),
         (1, 5, "an edge has it as its parent", [3, 3], [STAR, [(1, 0), (2, 5)]]),
         (None, None, "no trees", [], []),
         (1, None, "no nodes", [3, 0], [STAR, []]),
-        (1, None, "no nodes", [3, -2], [STAR, []]),
         (None, None, "edges of 1 graphs and sizes of 2", [3, 3], [STAR]),
         (0, 5902, "more than 4096 levels", [10_000], [[(node, node - 1) for node in range(9_999, 0, -1)]]),
         (1, None, "float64", [3, 3], [STAR, [(1.0, 0.0)]]),
-        (1, None, "<U", [3, 3], [STAR, [("1", "0")]]),
         (1, None, "pairs", [3, 3], [STAR, [(1, 0, 2), (2, 0, 1)]]),
-        (1, None, "pairs", [3, 3], [STAR, [1, 0, 2, 0]]),
         (None, None, "float64", [3.0, 3.5], [STAR, STAR]),
     ],
 )
@@ -127,19 +116,15 @@ def test_bad_padded() -> None:
     good = [-1, 0, 0, 0]
     rejects(1, 2, "node 1, is missing: it is padding", make([good, [-1, 0, 1, 0]], exists))
     rejects(1, 2, "node 4, is missing: there are 4 nodes", make([good, [-1, 0, 4, 0]], exists))
-    rejects(1, 2, "node 9, is missing", make([good, [-1, -1, 9, 0]]))
     rejects(1, 2, "node -2, is missing", make([good, [-1, 0, -2, 0]], exists))
     rejects(1, 2, "on a cycle", make([good, [-1, 0, 3, 2]], exists))
     rejects(1, 3, "second root", make([good, [-1, 0, 0, -1]], exists))
     rejects(1, None, "no nodes", make([good, good], [[True] * 4, [False] * 4]))
     rejects(None, None, "no trees", make(np.zeros((0, 3), int)))
-    rejects(0, None, "no nodes", make(np.zeros((2, 0), int)))
     rejects(0, 1, "9998 levels", make([[0, -1, *range(1, 9_999)]], [[False, *[True] * 9_999]]))
-    rejects(0, 0, "9999 levels", make([CHAIN]))
     rejects(None, None, "float64", make([[-1.0, 0.0]]))
     rejects(None, None, "int64 for the nodes that exist", make([[-1, 0]], [[1, 1]]))
     rejects(None, None, "shape", make([[-1, 0]], [[True]]))
-    rejects(None, None, "shape", make([-1, 0]))
     rejects(None, None, r"'x' of the shape \[2, 3\]", make([good, good], inputs={"x": np.ones((2, 3))}))
 
 
@@ -148,14 +133,11 @@ def test_bad_values() -> None:
         return lambda: TreeBatch.from_parents([GOOD, GOOD], labels={"y": values})
 
     rejects(None, None, "6 nodes and 5 values of 'y'", make(np.ones(5)))
-    rejects(None, None, "6 nodes and 7 values of 'y'", make(torch.ones(7)))
     rejects(None, None, "6 nodes and 0 values of 'y'", make([]))
     rejects(None, None, "6 nodes and one value of 'y'", make(1.0))
     rejects(1, None, "3 nodes and 2 values of 'y'", make([np.ones(3), np.ones(2)]))
     rejects(None, None, "6 nodes and 3 values of 'y'", make([np.ones(3)]))
     rejects(None, None, "no tensor", make(["a"] * 6))
-    rejects(None, None, "no tensor", make(np.array(["a"] * 6)))
-    rejects(None, None, "no tensor", make([None] * 6))
     rejects(None, None, "no tensor", make([np.ones((3, 1)), np.ones((3, 2))]))
     trees = TreeBatch.from_parents([GOOD])
     rejects(None, None, "3 nodes and 2 values of 'tokens'", lambda: trees.arrange_inputs([1, 2], "tokens"))

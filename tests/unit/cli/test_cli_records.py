@@ -24,7 +24,7 @@ from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle
-from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError
+from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
@@ -210,7 +210,6 @@ def test_a_resumed_run_is_not_shown_with_what_its_earlier_life_said(monkeypatch:
     assert session._view is None  # the job has not begun its new life
     with runs.reopen("one") as again:
         session._read_record()
-        assert session._view is not None
         assert (session._view.phase, session._view.metrics, connected) == ("starting the endpoint", {}, [])
         again.record_event("gateway_ready", address="tcp://new", env="E", server_key="")
         again.record_endpoint("gateway", "gateway", "tcp://new", "ready")
@@ -263,23 +262,6 @@ def test_what_cannot_be_resumed_is_not_said_to_go_on(spec: str, words: str) -> N
         session._read_record()
         run.finish("failed", "why")
     assert session.format_resume_hint() == (words and f"{words}{session.run_id} a=1")
-
-
-def test_a_run_has_an_id_to_show_once_it_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object) -> dict[str, str]:
-        raise ConfigError("args.rate", -1, "is negative")
-
-    session = a_session("args.rate=-1")
-    session._console = make_literal_console()
-    monkeypatch.setattr("shoal.cli.commands.run_session.validate_overrides", refuse)
-    with ExitStack() as stack, pytest.raises(ConfigError, match="is negative"):
-        session.run(None, stack)
-    assert session.run_id not in capsys.readouterr().out
-    with runs.create("x", "task: t", session.run_id):
-        session._read_record()
-    assert f"run {session.run_id}: x args.rate=-1\n" in capsys.readouterr().out
 
 
 def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

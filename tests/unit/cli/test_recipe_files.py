@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import shoal.runs
-from shoal import recipes
 from shoal.cli.commands.serve_deploy import _parse_fields as fields_of
 from shoal.cli.support.jobs import find_job
 from shoal.errors import ConfigError, RunError
@@ -47,17 +46,6 @@ def test_a_serve_app_is_found_too() -> None:
     Path("serve_apps").mkdir()
     Path(app).touch()
     assert fields_of([app]) == [f"file={Path(app).resolve()}"]
-
-
-def test_a_wheel_has_them_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packaged = tmp_path / "site-packages/shoal/recipes"
-    monkeypatch.setattr(recipes, "_PACKAGED", packaged)
-    assert recipes.recipe_folder("jobs") == packaged / "jobs"  # the package alone, as Ray ships it: there is none
-    assert recipes.recipe_names() == []
-    (packaged / "jobs").mkdir(parents=True)
-    (packaged / "jobs/mine.py").touch()
-    assert recipes.recipe_names() == ["mine"]
-    assert recipes.find_recipe("mine") == packaged / "jobs/mine.py"
 
 
 RECIPE = """

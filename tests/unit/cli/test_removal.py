@@ -22,7 +22,6 @@ from shoal.runs.record.database import TABLES
 from shoal.runs.record.removal import TRIAL_STARTED
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.controller.state import ControllerState, Deployment, ModelState, StateFile
-from shoal.store import open_store
 from shoal.weights import WeightSnapshot
 
 
@@ -71,22 +70,6 @@ def test_a_run_is_removed_with_its_rows_and_files_after_its_name_was_typed(shoal
     record("three")
     typed(runs_command, "rm", "two", "latest", answer="2\n")
     assert (list_ids(), count_rows(shoal_home)) == ([], {0})
-
-
-def test_what_a_run_has_in_the_store_is_removed_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
-    record("one", "one.more")
-    store = open_store()
-    for key in (
-        "one/checkpoints/step-000000001/manifest.json",
-        "one/policy/checkpoints/best.json",
-        "one.more/best.json",
-    ):
-        store.write(f"runs/{key}", b"{}")
-    typed(runs_command, "rm", "one", "--yes")
-    keys = [entry.key for entry in store.list_entries()]
-    assert "runs/one.more/best.json" in keys
-    assert not [key for key in keys if key.startswith(("runs/one/", "run-heads/one.json"))]
 
 
 def test_a_run_that_goes_on_is_not_removed(living: runs.RunRecorder, shoal_home: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -70,14 +69,7 @@ def test_the_bar_is_as_long_as_the_way_that_is_done() -> None:
     assert "of 1" not in shown(unreported)
 
 
-def test_before_the_first_step_there_is_a_picture_too() -> None:
-    empty = TrainView(run_id="r", phase="starting workers", elapsed_s=2.0)
-    assert "starting workers" in shown(empty)
-    assert empty.format_plain_line() == "[  2.0 s] starting workers"
-    assert "nan" not in shown(empty)
-
-
-def test_a_view_is_read_from_the_record_of_this_life(tmp_path: Path) -> None:
+def test_a_view_is_read_from_the_record_of_this_life() -> None:
     with runs.create("train", "", "one") as run:
         run.record_event("training", **SETTING, total_steps=10)
         run.log(1, {"train/step": 1, "train/loss": 2.0})

@@ -116,11 +116,3 @@ def test_a_ray_token_that_cannot_be_shown_is_refused_and_stays_unseen(
         monkeypatch.setenv("RAY_AUTH_TOKEN", said)
         with pytest.raises(ConfigError, match=r"^RAY_AUTH_TOKEN = .*by a header"):
             find_cluster("http://h:8265")
-
-
-def test_who_has_no_home_of_the_system_has_the_token_of_shoal(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as in a container that runs as some number
-    found = find_cluster("http://h:8265")
-    assert found is not None
-    assert found.token == (home / "shoal" / "ray-token").read_text()

@@ -114,7 +114,6 @@ def test_a_process_is_over_when_its_last_thread_is(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert child.stdout is not None
     port = int(child.stdout.readline())
     process = psutil.Process(child.pid)
     wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE)

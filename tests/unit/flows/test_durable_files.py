@@ -166,7 +166,6 @@ def test_checkpoints_of_both_kinds_load(home: Path) -> None:
         state = {"model": {"w": torch.zeros(3)}, "step": 0}
         assert checkpointer.load(found, state).extras == {"note": "hello"}
     loaded = files.load_latest(home / "runs/loop/checkpoints")
-    assert loaded is not None
     assert (loaded.step, loaded.state["version"]) == (4, 9)
     assert torch.equal(state["model"]["w"], loaded.state["w"])  # type: ignore[index]
 
@@ -174,7 +173,6 @@ def test_checkpoints_of_both_kinds_load(home: Path) -> None:
 def test_the_state_of_an_endpoint_continues(home: Path) -> None:
     file = StateFile(home / "endpoints/digits-1.json")
     state = file.load("a1")
-    assert state is not None
     assert (state.generation, sorted(state.models), state.models["live"].retained) == (7, ["live", "tiny"], 3)
     assert file.load_weights("live", 3) is not None
 

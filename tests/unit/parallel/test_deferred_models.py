@@ -345,7 +345,7 @@ def test_few_tensors_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert most == 1
 
 
-def test_given_weights_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_weights_are_not_drawn() -> None:
     expected, model, deferred = build_both(Assigned)
     deferred.given = expected.state_dict()
     state = torch.get_rng_state()

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from registered import tensors
 from shoal.registry.manifest import Signature
-from shoal.serve.model.padding import MAX_SHARED_ROW_ELEMENTS, RequestCollator
-from shoal.serve.model.padding_cost import PaddingCostModel
+from shoal.serve.model.padding import MAX_SHARED_ROW_ELEMENTS, PaddingCostModel, RequestCollator
 
 TEXT = Signature(
     inputs=tensors(x=("INT64", [-1, -1])),

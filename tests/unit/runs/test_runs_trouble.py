@@ -348,7 +348,6 @@ def test_a_killed_run_keeps_what_was_flushed_is_lost_at_once_and_can_be_resumed(
     start_writer: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     writer = start_writer("doomed")
-    assert writer.stdout is not None
     num_flushed = [int(writer.stdout.readline()) for _ in range(3)][-1]
     assert runs.load("doomed").status is Status.RUNNING
     writer.send_signal(signal.SIGKILL)

@@ -93,7 +93,6 @@ def make_lost(store: Store, monkeypatch: pytest.MonkeyPatch, run_id: str = "lost
 def kill(recorder: runs.RunRecorder) -> None:
     """End its threads as kill -9 would."""
     mirror = recorder._store_mirror
-    assert mirror is not None
     mirror.problem = "killed"
     mirror._stopping.set()
     mirror._thread.join(60)
@@ -126,7 +125,6 @@ def has_record(store: Store, run_id: str) -> bool:
 def is_mirrored(store: Store, recorder: runs.RunRecorder) -> bool:
     """Whether the store has all that is recorded: its first record may be older than the first values."""
     mirror = recorder._store_mirror
-    assert mirror is not None
     is_written = not mirror._is_changed and not (mirror._upload and mirror._upload.is_alive())
     return (
         is_written
@@ -305,7 +303,6 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
     recorder.close()
     assert "does not answer" in caplog.text
     answers.set()
-    assert recorder._store_mirror is not None
     recorder._store_mirror._thread.join(60)
 
 

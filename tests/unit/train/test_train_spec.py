@@ -22,7 +22,6 @@ from shoal.train.spec import TrainSpec
 def test_a_target_is_typed_as_it_is_said() -> None:
     for word, parts in [("accuracy>=0.9", ("accuracy", 0.9, "max")), ("loss <= 0.1", ("loss", 0.1, "min"))]:
         target = TrainSpec().override([f"stop.target={word}"]).stop.target
-        assert target is not None
         assert (target.metric, target.value, target.direction) == parts
     with pytest.raises(ConfigError, match="write it as metric>=value or metric<=value"):
         TrainSpec().override(["stop.target=accuracy"])
@@ -137,12 +136,6 @@ def test_arguments_of_a_task_come_back_as_they_were() -> None:
         TrainSpec.parse({"args": {"a": object()}})
 
 
-def test_sync_is_a_word_or_fields() -> None:
-    assert TrainSpec.parse({"sync": "parameter_server"}).sync.kind == "parameter_server"
-    assert TrainSpec.parse({"sync": {"kind": "parameter_server", "staleness": None}}).sync.staleness is None
-    assert TrainSpec().sync.kind == "all_reduce"
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -242,11 +235,6 @@ def test_fields_of_other_kinds_in_a_record_have_no_effect_and_are_logged(caplog:
     recorded = {**own, "hogwild": 1, "hogwild_mode": "auto", "compensation": 0.5}
     assert TrainSpec.parse_known({"sync": recorded}, "the record") == TrainSpec.parse({"sync": own})
     assert "sync.hogwild=1, sync.hogwild_mode=auto, sync.compensation=0.5" in caplog.text
-
-
-def test_a_run_of_servers_is_resumed_without_them() -> None:
-    spec = TrainSpec.parse({"sync": {"kind": "parameter_server", "servers": 2, "staleness": 4}, "workers": 2})
-    assert spec.override(["sync=all_reduce"]).sync == TrainSpec().sync
 
 
 def test_a_range_of_workers_is_two_fields() -> None:
