@@ -149,7 +149,6 @@ def test_lists_and_other_floats_become_what_the_model_takes(client: Client) -> N
         ("m", [[1, 2], [3]], "'x': is no array"),
         ("every", {"uint8": [[300, 1]]}, "'uint8': has values that UINT8 cannot hold"),
         ("m", torch.ones(1, 3, requires_grad=True), "'x': is no array: .*requires grad"),
-        ("m", [torch.ones(3, requires_grad=True)], "'x': is no array: .*requires grad"),
         ("m", torch.ones(1, 3, dtype=torch.bfloat16), "'x': is no array: .*BFloat16"),
     ],
 )
@@ -234,7 +233,6 @@ def test_a_word_arrives_whatever_is_in_it(client: Client, host: FakeHost, sticky
     [
         ({"deadline_s": float("nan")}, "deadline_s = nan: is not a timeout"),
         ({"deadline_s": float("inf")}, "deadline_s = inf: is not a timeout"),
-        ({"deadline_s": 1e300}, "deadline_s = 1e[+]300: is not a timeout"),
         ({"deadline_s": "soon"}, "deadline_s = 'soon': is not a timeout"),
         ({"deadline_s": 0.0}, "deadline_s = 0.0: is not a timeout. give seconds, above 0"),
         ({"sticky": 17}, "sticky = 17: is not a str"),
