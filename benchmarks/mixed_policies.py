@@ -27,7 +27,8 @@ from shoal.flows.rl_policy import describe_policy_model, inspect_environment, mi
 from shoal.registry import Registry
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.learner import model_arrays
-from shoal.serve.messages.inference import InferCall, Outputs
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot

@@ -33,7 +33,7 @@ from shoal.rl.learner import model_arrays
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment
 from shoal.serve.http import fast_path
-from shoal.serve.model.formats.host_copy import PINNED_BYTES, copy_to_host
+from shoal.serve.model.formats.torch_forward import PINNED_BYTES, copy_to_host
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.endpoint import EndpointSpec

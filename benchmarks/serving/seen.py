@@ -19,7 +19,8 @@ from benchmarks.result import Row, compare, options, write
 from shoal.libs.tracing.tracer import Tracer
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.http.app import RestApp
-from shoal.serve.messages.inference import InferCall, Outputs, Prediction
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs, Prediction
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions

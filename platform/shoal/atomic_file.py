@@ -5,6 +5,7 @@ Called by all that writes below $SHOAL_HOME. Standard library only. What writes 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sqlite3
@@ -65,6 +66,12 @@ def connect_private(path: Path, **options: Any) -> sqlite3.Connection:
     if is_new:
         path.chmod(0o600)
     return connection
+
+
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file, as hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_synced(path: Path, payload: bytes) -> None:

@@ -76,6 +76,15 @@ def ray_token_path() -> Path:
     return home() / "ray-token"
 
 
+def read_number_variable(name: str, default: float, remedy: str) -> float:
+    """The number in a variable of the environment, `default` where it is not set. Raises ConfigError."""
+    text = os.environ.get(name, "").strip()
+    try:
+        return float(text or default)
+    except ValueError:
+        raise ConfigError(name, text, "is no number", remedy) from None
+
+
 @contextmanager
 def file_lock(path: Path, timeout_s: float, error: Exception | None = None) -> Iterator[None]:
     """Hold the lock that is the file at `path`; a killed holder lets go by dying.

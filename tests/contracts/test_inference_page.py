@@ -19,7 +19,7 @@ from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.controller.change_request import ChangeRequest
 from shoal.serve.http.admin import openapi_document
 from shoal.serve.http.routes import ADMIN_ACTIONS, match_route
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 
 DOCUMENT = json.loads(openapi_document())
 PAGE = (Path(__file__).parents[2] / "docs" / "inference-protocol.md").read_text()

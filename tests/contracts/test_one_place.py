@@ -24,7 +24,7 @@ PLACES = {
     ),
     "a model answers an inference, which is traced and encoded": (
         r"\.record_prediction\(",
-        {"serve/protocol/infer_call.py"},
+        {"serve/protocol/pipeline.py"},
     ),
     "what a model is: for REST, and for gRPC by REST's answer": (
         r"import [^)]*build_model_config",

@@ -23,10 +23,6 @@ from shoal.serve.controller.change_request import ChangeRequest
 from shoal.serve.http.admin import openapi_document
 from shoal.serve.http.routes import (
     ADMIN_ACTIONS,
-    FIXED_ROUTES,
-    MODEL_ROUTES,
-    POST_ACTIONS,
-    REPOSITORY_ROUTES,
     UNAUTHENTICATED_ACTIONS,
     RouteAction,
     RouteTarget,
@@ -47,6 +43,7 @@ OWN_STATUSES = {
     RouteAction.INFER: {404, 422, 500, 503, 504},
     RouteAction.ROWS: {404, 422, 500, 503, 504},
     RouteAction.STATISTICS: {404},
+    RouteAction.MODEL_STATISTICS: {404},
     RouteAction.LOAD: {404, 409, 503},
     RouteAction.UNLOAD: {404, 409, 503},
     RouteAction.STATUS: {503},
@@ -90,8 +87,8 @@ def test_every_path_is_described() -> None:
     assert set(TEMPLATES.values()) == set(RouteAction) - {RouteAction.PEER_INFER}  # of replicas, for each other
     for template in TEMPLATES:
         assert [target_of(template).method.lower()] == list(DOCUMENT["paths"][template])
-    num_of_models = 2 * len(MODEL_ROUTES)  # with a version and without
-    assert len(TEMPLATES) == len(FIXED_ROUTES) + num_of_models + len(REPOSITORY_ROUTES)
+    num_of_models = sum(each.value[1].startswith("/v2/models/{") for each in RouteAction)  # with a version, too
+    assert len(TEMPLATES) == len(RouteAction) - 1 + num_of_models
 
 
 def test_the_schemas_of_messages_are_those_of_the_types_that_are_sent() -> None:
@@ -115,11 +112,11 @@ def test_every_path_lists_the_statuses_that_it_may_have(template: str) -> None:
     (operation,) = DOCUMENT["paths"][template].values()
     expected = {200, 414, 431} | OWN_STATUSES.get(action, set())
     expected |= set() if action in UNAUTHENTICATED_ACTIONS else {401, 403, 429}
-    expected |= {400, 408, 413, 415} if action in POST_ACTIONS else set()
+    expected |= {400, 408, 413, 415} if action.value[0] == "POST" else set()
     expected |= {503} if action in ADMIN_ACTIONS else set()
     assert [int(status) for status in operation["responses"]] == sorted(expected)
     assert (operation.get("security") == []) == (action in UNAUTHENTICATED_ACTIONS)
-    assert ("requestBody" in operation) == (action in POST_ACTIONS)
+    assert ("requestBody" in operation) == (action.value[0] == "POST")
     in_path = {name for name in ("model", "version") if f"{{{name}}}" in template}
     named = {each["$ref"].rpartition("/")[2] for each in operation["parameters"]}
     assert in_path == named & {"model", "version"}

@@ -56,6 +56,20 @@ def test_links_lead_to_a_file_and_a_heading_of_it() -> None:
     assert broken == []
 
 
+def test_the_index_lists_every_decision() -> None:
+    decisions = ROOT / "docs" / "decisions"
+    listed = re.findall(r"\]\((\d.*?)\) \|", (decisions / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in decisions.glob("0*.md"))
+
+
+def test_the_page_of_upgrades_has_every_file_that_uses_private_names_of_ray() -> None:
+    page = (ROOT / "docs" / "architecture" / "upgrades.md").read_text()
+    private = re.compile(r"^ *(from ray\S*\._|from ray\S* import .*\b_|import ray\S*\._)", re.MULTILINE)
+    platform = ROOT / "platform" / "shoal"
+    users = [path for path in platform.rglob("*.py") if private.search(path.read_text())]
+    assert [name for path in users if f"`{(name := path.relative_to(platform).as_posix())}`" not in page] == []
+
+
 MAX_PAGE = 2500  # words
 LONG = {"protocol.md", "inference-protocol.md", "measured.md"}  # beside the reference
 

@@ -18,7 +18,7 @@ from serving.replica_server import served
 from shoal.cluster.ports import find_free_port
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import DATATYPES
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey

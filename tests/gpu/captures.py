@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.serve.model import predictor
-from shoal.serve.model.formats import cuda_graphs, host_copy
+from shoal.serve.model.formats import cuda_graphs, torch_forward
 
 
 def count_captures(monkeypatch: pytest.MonkeyPatch, device: str) -> list[int]:
@@ -32,5 +32,5 @@ def count_captures(monkeypatch: pytest.MonkeyPatch, device: str) -> list[int]:
     monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
     if device == "cpu":
         monkeypatch.setattr(predictor, "devices", lambda *_: ["cpu"])
-        monkeypatch.setattr(host_copy, "PINNED_BYTES", math.inf)
+        monkeypatch.setattr(torch_forward, "PINNED_BYTES", math.inf)
     return sizes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.device_memory import limit_device_memory
 from shoal.errors import InferenceError, WeightsError
 from shoal.registry import ModelFactory
-from shoal.serve.model.formats import host_copy
+from shoal.serve.model.formats import torch_forward
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -87,9 +87,9 @@ def test_large_outputs_are_in_pinned_memory_that_no_later_batch_overwrites(
     require_cuda(device)
     count_captures(monkeypatch, device)
     waits: list[int] = []
-    wait = host_copy._wait_for_copies
-    monkeypatch.setattr(host_copy, "_wait_for_copies", lambda: (waits.append(1), wait()))
-    size = 2 * host_copy.PINNED_BYTES // 4
+    wait = torch_forward._wait_for_copies
+    monkeypatch.setattr(torch_forward, "_wait_for_copies", lambda: (waits.append(1), wait()))
+    size = 2 * torch_forward.PINNED_BYTES // 4
     subject = make_times(size, **({"cuda_graphs": True} if graphs else {"device": device}), max_batch_size=2)
     models = [subject.load(make_times_version(version, size)) for version in (1, 2, 3)]
     waits.clear()

@@ -11,7 +11,7 @@ import json
 import sys
 
 from shoal.errors import ConnectionLost
-from shoal.serve.replica.peers import HttpTransport
+from shoal.serve.replica.peers import PeerTransport
 
 PORT = 8000
 
@@ -34,7 +34,7 @@ async def serve(host: str) -> None:
 
 
 async def call(host: str) -> None:
-    transport, address = HttpTransport(), f"{host}:{PORT}"
+    transport, address = PeerTransport(), f"{host}:{PORT}"
 
     async def post(path: str) -> str:
         try:

@@ -18,7 +18,7 @@ from shoal.cluster.admission import RunAdmission
 from shoal.cluster.growth import Growth, NodeType
 from shoal.errors import NoCapacity, PlanError, RunError
 from shoal.libs.sweep.flow import run_sweep
-from shoal.libs.sweep.ray_search import make_scheduler
+from shoal.libs.sweep.ray_sweep import make_scheduler
 from shoal.libs.sweep.spec import SweepSpec, check_sweep
 from shoal.libs.sweep.trials import SWEEPING, Sweep, TrialState, load_sweep
 from shoal.registry import Registry

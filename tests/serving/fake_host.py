@@ -22,7 +22,8 @@ from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import BatchStatistics, InferenceStatistics, VersionStatistics
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.messages.inference import Arrays, InferCall, Prediction, RepositoryEntry
+from shoal.serve.messages.infer_call import Arrays, InferCall
+from shoal.serve.messages.inference import Prediction, RepositoryEntry
 from shoal.serve.spec.model_options import ModelOptions
 
 Compute = Callable[[Arrays], dict[str, np.ndarray]]

@@ -22,7 +22,7 @@ from serving.fake_host import FakeHost, FakeModel
 from serving.replica_server import LIMITS
 from shoal.serve.http import fast_path, front_protocol
 from shoal.serve.http.app import RestApp
-from shoal.serve.http.front_follower import FrontFollower
+from shoal.serve.http.front_protocol import FrontFollower
 from shoal.serve.http.stream_guard import guard_stream
 from shoal.serve.protocol.access import AccessControl
 from shoal.serve.protocol.request_lifecycle import Application, EndpointApp

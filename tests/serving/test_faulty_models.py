@@ -19,7 +19,7 @@ from serving.faulty_models import FINE, HANG, LEAK, LEAK_BYTES, NAN, RAISE, SHAP
 from serving.replica_set import Asked, ReplicaSet, ask, until
 from shoal.errors import ShoalError
 from shoal.registry import Registry
-from shoal.serve.messages.inference import InferCall
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.replica import served_model
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.spec.model_source import model_from_ref

@@ -8,7 +8,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ ANSWER_S = 60.0
 class Line:
     """A connection and its client: `told` has what the client gets, `returned` what HAProxy does."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told = b""
         self.returned = list[bytes]()
         self.asked = list[Any]()
@@ -52,7 +52,7 @@ class Line:
             server_state=ServerState(),
             lifespan=SimpleNamespace(state={}),
         )
-        DirectProtocol.application = self.answer
+        monkeypatch.setattr(DirectProtocol, "application", self.answer, raising=False)
         connection: Any = SimpleNamespace(shutdown=lambda _: None)
         self.protocol = FrontProtocol(self.front, self.server, connection, 0)
         transport: Any = SimpleNamespace(
@@ -91,125 +91,101 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(test: Callable[[Line], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DirectProtocol, "application", None, raising=False)
-
-    async def use() -> None:
-        await test(Line())
-
-    asyncio.run(use())
-
-
-def test_more_clients_than_the_process_may_have_files_for_are_haproxys(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_clients_than_the_process_may_have_files_for_are_haproxys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (SPARE_FILES + 2, 0))
+    line = Line(monkeypatch)
+    line.front.guard.hold = lambda _: 0
+    front = DirectFront(line.server, line.front.guard, ANSWER_S)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        front.listen(listener)
+        async with asyncio.timeout(30):
+            while not (line.returned and len(front.connections) == 2):
+                await asyncio.sleep(0)
+        front.stop_listening(listener)
+    assert line.returned == [b""]
+    front.close()
+    [each.close() for each in clients]
+    await settle()
 
-    async def test(line: Line) -> None:
-        line.front.guard.hold = lambda _: 0
-        front = DirectFront(line.server, line.front.guard, ANSWER_S)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-            front.listen(listener)
-            async with asyncio.timeout(30):
-                while not (line.returned and len(front.connections) == 2):
-                    await asyncio.sleep(0)
-            front.stop_listening(listener)
-        assert line.returned == [b""]
-        front.close()
-        [each.close() for each in clients]
+
+async def test_an_answer_that_comes_in_parts_may_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
+    await line.send(b"GET /parts HTTP/1.1\r\nhost: a\r\n\r\n")
+    now_s = asyncio.get_running_loop().time()
+    for part in range(1, 3):
+        line.protocol.check(now_s + part * ANSWER_S)
+        line.resume.set()
         await settle()
+    line.protocol.check(now_s + 3 * ANSWER_S)
+    assert not line.is_closed
+    line.protocol.check(now_s + 4 * ANSWER_S + 1)
+    assert line.is_closed
+    assert line.told.count(b"HTTP/1.1") == 1, "no other answer within it"
 
-    run(test, monkeypatch)
+
+async def test_half_of_the_next_head_ends_no_request_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
+    half = b"GET /b HTTP/1.1\r\nx: y"
+    await line.send(b"GET /parts HTTP/1.1\r\nhost: a\r\n\r\n" + half)
+    now_s = asyncio.get_running_loop().time()
+    for later_s in (1.0, 30.0):
+        line.protocol.check(now_s + later_s)
+    assert not line.is_closed
+    for _ in range(3):
+        line.resume.set()
+        await settle()
+    line.protocol.check(now_s + 31.0)
+    assert line.told.count(b"HTTP/1.1 200") == 1
+    assert line.returned == [half]
 
 
-def test_an_answer_that_comes_in_parts_may_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(line: Line) -> None:
-        await line.send(b"GET /parts HTTP/1.1\r\nhost: a\r\n\r\n")
-        now_s = asyncio.get_running_loop().time()
-        for part in range(1, 3):
-            line.protocol.check(now_s + part * ANSWER_S)
-            line.resume.set()
-            await settle()
-        line.protocol.check(now_s + 3 * ANSWER_S)
+async def test_a_request_in_pieces_is_awaited_until_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
+    head = b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 40000\r\n\r\n"
+    for piece in (head[:9], head[9:], bytes(30_000)):
+        await line.send(piece)
+        assert not line.asked
+    await line.send(bytes(9_000))
+    assert line.asked, "HAProxy, too, waits for 32 kB"
+    line.protocol.check(0.0)
+    await line.send(bytes(1_000) + head)
+    assert not line.returned
+    line.protocol.check(0.0)
+    assert line.returned == [head]
+
+
+async def test_no_answer_is_cut_by_the_return_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
+    request = b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n"
+    await line.send(request)
+    line.front.is_leaving, line.num_unread = True, 1
+    await line.send(request)
+    assert line.told.count(b"HTTP/1.1 200") == 2
+    assert not line.returned
+
+
+async def test_a_client_that_reads_nothing_is_ended_whatever_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
+    line.num_unread = 1
+    now_s = asyncio.get_running_loop().time()
+    for later_s, sent in ((1.0, b"GET /a HTTP/1.1\r\nhost: a\r\n\r\nG"), (30.0, b"E"), (32.0, b"T \r\n\r\n")):
         assert not line.is_closed
-        line.protocol.check(now_s + 4 * ANSWER_S + 1)
-        assert line.is_closed
-        assert line.told.count(b"HTTP/1.1") == 1, "no other answer within it"
-
-    run(test, monkeypatch)
-
-
-def test_half_of_the_next_head_ends_no_request_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(line: Line) -> None:
-        half = b"GET /b HTTP/1.1\r\nx: y"
-        await line.send(b"GET /parts HTTP/1.1\r\nhost: a\r\n\r\n" + half)
-        now_s = asyncio.get_running_loop().time()
-        for later_s in (1.0, 30.0):
-            line.protocol.check(now_s + later_s)
-        assert not line.is_closed
-        for _ in range(3):
-            line.resume.set()
-            await settle()
-        line.protocol.check(now_s + 31.0)
-        assert line.told.count(b"HTTP/1.1 200") == 1
-        assert line.returned == [half]
-
-    run(test, monkeypatch)
+        await line.send(sent)
+        line.protocol.check(now_s + later_s)
+    assert line.is_closed
+    assert line.protocol.flow.read_paused, "nothing that it sends can be answered"
+    assert line.told.count(b"HTTP/1.1 200") == 1
+    assert not line.returned
 
 
-def test_a_request_in_pieces_is_awaited_until_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(line: Line) -> None:
-        head = b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 40000\r\n\r\n"
-        for piece in (head[:9], head[9:], bytes(30_000)):
-            await line.send(piece)
-            assert not line.asked
-        await line.send(bytes(9_000))
-        assert line.asked, "HAProxy, too, waits for 32 kB"
-        line.protocol.check(0.0)
-        await line.send(bytes(1_000) + head)
-        assert not line.returned
-        line.protocol.check(0.0)
-        assert line.returned == [head]
-
-    run(test, monkeypatch)
-
-
-def test_no_answer_is_cut_by_the_return_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(line: Line) -> None:
-        request = b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n"
-        await line.send(request)
-        line.front.is_leaving, line.num_unread = True, 1
-        await line.send(request)
-        assert line.told.count(b"HTTP/1.1 200") == 2
-        assert not line.returned
-
-    run(test, monkeypatch)
-
-
-def test_a_client_that_reads_nothing_is_ended_whatever_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(line: Line) -> None:
-        line.num_unread = 1
-        now_s = asyncio.get_running_loop().time()
-        for later_s, sent in ((1.0, b"GET /a HTTP/1.1\r\nhost: a\r\n\r\nG"), (30.0, b"E"), (32.0, b"T \r\n\r\n")):
-            assert not line.is_closed
-            await line.send(sent)
-            line.protocol.check(now_s + later_s)
-        assert line.is_closed
-        assert line.protocol.flow.read_paused, "nothing that it sends can be answered"
-        assert line.told.count(b"HTTP/1.1 200") == 1
-        assert not line.returned
-
-    run(test, monkeypatch)
-
-
-def test_a_request_that_is_answered_early_leaves_the_connection_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(line: Line) -> None:
-        request = b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 40000\r\n\r\n" + bytes(40_000)
-        await line.send(request[:-1])
-        assert line.told.startswith(b"HTTP/1.1 200")
-        await line.send(request[-1:])
-        assert line.marks == [(0, len(request), len(line.told))]
-
-    run(test, monkeypatch)
+async def test_a_request_that_is_answered_early_leaves_the_connection_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
+    request = b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 40000\r\n\r\n" + bytes(40_000)
+    await line.send(request[:-1])
+    assert line.told.startswith(b"HTTP/1.1 200")
+    await line.send(request[-1:])
+    assert line.marks == [(0, len(request), len(line.told))]
 
 
 class Haproxy:

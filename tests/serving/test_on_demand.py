@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.registry import Registry, Signature, TensorSignature
 from shoal.serve.controller import assignments
 from shoal.serve.controller.config import build_controller_config
-from shoal.serve.messages.inference import InferCall
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.replica import cold_models
 from shoal.serve.replica.loader import StagedVersion, StagingError
 from shoal.serve.replica.replica import EndpointReplica

@@ -12,7 +12,7 @@ from serving.test_replica_rollout import everywhere, rollout
 from shoal.errors import InferenceError
 from shoal.serve.controller.change_request import parse_options
 from shoal.serve.controller.rollout import Rollout
-from shoal.serve.messages.inference import InferCall
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.spec.model_source import model_from_ref
 
 

@@ -16,7 +16,7 @@ from shoal.flows.rl_policy import describe_policy_model, mix_policies
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.rl.learner import model_arrays
 from shoal.rl.spec import experience_spec
-from shoal.serve.messages.inference import InferCall
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.model.action_sampler import make_sampler
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions

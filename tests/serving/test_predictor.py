@@ -15,7 +15,7 @@ from torch.nn import Identity
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.models.actor_critic import ActorCritic
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.model.formats.torch_forward import COPIED_BYTES
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.spec.model_options import ModelOptions

@@ -11,18 +11,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
 from rich.console import Console
 
 import shoal.runs
 from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
-from shoal.cli import cli
-from shoal.cli.commands.serve import serve
 from shoal.cli.display import serve_display
-from shoal.client import Client, ConfigError, transport
+from shoal.client import Client, ConfigError
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, ReplicaStatus, RolloutEvent, VersionStatus
-from shoal.errors import InferenceError, ShoalError
+from shoal.errors import InferenceError
+from typed import complaint, said
 
 NOW_S = 1_700_000_000.0
 FASHION = ModelStatus(
@@ -88,31 +86,12 @@ def recorded(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
-def shoal_program(*words: str) -> Result:
-    return CliRunner().invoke(cli, list(words))
-
-
-def lines(*words: str) -> list[str]:
-    result = shoal_program(*words)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output.strip().splitlines()
-
-
-def complaint(*words: str) -> str:
-    result = shoal_program(*words)
-    assert isinstance(result.exception, ShoalError), (result.output, result.exception)
-    return str(result.exception)
-
-
-@pytest.mark.parametrize("verb", sorted(serve.commands))
-def test_every_verb_has_help_with_examples(verb: str) -> None:
-    text = "\n".join(lines("serve", verb, "--help"))
-    assert "Examples:" in text
-    assert f"shoal serve {verb}" in text
+def lines(line: str, *words: str) -> list[str]:
+    return said(f"serve {line}", *words).strip().splitlines()
 
 
 def test_status_without_a_terminal_is_a_line_for_each_version(recorded: str) -> None:
-    found = lines("serve", "status", "--once")
+    found = lines("status --once")
     assert found[0] == f"shop: ready at {recorded}, gRPC at 127.0.0.1:9000, replicas 2 of 2 ready"
     assert found[1].startswith("fashion@4 candidate: share 10%, requests/s 134.2, p50 1.3 ms, p99 5.1 ms, errors 0.15%")
     assert "differ 0.44%, batch 11.2/32, queue 12/2048, refused 7, follows fashion@champion" in found[1]
@@ -143,22 +122,19 @@ def test_only_what_can_move_is_said_to_be_followed(source: str, followed: bool) 
     assert ("follows" in drawn(status, 80)) is followed
 
 
-@pytest.mark.parametrize("words", [["shop"], ["URL"]])
-def test_an_endpoint_is_found_by_name_and_by_address(recorded: str, words: list[str]) -> None:
-    document = json.loads(
-        "\n".join(lines("serve", "status", *(recorded if w == "URL" else w for w in words), "--json"))
-    )
-    assert msgspec.convert(document, EndpointStatus) == STATUS
+def test_an_endpoint_is_found_by_name_and_by_address(recorded: str) -> None:
+    for word in ("shop", recorded):
+        assert EndpointStatus.from_json(said(f"serve status {word} --json").encode()) == STATUS
 
 
-@pytest.mark.parametrize("words", [[], ["--once"], ["--once", "--interval-s", "0.1"]])
-def test_status_is_printed_once(recorded: str, words: list[str]) -> None:
-    assert sum("fashion@3" in line for line in lines("serve", "status", *words)) == 1
+@pytest.mark.parametrize("options", ["", "--once", "--once --interval-s 0.1"])
+def test_status_is_printed_once(recorded: str, options: str) -> None:
+    assert said(f"serve status {options}").count("fashion@3") == 1
 
 
 @pytest.mark.parametrize("other", ["--once", "--json"])
 def test_following_what_is_printed_once_is_refused(recorded: str, other: str) -> None:
-    assert "follow = True: contradicts --once and --json" in complaint("serve", "status", "--follow", other)
+    assert "follow = True: contradicts --once and --json" in complaint(f"serve status --follow {other}")
 
 
 def test_status_follows_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +146,7 @@ def test_status_follows_until_ctrl_c(recorded: str, monkeypatch: pytest.MonkeyPa
 
     clock = SimpleNamespace(sleep=sleep, strftime=time.strftime, localtime=time.localtime)
     monkeypatch.setattr("shoal.cli.commands.serve.time", clock)  # others sleep too, and go on
-    found = lines("serve", "status", "--follow")
+    found = lines("status --follow")
     assert sum("fashion@3" in line for line in found) == 3
 
 
@@ -185,7 +161,7 @@ def test_looking_outlasts_an_endpoint_that_is_away(recorded: str, host: Host, mo
         return answer
 
     monkeypatch.setattr(Client, "status", status)
-    found = lines("serve", "status", "--interval-s", "0.1")
+    found = lines("status --interval-s 0.1")
     assert [line.partition(" ")[2].partition(" at ")[0] for line in found] == [
         "shop: ready",
         "the controller is away",
@@ -227,34 +203,29 @@ def test_an_endpoint_that_says_little_is_shown_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "change"),
+    ("line", "change"),
     [
-        (["canary", "fashion@4"], {"action": "canary", "version": "4", "percent": 10.0}),
-        (["canary", "fashion", "--percent", "20"], {"action": "canary", "percent": 20.0}),
+        ("canary fashion@4", {"action": "canary", "version": "4", "percent": 10.0}),
+        ("canary fashion --percent 20", {"action": "canary", "percent": 20.0}),
+        ("canary fashion@candidate --percent 0", {"action": "canary", "version": "candidate", "percent": 0.0}),
+        ("promote fashion", {"action": "promote"}),
+        ("promote fashion@4", {"action": "promote", "version": "4"}),
+        ("rollback fashion", {"action": "rollback", "from_version": 4}),
         (
-            ["canary", "fashion@candidate", "--percent", "0"],
-            {"action": "canary", "version": "candidate", "percent": 0.0},
-        ),
-        (["promote", "fashion"], {"action": "promote"}),
-        (["promote", "fashion@4"], {"action": "promote", "version": "4"}),
-        (["rollback", "fashion"], {"action": "rollback", "from_version": 4}),
-        (
-            ["rollback", "fashion", "--from", "3", "--reason", "shoes"],
+            "rollback fashion --from 3 --reason shoes",
             {"action": "rollback", "from_version": 3, "reason": "shoes"},
         ),
-        (["rollback", "fashion", "--to", "412"], {"action": "rollback", "version": 412}),
-        (["shadow", "fashion@4", "--percent", "20"], {"action": "shadow", "version": "4", "percent": 20.0}),
-        (["delete", "--model", "fashion"], {"action": "delete", "timeout_s": 60.0}),
-        (["delete", "--model", "fashion", "--timeout-s", "600"], {"action": "delete", "timeout_s": 600.0}),
+        ("rollback fashion --to 412", {"action": "rollback", "version": 412}),
+        ("shadow fashion@4 --percent 20", {"action": "shadow", "version": "4", "percent": 20.0}),
+        ("delete --model fashion", {"action": "delete", "timeout_s": 60.0}),
+        ("delete --model fashion --timeout-s 600", {"action": "delete", "timeout_s": 600.0}),
     ],
 )
-def test_changes_are_sent_as_they_were_asked_for(
-    recorded: str, host: Host, words: list[str], change: dict[str, Any]
-) -> None:
-    said = lines("serve", *words)
+def test_changes_are_sent_as_they_were_asked_for(recorded: str, host: Host, line: str, change: dict[str, Any]) -> None:
+    told = lines(line)
     assert host.changes[-1] == {"model": "fashion", **change}
-    if words[0] != "delete":
-        assert said == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
+    if not line.startswith("delete"):
+        assert told == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +243,7 @@ def test_a_rollback_says_what_it_leaves_where_that_does_not_change_by_itself(
     recorded: str, host: Host, monkeypatch: pytest.MonkeyPatch, model: ModelStatus, left: dict[str, int]
 ) -> None:
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("shop", models=[model]))
-    lines("serve", "rollback", "fashion")
+    lines("rollback fashion")
     assert host.changes[-1] == {"action": "rollback", "model": "fashion", **left}
 
 
@@ -281,24 +252,22 @@ def test_a_rollback_says_what_the_alias_had_come_to_mean(
 ) -> None:
     canary = ModelStatus("fashion", source="fashion@champion", stable=2, candidate=4)
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("shop", models=[canary]))
-    assert lines("serve", "rollback", "fashion")[1:] == [
-        "fashion@champion had come to mean version 3, which is followed now"
-    ]
+    assert lines("rollback fashion")[1:] == ["fashion@champion had come to mean version 3, which is followed now"]
 
 
 def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -> None:
-    lines("serve", "deploy", "fashion", "--into", "shop")
+    lines("deploy fashion --into shop")
     assert host.changes[-1] == {"model": "fashion", "action": "deploy", "timeout_s": 120.0}
-    lines("serve", "deploy", "fashion", "--into", "shop", "--timeout-s", "600")
+    lines("deploy fashion --into shop --timeout-s 600")
     assert host.changes[-1] == {"model": "fashion", "action": "deploy", "timeout_s": 600.0}
 
 
 @pytest.mark.parametrize(
-    ("words", "change"),
+    ("options", "change"),
     [
-        (["deadline_s=0.1"], {"options": {"deadline_s": 0.1}}),
+        ("deadline_s=0.1", {"options": {"deadline_s": 0.1}}),
         (
-            ["guard.min_requests=9", "guard.metric=accuracy", "precision=bf16", "--reason", "fast", "--timeout-s", "9"],
+            "guard.min_requests=9 guard.metric=accuracy precision=bf16 --reason fast --timeout-s 9",
             {
                 "options": {"guard": {"min_requests": 9, "metric": "accuracy"}, "precision": "bf16"},
                 "reason": "fast",
@@ -307,8 +276,8 @@ def test_a_model_is_added_to_an_endpoint_that_is_up(recorded: str, host: Host) -
         ),
     ],
 )
-def test_options_are_sent_as_they_were_set(recorded: str, host: Host, words: list[str], change: dict[str, Any]) -> None:
-    assert lines("serve", "set", "fashion", *words) == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
+def test_options_are_sent_as_they_were_set(recorded: str, host: Host, options: str, change: dict[str, Any]) -> None:
+    assert lines(f"set fashion {options}") == ["fashion: 90% by 3 (stable), 10% by 4 (candidate)"]
     assert host.changes[-1] == {"model": "fashion", "action": "set", "timeout_s": 120.0, **change}
 
 
@@ -317,8 +286,8 @@ def test_models_are_added_with_options_of_all_and_of_one(
 ) -> None:
     there = host.get_model("fashion")
     monkeypatch.setattr(host, "get_model", lambda name: there)
-    words = ["endpoint.model.deadline_s=0.1", "endpoint.models.fashion.precision=bf16"]
-    lines("serve", "deploy", "fashion@3", "text", "--into", "shop", *words)
+    options = "endpoint.model.deadline_s=0.1 endpoint.models.fashion.precision=bf16"
+    lines(f"deploy fashion@3 text --into shop {options}")
     assert host.changes[-2:] == [
         {
             "model": "fashion@3", "action": "deploy", "timeout_s": 120.0,
@@ -329,66 +298,62 @@ def test_models_are_added_with_options_of_all_and_of_one(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("line", "message"),
     [
-        (["rollback", "fashion@3"], "names a version, where the whole model is meant. write fashion"),
-        (["canary", "nobody@3"], "there is no model 'nobody'"),
-        (["canary", "fash ion@3"], "is not a name"),
-        (["status", "nothing"], "there is no endpoint 'nothing': there is shop (http://127.0.0.1:"),
-        (["status", "ftp://x"], "is not the address of an endpoint"),
-        (["deploy"], "there is nothing to serve"),
-        (["deploy", "nobody"], "there is no model 'nobody'"),
-        (["deploy", "nobody", "--into", "shop", "a=b"], "a = 'b': no such field"),
-        (["deploy", "m", "--into", "shop", "--port", "5555"], "port = 5555: is of an endpoint that is deployed anew"),
-        (["deploy", "m", "--into", "shop", "--name", "z"], "name = 'z': is of an endpoint that is deployed anew"),
-        (["deploy", "m", "--into", "shop", "--replicas", "3"], "replicas = 3: is of an endpoint that is deployed anew"),
+        ("rollback fashion@3", "names a version, where the whole model is meant. write fashion"),
+        ("canary nobody@3", "there is no model 'nobody'"),
+        ("canary 'fash ion@3'", "is not a name"),
+        ("status nothing", "there is no endpoint 'nothing': there is shop (http://127.0.0.1:"),
+        ("status ftp://x", "is not the address of an endpoint"),
+        ("deploy", "there is nothing to serve"),
+        ("deploy nobody", "there is no model 'nobody'"),
+        ("deploy nobody --into shop a=b", "a = 'b': no such field"),
+        ("deploy m --into shop --port 5555", "port = 5555: is of an endpoint that is deployed anew"),
         (
-            ["deploy", "m", "--into", "shop", "--allow-origin", "*"],
+            "deploy m --into shop --allow-origin '*'",
             "allow-origin = '[\"*\"]': is of an endpoint that is",
         ),
-        (["deploy", "m", "--into", "shop", "--address", "local"], "address = 'local': is of an endpoint"),
-        (["set", "fashion", "deadlin_s=1"], "deadlin_s = 1: no such field"),
-        (["set", "fashion", "deadline_s"], "is not of the form a.b=c"),
-        (["set", "fashion@3", "deadline_s=1"], "names a version, where the whole model is meant"),
-        (["deploy", "--into", "shop", "endpoint.model.deadline_s=1"], "into = 'shop': needs a model"),
-        (["deploy", "m", "--into", "shop", "endpoint.num_replicas=3"], "'endpoint.num_replicas': is a field of an"),
-        (["deploy", "m", "--into", "shop", "endpoint.models.n.finite=off"], "'endpoint.models.n': is not among the"),
-        (["deploy", "m", "--into", "shop", "models=n"], "'models': is a field of an endpoint that is deployed anew"),
-        (["deploy", "a.yaml", "b.yaml"], "is a second file"),
-        (["deploy", "a.yaml"], "cannot be read"),
-        (["deploy", "m", "endpoint.token=x"], "set $SHOAL_TOKEN"),
-        (["deploy", "m@1", "m@2"], "m is there twice"),
-        (["delete", "URL"], "is an address, and endpoints are ended by name"),
-        (["delete"], "no cluster is up"),
-        (["simulate"], "one of a model and --latency is needed"),
-        (["simulate", "nobody"], "is not served by shop. models: fashion, syntax"),
-        (["simulate", "syntax"], "has no measured forward yet"),
-        (["simulate", "--latency", "1=2"], "is not ROWS:SECONDS"),
-        (["simulate", "--latency", "1:0.1,8:nan"], "latency = '1:0.1,8:nan': rows and seconds must be above zero"),
-        (["simulate", "--latency", "-1:0.1"], "latency = '-1:0.1': rows and seconds must be above zero"),
+        ("set fashion deadlin_s=1", "deadlin_s = 1: no such field"),
+        ("set fashion deadline_s", "is not of the form a.b=c"),
+        ("set fashion@3 deadline_s=1", "names a version, where the whole model is meant"),
+        ("deploy --into shop endpoint.model.deadline_s=1", "into = 'shop': needs a model"),
+        ("deploy m --into shop endpoint.num_replicas=3", "'endpoint.num_replicas': is a field of an"),
+        ("deploy m --into shop endpoint.models.n.finite=off", "'endpoint.models.n': is not among the"),
+        ("deploy m --into shop models=n", "'models': is a field of an endpoint that is deployed anew"),
+        ("deploy a.yaml b.yaml", "is a second file"),
+        ("deploy a.yaml", "cannot be read"),
+        ("deploy m endpoint.token=x", "set $SHOAL_TOKEN"),
+        ("deploy m@1 m@2", "m is there twice"),
+        ("delete URL", "is an address, and endpoints are ended by name"),
+        ("delete", "no cluster is up"),
+        ("simulate", "one of a model and --latency is needed"),
+        ("simulate nobody", "is not served by shop. models: fashion, syntax"),
+        ("simulate syntax", "has no measured forward yet"),
+        ("simulate --latency 1=2", "is not ROWS:SECONDS"),
+        ("simulate --latency 1:0.1,8:nan", "latency = '1:0.1,8:nan': rows and seconds must be above zero"),
     ],
 )
-def test_what_cannot_be_is_said_with_a_remedy(recorded: str, words: list[str], message: str) -> None:
-    assert message in complaint("serve", *(recorded if word == "URL" else word for word in words))
+def test_what_cannot_be_is_said_with_a_remedy(recorded: str, line: str, message: str) -> None:
+    assert message in complaint(f"serve {line.replace('URL', recorded)}")
 
 
 def test_without_an_endpoint_it_says_how_to_have_one() -> None:
-    assert "no endpoint is up: `shoal serve deploy MODEL` starts one" in complaint("serve", "status")
+    assert "no endpoint is up: `shoal serve deploy MODEL` starts one" in complaint("serve status")
     with shoal.runs.create("serve", "") as recorder:
         recorder.record_endpoint("gone", "inference", "http://127.0.0.1:1", "closed")
-        assert "no endpoint is up" in complaint("serve", "status")
+        assert "no endpoint is up" in complaint("serve status")
         recorder.record_endpoint("left", "inference", "http://127.0.0.1:1", "ready")
-    assert "no endpoint is up" in complaint("serve", "status")  # whoever kept it up is no more
+    assert "no endpoint is up" in complaint("serve status")  # whoever kept it up is no more
 
 
 def test_of_several_endpoints_the_one_that_serves_the_model_is_meant(recorded: str) -> None:
     with shoal.runs.create("serve", "") as recorder:
         recorder.record_endpoint("other", "inference", "http://127.0.0.1:1", "ready")
-        assert "several endpoints are up: give --endpoint NAME" in complaint("serve", "promote", "unserved")
-        assert lines("serve", "promote", "fashion")
+        assert "several endpoints are up: give --endpoint NAME" in complaint("serve promote unserved")
+        assert lines("promote fashion")
         recorder.record_endpoint("twin", "inference", recorded.replace("127.0.0.1", "localhost"), "ready")
-        assert "several endpoints are up: give --endpoint NAME" in complaint("serve", "promote", "fashion")
-        assert lines("serve", "promote", "fashion", "--endpoint", "shop")
+        assert "several endpoints are up: give --endpoint NAME" in complaint("serve promote fashion")
+        assert lines("promote fashion --endpoint shop")
 
 
 def test_the_token_goes_to_no_other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,27 +395,20 @@ def test_an_address_may_be_short_or_have_a_path(word: str, url: str) -> None:
     assert find_endpoint(word).url == url
 
 
-def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
-    urls = ("http://127.0.0.2:8000", "http://[::1]:8000", "http://localhost:1", "http://h.example:8000")
-    expected = [None, None, None, "http://proxy.example:3128"]
-    assert [transport._build_httpx_options(url, "", 1, "", "")["proxy"] for url in urls] == expected
-
-
 def test_a_load_is_simulated_from_what_was_measured(recorded: str) -> None:
-    words = ["--rate", "200", "--rate", "1000", "--requests", "2000", "--json"]
-    live = json.loads("\n".join(lines("serve", "simulate", "fashion", *words)))
-    given = ["--latency", "1:0.0205,32:0.036", "--max-batch", "32", "--replicas", "2"]
-    assert json.loads("\n".join(lines("serve", "simulate", *given, *words))) == live
+    rates, alone = "--rate 200 --rate 1000 --requests 2000 --json", "--latency 1:0.0205,32:0.036 --max-batch 32"
+    given = f"{alone} --replicas 2"
+    live = json.loads(said(f"serve simulate fashion {rates}"))
+    assert json.loads(said(f"serve simulate {given} {rates}")) == live
     assert live["capacity_per_s"] == pytest.approx(2 * 32 / 0.036)
     low, high = live["loads"]
     assert 0.0205 < low["p50_s"] < high["p50_s"]
     assert (low["refused"], high["refused"]) == (0, 0)
-    alone = ["--latency", "1:0.0205,32:0.036", "--max-batch", "32", "--rate", "500", "--requests", "2000", "--json"]
-    assert json.loads("\n".join(lines("serve", "simulate", *alone)))["loads"][0]["p50_s"] == high["p50_s"]
-    table = lines("serve", "simulate", *given, "--deadline", "0.1", "--requests", "500")
+    [load] = json.loads(said(f"serve simulate {alone} --rate 500 --requests 2000 --json"))["loads"]
+    assert load["p50_s"] == high["p50_s"]
+    table = lines(f"simulate {given} --deadline 0.1 --requests 500")
     assert "within 0.1 s" in table[0]
     assert len(table) == 1 + 6 + 1
     assert table[-1].startswith("forwards of 2 replicas take 1,778 requests/s")
     assert table[-1].endswith("what parsing and sending take comes on top")
-    assert "guess" in lines("serve", "simulate", "--latency", "1:0.001", "--requests", "100")[-1]
+    assert "guess" in lines("simulate --latency 1:0.001 --requests 100")[-1]

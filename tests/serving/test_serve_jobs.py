@@ -17,10 +17,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import shoal.runs
-from shoal.cli import cli
 from shoal.cli.commands import serve_deploy
 from shoal.cli.support import jobs as job_output
 from shoal.client import Client
@@ -35,6 +34,7 @@ from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature, verification
 from shoal.runs.record.provenance import find_owner, restore_secrets, split_secrets
 from shoal.weights import WeightSnapshot
+from typed import said, typed
 
 CLUSTER = ClusterHandle("127.0.0.1:6379", "http://127.0.0.1:8265", "token", {}, temp_dir=Path("/tmp/none"))
 
@@ -142,12 +142,13 @@ def recorders() -> Iterator[list[Any]]:
         recorder.close()
 
 
-def shoal_program(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["serve", *words])
+def shoal_program(line: str, *words: str) -> Result:
+    return typed(f"serve {line}", *words)
 
 
-def fails(kind: type[ShoalError], text: str, result: Result) -> None:
-    """Check that the program ended with an error of this kind, which says so."""
+def fails(kind: type[ShoalError], text: str, line: str) -> None:
+    """Check that `shoal serve LINE` ends with an error of this kind, which says so."""
+    result = shoal_program(line)
     assert isinstance(result.exception, kind), result.exception
     assert text in str(result.exception)
 
@@ -173,7 +174,7 @@ def test_deploy_shows_what_it_waits_for_and_that_time_does_not_count(
         job.on_look = lambda: None if next(looks, None) is not None else ready()
 
     cluster.begin = begin
-    result = shoal_program("deploy", "fashion", "--timeout-s", "0.001")
+    result = shoal_program("deploy fashion --timeout-s 0.001")
     assert result.exit_code == 0, result.exception
     assert result.output.startswith(
         "1 more replica wanted, waiting for nodes (up to 10 min)\nendpoint fashion is ready"
@@ -216,7 +217,7 @@ def test_weights_that_a_replica_would_refuse_are_refused_before_a_job_starts(
     Registry().register("fashion", broken, model=model, signature=Registry().get("fashion").manifest.signature)
     monkeypatch.setenv("SHOAL_VERIFY", "1")
     monkeypatch.setattr(verification, "MAX_BYTES", 0)  # what finds out needs no second process
-    fails(WeightsError, "fashion@2 cannot be served: 'weight' is not finite", shoal_program("deploy", "fashion"))
+    fails(WeightsError, "fashion@2 cannot be served: 'weight' is not finite", "deploy fashion")
     assert cluster.jobs == {}
 
 
@@ -228,7 +229,7 @@ def test_a_deployment_that_is_given_up_leaves_no_job_behind(cluster: FakeCluster
         job.on_look = silent
 
     cluster.begin = begin
-    result = shoal_program("deploy", "fashion")
+    result = shoal_program("deploy fashion")
     assert isinstance(result.exception, ConnectionLost)
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
@@ -252,7 +253,7 @@ def test_a_file_goes_along_by_its_place_and_names_are_taken_as_they_were_typed(
     cluster.begin = becomes_ready(recorders, "007")
     file = tmp_path / "a: b #1.yaml"
     file.write_text("models: [fashion]\nendpoint: {name: shop, max_body_bytes: 5}\n")
-    assert shoal_program("deploy", str(file), "--name", "007", "endpoint.port=80").exit_code == 0
+    said("serve deploy --name 007 endpoint.port=80", str(file))
     words = cluster.only_job.entrypoint[3:]
     spec = spec_from_overrides(words).override(words)
     assert (spec.endpoint.name, spec.endpoint.max_body_bytes, spec.endpoint.port) == ("007", 5, 80)
@@ -281,19 +282,17 @@ def test_a_file_that_is_not_as_serve_has_them_is_told_in_a_line(
     cluster: FakeCluster, tmp_path: Path, content: str, words: str
 ) -> None:
     (tmp_path / "shop.yaml").write_text(content)
-    fails(ConfigError, words, shoal_program("deploy", str(tmp_path / "shop.yaml")))
+    fails(ConfigError, words, f"deploy {tmp_path / 'shop.yaml'}")
 
 
-@pytest.mark.parametrize("word", ["--port", "endpoint.port=8123", ""])
+@pytest.mark.parametrize("word", ["--port 8123", "endpoint.port=8123", ""])
 def test_the_port_that_a_file_gives_to_ray_is_told_where_it_is_not_taken(
     cluster: FakeCluster, recorders: list[Any], tmp_path: Path, word: str
 ) -> None:
     cluster.begin = becomes_ready(recorders, "shop")
     (tmp_path / "shop.yaml").write_text(FOR_SERVE)
-    words = [word, "8123"] if word == "--port" else [word] if word else []
-    result = shoal_program("deploy", str(tmp_path / "shop.yaml"), *words)
-    assert result.exit_code == 0, result.exception
-    assert ("are for Ray's own `serve deploy`; --port 8123 is the same here" in result.output) == (not words)
+    told = said(f"serve deploy {tmp_path / 'shop.yaml'} {word}")
+    assert ("are for Ray's own `serve deploy`; --port 8123 is the same here" in told) == (not word)
 
 
 def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
@@ -301,11 +300,11 @@ def test_a_job_that_fails_says_why(cluster: FakeCluster) -> None:
         job.state, job.said = JobStatus.FAILED, "something\nerror: fashion cannot be served: weights are damaged\n"
 
     cluster.begin = begin
-    fails(RunError, "fashion cannot be served: weights are damaged", shoal_program("deploy", "fashion"))
+    fails(RunError, "fashion cannot be served: weights are damaged", "deploy fashion")
 
 
 def test_one_that_takes_too_long_is_stopped(cluster: FakeCluster) -> None:
-    fails(ClusterError, "was not ready within 0.01 s", shoal_program("deploy", "fashion", "--timeout-s", "0.01"))
+    fails(ClusterError, "was not ready within 0.01 s", "deploy fashion --timeout-s 0.01")
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
 
@@ -321,7 +320,7 @@ def test_ctrl_c_stops_the_job_also_one_that_may_have_begun(cluster: FakeCluster,
             interrupt()
 
     cluster.begin = begin
-    result = shoal_program("deploy", "fashion")
+    result = shoal_program("deploy fashion")
     assert result.exit_code == 130
     assert "stopped: nothing is served" in result.output
     assert cluster.only_job.stopped == 1
@@ -331,22 +330,22 @@ def test_a_second_endpoint_of_a_name_is_refused_before_a_job_is_started(
     cluster: FakeCluster, recorders: list[Any]
 ) -> None:
     cluster.begin = becomes_ready(recorders)
-    assert shoal_program("deploy", "fashion").exit_code == 0
+    said("serve deploy fashion")
     fails(
         ConfigError,
         "endpoint.name = 'fashion': is the name of an endpoint on this cluster",
-        shoal_program("deploy", "tabular", "--name", "fashion"),
+        "deploy tabular --name fashion",
     )
     assert len(cluster.jobs) == 1
     cluster.begin = becomes_ready(recorders, "tabular")
-    assert shoal_program("deploy", "tabular").exit_code == 0
+    said("serve deploy tabular")
     assert len(cluster.jobs) == 2
 
 
 def test_delete_stops_the_job_of_the_endpoint(cluster: FakeCluster, recorders: list[Any]) -> None:
     cluster.begin = becomes_ready(recorders)
-    assert shoal_program("deploy", "fashion").exit_code == 0
-    result = shoal_program("delete", "fashion")
+    said("serve deploy fashion")
+    result = shoal_program("delete fashion")
     assert "endpoint fashion is gone" in result.output
     assert [job.stopped for job in cluster.jobs.values()] == [1]
 
@@ -355,16 +354,16 @@ def test_another_persons_endpoint_is_deleted_by_its_name_alone(
     cluster: FakeCluster, recorders: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.begin = becomes_ready(recorders)
-    assert shoal_program("deploy", "fashion").exit_code == 0
+    said("serve deploy fashion")
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("fashion", owner="bob@elsewhere"))
     fails(
         ConfigError,
         "endpoint = 'fashion': is of bob@elsewhere. to end it, name it: `shoal serve delete fashion`",
-        shoal_program("delete"),
+        "delete",
     )
-    assert "endpoint fashion is gone" in shoal_program("delete", "fashion").output
+    assert "endpoint fashion is gone" in said("serve delete fashion")
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("fashion", owner=find_owner()))
-    assert "endpoint fashion is gone" in shoal_program("delete").output
+    assert "endpoint fashion is gone" in said("serve delete")
 
 
 def test_a_detached_endpoint_is_found_while_its_controller_lives_and_ended_by_a_job(
@@ -382,19 +381,19 @@ def test_a_detached_endpoint_is_found_while_its_controller_lives_and_ended_by_a_
         path.write_bytes(msgspec.json.encode(card))
     assert list_endpoints() == [FoundEndpoint("shop", "http://127.0.0.1:8000/shop", is_detached=True)]
     cluster.begin = becomes_ready(recorders)
-    deployed = shoal_program("deploy", "fashion").output
+    deployed = said("serve deploy fashion")
     assert "  shoal predict fashion --input 0 --endpoint fashion\n" in deployed  # there are two
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("x", owner="ada@head", lifetime="detached"))
-    found = shoal_program("status").output.splitlines()
+    found = said("serve status").splitlines()
     assert [line.partition(":")[0] for line in found] == ["x", "x"]
     assert (
         found[1] == "x: ready at http://127.0.0.1:8000/shop, models none, replicas 0 of 0 ready, of ada@head, detached"
     )
-    assert [each["url"] for each in json.loads(shoal_program("status", "--json").output)] == [
+    assert [each["url"] for each in json.loads(said("serve status --json"))] == [
         "http://127.0.0.1:8000",
         "http://127.0.0.1:8000/shop",
     ]
-    assert "endpoint shop is gone" in shoal_program("delete", "shop").output
+    assert "endpoint shop is gone" in said("serve delete shop")
     *_, job = cluster.jobs.values()
     assert job.entrypoint[1:] == ["-m", "shoal.flows.serving_end", "name=shop"]
 
@@ -402,23 +401,21 @@ def test_a_detached_endpoint_is_found_while_its_controller_lives_and_ended_by_a_
 def test_an_endpoint_of_another_run_is_not_deleted(cluster: FakeCluster, recorders: list[Any]) -> None:
     becomes_ready(recorders, "cartpole")(job := FakeJob("somebody-elses"))
     job.on_look()
-    fails(
-        RunError, "endpoint cartpole was not deployed by `shoal serve deploy` but by 'serve'", shoal_program("delete")
-    )
+    fails(RunError, "endpoint cartpole was not deployed by `shoal serve deploy` but by 'serve'", "delete")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("word", "message"),
     [
-        (["fashion", "endpoint.prot=1"], "did you mean 'endpoint.port'?"),
-        (["fashion", "endpoint.models.tabular.precision=bf16"], "endpoint.models = 'tabular': is not served"),
-        (["fashion", "endpoint.models.fashion.precision=fp7"], "endpoint.models.fashion.precision = 'fp7'"),
-        (["fashion", "endpoint.host=0.0.0.0"], "beyond loopback"),
-        (["fashion", "nonsense=1"], "no such field"),
+        ("endpoint.prot=1", "did you mean 'endpoint.port'?"),
+        ("endpoint.models.tabular.precision=bf16", "endpoint.models = 'tabular': is not served"),
+        ("endpoint.models.fashion.precision=fp7", "endpoint.models.fashion.precision = 'fp7'"),
+        ("endpoint.host=0.0.0.0", "beyond loopback"),
+        ("nonsense=1", "no such field"),
     ],
 )
-def test_words_are_looked_at_before_a_job_is_started(cluster: FakeCluster, words: list[str], message: str) -> None:
-    fails(ConfigError, message, shoal_program("deploy", *words))
+def test_words_are_looked_at_before_a_job_is_started(cluster: FakeCluster, word: str, message: str) -> None:
+    fails(ConfigError, message, f"deploy fashion {word}")
     assert not cluster.jobs
 
 
@@ -480,14 +477,12 @@ def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCluster:
     return fake
 
 
-def at_url(*words: str) -> Result:
-    return shoal_program(*words, "--address", URL)
-
-
 def test_deploy_asks_no_registry_of_this_machine_and_says_how_to_reach_the_endpoint(
     remote: FakeCluster, tmp_path: Path
 ) -> None:
-    result = at_url("deploy", "tumours@champion", "--port", "8000", "endpoint.keys=[{name: a, key: hush-hush}]")
+    result = shoal_program(
+        "deploy tumours@champion --port 8000 --address", URL, "endpoint.keys=[{name: a, key: hush-hush}]"
+    )
     assert result.exit_code == 0, result.exception
     job, words = remote.only_job, remote.only_job.entrypoint
     assert words[:3] == ["python", "-m", "shoal.flows.serving"]
@@ -503,35 +498,35 @@ def test_deploy_asks_no_registry_of_this_machine_and_says_how_to_reach_the_endpo
 def test_one_that_is_reached_over_tls_needs_no_tunnel(remote: FakeCluster) -> None:
     url = "https://models.example:8443"
     remote.begin = lambda job: setattr(job, "said", say_ready(url))
-    tls = ["endpoint.host=0.0.0.0", "endpoint.tls.certificate=/c.pem", "endpoint.tls.key=/k.pem"]
-    said = at_url("deploy", "tumours", *tls).output
-    assert f"is ready at {url}, on the head of" in said
-    assert f"--endpoint {url} --ca FILE --key TOKEN" in said
-    assert "ssh" not in said
+    tls = "endpoint.host=0.0.0.0 endpoint.tls.certificate=/c.pem endpoint.tls.key=/k.pem"
+    told = said(f"serve deploy tumours {tls}")
+    assert f"is ready at {url}, on the head of" in told
+    assert f"--endpoint {url} --ca FILE --key TOKEN" in told
+    assert "ssh" not in told
 
 
 def test_both_addresses_are_reached_through_the_tunnel(remote: FakeCluster) -> None:
     remote.begin = lambda job: setattr(job, "said", say_ready(grpc="127.0.0.1:8001"))
-    assert "ssh -N -L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001 HEAD &" in at_url("deploy", "tumours").output
+    assert "ssh -N -L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001 HEAD &" in said("serve deploy tumours")
 
 
 def test_a_second_endpoint_of_a_name_is_refused_before_anything_is_uploaded(remote: FakeCluster) -> None:
-    assert at_url("deploy", "tumours").exit_code == 0
+    said("serve deploy tumours")
     fails(
         ConfigError,
         "endpoint.name = 'tumours': is the name of an endpoint on this cluster",
-        at_url("deploy", "fashion", "--name", "tumours"),
+        "deploy fashion --name tumours",
     )
     assert len(remote.jobs) == 1
     remote.begin = lambda job: setattr(job, "said", say_ready("http://127.0.0.1:8000/fashion"))
-    assert "endpoint fashion is ready at http://127.0.0.1:8000/fashion," in at_url("deploy", "fashion").output
+    assert "endpoint fashion is ready at http://127.0.0.1:8000/fashion," in said("serve deploy fashion")
 
 
 def test_the_name_of_a_detached_endpoint_that_is_gone_may_be_taken_again(remote: FakeCluster) -> None:
     detached = {"shoal.endpoint": "tumours", "shoal.lifetime": "detached"}
     remote.jobs["before"] = FakeJob("before", metadata=detached, state=JobStatus.SUCCEEDED)  # Ray lists it still
-    assert at_url("deploy", "tumours").exit_code == 0
-    assert "endpoint tumours is gone" in at_url("delete").output
+    said("serve deploy tumours")
+    assert "endpoint tumours is gone" in said("serve delete")
     assert [job.state for job in remote.jobs.values()] == [JobStatus.SUCCEEDED, JobStatus.STOPPED]
 
 
@@ -539,30 +534,30 @@ def test_a_file_goes_with_the_folder_that_it_lies_in(remote: FakeCluster, tmp_pa
     inside, outside = tmp_path / "shop.yaml", tmp_path.parent / "shop-elsewhere.yaml"
     for file in (inside, outside):
         file.write_text("models: [tumours]\nendpoint: {name: shop}\n")
-    assert at_url("deploy", str(inside)).exit_code == 0
+    said(f"serve deploy {inside}")
     (job,) = remote.jobs.values()
     assert {"file=shop.yaml", "endpoint.name=shop"} <= set(job.entrypoint)
     job.stop()
-    assert at_url("deploy", "file=shop.yaml").exit_code == 0
+    said("serve deploy file=shop.yaml")
     (_, job) = remote.jobs.values()
     assert "file=shop.yaml" in job.entrypoint
     job.stop()
-    fails(ConfigError, "lies outside", at_url("deploy", str(outside)))
+    fails(ConfigError, "lies outside", f"deploy {outside}")
 
 
-@pytest.mark.parametrize("name", [[], ["tumours"]])
-def test_elsewhere_delete_stops_the_job_of_the_endpoint(remote: FakeCluster, name: list[str]) -> None:
-    assert at_url("deploy", "tumours").exit_code == 0
+@pytest.mark.parametrize("name", ["", " tumours"])
+def test_elsewhere_delete_stops_the_job_of_the_endpoint(remote: FakeCluster, name: str) -> None:
+    said("serve deploy tumours")
     remote.jobs["training"] = FakeJob("training", ["python", "jobs/lenet.py"])
-    assert "endpoint tumours is gone" in at_url("delete", *name).output
+    assert "endpoint tumours is gone" in said(f"serve delete{name}")
     assert {job.state for job in remote.jobs.values()} == {JobStatus.STOPPED, JobStatus.RUNNING}
-    fails(RunError, "`shoal serve deploy` has none there", at_url("delete", *name))
+    fails(RunError, "`shoal serve deploy` has none there", f"delete{name}")
 
 
 def test_jobs_of_others_are_passed_over_and_one_of_the_head_itself_is_found(remote: FakeCluster) -> None:
     remote.jobs["other"] = FakeJob("other", ["python", "-m", "shoal.flows.serving", "models=tumours"])  # of no `deploy`
     remote.jobs["local"] = FakeJob("local", metadata={"shoal.endpoint": "fashion", "shoal.lifetime": "job"})
-    assert "endpoint fashion is gone" in at_url("delete", "fashion").output
+    assert "endpoint fashion is gone" in said("serve delete fashion")
     assert remote.jobs["local"].state is JobStatus.STOPPED
     assert remote.jobs["other"].state is JobStatus.RUNNING
 
@@ -571,22 +566,22 @@ def test_a_word_of_the_models_own_hides_nothing(remote: FakeCluster) -> None:
     remote.begin = lambda job: setattr(
         job, "said", f"error: no such thing, says a library\nready: to go\n{say_ready()}"
     )
-    assert at_url("deploy", "tumours").exit_code == 0
+    said("serve deploy tumours")
 
 
 def test_a_model_is_taken_from_an_endpoint_and_not_from_a_cluster(remote: FakeCluster) -> None:
     fails(
         ConfigError,
         "is a cluster's, and a model is taken from an endpoint",
-        at_url("delete", "shop", "--model", "tabular"),
+        f"delete shop --model tabular --address {URL}",
     )
 
 
 def test_delete_names_what_there_is(remote: FakeCluster) -> None:
-    assert at_url("deploy", "tumours").exit_code == 0
-    fails(RunError, f"there is no endpoint fashion on {URL}: there is tumours", at_url("delete", "fashion"))
+    said("serve deploy tumours")
+    fails(RunError, f"there is no endpoint fashion on {URL}: there is tumours", "delete fashion")
 
 
 def test_nothing_to_serve_is_said_here(remote: FakeCluster) -> None:
-    fails(ConfigError, "there is nothing to serve", at_url("deploy", "--name", "shop"))
+    fails(ConfigError, "there is nothing to serve", "deploy --name shop")
     assert not remote.jobs

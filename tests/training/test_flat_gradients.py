@@ -15,8 +15,7 @@ from shoal.cost.step_profiler import profile_step
 from shoal.parallel import ParallelSpec, World
 from shoal.parallel.comm.shm_all_reduce import ShmAllReduce
 from shoal.parallel.spmd.base import SingleProcessModel
-from shoal.parallel.spmd.ddp import _broadcast_weights
-from shoal.parallel.spmd.gradient_buffer import FlatGradients
+from shoal.parallel.spmd.ddp import FlatGradients, _broadcast_weights
 from shoal.parallel.state import gradients
 from shoal.parallel.state.gradients import sum_over_ranks
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -152,8 +153,7 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         )
         self.closed = False
         # Written by the event loop:
-        self._submitted = self._refused_full = self._refused_late = self._batches = self._rows_run = 0
-        self._outcome_counts = dict.fromkeys(("answered", "failed", "cancelled", "expired", "evicted"), 0)
+        self._counts: Counter[str] = Counter()  # by the fields of BatcherCounts
 
     @property
     def queued_requests(self) -> int:
@@ -173,15 +173,7 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
 
     def counts(self) -> BatcherCounts:
         """The present counts; they add up only while no batch is computed."""
-        return BatcherCounts(
-            submitted=self._submitted,
-            **self._outcome_counts,
-            refused_full=self._refused_full,
-            refused_late=self._refused_late,
-            batches=self._batches,
-            rows=self._rows_run,
-            queued_rows=self.queued_rows,
-        )
+        return BatcherCounts(**self._counts, queued_rows=self.queued_rows)
 
     async def submit(
         self,
@@ -212,10 +204,10 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         try:
             return await future
         except asyncio.CancelledError:
-            self._outcome_counts["cancelled"] += 1
+            self._counts["cancelled"] += 1
             if not future.cancelled():
                 # It was resolved in the turn in which its caller was cancelled: no caller receives the result.
-                self._outcome_counts[entry.outcome] -= 1
+                self._counts[entry.outcome] -= 1
                 future.exception()
             with self._slots.lock:
                 self._policy.fair_queue.withdraw(entry)
@@ -256,12 +248,9 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         if full is not None:
             self.fail_all(evicted, "evicted", full)
         if refusal is not None:
-            if isinstance(refusal, QueueFull):
-                self._refused_full += 1
-            else:
-                self._refused_late += 1
+            self._counts["refused_full" if isinstance(refusal, QueueFull) else "refused_late"] += 1
             raise refusal
-        self._submitted += 1
+        self._counts["submitted"] += 1
         if wake:
             # At the end of this turn of the loop, so that requests that arrive together are computed together: a thread
             # woken at once takes the interpreter's lock in the middle of the turn, and a part of the batch.
@@ -298,7 +287,7 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         for entry in entries:
             if not entry.future.done():
                 entry.future.set_exception(error)
-                self._outcome_counts[end] += 1
+                self._counts[end] += 1
                 entry.outcome = end
 
     def fail_late(self, entry: PendingRequest[GroupT, RequestT, AnswerT]) -> None:
@@ -310,8 +299,8 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
         seconds = batch.computed_s
         rows = batch.rows
         version = batch.version
-        self._batches += 1
-        self._rows_run += rows
+        self._counts["batches"] += 1
+        self._counts["rows"] += rows
         num_answered = 0
         for entry, answer in zip(batch.requests, answers, strict=True):
             future = entry.future
@@ -319,7 +308,7 @@ class BatchQueue(Generic[GroupT, RequestT, AnswerT]):
                 num_answered += 1
                 entry.outcome = "answered"
                 future.set_result(Prediction(answer, version, started_s - entry.arrived_s, seconds, rows))
-        self._outcome_counts["answered"] += num_answered
+        self._counts["answered"] += num_answered
 
     def _expire(self, entry: PendingRequest[GroupT, RequestT, AnswerT]) -> None:
         with self._slots.lock:

@@ -27,9 +27,9 @@ from shoal.client.requests import Episode
 from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, request_with_retries, timeout_error
 from shoal.client.streamed_text import PATHS, Messages, StreamedText, build_body
 from shoal.client.transport import AsyncTransport, BlockingTransport
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import ConfigError, ConnectionLost, InferenceError
 from shoal.frame import find_names
-from shoal.open_inference.messages import IndexedModel, ModelMetadata, Parameters, VersionStatistics
+from shoal.open_inference.messages import IndexedModel, ModelMetadata, Parameters, Statistics, VersionStatistics
 
 TIMEOUT_S = 75.0  # longer than the ingress waits for an answer: the client hears what became of its request
 NUM_CONNECTIONS = 100
@@ -174,7 +174,7 @@ class _ClientBase:
     async def has_chat(self, model: str) -> bool:
         """Whether a language model has a chat template, without which it continues texts alone. Raises InferenceError:
         404 for a model that writes no text."""
-        known = requests.decode(await self._send(requests.build_text_model_request(model)), dict[str, Any])
+        known = requests.decode(await self._send(requests.ask_model(model, below="/v1/models/")), dict[str, Any])
         return bool(known.get("has_chat_template"))
 
     @_Call
@@ -195,22 +195,23 @@ class _ClientBase:
     @_Call
     async def ready(self, model: str | None = None) -> bool:
         """Whether the endpoint, or one of its models, is ready for requests."""
-        return await self._probe(requests.build_ready_request(model))
+        return await self._probe(requests.READY if model is None else requests.ask_model(model, "/ready"))
 
     @_Call
     async def statistics(self, model: str) -> list[VersionStatistics]:
         """The protocol's statistics of each version, from the replica that answers."""
-        return requests.decode_statistics(await self._send(requests.build_statistics_request(model)))
+        return requests.decode(await self._send(requests.ask_model(model, "/stats")), Statistics).model_stats
 
     @_Call
     async def load(self, /, model: str, **parameters: bool | int | float | str) -> None:
         """Load a registered model on every replica; returns once all have it."""
-        await self._send(requests.build_load_request(model, parameters), self._build_change_policy(LOAD_TIMEOUT_S))
+        request = requests.build_repository_request("load", model, parameters)
+        await self._send(request, self._build_change_policy(LOAD_TIMEOUT_S))
 
     @_Call
     async def unload(self, model: str) -> None:
         """Unload a model on every replica, once its waiting requests are answered."""
-        await self._send(requests.build_unload_request(model), self._build_change_policy())
+        await self._send(requests.build_repository_request("unload", model, {}), self._build_change_policy())
 
     @_Call
     async def status(self) -> EndpointStatus:
@@ -290,7 +291,7 @@ class _ClientBase:
     # What they share.
 
     async def _fetch_metadata(self, model: str, policy: RetryPolicy) -> ModelMetadata:
-        reply = await self._send(requests.build_metadata_request(model), policy)
+        reply = await self._send(requests.ask_model(model), policy)
         signature = self._signatures[model] = requests.decode(reply, ModelMetadata)
         return signature
 
@@ -300,7 +301,7 @@ class _ClientBase:
     async def _probe(self, request: EndpointRequest) -> bool:
         try:
             await self._send(request, RetryPolicy(self._timeout_s, num_retries=0))
-        except requests.PROBE_ERRORS:
+        except (InferenceError, ConnectionLost):
             return False
         return True
 

@@ -13,15 +13,14 @@ from numpy.typing import ArrayLike
 
 from shoal.client.endpoint_status import ROLLOUT_PATH, STATUS_PATH
 from shoal.client.retry import EndpointRequest, Reply
-from shoal.errors import ConfigError, ConnectionLost, InferenceError
+from shoal.errors import ConfigError, ConnectionLost
 from shoal.open_inference.episodes import EPISODES_PATH, EpisodeAnswer, EpisodeRequest
-from shoal.open_inference.messages import RepositoryRequest, Statistics, VersionStatistics
+from shoal.open_inference.messages import Parameters, RepositoryRequest
 
 T = TypeVar("T")
 Value = bool | int | float | str | Mapping[str, Any] | None
 
-PROBE_ERRORS = (InferenceError, ConnectionLost)  # the statuses of a negative health check
-LIVE = EndpointRequest("GET", "/v2/health/live")
+LIVE, READY = (EndpointRequest("GET", f"/v2/health/{each}") for each in ("live", "ready"))
 INDEX = EndpointRequest("POST", "/v2/repository/index", {"content-type": "application/json"}, b"{}")
 STATUS = EndpointRequest("GET", STATUS_PATH)
 
@@ -39,8 +38,8 @@ def build_infer_request(
     """Build an inference request with an encoded body, of tensors (`infer`) or `rows`; `version` None leaves the choice
     to the endpoint. Raises ConfigError."""
     of_version = "" if version is None else f"/versions/{version}"
-    all_headers = {**headers, **_name_side(sticky, track)}
-    return EndpointRequest("POST", f"{_path(model)}{of_version}/{action}", all_headers, body)
+    path = f"/v2/models/{_quote_segment('model', model)}{of_version}/{action}"
+    return EndpointRequest("POST", path, {**headers, **_name_side(sticky, track)}, body)
 
 
 def build_text_request(path: str, body: Mapping[str, Any], sticky: str, track: str) -> EndpointRequest:
@@ -54,35 +53,15 @@ def _name_side(sticky: str, track: str) -> dict[str, str]:
     return {f"shoal-{field}": _quote_segment(field, value, _PLAIN) for field, value in given.items() if value}
 
 
-def build_text_model_request(model: str) -> EndpointRequest:
-    """What an endpoint's model is that writes text."""
-    return EndpointRequest("GET", f"/v1/models/{_quote_segment('model', model)}")
+def ask_model(model: str, of: str = "", below: str = "/v2/models/") -> EndpointRequest:
+    """Ask for what an endpoint says of a model."""
+    return EndpointRequest("GET", f"{below}{_quote_segment('model', model)}{of}")
 
 
-def build_metadata_request(model: str) -> EndpointRequest:
-    """Request a model's metadata."""
-    return EndpointRequest("GET", _path(model))
-
-
-def build_ready_request(model: str | None) -> EndpointRequest:
-    """Ask whether the endpoint, or one model, is ready."""
-    return EndpointRequest("GET", "/v2/health/ready" if model is None else f"{_path(model)}/ready")
-
-
-def build_statistics_request(model: str) -> EndpointRequest:
-    """The statistics extension."""
-    return EndpointRequest("GET", f"{_path(model)}/stats")
-
-
-def build_load_request(model: str, parameters: Mapping[str, bool | int | float | str]) -> EndpointRequest:
-    """The repository extension: load a model."""
-    body = msgspec.json.encode(RepositoryRequest(dict(parameters) or None))
-    return EndpointRequest("POST", f"/v2/repository/models/{_quote_segment('model', model)}/load", _JSON, body)
-
-
-def build_unload_request(model: str) -> EndpointRequest:
-    """The repository extension: unload a model."""
-    return EndpointRequest("POST", f"/v2/repository/models/{_quote_segment('model', model)}/unload", _JSON, b"{}")
+def build_repository_request(action: str, model: str, parameters: Parameters) -> EndpointRequest:
+    """The repository extension: load or unload a model."""
+    body = msgspec.json.encode(RepositoryRequest(parameters or None))
+    return EndpointRequest("POST", f"/v2/repository/models/{_quote_segment('model', model)}/{action}", _JSON, body)
 
 
 def build_rollout_request(change: Mapping[str, Value]) -> EndpointRequest:
@@ -139,17 +118,8 @@ def decode(reply: Reply, kind: type[T]) -> T:
         raise ConnectionLost(f"the server is no endpoint of this kind: {error}") from None
 
 
-def decode_statistics(reply: Reply) -> list[VersionStatistics]:
-    """Decode the list in the statistics' message."""
-    return decode(reply, Statistics).model_stats
-
-
 _PLAIN = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")  # the characters that a header takes unescaped
 _JSON = {"content-type": "application/json"}
-
-
-def _path(model: str) -> str:
-    return f"/v2/models/{_quote_segment('model', model)}"
 
 
 def _quote_segment(field: str, segment: str, safe: str = "") -> str:

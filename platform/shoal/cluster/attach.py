@@ -96,16 +96,8 @@ def _resolve_address(field: str, address: str) -> ClusterHandle:
         is_url = False
     if not is_url:
         raise ConfigError(field, address, "is not the URL of a dashboard", "write http://HOST:8265, or unset it")
-    return _make_remote_handle(url)
-
-
-def _load_local_handle() -> ClusterHandle | None:
-    handle = load_handle(state_path())
-    return handle if handle is not None and handle.is_on_this_host else None
-
-
-def _make_remote_handle(url: str) -> ClusterHandle:
-    """A cluster on other machines: Ray's own rules for the token come first, then the token of $SHOAL_HOME."""
+    # A cluster on other machines: Ray's own rules for the token come first, then the token of
+    # $SHOAL_HOME.
     environment = {"RAY_ADDRESS": url, "RAY_API_SERVER_ADDRESS": url, "RAY_AUTH_MODE": "token"}
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if token:
@@ -122,3 +114,8 @@ def _make_remote_handle(url: str) -> ClusterHandle:
         raise ConfigError("RAY_AUTH_TOKEN_PATH", str(path), "holds no token", "copy the cluster's token file there")
     require_header_safe("RAY_AUTH_TOKEN_PATH", token)
     return ClusterHandle(url, url, token, {**environment, "RAY_AUTH_TOKEN_PATH": str(path)})
+
+
+def _load_local_handle() -> ClusterHandle | None:
+    handle = load_handle(state_path())
+    return handle if handle is not None and handle.is_on_this_host else None

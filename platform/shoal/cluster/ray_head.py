@@ -168,7 +168,30 @@ def _run_head(options: HeadOptions, temp_dir: Path, ready: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     with os.fdopen(ready, "w") as parent:
         try:
-            node = _HeadNode(_make_ray_params(options), head=True, shutdown_at_exit=False, spawn_reaper=True)
+            # Ports without a value bind to free ones. With a loopback address every Ray process
+            # listens on loopback.
+            node = _HeadNode(
+                RayParams(
+                    node_ip_address=LOOPBACK,
+                    node_name=LOOPBACK,
+                    gcs_server_port=0,
+                    dashboard_host=LOOPBACK,
+                    # Not 0: the raylet would wait for the agents' report, too, and give up after 15 s
+                    # (ray-project/ray#65983).
+                    **options["ports"],
+                    include_dashboard=True,
+                    include_log_monitor=os.environ.get(LOG_MONITOR_VARIABLE) != "0",
+                    no_monitor=True,
+                    num_cpus=options["num_cpus"],
+                    num_gpus=options["num_gpus"],
+                    object_store_memory=options["object_store_memory_bytes"],
+                    temp_dir=str(Path(options["temp_dir"]) / "ray"),
+                    setup_worker_path=fork_client.__file__ if options["fork_workers"] else None,
+                ),
+                head=True,
+                shutdown_at_exit=False,
+                spawn_reaper=True,
+            )
         except Exception as error:
             parent.write(json.dumps({"failed": str(error).rstrip(".")}) + "\n")
             raise
@@ -196,26 +219,6 @@ def _start_fork_server() -> subprocess.Popen[bytes]:
     address = os.environ[fork_client.ADDRESS_VARIABLE]
     command = [sys.executable, "-P", "-m", "shoal.cluster.forking.fork_server", address]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
-
-
-def _make_ray_params(options: HeadOptions) -> RayParams:
-    """Ports without a value bind to free ones. With a loopback address every Ray process listens on loopback."""
-    return RayParams(
-        node_ip_address=LOOPBACK,
-        node_name=LOOPBACK,
-        gcs_server_port=0,
-        dashboard_host=LOOPBACK,
-        # Not 0: the raylet would wait for the agents' report, too, and give up after 15 s (ray-project/ray#65983).
-        **options["ports"],
-        include_dashboard=True,
-        include_log_monitor=os.environ.get(LOG_MONITOR_VARIABLE) != "0",
-        no_monitor=True,
-        num_cpus=options["num_cpus"],
-        num_gpus=options["num_gpus"],
-        object_store_memory=options["object_store_memory_bytes"],
-        temp_dir=str(Path(options["temp_dir"]) / "ray"),
-        setup_worker_path=fork_client.__file__ if options["fork_workers"] else None,
-    )
 
 
 if __name__ == "__main__":

@@ -281,17 +281,7 @@ def _find_masked_paths(value: object, path: str = "") -> Iterator[str]:
 def _apply_overrides(
     values: dict[str, Any], spec: type[BaseModel], overrides: Iterable[str], *, with_defaults: bool = True
 ) -> None:
-    for override in _put_kinds_first(overrides):
-        path, separator, text = override.partition("=")
-        if not separator or not path:
-            raise ConfigError(
-                "override", override, "is not of the form a.b=c", "for example optimizer.learning_rate=0.001"
-            )
-        _set_field(values, spec, path, _parse_value(path, text) if text else "", with_defaults)
-
-
-def _put_kinds_first(overrides: Iterable[str]) -> list[str]:
-    """Put `a.kind=...` before those that set fields of `a`, whose kind it chooses."""
+    # Put `a.kind=...` before those that set fields of `a`, whose kind it chooses.
     ordered: list[str] = []
     for override in overrides:
         path, *_ = override.partition("=")
@@ -299,41 +289,45 @@ def _put_kinds_first(overrides: Iterable[str]) -> list[str]:
         while path.endswith(".kind") and index and not f"{path}.".startswith(f"{others[index - 1]}."):
             index -= 1
         ordered.insert(index, override)
-    return ordered
-
-
-def _set_field(values: dict[str, Any], spec: type[BaseModel], path: str, value: object, with_defaults: bool) -> None:
-    names = path.split(".")
-    node: Any = values
-    owner: FieldOwner = spec
-    while len(names := _join_entry_name(owner, node, names)) > 1:
-        name = names.pop(0)
-        _require_field(owner, name, path, value, spec)
-        if name not in node:
-            node[name] = _dump_default(owner, name) if with_defaults else {}
-        owner = find_field_owner(owner, name)
-        if isinstance(owner, type) and not isinstance(node[name], dict):  # None, or a word that stands for a full spec
-            node[name] = _expand_spec(owner, node[name], path)
-        node = node[name]
-        if isinstance(owner, type) and issubclass(owner, Spec) and isinstance(node, dict):
-            try:
-                owner = owner.choose_type(node)
-            except ValueError as error:
-                raise ConfigError(path.rpartition(".")[0], str(_mask_secrets(owner, node)), str(error)) from None
-        if not isinstance(node, dict):
-            raise ConfigError(path, value, f"{name!r} has no fields of its own")
-    (leaf,) = names
-    _require_field(owner, leaf, path, value, spec)
-    inner = find_field_owner(owner, leaf)
-    before = node[leaf] if leaf in node else _dump_default(owner, leaf)
-    if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
-        value = inner.from_override(value, before)
-    node[leaf] = value
-    if leaf == "kind" and isinstance(owner, type) and issubclass(owner, Spec):
-        with suppress(ValueError):  # parsing names a kind that there is not
-            fields = owner.choose_type(node).model_fields
-            for name in node.keys() - fields.keys():  # of the kind before
-                del node[name]
+    for override in ordered:
+        path, separator, text = override.partition("=")
+        if not separator or not path:
+            raise ConfigError(
+                "override", override, "is not of the form a.b=c", "for example optimizer.learning_rate=0.001"
+            )
+        value = _parse_value(path, text) if text else ""
+        names = path.split(".")
+        node: Any = values
+        owner: FieldOwner = spec
+        while len(names := _join_entry_name(owner, node, names)) > 1:
+            name = names.pop(0)
+            _require_field(owner, name, path, value, spec)
+            if name not in node:
+                node[name] = _dump_default(owner, name) if with_defaults else {}
+            owner = find_field_owner(owner, name)
+            # None, or a word that stands for a full spec
+            if isinstance(owner, type) and not isinstance(node[name], dict):
+                node[name] = _expand_spec(owner, node[name], path)
+            node = node[name]
+            if isinstance(owner, type) and issubclass(owner, Spec) and isinstance(node, dict):
+                try:
+                    owner = owner.choose_type(node)
+                except ValueError as error:
+                    raise ConfigError(path.rpartition(".")[0], str(_mask_secrets(owner, node)), str(error)) from None
+            if not isinstance(node, dict):
+                raise ConfigError(path, value, f"{name!r} has no fields of its own")
+        (leaf,) = names
+        _require_field(owner, leaf, path, value, spec)
+        inner = find_field_owner(owner, leaf)
+        before = node[leaf] if leaf in node else _dump_default(owner, leaf)
+        if isinstance(inner, type) and issubclass(inner, Spec) and isinstance(value, str) and isinstance(before, dict):
+            value = inner.from_override(value, before)
+        node[leaf] = value
+        if leaf == "kind" and isinstance(owner, type) and issubclass(owner, Spec):
+            with suppress(ValueError):  # parsing names a kind that there is not
+                fields = owner.choose_type(node).model_fields
+                for name in node.keys() - fields.keys():  # of the kind before
+                    del node[name]
 
 
 def _join_entry_name(owner: FieldOwner, node: Mapping[str, Any], names: list[str]) -> list[str]:

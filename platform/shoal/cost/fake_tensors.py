@@ -121,7 +121,14 @@ def use_fake_tensors(mode: FakeMode | None = None) -> Iterator[FakeMode]:
         _patch(undo, DeviceMesh, "_concatenate", staticmethod(_make_real(DeviceMesh._concatenate)))
         _patch(undo, _fsdp_param, "_chunk_with_empty", _make_equal_chunks)
         mode = undo.enter_context(mode or FakeMode())
-        _patch(undo, ShardingPropagator, _OUTPUT_SHAPES, _run_alone(vars(ShardingPropagator)[_OUTPUT_SHAPES], mode))
+        output_shapes = vars(ShardingPropagator)[_OUTPUT_SHAPES]
+
+        # DTensor runs an operator on whole tensors once, only for its output's shape: no counter is to see it.
+        def find_output_shapes(*args: Any) -> Any:
+            with _disable_current_modes(), mode:
+                return output_shapes(*args)
+
+        _patch(undo, ShardingPropagator, _OUTPUT_SHAPES, find_output_shapes)
         yield mode
 
 
@@ -148,16 +155,6 @@ def _make_real(function: Callable[..., T]) -> Callable[..., T]:
     def call(*args: Any, **kwargs: Any) -> T:
         with unset_fake_temporarily():
             return function(*args, **kwargs)
-
-    return call
-
-
-def _run_alone(function: Callable[..., T], mode: FakeMode) -> Callable[..., T]:
-    """DTensor runs an operator on whole tensors once, only for its output's shape: no counter is to see it."""
-
-    def call(*args: Any) -> T:
-        with _disable_current_modes(), mode:
-            return function(*args)
 
     return call
 

@@ -176,7 +176,11 @@ def profile_step(
     state = state_of(model.modules, optimizer)
     parameters = [parameter for _, parameter in model.named_parameters()]
     device = next((each.device for each in state["parameters"]), torch.device("cpu"))
-    buckets = _find_retained_buckets(parameters)
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    references = {id(each): weakref.ref(each) for gradient in gradients for each in storages_of(gradient)}
+    for parameter in parameters:
+        parameter.grad = None
+    buckets = [storage for storage in (reference() for reference in references.values()) if storage is not None]
     resident = [*state["parameters"], *state["optimizer"], *average]
     past_group_bytes = model.shm_sent_bytes
     growth = track_growth(device) if allocates else nullcontext(MemoryGrowth())
@@ -196,12 +200,3 @@ def profile_step(
         "memory_peak": float(counts.resident_bytes + grown.peak_bytes),
         "sent_bytes": counts.sent_bytes + model.shm_sent_bytes - past_group_bytes,
     }
-
-
-def _find_retained_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
-    """Clear the gradients, as the step will, and return their memory that stays: DDP's buckets."""
-    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-    references = {id(each): weakref.ref(each) for gradient in gradients for each in storages_of(gradient)}
-    for parameter in parameters:
-        parameter.grad = None
-    return [storage for storage in (reference() for reference in references.values()) if storage is not None]

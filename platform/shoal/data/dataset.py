@@ -65,45 +65,37 @@ class Data:
         for part in ("train", "validation", "test"):
             loader = getattr(self, part)
             if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-                dataset, self._settings[part] = _read_loader(loader, self.collate, is_training=part == "train")
+                collate = self.collate
+                source = loader.dataset
+                sampler = loader.sampler
+                is_own_batches = loader.batch_size is None
+                size = getattr(loader.batch_sampler, "batch_size", None) if is_own_batches else loader.batch_size
+                shuffle, order = False, None
+                if isinstance(source, IterableDataset):
+                    pass
+                elif is_own_batches:
+                    order = SamplerOrder(loader.batch_sampler, gives_batches=True, loaders=loader.generator)
+                elif type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
+                    shuffle = sampler.num_samples == length_of(source)
+                    order = None if shuffle else SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
+                elif isinstance(sampler, DistributedSampler):  # the loader divides each batch itself
+                    shuffle = sampler.shuffle
+                elif type(sampler) is not SequentialSampler:
+                    order = SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
+                if part != "train" and order is not None:
+                    source = Subset(source, [index for each in order.get_batches(0, 0) for index in each.tolist()])
+                    order = None
+                if order is not None and size is None:
+                    size = max(1, round(sum(map(len, order.get_batches(0, 0))) / len(order)))
+                if loader.collate_fn is not default_collate:
+                    collate = loader.collate_fn
+                dataset = source
+                self._settings[part] = LoaderSettings(collate, size, shuffle, order, loader.drop_last)
                 object.__setattr__(self, part, dataset)
 
     def get_settings(self, part: Literal["train", "validation", "test"]) -> LoaderSettings:
         """How the samples of a part become batches."""
         return self._settings.get(part) or LoaderSettings(self.collate)
-
-
-def _read_loader(
-    loader: DataLoader[Any], collate: Collate | None, *, is_training: bool
-) -> tuple[Source, LoaderSettings]:
-    """The dataset of a DataLoader, and the rest. Raises DataError for a sampler without a length.
-
-    collate: where the DataLoader has none of the user's
-    """
-    source = loader.dataset
-    sampler = loader.sampler
-    is_own_batches = loader.batch_size is None
-    size = getattr(loader.batch_sampler, "batch_size", None) if is_own_batches else loader.batch_size
-    shuffle, order = False, None
-    if isinstance(source, IterableDataset):
-        pass
-    elif is_own_batches:
-        order = SamplerOrder(loader.batch_sampler, gives_batches=True, loaders=loader.generator)
-    elif type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
-        shuffle = sampler.num_samples == length_of(source)
-        order = None if shuffle else SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
-    elif isinstance(sampler, DistributedSampler):  # the loader divides each batch itself
-        shuffle = sampler.shuffle
-    elif type(sampler) is not SequentialSampler:
-        order = SamplerOrder(sampler, gives_batches=False, loaders=loader.generator)
-    if not is_training and order is not None:
-        source = Subset(source, [index for each in order.get_batches(0, 0) for index in each.tolist()])
-        order = None
-    if order is not None and size is None:
-        size = max(1, round(sum(map(len, order.get_batches(0, 0))) / len(order)))
-    if loader.collate_fn is not default_collate:
-        collate = loader.collate_fn
-    return source, LoaderSettings(collate, size, shuffle, order, loader.drop_last)
 
 
 def is_iterable(source: Source) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,32 +50,25 @@ def fingerprint(source: Source) -> str:
             read = [source.paths[position] for position in _pick_positions(len(source.paths))]
             fetch(read)
             for path in read:
-                _add_file(digest, path)
-        _add_samples(digest, source)  # for files too: the samples depend on how they are read
+                size_bytes = path.stat().st_size
+                with path.open("rb") as file:
+                    digest.update(file.read(_END_BYTES))
+                    last = max(size_bytes - _END_BYTES, _END_BYTES)
+                    for at in np.linspace(_END_BYTES, last, _NUM_BLOCKS).astype(int).tolist():
+                        file.seek(at)
+                        digest.update(file.read(_BLOCK_BYTES))
+                    file.seek(max(size_bytes - _END_BYTES, 0))
+                    digest.update(file.read(_END_BYTES))
+        with preserve_rng(has_cuda=False):
+            for index in _pick_positions(len(source)):
+                seed_all(0, 0, index)
+                whole = not hasattr(source, "__getitem__")
+                try:
+                    sample = source.batch(np.array([index])) if whole else source[index]
+                except Exception as error:  # user code may raise anything; the error names the sample
+                    raise make_read_error(error, source, np.array([index])) from error
+                _add(digest, sample)
     return digest.hexdigest()[:16]
-
-
-def _add_file(digest: Any, path: Path) -> None:
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        digest.update(file.read(_END_BYTES))
-        for at in np.linspace(_END_BYTES, max(size_bytes - _END_BYTES, _END_BYTES), _NUM_BLOCKS).astype(int).tolist():
-            file.seek(at)
-            digest.update(file.read(_BLOCK_BYTES))
-        file.seek(max(size_bytes - _END_BYTES, 0))
-        digest.update(file.read(_END_BYTES))
-
-
-def _add_samples(digest: Any, source: Source) -> None:
-    with preserve_rng(has_cuda=False):
-        for index in _pick_positions(len(source)):
-            seed_all(0, 0, index)
-            whole = not hasattr(source, "__getitem__")
-            try:
-                sample = source.batch(np.array([index])) if whole else source[index]
-            except Exception as error:  # user code may raise anything; the error names the sample
-                raise make_read_error(error, source, np.array([index])) from error
-            _add(digest, sample)
 
 
 def _pick_positions(count: int) -> list[int]:

@@ -74,7 +74,13 @@ class Loader:
         self.host_batch: Batch = None
         share = RankShare(*share)
         self._num_ranks = share.size
-        _require_divisible(batch_size, share, drop_last or hasattr(source, "batches"))
+        if not 0 <= share.rank < share.size:
+            remedy = "ranks are 0 to size - 1, as in (0, 2), (1, 2)"
+            raise ConfigError("share", tuple(share), "is no rank of so many", remedy)
+        if batch_size < 1 or ((drop_last or hasattr(source, "batches")) and batch_size % share.size):
+            near = max(batch_size // share.size, 1) * share.size
+            problem = f"does not divide by {share.size} data ranks"
+            raise ConfigError("batch_size", batch_size, problem, f"for example {near} or {near + share.size}")
         shuffle = self.spec.shuffle if shuffle is None else shuffle
         self._messages: MessageDataset | None = None
         if is_stream(source):
@@ -245,17 +251,6 @@ def _as_int(field: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise ConfigError(field, value, "is no whole number") from None
-
-
-def _require_divisible(batch_size: int, share: RankShare, is_equal: bool) -> None:
-    """Raises ConfigError for a rank that there is not, or a batch that ranks cannot share."""
-    if not 0 <= share.rank < share.size:
-        remedy = "ranks are 0 to size - 1, as in (0, 2), (1, 2)"
-        raise ConfigError("share", tuple(share), "is no rank of so many", remedy)
-    if batch_size < 1 or (is_equal and batch_size % share.size):
-        near = max(batch_size // share.size, 1) * share.size
-        problem = f"does not divide by {share.size} data ranks"
-        raise ConfigError("batch_size", batch_size, problem, f"for example {near} or {near + share.size}")
 
 
 def _count_samples(source: Source, batch_size: int, drop_last: bool, order: SamplerOrder | None) -> int:

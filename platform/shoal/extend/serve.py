@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from shoal.serve.controller.audit import AUDIT_FILE, AuditLog, read_audit_log
     from shoal.serve.http.admin import RestHandlers
     from shoal.serve.http.codec import HttpCodec
-    from shoal.serve.http.inference import read_body
     from shoal.serve.http.routes import ADMIN_ACTIONS, UNAUTHENTICATED_ACTIONS, RouteAction, RouteTarget
     from shoal.serve.http.stream_guard import guard_stream
     from shoal.serve.messages.counts import SECONDS, Histogram, LibraryMetric
+    from shoal.serve.messages.infer_call import InferCall
     from shoal.serve.messages.inference import (
         ANONYMOUS,
         CLIENT_GONE,
         Caller,
         Disconnected,
-        InferCall,
         ModelManagerProtocol,
         Outputs,
         ServedModelProtocol,
@@ -53,16 +52,17 @@ if TYPE_CHECKING:
     from shoal.serve.model.predictor import LoadedModel, Predictor
     from shoal.serve.model.warm_up import DEFAULT_VARIABLE_SIZE, make_example
     from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
-    from shoal.serve.protocol.infer_call import (
+    from shoal.serve.protocol.model_metadata import to_tensor_metadata
+    from shoal.serve.protocol.pipeline import (
         PEER_HEADER,
         ModelCodecs,
+        answer_inference,
         compute_deadline,
         decode_sized,
-        read_head,
+        encode_sized,
         read_side,
         start_trace,
     )
-    from shoal.serve.protocol.model_metadata import to_tensor_metadata
     from shoal.serve.protocol.request_lifecycle import (
         CLOSING_MESSAGE,
         Message,
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         Scope,
         Send,
         decompress_in_thread,
+        read_body,
     )
     from shoal.serve.replica.model_manager import ModelManager
     from shoal.serve.replica.peers import HttpRequest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,12 +25,12 @@ TRIAL_FACTOR = 6  # docs/decisions/028-trials.md
 class ActorLearnerSpec(RLSpec):
     """One run of the loop. `resume` names an earlier run to continue."""
 
-    recorded_always: ClassVar = ("target_return",)
-    main_fields: ClassVar = (
+    recorded_always = ("target_return",)
+    main_fields = (
         *("env", "model", "target_return", "max_wall_s", "algorithm.name", "algorithm.learning_rate"),
         *("learner.batch_steps", "gateway.port", "gateway.websocket", "demonstrations.source", "resume"),
     )
-    page: ClassVar = "algorithms.md"
+    page = "algorithms.md"
 
     target_return: float | None = Field(default=475.0, description="mean of 100 episodes at which to stop")
     max_wall_s: float = Field(

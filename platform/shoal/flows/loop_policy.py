@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -201,7 +201,14 @@ class LoopPolicy:
         self._checkpoint_failure = failure
         happened += self._watch_gateway(known_address)
         if gateway is not None:
-            self._follow_settings(gateway)
+            # Let the gateway tell the games what holds now.
+            mean_return = (
+                gateway["mean_return"] if gateway["episodes_in_window"] >= MIN_SETTINGS_EPISODES else -math.inf
+            )
+            sent = gateway["settings"]
+            values = advance_settings(self._folder, self.spec.settings, self.spec.rules, mean_return, sent)
+            if values != sent:
+                self.workers.set_settings(values)
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
 
     def wait_for_gateway(self) -> None:
@@ -216,14 +223,6 @@ class LoopPolicy:
         self._relayed = addresses
         if addresses:
             self.workers.relay_websockets(addresses)
-
-    def _follow_settings(self, gateway: Mapping[str, Any]) -> None:
-        """Let the gateway tell the games what holds now."""
-        mean_return = gateway["mean_return"] if gateway["episodes_in_window"] >= MIN_SETTINGS_EPISODES else -math.inf
-        sent = gateway["settings"]
-        values = advance_settings(self._folder, self.spec.settings, self.spec.rules, mean_return, sent)
-        if values != sent:
-            self.workers.set_settings(values)
 
     def store_address(self) -> str:
         """Write the gateway's addresses into `$SHOAL_STORE`, if that is set; later, where the store takes nothing now.

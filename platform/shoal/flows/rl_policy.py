@@ -102,7 +102,13 @@ def check(spec: ActorLearnerSpec) -> dict[str, tuple[ExperienceSpec, np.ndarray]
     record changes."""
     spec = keep_spaces(spec)
     if not has_environment(spec.env):
-        _reject_unplayable(spec)
+        problem = f"needs an environment to play, and env={spec.env} has spaces alone"
+        if ACTORS_INFERENCE in os.environ:
+            raise ConfigError("--actors", "", problem, "leave it out, and let games join")
+        for name in ("eval_episodes", "trial_episodes", "eval_timeout_s"):
+            if name in spec.model_fields_set:
+                remedy = "leave it out: target_return is of the games' own episodes"
+                raise ConfigError(name, getattr(spec, name), problem, remedy)
     if spec.record_every:
         load_film_maker()
     if spec.env == ASK:
@@ -152,17 +158,6 @@ def keep_spaces(spec: ActorLearnerSpec) -> ActorLearnerSpec:
         return spec
     before = type(spec).from_record(shoal.runs.load(spec.resume).spec, leave_out=["endpoint"])
     return spec.update({"env": before.env}) if before.given else spec
-
-
-def _reject_unplayable(spec: ActorLearnerSpec) -> None:
-    """Raise ConfigError for what needs an environment, in a run that has none."""
-    problem = f"needs an environment to play, and env={spec.env} has spaces alone"
-    if ACTORS_INFERENCE in os.environ:
-        raise ConfigError("--actors", "", problem, "leave it out, and let games join")
-    for name in ("eval_episodes", "trial_episodes", "eval_timeout_s"):
-        if name in spec.model_fields_set:
-            remedy = "leave it out: target_return is of the games' own episodes"
-            raise ConfigError(name, getattr(spec, name), problem, remedy)
 
 
 def _require_assigned(spec: ActorLearnerSpec, environment: Any) -> None:

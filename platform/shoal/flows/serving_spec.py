@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, field_validator
@@ -38,7 +38,7 @@ class ServingSpec(Spec):
     file:     a YAML file with this spec, which overrides change
     """
 
-    page: ClassVar = "serving.md"
+    page = "serving.md"
     models: list[str] = Field(default_factory=list)
     endpoint: NamedByModel = EndpointSpec(name=NAMED_BY_MODEL, num_cpus=0.5)
     file: str = ""

@@ -21,7 +21,6 @@ from shoal.cluster.job_main import CHECK, expected_run_id, job_main
 from shoal.errors import ClusterError, ConfigError, NotReached, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_metrics
-from shoal.runs.ray_event_channel import Message
 from shoal.train.launch.checked_run import check_once, find_check
 from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.overrides import list_task_arguments, spec_from_overrides
@@ -120,17 +119,13 @@ def _load_launcher(spec: TrainSpec) -> None:
         import shoal.train.launch.ray_train  # noqa: F401
 
 
-def _require_importable(spec: TrainSpec) -> None:
-    """A worker imports the file of a synchronizer from the folder of the run."""
+def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
+    """The run's id and result; its report is written unless it was interrupted."""
+    # A worker imports the file of a synchronizer from the folder of the run.
     file = Path(spec.sync.kind.partition(":")[0])
     if file.suffix == ".py" and file.resolve().parent != Path.cwd():
         problem = "is not in the folder from which the run is started, where workers look for it"
         raise ConfigError("sync.kind", spec.sync.kind, problem, f"start the run in {file.resolve().parent}")
-
-
-def _train_recorded(spec: TrainSpec, job: str, checked: ValidatedRun, *, registers: bool) -> tuple[str, TrainResult]:
-    """The run's id and result; its report is written unless it was interrupted."""
-    _require_importable(spec)
     spec = checked.apply_to(spec)
     with shoal.runs.recording(
         spec.to_record(),
@@ -272,7 +267,14 @@ class RayBackend:
         messages, is_over = fit.poll(timeout_s)
         self._has_started = self._has_started or bool(messages)
         for message in messages:
-            self._record_message(message)
+            kind, content = message
+            if kind == "log":
+                self._log.log(*content)
+            elif kind == "event":
+                name, details = content
+                self._log.record_event(name, **details)
+            else:
+                self._log.log_histogram(*content)
         if self._send_heartbeat() and not self._has_started:
             self._check_capacity(group)
         return is_over
@@ -311,16 +313,6 @@ class RayBackend:
         if now - self._shortage_since >= lack.report_after_s and not self._is_shortage_reported:
             self._is_shortage_reported = True
             self._log.record_event(lack.event, workers=self.spec.workers, fit=fit, wait_s=SHORTAGE_TIMEOUT_S)
-
-    def _record_message(self, message: Message) -> None:
-        kind, content = message
-        if kind == "log":
-            self._log.log(*content)
-        elif kind == "event":
-            name, details = content
-            self._log.record_event(name, **details)
-        else:
-            self._log.log_histogram(*content)
 
 
 def _print_line(line: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,23 @@ class OwnNetwork(nn.Module):
             "num_actions": num_actions,
             "hidden": tuple(hidden),
         }
-        self.module = _build_module(word, name, source, offered)
+        if not source:
+            factory = find_callable("model", word)
+        else:
+            factory = getattr(load_source(source, word, "model"), name, None)
+            if not callable(factory):
+                raise ConfigError("model", word, f"there is no class {name!r} in it")
+        parameters = inspect.signature(factory).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        given = offered if takes_any else {key: each for key, each in offered.items() if key in parameters}
+        try:
+            module = factory(**given)
+        except Exception as error:  # user code may raise anything
+            remedy = f"its constructor may name any of {', '.join(offered)}"
+            raise ConfigError("model", word, f"cannot be built: {type(error).__name__}: {error}", remedy) from error
+        if not isinstance(module, nn.Module):
+            raise ConfigError("model", word, f"gives a {type(module).__name__}", "name a subclass of torch.nn.Module")
+        self.module = module
         self._is_normalized = is_normalized
         if is_normalized:
             self.register_buffer("shift", torch.zeros(*observation_shape))
@@ -98,23 +114,3 @@ class OwnNetwork(nn.Module):
             mean, log_std = tensors
             return torch.cat([mean, log_std.expand_as(mean)], -1), value
         return tensors[0], value
-
-
-def _build_module(reference: str, name: str, source: str, offered: dict[str, Any]) -> nn.Module:
-    if not source:
-        factory = find_callable("model", reference)
-    else:
-        factory = getattr(load_source(source, reference, "model"), name, None)
-        if not callable(factory):
-            raise ConfigError("model", reference, f"there is no class {name!r} in it")
-    parameters = inspect.signature(factory).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    given = offered if takes_any else {key: each for key, each in offered.items() if key in parameters}
-    try:
-        module = factory(**given)
-    except Exception as error:  # user code may raise anything
-        remedy = f"its constructor may name any of {', '.join(offered)}"
-        raise ConfigError("model", reference, f"cannot be built: {type(error).__name__}: {error}", remedy) from error
-    if not isinstance(module, nn.Module):
-        raise ConfigError("model", reference, f"gives a {type(module).__name__}", "name a subclass of torch.nn.Module")
-    return module

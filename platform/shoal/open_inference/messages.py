@@ -117,7 +117,7 @@ class InferResponse(msgspec.Struct, omit_defaults=True):
     parameters: Parameters | None = None
 
 
-class Duration(msgspec.Struct):
+class Duration(msgspec.Struct, frozen=True):
     """A count and a total time."""
 
     count: int = 0
@@ -127,23 +127,23 @@ class Duration(msgspec.Struct):
 class InferenceStatistics(msgspec.Struct):
     """Durations of requests: successful ones, failed ones, and the parts of successful ones."""
 
-    success: Duration = msgspec.field(default_factory=Duration)
-    fail: Duration = msgspec.field(default_factory=Duration)
-    queue: Duration = msgspec.field(default_factory=Duration)
-    compute_input: Duration = msgspec.field(default_factory=Duration)
-    compute_infer: Duration = msgspec.field(default_factory=Duration)
-    compute_output: Duration = msgspec.field(default_factory=Duration)
-    cache_hit: Duration = msgspec.field(default_factory=Duration)
-    cache_miss: Duration = msgspec.field(default_factory=Duration)
+    success: Duration = Duration()
+    fail: Duration = Duration()
+    queue: Duration = Duration()
+    compute_input: Duration = Duration()
+    compute_infer: Duration = Duration()
+    compute_output: Duration = Duration()
+    cache_hit: Duration = Duration()
+    cache_miss: Duration = Duration()
 
 
 class BatchStatistics(msgspec.Struct):
     """Durations of the forwards of one batch size."""
 
     batch_size: int
-    compute_input: Duration = msgspec.field(default_factory=Duration)
-    compute_infer: Duration = msgspec.field(default_factory=Duration)
-    compute_output: Duration = msgspec.field(default_factory=Duration)
+    compute_input: Duration = Duration()
+    compute_infer: Duration = Duration()
+    compute_output: Duration = Duration()
 
 
 class VersionStatistics(msgspec.Struct):

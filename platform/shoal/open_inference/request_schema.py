@@ -70,7 +70,7 @@ class RequestSchema:
             limit = f"at most {MAX_ELEMENTS} elements are taken"
             raise InferenceError(413, f"input {name!r}: {limit}, got {format_tensor_type(datatype, shape)}")
 
-    def widen(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+    def to_input_dtype(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         """The array of an accepted tensor in the datatype of its input."""
         return array.astype(np.float64, copy=False) if self.inputs[name].datatype == "FP64" else array
 

@@ -33,9 +33,20 @@ def check_plan(
     """
     if device is not None:
         check_precision(spec.precision, device)
-    _check_parameters(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            remedy = "run one batch through the model in Task.model()"
+            raise PlanError("model", name, "is a parameter whose shape is not known yet", remedy)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PlanError("model", type(model).__name__, "has no parameter to train", "set requires_grad on some")
     if get_train_step(learnable) is not None:
-        _check_own_step(spec, degrees)
+        # A Task's own step calls the model, and takes losses, as it likes.
+        if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
+            problem = "the Task has a train_step of its own, which needs the full model on each rank"
+            raise PlanError("parallel", degrees.description, problem, "use parallel=ddp, or write `loss` instead")
+        if spec.precision == "fp16":
+            problem = "scales one loss, and the Task has a train_step of its own"
+            raise PlanError("parallel.precision", spec.precision, problem, "use bf16")
     if spec.channels_last:
         check_channels_last(model)
     if degrees.pipeline > 1:
@@ -50,30 +61,14 @@ def check_plan(
     check_fsdp_options(model, spec, degrees, device)
     check_activation_checkpointing(model, spec, degrees)
     if degrees.data > 1 and (degrees.shard or degrees.tensor > 1):
-        _check_hooks(model)
+        for name, parameter in model.named_parameters():
+            if has_hooks(parameter):
+                problem = "has a hook, which shards of its gradient would pass by"
+                raise PlanError("model", name, problem, "change the gradient in the forward pass, or use parallel=ddp")
     if degrees.tensor > 1:
         from shoal.parallel.tensor.plan import find_tensor_plan
 
         find_tensor_plan(model, learnable, degrees.tensor, example)
-
-
-def _check_own_step(spec: ParallelSpec, degrees: ParallelDims) -> None:
-    """A Task's own step calls the model, and takes losses, as it likes."""
-    if degrees.shard or degrees.tensor > 1 or degrees.pipeline > 1:
-        problem = "the Task has a train_step of its own, which needs the full model on each rank"
-        raise PlanError("parallel", degrees.description, problem, "use parallel=ddp, or write `loss` instead")
-    if spec.precision == "fp16":
-        problem = "scales one loss, and the Task has a train_step of its own"
-        raise PlanError("parallel.precision", spec.precision, problem, "use bf16")
-
-
-def _check_parameters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            remedy = "run one batch through the model in Task.model()"
-            raise PlanError("model", name, "is a parameter whose shape is not known yet", remedy)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise PlanError("model", type(model).__name__, "has no parameter to train", "set requires_grad on some")
 
 
 def _check_embeddings(model: nn.Module) -> None:
@@ -86,13 +81,6 @@ def _check_embeddings(model: nn.Module) -> None:
         if module.scale_grad_by_freq:
             problem = "has scale_grad_by_freq: each data rank would count its own samples alone"
             raise PlanError("model", name, problem, "weigh the loss instead, or use one data rank")
-
-
-def _check_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if has_hooks(parameter):
-            problem = "has a hook, which shards of its gradient would pass by"
-            raise PlanError("model", name, problem, "change the gradient in the forward pass, or use parallel=ddp")
 
 
 def _check_shardable(model: nn.Module) -> None:

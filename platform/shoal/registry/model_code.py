@@ -270,25 +270,22 @@ class _Collector:
         names_itself = any(isinstance(each, ast.Name) and each.id == "__file__" for each in nodes)
         if folder is not None and top is not None and names_itself:
             texts = {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-            self._add_named_files(folder, {each for each in texts if 0 < len(each) <= 255 and "\0" not in each}, top)
-
-    def _add_named_files(self, folder: Path, names: set[str], top: Path) -> None:
-        """Add the files that a text names, also below folders that it names, as it joins them in any way; none that is
-        a module, may be a secret, is large or lies elsewhere."""
-        top, folders = Path(os.path.normpath(top)), {folder}
-        for _ in range(MAX_NAMED_FOLDERS):
-            named = {Path(os.path.normpath(parent / name)) for parent in folders for name in names}
-            folders |= {each for each in named if each.is_dir() and each.is_relative_to(top)}
-        files = {Path(os.path.normpath(parent / name)) for parent in folders for name in names}
-        sizes = {
-            each: each.stat().st_size
-            for each in sorted(files)
-            if each.is_file() and each.is_relative_to(top) and not _is_excluded(each.relative_to(top))
-        }
-        for path, size in sorted(sizes.items(), key=lambda item: item[1]):  # a training's many small ones refuse no run
-            if size <= MAX_DATA_BYTES and self._data_bytes + size <= MAX_CODE_BYTES // 2:
-                self._data_bytes += size
-                self._add_file(path, top)
+            names = {each for each in texts if 0 < len(each) <= 255 and "\0" not in each}
+            top, folders = Path(os.path.normpath(top)), {folder}
+            for _ in range(MAX_NAMED_FOLDERS):
+                named = {Path(os.path.normpath(parent / name)) for parent in folders for name in names}
+                folders |= {each for each in named if each.is_dir() and each.is_relative_to(top)}
+            files = {Path(os.path.normpath(parent / name)) for parent in folders for name in names}
+            sizes = {
+                each: each.stat().st_size
+                for each in sorted(files)
+                if each.is_file() and each.is_relative_to(top) and not _is_excluded(each.relative_to(top))
+            }
+            # A training's many small ones refuse no run.
+            for path, size in sorted(sizes.items(), key=lambda item: item[1]):
+                if size <= MAX_DATA_BYTES and self._data_bytes + size <= MAX_CODE_BYTES // 2:
+                    self._data_bytes += size
+                    self._add_file(path, top)
 
     def _add_file(self, path: Path, top: Path) -> None:
         name, content = Path(os.path.relpath(path, top)).as_posix(), path.read_bytes()  # a link is what it stands for

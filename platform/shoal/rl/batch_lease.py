@@ -52,7 +52,7 @@ class BatchLease:
             self._waiting_since = None
         return batch
 
-    def complete(
+    def set_outcomes(
         self, batch: ExperienceBatch, outcomes: Sequence[DropReason | None], evidence: Sequence[float]
     ) -> None:
         """Set what `acknowledge` reports: the outcome of each segment, and the evidence against its actor."""

@@ -191,7 +191,7 @@ class Learner:
         self.on_batch(time.perf_counter() - started)
         self.counts["dropped"] += int((~learnt).sum())
         self.counts["consumed"] += int(learnt.sum())
-        self._lease.complete(batch, outcomes, evidence)
+        self._lease.set_outcomes(batch, outcomes, evidence)
         return True
 
     @property

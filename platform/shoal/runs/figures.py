@@ -15,7 +15,6 @@ import numpy as np
 from shoal.errors import needs_extra
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from shoal.runs.panels import Panel
@@ -68,40 +67,38 @@ def draw_panels(panels: Sequence[Panel], title: str = "", size_inches: tuple[flo
         figure = Figure(figsize=(width * count, height))
         figure.subplots_adjust(left=0.1 / count, bottom=0.525 / height, top=1 - 0.63 / height, wspace=0.16)
         for axes, panel in zip(figure.subplots(1, count, squeeze=False)[0], panels, strict=True):
-            _draw_lines(axes, panel)
+            from matplotlib.ticker import EngFormatter
+
+            for number, line in enumerate(panel.lines):
+                colour = _TONES.get(line.tone, COLOURS[number % len(COLOURS)])
+                ys = [value if value is not None and abs(value) <= MAX_DRAWN_VALUE else math.nan for value in line.ys]
+                marker = "o" if line.tone == "points" or sum(map(math.isfinite, ys)) < MIN_LINE else ""
+                style = " " if line.tone == "points" else "-"
+                axes.plot(
+                    line.xs, ys, style, color=colour, label=line.label, linewidth=1.5, marker=marker, markersize=4
+                )
+            for number, (at, label) in enumerate(panel.marks):
+                axes.axvline(at, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+                axes.annotate(label, (at, 0.02 + 0.07 * number), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
+                              textcoords="offset points", fontsize=8)  # fmt: skip
+            if len(panel.lines) > 1:
+                axes.legend()
+            for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+                low, high = axis.get_view_interval()
+                if name in panel.scale:
+                    axes.set(**{f"{name}scale": "log"})
+                    axis.set_major_formatter("{x:g}")
+                elif 10_000 <= max(abs(low), abs(high)) < 1e15:
+                    axis.set_major_formatter(EngFormatter(sep=""))
+            if "x" not in panel.scale and not any(x % 1 for line in panel.lines for x in line.xs):
+                axes.locator_params(axis="x", integer=True)  # there is no step, round or version between two
+            axes.set_xlabel(panel.x)
+            axes.set_title(
+                truncate_middle(f"{panel.title}{f': {panel.note}' if panel.note else ''}", MAX_HEADING_LENGTH), pad=12
+            )
         words = truncate_middle(title, MAX_HEADING_LENGTH * count)
         figure.text(0.985, 0.955, words, color=MUTED, ha="right")  # above the headings, in a line of its own
     return figure
-
-
-def _draw_lines(axes: Axes, panel: Panel) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    for number, line in enumerate(panel.lines):
-        colour = _TONES.get(line.tone, COLOURS[number % len(COLOURS)])
-        ys = [value if value is not None and abs(value) <= MAX_DRAWN_VALUE else math.nan for value in line.ys]
-        marker = "o" if line.tone == "points" or sum(map(math.isfinite, ys)) < MIN_LINE else ""
-        style = " " if line.tone == "points" else "-"
-        axes.plot(line.xs, ys, style, color=colour, label=line.label, linewidth=1.5, marker=marker, markersize=4)
-    for number, (at, label) in enumerate(panel.marks):
-        axes.axvline(at, color=MARK, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
-        axes.annotate(label, (at, 0.02 + 0.07 * number), (3, 0), xycoords=("data", "axes fraction"), color=MARK,
-                      textcoords="offset points", fontsize=8)  # fmt: skip
-    if len(panel.lines) > 1:
-        axes.legend()
-    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
-        low, high = axis.get_view_interval()
-        if name in panel.scale:
-            axes.set(**{f"{name}scale": "log"})
-            axis.set_major_formatter("{x:g}")
-        elif 10_000 <= max(abs(low), abs(high)) < 1e15:
-            axis.set_major_formatter(EngFormatter(sep=""))
-    if "x" not in panel.scale and not any(x % 1 for line in panel.lines for x in line.xs):
-        axes.locator_params(axis="x", integer=True)  # there is no step, round or version between two
-    axes.set_xlabel(panel.x)
-    axes.set_title(
-        truncate_middle(f"{panel.title}{f': {panel.note}' if panel.note else ''}", MAX_HEADING_LENGTH), pad=12
-    )
 
 
 def truncate_middle(text: str, most: int) -> str:

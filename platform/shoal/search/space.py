@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -172,7 +172,7 @@ Distribution: TypeAlias = Interval | Options
 Values: TypeAlias = dict[str, Any]  # by path: numbers, texts, or whatever a choice offers
 
 
-class SearchSpace(Mapping[str, Distribution]):
+class SearchSpace(dict[str, Distribution]):
     """Hyper-parameters by the path of their field, each with its distribution, in the order of definition."""
 
     def __init__(self, distributions: Mapping[str, Distribution]) -> None:
@@ -182,7 +182,7 @@ class SearchSpace(Mapping[str, Distribution]):
             if not all(path.split(".")):
                 raise ConfigError("space", path, "is no path of a field", "write names joined by dots")
             distribution.validate(path)
-        self._distributions = dict(distributions)
+        super().__init__(distributions)
 
     @classmethod
     def parse(cls, space: Mapping[str, object]) -> SearchSpace:
@@ -228,15 +228,6 @@ class SearchSpace(Mapping[str, Distribution]):
     def from_unit(self, units: Sequence[float] | np.ndarray) -> Values:
         """The values at positions in [0, 1]."""
         return {path: each.from_unit(float(unit)) for (path, each), unit in zip(self.items(), units, strict=True)}
-
-    def __getitem__(self, path: str) -> Distribution:
-        return self._distributions[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._distributions)
-
-    def __len__(self) -> int:
-        return len(self._distributions)
 
     def __repr__(self) -> str:
         return f"SearchSpace({self.describe()})"

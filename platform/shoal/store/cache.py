@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from shoal.atomic_file import make_folder
-from shoal.errors import ConfigError, StoreError
-from shoal.home import file_lock, home
+from shoal.errors import StoreError
+from shoal.home import file_lock, home, read_number_variable
 from shoal.store.store import Entry, Store
 
 CAPACITY_GIB = 100.0  # of all files together; those used longest ago are removed
@@ -36,12 +36,8 @@ class BlobCache:
     def __init__(self, folder: Path | None = None, capacity_bytes: int | None = None) -> None:
         self.folder = home() / "cache" if folder is None else folder
         if capacity_bytes is None:
-            text = os.environ.get("SHOAL_CACHE_GIB", "").strip() or str(CAPACITY_GIB)
-            try:
-                capacity_bytes = int(float(text) * 2**30)
-            except ValueError:
-                remedy = "write the GiB that copies may take"
-                raise ConfigError("SHOAL_CACHE_GIB", text, "is no number", remedy) from None
+            capacity_gib = read_number_variable("SHOAL_CACHE_GIB", CAPACITY_GIB, "write the GiB that copies may take")
+            capacity_bytes = int(capacity_gib * 2**30)
         self._capacity_bytes = capacity_bytes
         self._unchecked_bytes = self._capacity_bytes  # downloaded since the capacity was checked
 

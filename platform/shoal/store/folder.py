@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from shoal.atomic_file import make_folder, move_synced, sync_folder, write_synced
+from shoal.atomic_file import hash_file, make_folder, move_synced, sync_folder, write_synced
 from shoal.errors import StoreError
 from shoal.home import file_lock
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, Tagged
@@ -45,8 +45,7 @@ class FolderStore(Store):
         if tag and self.read_tagged(key).tag != tag:
             raise KeyChanged(f"{self.root / key} was changed")
         shutil.copyfile(self.root / key, path)
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hash_file(path)
 
     def open_reader(self, key: str) -> BinaryIO:
         return (self.root / key).open("rb")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 from shoal.errors import ConfigError, StoreError, needs_extra
+from shoal.home import read_number_variable
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, StoreAway, Tagged
 
 if TYPE_CHECKING:
@@ -83,12 +84,8 @@ class ObjectStore(Store):
     def __init__(self, url: str, timeout_s: float | None = None) -> None:
         self.url = url.rstrip("/")
         if timeout_s is None:
-            text = os.environ.get("SHOAL_STORE_TIMEOUT_S", "").strip() or str(TIMEOUT_S)
-            try:
-                timeout_s = float(text)
-            except ValueError:
-                remedy = "write the seconds for which calls wait for a store that is away"
-                raise ConfigError("SHOAL_STORE_TIMEOUT_S", text, "is no number", remedy) from None
+            remedy = "write the seconds for which calls wait for a store that is away"
+            timeout_s = read_number_variable("SHOAL_STORE_TIMEOUT_S", TIMEOUT_S, remedy)
         self.timeout_s = timeout_s
         self._client, self._bulk = self._open_client(REQUEST_TIMEOUT), self._open_client(BULK_TIMEOUT)
 

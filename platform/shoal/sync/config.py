@@ -139,10 +139,10 @@ class AllReduceConfig(SyncConfig):
     kind: Literal["all_reduce"] = "all_reduce"
     hogwild: int = Field(default=1, ge=1)
 
-    synchronizer: ClassVar[str] = "shoal.sync.synchronizer:AllReduce"
-    has_replicas: ClassVar[bool] = False
-    admits_parallel: ClassVar[bool] = True
-    has_every_step: ClassVar[bool] = True
+    synchronizer = "shoal.sync.synchronizer:AllReduce"
+    has_replicas = False
+    admits_parallel = True
+    has_every_step = True
 
     def resolve(self, workers: int, min_workers: int | None) -> SyncConfig:
         if min_workers is None:

@@ -23,14 +23,26 @@ from shoal.train.launch.overrides import list_task_arguments, spec_from_override
 def main(arguments: list[str]) -> int:
     """Train, and return the exit status."""
     if not arguments or not set(HELP).isdisjoint(arguments):
-        return _show_help(arguments)
+        try:
+            spec = spec_from_overrides([each for each in arguments if each not in (ALL, *HELP)])
+            print_help(spec, list_task_arguments(spec), has_all=ALL in arguments)
+        except ShoalError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+        return 0
     with freeze_loaded_objects():  # also freezes the modules loaded above
         import torch._dynamo  # noqa: F401 - as every optimiser does
     rank, is_alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
     try:
         spec = spec_from_overrides(arguments)
         if not spec.has_replicas:
-            _require_num_workers(last_override(arguments, "workers"))
+            workers = last_override(arguments, "workers")
+            size = os.environ.get("WORLD_SIZE", "1")
+            if workers not in ("", size):
+                remedy = f"start them with torchrun --nproc-per-node {workers}, or let `shoal run` do it"
+                raise ConfigError(
+                    "workers", workers, f"here {'is one process' if size == '1' else f'are {size}'}", remedy
+                )
         outcome = fit_locally(spec, predicts=not spec.has_replicas, say=partial(print, flush=True))
     except ShoalError as error:
         # Each rank prints its own error, even if all have the same: torchrun ends the others as soon as one has ended.
@@ -44,31 +56,12 @@ def main(arguments: list[str]) -> int:
     return 128 + (outcome.signal or SIGINT) if outcome.is_interrupted else 0
 
 
-def _show_help(arguments: list[str]) -> int:
-    """The fields, and those of the Task that the arguments name."""
-    try:
-        spec = spec_from_overrides([each for each in arguments if each not in (ALL, *HELP)])
-        print_help(spec, list_task_arguments(spec), has_all=ALL in arguments)
-    except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
-
-
 def _format_resume_command(run_id: str, arguments: list[str]) -> str:
     """This command again, for the rest of the run."""
     size = os.environ.get("LOCAL_WORLD_SIZE", "1")
     program = ["python"] if size == "1" else ["torchrun", "--nproc-per-node", size]
     repeated = [each for each in arguments if not each.startswith("resume=")]
     return format_masked_command([*program, "-m", "shoal.train", f"resume={run_id}", *repeated])
-
-
-def _require_num_workers(workers: str) -> None:
-    """Raise ConfigError when the overrides ask for another number of processes than were started."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if workers not in ("", size):
-        remedy = f"start them with torchrun --nproc-per-node {workers}, or let `shoal run` do it"
-        raise ConfigError("workers", workers, f"here {'is one process' if size == '1' else f'are {size}'}", remedy)
 
 
 if __name__ == "__main__":

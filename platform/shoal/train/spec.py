@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -196,11 +196,11 @@ class TrainSpec(Spec):
                            metric, else by `stop.convergence`'s, else by the loss, on the same validation data
     """
 
-    main_fields: ClassVar = (
+    main_fields = (
         *("task", "args", "parallel.data", "workers", "batch_size", "device", "optimizer.name"),
         *("optimizer.learning_rate", "stop.epochs", "name", "resume"),
     )
-    page: ClassVar = "training.md"
+    page = "training.md"
 
     task: str = ""
     args: dict[str, Any] = Field(default_factory=dict)

@@ -324,18 +324,15 @@ def unload_if_changed(reference: str) -> None:
     there = {**before, **{each: _texts[each] for each in _texts.keys() & {*now, *before}}}
     if any(now.get(each, there[each]) != there[each] for each in there if each != f"{path.stem}.py"):
         for each in {*now, *before}:
-            _unload_module(each)
+            # Unload the module of a file, also from a parent that stays: `from parent import
+            # module` takes its attribute.
+            _texts.pop(each, None)
+            name = each.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
+            if module is not None and parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
+                delattr(sys.modules[parent], child)
     if loaded is not None:
         del sys.modules[loaded.__name__]
-
-
-def _unload_module(file: str) -> None:
-    """Unload the module of a file, also from a parent that stays: `from parent import module` takes its attribute."""
-    _texts.pop(file, None)
-    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
-    if module is not None and parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
-        delattr(sys.modules[parent], child)
 
 
 def get_source(reference: str) -> str | None:
@@ -366,7 +363,18 @@ def adopt_program() -> str:
 def _load_module(reference: str, location: str) -> ModuleType:
     path = find_source_file(reference)
     if path is None:
-        return _import_module(reference, location)
+        recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
+        others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
+        remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
+        if not all(part.isidentifier() for part in location.split(".")):
+            raise ConfigError("task", reference, "is no file and no module", remedy)
+        if location == MAIN:
+            problem = "is of the program that runs now, from which nobody else could build the network"
+            raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
+        try:
+            return import_module(location)
+        except ImportError as error:
+            raise ConfigError("task", reference, f"cannot be found ({error})", remedy) from error
     require_source_file(reference)
     return load_task_file(path, reference)
 
@@ -404,21 +412,6 @@ def load_task_file(path: Path, reference: str) -> ModuleType:
 
 def _module_name(path: Path) -> str:
     return "shoal_task_" + re.sub(r"\W", "_", path.stem)
-
-
-def _import_module(reference: str, location: str) -> ModuleType:
-    recipes = dict.fromkeys([*sorted(path.stem for path in JOBS.glob("*.py")), *recipe_names()])
-    others = f"one of {', '.join(recipes)}" if recipes else "a recipe's name where its folder, jobs/, is"
-    remedy = suggest(location, recipes) or f"give file.py:Class, package.module:Class, or {others}"
-    if not all(part.isidentifier() for part in location.split(".")):
-        raise ConfigError("task", reference, "is no file and no module", remedy)
-    if location == MAIN:
-        problem = "is of the program that runs now, from which nobody else could build the network"
-        raise ConfigError("task", reference, problem, "write it into a file of its own, and give file.py:Class")
-    try:
-        return import_module(location)
-    except ImportError as error:
-        raise ConfigError("task", reference, f"cannot be found ({error})", remedy) from error
 
 
 def _find_tasks(module: ModuleType) -> dict[str, type[Task]]:

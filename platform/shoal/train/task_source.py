@@ -90,19 +90,14 @@ def _is_importable(text: str) -> bool:
     return is_alone and not takes_arguments and any(each.lineno <= line <= (each.end_lineno or 0) for each in guards)
 
 
-def _build_source(task: type[Task]) -> tuple[str, list[str]]:
-    """The text, and the names of the objects that stay in the program."""
+def _write_source(task: type[Task]) -> Path:
     main, staying = sys.modules[MAIN], list[str]()
     head, body = _collect_definitions(task, main, {}, staying)
     if staying:
         head.append(f"from {__name__} import {ProgramObject.__name__}")
         body[:0] = [f"{name} = {ProgramObject.__name__}({name!r})" for name in staying]
     future = ["from __future__ import annotations"] if hasattr(main, "annotations") else []
-    return "\n".join([*future, *sorted(set(head))]) + "\n\n\n" + "\n\n\n".join(body) + "\n", staying
-
-
-def _write_source(task: type[Task]) -> Path:
-    text, staying = _build_source(task)
+    text = "\n".join([*future, *sorted(set(head))]) + "\n\n\n" + "\n\n\n".join(body) + "\n"
     folder = home() / "tasks"
     path = folder / f"{task.__name__.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     if not path.exists():

@@ -37,7 +37,14 @@ class DcpTensors(LazyTensors):
     """The model's tensors by name, each read when it is asked for. Raises WeightsError for what cannot be read."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._metadata = folder, _read_metadata(folder)
+        try:
+            with (folder / METADATA).open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError, IndexError) as error:
+            raise WeightsError(f"{folder / METADATA} cannot be read as a distributed checkpoint's ({error})") from error
+        if not isinstance(metadata, Metadata) or not metadata.storage_data:
+            raise WeightsError(f"{folder / METADATA} describes no distributed checkpoint of files")
+        self._folder, self._metadata = folder, metadata
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self._metadata, True)
         self.files: dict[str, str] = {}  # the key of each
@@ -116,14 +123,3 @@ class _MetadataUnpickler(pickle.Unpickler):
         if not is_dtype and (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint's description, and is not loaded")
         return super().find_class(module, name)
-
-
-def _read_metadata(folder: Path) -> Metadata:
-    try:
-        with (folder / METADATA).open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError, IndexError) as error:
-        raise WeightsError(f"{folder / METADATA} cannot be read as a distributed checkpoint's ({error})") from error
-    if not isinstance(metadata, Metadata) or not metadata.storage_data:
-        raise WeightsError(f"{folder / METADATA} describes no distributed checkpoint of files")
-    return metadata

@@ -7,7 +7,6 @@ The memory is freed when the last process that has mapped it lets go of it, howe
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import stat
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.errors import WeightsError
-from shoal.weights.store import DTYPES, WeightSnapshot
+from shoal.weights.store import DTYPES, WeightSnapshot, decode_header
 
 LEAST_BYTES = 2**18  # below that, sending is as fast
 KEPT = 4  # versions that can be opened: an actor may be about to
@@ -96,15 +95,13 @@ def view_tensors(payload: mmap.mmap | bytes) -> dict[str, np.ndarray]:
     datatype.
     """
     try:
-        size = int.from_bytes(payload[:8], "little")
-        described = json.loads(payload[8 : 8 + size])
+        described, start = decode_header(payload)
         result = {}
         for name, each in described.items():
-            if name != "__metadata__":
-                (begin, end), shape = each["data_offsets"], each["shape"]
-                dtype = np.dtype(DTYPES[each["dtype"]])
-                rows: np.ndarray = np.frombuffer(payload, dtype, (end - begin) // dtype.itemsize, 8 + size + begin)
-                result[name] = rows.reshape(shape)
+            begin, end = each["data_offsets"]
+            dtype = np.dtype(DTYPES[each["dtype"]])
+            rows: np.ndarray = np.frombuffer(payload, dtype, (end - begin) // dtype.itemsize, start + begin)
+            result[name] = rows.reshape(each["shape"])
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise WeightsError(f"the payload is not safetensors, or not for NumPy: {error!r}") from None
     return result

@@ -12,16 +12,17 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
+from shoal.atomic_file import hash_file
 from shoal.errors import Closed, WeightsError
 
 # The datatypes of safetensors that NumPy has, in the order in which its library writes them.
@@ -47,16 +48,31 @@ def encode_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
     if any(each.dtype not in _PLACES for each in arrays.values()):
         return bytes(safetensors.numpy.save(arrays))  # as of complex numbers, or of the other byte order
     ordered = sorted(arrays.items(), key=lambda each: (_PLACES[each[1].dtype], each[0]))
-    described, begin = {}, 0
-    for name, each in ordered:
-        offsets = [begin, begin + each.nbytes]
-        described[name] = {"dtype": _NAMES[_PLACES[each.dtype]], "shape": list(each.shape), "data_offsets": offsets}
-        begin += each.nbytes
+    head = encode_header((name, _NAMES[_PLACES[each.dtype]], each.shape, each.nbytes) for name, each in ordered)
+    return b"".join([head, *(each.reshape(-1).view(np.uint8).data for _, each in ordered)])
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The beginning of a file of safetensors with these tensors: name, datatype, shape and bytes of each, in order."""
+    described = {}
+    end = 0
+    for name, dtype, shape, size_bytes in tensors:
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size_bytes]}
+        end += size_bytes
     head = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
-    return b"".join(
-        [len(head).to_bytes(8, "little"), head, *(each.reshape(-1).view(np.uint8).data for _, each in ordered)]
-    )
+    return len(head).to_bytes(8, "little") + head
+
+
+def decode_header(payload: Any) -> tuple[dict[str, Any], int]:
+    """How safetensors describe each of their tensors, by name, and where the bytes of all begin.
+
+    payload: bytes, also an array or a mapping of them. Raises ValueError or TypeError for anything else.
+    """
+    begin = 8 + int.from_bytes(payload[:8], "little")
+    described = json.loads(bytes(payload[8:begin]))
+    described.pop("__metadata__", None)
+    return described, begin
 
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
@@ -140,9 +156,9 @@ class WeightSnapshot:
     def find_not_finite(self) -> str:
         """The name of a tensor with NaN or an infinity, "" for none; of a payload that is known to be safetensors."""
         for content in self._list_contents():
-            begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
-            for name, each in json.loads(content[8:begin].tobytes()).items():
-                if name == "__metadata__" or each["dtype"] not in _EXPONENTS:
+            described, begin = decode_header(content)
+            for name, each in described.items():
+                if each["dtype"] not in _EXPONENTS:
                     continue
                 unsigned, ones = _EXPONENTS[each["dtype"]]
                 first, last = each["data_offsets"]
@@ -300,8 +316,7 @@ class WeightFile(WeightSnapshot):
 
     def _is_damaged(self, part: WeightPart) -> bool:
         try:
-            with part.path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest() != part.sha256
+            return hash_file(part.path) != part.sha256
         except OSError as error:
             raise WeightsError(f"{part.path} cannot be read ({error}): {REMEDY}") from error
 

@@ -24,9 +24,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.atomic_file import create_private, make_folder, replace_synced, sync_folder
+from shoal.atomic_file import create_private, hash_file, make_folder, replace_synced, sync_folder
 from shoal.errors import WeightsError
-from shoal.weights.store import REMEDY, WeightFile, WeightPart, WeightSnapshot
+from shoal.weights.store import (
+    REMEDY,
+    WeightFile,
+    WeightPart,
+    WeightSnapshot,
+    decode_header,
+    encode_header,
+)
 
 MAX_FILE_BYTES = 2 << 30  # of tensors in one file, unless a single one has more
 INDEX_SUFFIX = ".index.json"
@@ -95,11 +102,6 @@ def list_with_index(path: Path) -> list[Path]:
 def make_weight_file(version: int, path: Path) -> WeightFile:
     """The file, or the files of an index, as version `version`, published now: their hashes are computed, and none is
     held in memory. Raises OSError, and WeightsError for a damaged index."""
-
-    def hash_file(file: Path) -> str:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-
     digest = hash_file(path)
     parts = [WeightPart(file, digest if file == path else hash_file(file)) for file in list_files(path)]
     return WeightFile(version, path, digest, time.time(), parts=parts, is_verified=True)
@@ -218,9 +220,7 @@ def read_tensors(snapshot: WeightSnapshot) -> dict[str, Tensor]:
 def _read_payload(payload: bytes) -> dict[str, Tensor]:
     """Tensor by tensor, outside of Python's lock: `safetensors.torch.load` keeps it for all of them, and with it every
     answer of an endpoint: 200 ms for 250 MB."""
-    size = 8 + int.from_bytes(payload[:8], "little")
-    described: dict[str, Any] = json.loads(payload[8:size])
-    described.pop("__metadata__", None)
+    described, start = decode_header(payload)
     result: dict[str, Tensor] = {}
     for name, each in described.items():
         (begin, end), dtype = each["data_offsets"], DTYPES[each["dtype"]]
@@ -228,7 +228,7 @@ def _read_payload(payload: bytes) -> dict[str, Tensor]:
             raise ValueError(f"{name!r} has {end - begin} bytes")
         result[name] = torch.empty(each["shape"], dtype=dtype)
         into: Any = result[name].reshape(-1).view(torch.uint8).numpy()
-        into[:] = np.frombuffer(memoryview(payload)[size:][begin:end], np.uint8)
+        into[:] = np.frombuffer(memoryview(payload)[start:][begin:end], np.uint8)
     return result
 
 
@@ -248,15 +248,15 @@ def _read_part(file: WeightFile, part: WeightPart) -> dict[str, Tensor]:
                     raise WeightsError(f"{path} was cut off while it was read")
                 array, offset = array[count:], offset + count
 
-        size = opened.read(8)
-        header = opened.read(int.from_bytes(size, "little"))
-        digest.update(size + header)
-        described = json.loads(header)
+        header = opened.read(8)
+        header += opened.read(int.from_bytes(header, "little"))
+        digest.update(header)
+        described, start = decode_header(header)
         pieces: list[tuple[Any, int]] = []
         for name in sorted(mapped, key=lambda name: described[name]["data_offsets"]):
             result[name] = torch.empty_like(mapped[name])
             payload: Any = result[name].reshape(-1).view(torch.uint8).numpy()
-            offset = len(size) + len(header) + described[name]["data_offsets"][0]
+            offset = start + described[name]["data_offsets"][0]
             pieces += [(payload[at : at + PIECE_BYTES], offset + at) for at in range(0, len(payload), PIECE_BYTES)]
         if file.is_verified and len(pieces) > 1:
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:
@@ -316,18 +316,13 @@ def _write_headers(files: Mapping[Path, Sequence[str]], types: TensorTypes) -> d
         for name in names:
             if types[name][0] not in _PLACES:
                 raise WeightsError(f"{name!r} is {types[name][0]}, which safetensors files do not hold")
-        described = {}
-        begins = {}
-        end = 0
-        for name in sorted(names, key=lambda name: (_PLACES[types[name][0]], name)):
-            dtype, shape = types[name]
-            begins[name], end = end, end + math.prod(shape) * dtype.itemsize
-            offsets = [begins[name], end]
-            described[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-        head = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-        head += b" " * (-len(head) % 8)
-        create_private(file).write_bytes(len(head).to_bytes(8, "little") + head)
-        locations.update({name: (file, 8 + len(head) + begin) for name, begin in begins.items()})
+        ordered = sorted(((name, *types[name]) for name in names), key=lambda each: (_PLACES[each[1]], each[0]))
+        head = encode_header(
+            (name, DTYPE_NAMES[dtype], shape, math.prod(shape) * dtype.itemsize) for name, dtype, shape in ordered
+        )
+        create_private(file).write_bytes(head)
+        described, start = decode_header(head)
+        locations.update({name: (file, start + each["data_offsets"][0]) for name, each in described.items()})
     return locations
 
 

@@ -7,6 +7,7 @@ Called by the gateway; the trust boundary of remote inference. Legend: N rows, K
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,23 +29,25 @@ from shoal.wire.messages import (
 from shoal.wire.segment import LARGEST_REWARD, REWARD, DropReason, check_values
 
 ROW_LAST = ROW_TERMINATED | ROW_TRUNCATED
+_NO_MASKS = np.zeros((1, 0), np.bool_)
 
 
 class ActRows(NamedTuple):
     """N rows, in columns.
 
     settings:     their versions; 0: the newest that were sent
-    observations: their bytes
-    masks:        bool [K], likewise; in a run without masks there are none
+    observations: [N, *obs]
+    masks:        bool [N, K]; in a run without masks K is 0
+    rewards:      [N]
     taken:        of a single row: the action of the step before, where it is not the answer
     """
 
     episodes: Sequence[int]
     steps: Sequence[int]
     settings: Sequence[int]
-    observations: Sequence[bytes]
-    masks: Sequence[bytes]
-    rewards: Sequence[float]
+    observations: np.ndarray
+    masks: np.ndarray
+    rewards: Sequence[float] | np.ndarray
     flags: Sequence[int]
     taken: Any = msgspec.UNSET
 
@@ -55,6 +58,7 @@ class RowReader:
     def __init__(self, experience: ExperienceSpec) -> None:
         self.choices = find_choices(experience)
         self._observation, self._dtype = experience.observation, experience.observation.numpy_dtype()
+        self._row_shape = (1, *self._observation.shape)
         mask = TensorSpec("uint8", (sum(self.choices),))
         self._tensors = {"observation": self._observation}
         if self.choices:
@@ -70,7 +74,9 @@ class RowReader:
             _raise_misfit(frames, self._tensors)
         if not -LARGEST_REWARD <= message.reward <= LARGEST_REWARD:  # NaN, too
             check_values("reward", np.array(message.reward), REWARD)
-        check_values("observation", np.frombuffer(frames[0], self._dtype), self._observation)
+        observation = np.frombuffer(frames[0], self._dtype)
+        check_values("observation", observation, self._observation)
+        masks = np.frombuffer(frames[-1], np.bool_)[None] if self.choices else _NO_MASKS
         if self.choices and not message.terminated:  # after that, no action is chosen
             read_mask(np.frombuffer(frames[1], np.uint8), self.choices)
         flags = ROW_TERMINATED if message.terminated else 0
@@ -80,7 +86,8 @@ class RowReader:
             flags |= ROW_TELLS_SUCCESS | (ROW_SUCCESS if message.success else 0)
         settings = 0 if message.settings is msgspec.UNSET else message.settings
         numbers = (message.episode,), (message.step,), (settings,)
-        return ActRows(*numbers, frames[:1], frames[1:], (message.reward,), (flags,), message.taken)
+        content = observation.reshape(self._row_shape), masks, (message.reward,)
+        return ActRows(*numbers, *content, (flags,), message.taken)
 
     def read_many(self, message: ActsMessage, frames: Sequence[bytes]) -> tuple[ActRows, dict[int, InvalidSegment]]:
         """The rows of an `acts`, and what is outside of the spec in which of them. Raises ProtocolViolation for columns
@@ -112,15 +119,14 @@ class RowReader:
             if self.choices:  # after a terminal state, no action is chosen
                 check_choices(masks[0][part][flags[part] & ROW_TERMINATED == 0], self.choices)
 
-        for each in (message.episodes, message.steps, settings):
-            if not -(2**63) <= min(each) <= max(each) < 2**63:
-                raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign")
-        parts = [
-            [frame[at : at + size] for at in range(0, size * num_rows, size)]
-            for frame, size in zip((frames[0], *frames[3:]), self._sizes, strict=True)
-        ]
-        content = parts[0], parts[1] if self.choices else (), rewards.tolist(), flags.tolist()
-        return ActRows(message.episodes, message.steps, settings, *content), _find_invalid(check, num_rows)
+        try:
+            for each in (message.episodes, message.steps, message.settings):
+                array("q", each)
+        except OverflowError:
+            raise ProtocolViolation("malformed", "acts: a number beyond 64 bits, with sign") from None
+        allowed = masks[0] != 0 if masks else np.zeros((num_rows, 0), np.bool_)
+        rows = ActRows(message.episodes, message.steps, settings, observations, allowed, rewards, flags.tolist())
+        return rows, _find_invalid(check, num_rows)
 
 
 def _raise_misfit(frames: Sequence[bytes], expected: Mapping[str, TensorSpec]) -> NoReturn:

@@ -202,7 +202,7 @@ def _list_stated(form: Any) -> set[str]:
 
 
 def _read_action(form: Any, field: str) -> Box | Discrete | MultiDiscrete:
-    if isinstance(form, int) and not isinstance(form, bool):
+    if type(form) is int:  # a bool is none
         return Discrete(_require_choices([form], field, form)[0])
     if choices := read_choices(form):
         _require_choices([num for num in choices if num], field, form)
@@ -233,7 +233,7 @@ def _read_action(form: Any, field: str) -> Box | Discrete | MultiDiscrete:
 
 
 def _require_choices(sizes: Sequence[Any], field: str, form: Any) -> list[int]:
-    if not sizes or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in sizes):
+    if not sizes or not all(type(each) is int and each > 0 for each in sizes):
         raise ConfigError(field, form, "is no number of choices", f"give {_ACTIONS}")
     if sum(sizes) > MAX_CHOICES:
         raise ConfigError(field, form, f"has {sum(sizes):,} choices, at most {MAX_CHOICES:,}")
@@ -266,7 +266,7 @@ def _read_box(form: Any, field: str, forms: str) -> Box:
 
 def _read_shape(shape: Any, field: str, forms: str) -> tuple[int, ...]:
     is_list = isinstance(shape, list | tuple)
-    if not is_list or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in shape):
+    if not is_list or not all(type(each) is int and each > 0 for each in shape):
         raise ConfigError(field, shape, "is no shape: a list of positive integers", f"give {forms}")
     if len(shape) > 8 or math.prod(shape) > MAX_NUMBERS:
         raise ConfigError(field, shape, f"has more than {MAX_NUMBERS:,} numbers, or more than 8 axes")

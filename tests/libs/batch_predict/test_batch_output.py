@@ -12,10 +12,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from click.testing import CliRunner
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
-from shoal.cli import cli
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobStatus
 from shoal.errors import ConfigError, DataError, RunError, StoreError
@@ -33,6 +31,7 @@ from shoal.libs.batch_predict.output import (
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.store import BucketPath, Store
 from shoal.weights import WeightSnapshot
+from typed import complaint, said
 
 ROWS = pa.table({"a": [1, 2, 3], "b": [4, 5, 6]})
 
@@ -249,10 +248,8 @@ def test_the_job_is_for_files_and_models_of_the_cluster_and_its_lines_are_printe
         "POLL_S": 0.0,
     }.items():
         monkeypatch.setattr(command, name, stand_in)
-    typed = ["batch-predict", "tumours", "/data/in", "/data/out", "--address", URL]
-    result = CliRunner().invoke(cli, typed, catch_exceptions=False)
-    assert result.exit_code == 0
-    assert result.output.splitlines() == ["line 0", "line 1", "line 2"]
+    told = said(f"batch-predict tumours /data/in /data/out --address {URL}")
+    assert told.splitlines() == ["line 0", "line 1", "line 2"]
     assert submitted.words[:3] == ["python", "-m", "shoal.libs.batch_predict.flow"]
     assert {"model=tumours", "input=/data/in", "output=/data/out"} <= {*submitted.words}
     assert submitted.options["working_dir"] == tmp_path
@@ -260,6 +257,4 @@ def test_the_job_is_for_files_and_models_of_the_cluster_and_its_lines_are_printe
 
 
 def test_a_path_that_is_no_text_is_refused_by_its_name() -> None:
-    result = CliRunner().invoke(cli, ["batch-predict", "m", "rows\udcff.csv", "out"])
-    assert isinstance(result.exception, ConfigError)
-    assert r"rows\udcff.csv': is no text" in str(result.exception)
+    assert r"rows\udcff.csv': is no text" in complaint("batch-predict m", "rows\udcff.csv", "out")

@@ -15,7 +15,7 @@ from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.libs.batch_predict.table_predictor import TablePredictor
 from shoal.registry import Registry
 from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
-from shoal.serve.model.padding_cost import PaddingCostModel
+from shoal.serve.model.padding import PaddingCostModel
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
 from shoal.weights import WeightSnapshot

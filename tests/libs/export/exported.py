@@ -121,7 +121,7 @@ def register_file(payload: bytes, kind: str, name: str = "pair", signature: Sign
     Registry().register(name, snapshot, model=ModelFactory(format=kind), signature=signature)
 
 
-def write(into: Path, to: str = "container", model: str = "pair", **fields: Any) -> ExportReport:
+def write(into: Path = Path("out"), to: str = "container", model: str = "pair", **fields: Any) -> ExportReport:
     return export_model(ExportSpec.parse({"model": model, "to": to, "into": str(into), **fields}))
 
 

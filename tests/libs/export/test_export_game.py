@@ -14,7 +14,6 @@ import onnxruntime
 import pytest
 import torch
 from benchmarks.game_runtimes import build, run, write_table
-from click.testing import CliRunner
 from gymnasium import spaces
 
 import shoal.runs
@@ -23,12 +22,12 @@ from libs.export.exported import register as register_module
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import describe_policy_model, register_policy
-from shoal.libs.export.command import export
 from shoal.libs.export.export_model import ExportReport, ExportSpec, export_model
 from shoal.registry import Signature, TensorSignature
 from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.spec import experience_spec
 from shoal.weights import WeightSnapshot
+from typed import said
 
 RUNTIMES = {"Policy.gd", "PolicyLayer.gd", "policy.mjs", "Policy.cs", "policy.hpp"}
 FLAT = spaces.Box(-1, 1, (5,), np.float32)
@@ -171,10 +170,9 @@ def test_what_runtimes_cannot_compute_is_onnx_alone(
 ) -> None:
     register(observed, CHOICES, False, "algorithm=impala", graph=graph)
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(export, ["game@1", "--to", "game"])
-    assert result.exit_code == 0, result.output
-    assert "game@1 is in game-game" in result.output
-    assert f"are left out, as it has {reason}: run policy.onnx" in " ".join(result.output.split())
+    told = said("export game@1 --to game")
+    assert "game@1 is in game-game" in told
+    assert f"are left out, as it has {reason}: run policy.onnx" in " ".join(told.split())
     folder = tmp_path / "game-game"
     assert not RUNTIMES & {each.name for each in folder.iterdir()}
     policy = json.loads((folder / "policy.json").read_text())

@@ -19,7 +19,7 @@ import pytest
 
 from libs.export.exported import INFER, export_pair, register_file, request, write
 from shoal.errors import ConfigError, InferenceError
-from shoal.libs.export.export_model import LAMBDA_CLIENT
+from shoal.libs.export.folder import LAMBDA_CLIENT
 from shoal.libs.export.runtime import http_server
 from shoal.libs.export.runtime.http_server import FolderServer
 from shoal.libs.export.runtime.lambda_events import make_handler

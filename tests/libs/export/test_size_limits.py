@@ -17,7 +17,7 @@ from serving.replica_set import Asked, ReplicaSet, ask
 from shoal.errors import InferenceError
 from shoal.libs.export.formats import exported
 from shoal.registry import ModelFactory, Registry
-from shoal.serve.messages.inference import InferCall
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.version_router import BatchGroup

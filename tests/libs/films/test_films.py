@@ -22,11 +22,10 @@ from shoal.extend.rl import make_policy
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import check, describe_policy_model, inspect_environment
 from shoal.libs.films import filmed_game
-from shoal.libs.films.command import play
+from shoal.libs.films.command import PlayedGame, play
 from shoal.libs.films.episode import MAX_FRAMES, WIDTH, Camera
 from shoal.libs.films.film_file import draw_film
 from shoal.libs.films.filmed_game import FilmedGame
-from shoal.libs.films.play import PlayedGame
 from shoal.libs.films.players import EndpointPlayer, LocalPlayer, describe_outputs
 
 LENGTH = 60

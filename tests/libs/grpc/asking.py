@@ -15,26 +15,29 @@ import pytest
 
 from serving.fake_host import FakeHost
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
-from serving.replica_server import TIMEOUT_S
+from serving.replica_server import LIMITS, TIMEOUT_S
 from serving.replica_server import served as replica
 from session_end import at_session_end
 from shoal.cluster.ports import find_free_port
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.request_limits import RequestLimits
 
 Ask = Callable[..., Any]
 
 
 @asynccontextmanager
-async def served(host: FakeHost, access: AccessControl | None = None) -> AsyncIterator[Ask]:
+async def served(
+    host: FakeHost, access: AccessControl | None = None, limits: RequestLimits = LIMITS, edits: str = ""
+) -> AsyncIterator[Ask]:
     """`ask(method, request, metadata=..., timeout=...)` is a call through HAProxy; those without streams are awaited.
 
-    An asynchronous iterator of requests is sent as a stream, whatever the method takes.
+    An asynchronous iterator of requests is sent as a stream, whatever the method takes. edits: of HAProxy's file
     """
-    proxy, http_port = before_a_replica()
+    proxy, http_port = before_a_replica(edits)
     async with (
-        replica(host, http_port, access=access),
+        replica(host, http_port, access, limits),
         grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel,
     ):
 
@@ -44,20 +47,16 @@ async def served(host: FakeHost, access: AccessControl | None = None) -> AsyncIt
             make = channel.stream_stream if streams else channel.unary_unary
             call = make(f"/{SERVICE}/{name}", method.request.SerializeToString, method.response.FromString)
             options.setdefault("timeout", TIMEOUT_S)
-            return call(method.request() if request is None else request, **options)
+            return call(request if streams or request is not None else method.request(), **options)
 
         yield ask
 
 
 @cache
-def before_a_replica() -> tuple[HaproxyProcess, int]:
+def before_a_replica(edits: str = "") -> tuple[HaproxyProcess, int]:
     """HAProxy, and the port of the replica's HTTP server that it asks; until the session ends."""
     http_port = find_free_port()
-    return at_session_end.enter_context(HaproxyProcess(http_port, find_free_port(), UNCHECKED)), http_port
-
-
-def run(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 4 * TIMEOUT_S))  # type: ignore[arg-type]
+    return at_session_end.enter_context(HaproxyProcess(http_port, find_free_port(), UNCHECKED + edits)), http_port
 
 
 def raw(model: str = "m", *arrays: np.ndarray, **fields: Any) -> pb.ModelInferRequest:

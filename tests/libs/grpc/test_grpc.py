@@ -6,14 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from libs.grpc.asking import Ask, refused, request, run, served, until
+from libs.grpc.asking import refused, request, served, until
 from serving.fake_host import FakeHost, FakeModel, tensors
 from serving.replica_server import LIMITS, exchange
 from serving.replica_server import served as replica
@@ -51,16 +51,9 @@ async def test_without_a_key_only_the_server_s_health_is_told_and_nothing_of_a_c
 # -- a call, whatever its size -----------------------------------------------------------------------------------------
 
 
-async def through(host: FakeHost, test: Callable[[Ask], Awaitable[None]]) -> None:
-    """Await `test(ask)` with an endpoint of `host`."""
-    async with served(host) as ask:
-        await test(ask)
-
-
-def test_a_call_is_answered_with_its_metadata() -> None:
+async def test_a_call_is_answered_with_its_metadata() -> None:
     model = FakeModel(versions=(3,))
-
-    async def test(ask: Ask) -> None:
+    async with served(FakeHost(model)) as ask:
         for number in range(5):  # on one connection
             call = ask("ModelInfer", request(2, id=str(number)), metadata=(("shoal-sticky", "s"),))
             answer = await call
@@ -70,24 +63,19 @@ def test_a_call_is_answered_with_its_metadata() -> None:
         answers = await asyncio.gather(*(ask("ModelInfer", request(id=str(number))) for number in range(50)))
         assert [answer.id for answer in answers] == [str(number) for number in range(50)]
 
-    run(through(FakeHost(model), test))
 
-
-def test_a_large_call_is_answered_whole() -> None:
-    async def test(ask: Ask) -> None:
+async def test_a_large_call_is_answered_whole() -> None:
+    async with served(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1]))))) as ask:
         made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
         made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
         for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
             answer = await ask("ModelInfer", made, compression=compression)
             assert answer.raw_output_contents[0] == made.raw_input_contents[0]
 
-    run(through(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), test))
 
-
-def test_what_is_too_large_is_refused() -> None:
+async def test_what_is_too_large_is_refused() -> None:
     model = FakeModel()
-
-    async def test(ask: Ask) -> None:
+    async with served(FakeHost(model)) as ask:
         for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
             call = ask("ModelInfer", request(LIMITS.max_body_bytes // 12), compression=compression)
             assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -95,20 +83,15 @@ def test_what_is_too_large_is_refused() -> None:
         assert not model.calls
         assert await ask("ModelInfer", request())
 
-    run(through(FakeHost(model), test))
 
-
-def test_a_call_that_is_cancelled_leaves_the_model() -> None:
+async def test_a_call_that_is_cancelled_leaves_the_model() -> None:
     model = FakeModel()
     model.hold = asyncio.Event()
-
-    async def test(ask: Ask) -> None:
+    async with served(FakeHost(model)) as ask:
         call = ask("ModelInfer", request())
         await until(lambda: model.waiting == 1)
         call.cancel()
         await until(lambda: model.waiting == 0)
-
-    run(through(FakeHost(model), test))
 
 
 # -- what no client of gRPC sends -------------------------------------------------------------------------------------

@@ -11,20 +11,27 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import InferenceError
+from shoal.libs.grpc import codec as grpc_codec
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc import request_cache
-from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader
+from shoal.libs.grpc.codec import (
+    MAX_LAYOUTS,
+    MAX_LAYOUTS_PER_LENGTH,
+    GrpcCodec,
+    GrpcInferCall,
+    RequestLayout,
+    RequestLayoutCache,
+)
 from shoal.libs.grpc.methods import GrpcCall
-from shoal.libs.grpc.request_cache import MAX_LAYOUTS, MAX_LAYOUTS_PER_LENGTH, RequestLayout, RequestLayoutCache
 from shoal.libs.grpc.service import InferenceServicer
 from shoal.open_inference.binary_tensors import to_binary
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
 from shoal.open_inference.request_schema import RequestSchema
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.protocol.access import AccessControl
 
 SPECS = [TensorMetadata("x", "FP32", [-1, 3]), TensorMetadata("n", "INT64", [-1]), TensorMetadata("t", "BYTES", [-1])]
@@ -51,15 +58,15 @@ def request_of(arrays: Arrays, **fields: Any) -> pb.ModelInferRequest:
     return request
 
 
-def read(content: bytes) -> tuple[pb.ModelInferRequest, InferRequestHeader, DecodedInputs]:
+def read(content: bytes) -> tuple[pb.ModelInferRequest, GrpcInferCall]:
     """As a message is read that nothing is known of."""
     request = pb.ModelInferRequest.FromString(content)
-    return request, InferRequestHeader.from_message(request), CODEC.decode(request)
+    return request, CODEC.decode(request)
 
 
 def learn(layouts: RequestLayoutCache, content: bytes, codec: GrpcCodec = CODEC) -> None:
-    request, asked, inputs = read(content)
-    layouts.learn(content, request, asked, codec, inputs)
+    request, call = read(content)
+    layouts.learn(content, request, codec, call)
 
 
 def learnt(content: bytes) -> RequestLayoutCache:
@@ -70,15 +77,15 @@ def learnt(content: bytes) -> RequestLayoutCache:
 
 
 def assert_same(layout: RequestLayout, content: bytes) -> None:
-    _, asked, expected = read(content)
-    found = layout.decode_inputs(content)
-    assert layout.asked == asked
-    assert (found.num_rows, found.wanted, found.outputs) == (expected.num_rows, expected.wanted, expected.outputs)
-    assert list(found.arrays) == list(expected.arrays)
-    for name, array in expected.arrays.items():
-        assert found.arrays[name].dtype == array.dtype
-        assert found.arrays[name].tobytes() == array.tobytes() or array.dtype.hasobject
-        assert found.arrays[name].tolist() == array.tolist() or np.isnan(array).any()
+    request, expected = read(content)
+    found = layout.decode(content)
+    assert (layout.message.model_name, layout.message.model_version) == (request.model_name, request.model_version)
+    assert structs.replace(found, inputs={}) == structs.replace(expected, inputs={})
+    assert list(found.inputs) == list(expected.inputs)
+    for name, array in expected.inputs.items():
+        assert found.inputs[name].dtype == array.dtype
+        assert found.inputs[name].tobytes() == array.tobytes() or array.dtype.hasobject
+        assert found.inputs[name].tolist() == array.tolist() or np.isnan(array).any()
 
 
 asks = st.fixed_dictionaries(
@@ -116,7 +123,7 @@ def test_whatever_a_layout_is_found_for_is_read_as_by_protobuf(seed: int, change
         read(bytes(content))
     except InferenceError as expected:
         with pytest.raises(InferenceError, match=f"^{re.escape(str(expected))}$") as caught:
-            layout.decode_inputs(bytes(content))
+            layout.decode(bytes(content))
         assert caught.value.status == expected.status  # noqa: PT017
     else:
         assert_same(layout, bytes(content))
@@ -151,7 +158,7 @@ def test_requests_with_an_id_or_typed_contents_have_no_layout() -> None:
     request.inputs.add(name="n", datatype="INT64", shape=[1]).contents.int64_contents.append(7)
     content = request.SerializeToString()
     for _ in range(2):
-        layouts.learn(content, request, InferRequestHeader.from_message(request), codec, codec.decode(request))
+        layouts.learn(content, request, codec, codec.decode(request))
     assert layouts.find(content) is None
 
 
@@ -168,7 +175,7 @@ def test_no_more_is_kept_than_the_limits_say(monkeypatch: pytest.MonkeyPatch) ->
         assert layouts.find(content) is not None
         assert sum(map(len, layouts._by_length.values())) == layouts._num_layouts <= MAX_LAYOUTS
         assert max(map(len, layouts._by_length.values())) <= MAX_LAYOUTS_PER_LENGTH
-    monkeypatch.setattr(request_cache, "MAX_HEAD_BYTES", 20)
+    monkeypatch.setattr(grpc_codec, "MAX_HEAD_BYTES", 20)
     assert learnt(contents[0]).find(contents[0]) is None
 
 
@@ -198,7 +205,7 @@ def asked_of(host: FakeHost, *requests: pb.ModelInferRequest) -> tuple[list[pb.M
         ]
 
     class Counted(GrpcCodec):
-        def decode(self, request: pb.ModelInferRequest) -> DecodedInputs:
+        def decode(self, request: pb.ModelInferRequest) -> GrpcInferCall:
             nonlocal decoded
             decoded += 1
             return super().decode(request)
@@ -255,8 +262,6 @@ def test_of_the_outputs_that_are_asked_for_no_more_are_looked_at_than_the_model_
     request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
     for _ in range(1000):
         request.outputs.add(name="x")
-    asked = InferRequestHeader.from_message(request)
-    assert not [field for field in asked.__struct_fields__ if isinstance(getattr(asked, field), tuple)]
     with pytest.raises(InferenceError, match="asked for twice"):
         asked_of(FakeHost(FakeModel("m", tensors(x=("FP32", [-1, 3])))), request)
     assert len(looked_at) == 2
@@ -306,7 +311,7 @@ def test_an_answer_is_the_message_that_protobuf_would_make(
         array = outputs[spec.name]
         expected.outputs.add(name=spec.name, datatype=spec.datatype, shape=array.shape)
         expected.raw_output_contents.append(bytes(to_binary(spec.datatype, array)))
-    asked = InferRequestHeader("m", "", identifier, None, raw=True)
+    call = GrpcInferCall({}, num_rows, id=identifier, binary=True)
     for _ in range(1 + known):
-        content = codec.encode(asked, (), outputs, 5)
+        content = codec.encode(call, outputs, 5)
     assert pb.ModelInferResponse.FromString(content) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -15,16 +16,15 @@ from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.errors import Closed, InferenceError
 from shoal.extend.serve import to_inference_error
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc.codec import FIELDS, GrpcCodec, InferRequestHeader
+from shoal.libs.grpc.codec import FIELDS, GrpcCodec, RequestLayoutCache
 from shoal.libs.grpc.methods import METHODS, GrpcCall
-from shoal.libs.grpc.request_cache import RequestLayoutCache
 from shoal.libs.grpc.service import InferenceServicer
 from shoal.open_inference.datatypes import DATATYPES, NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.messages.auth_failures import AuthFailure
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.protocol.access import AccessControl
-from shoal.serve.protocol.infer_call import LARGE_BYTES
+from shoal.serve.protocol.pipeline import LARGE_BYTES
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 from unit.serve.test_large_tensors import COUNT, answers, gated, host
@@ -61,8 +61,8 @@ def typed_values(datatype: str) -> list[Any]:
 def test_every_datatype_is_typed_but_those_that_travel_raw() -> None:
     assert set(DATATYPES) - set(FIELDS) == {"FP16", "BF16"}
     for datatype, field in FIELDS.items():
-        request = pb.ModelInferRequest(model_name="m", id="7")
-        tensor = request.inputs.add(name="x", datatype=datatype, shape=[2, 2])
+        request = typed("m", datatype, [2, 2], id="7")
+        tensor = request.inputs[0]
         getattr(tensor.contents, field).extend(typed_values(datatype))
         answer = infer(request, FakeModel("m", tensors(x=(datatype, [-1, 2]))))
         assert (answer.model_name, answer.model_version, answer.id) == ("m", "7", "7")
@@ -77,9 +77,8 @@ def test_an_answer_is_raw_when_one_of_its_outputs_has_no_typed_field() -> None:
         return {"h": inputs["x"].astype(np.float16), "x": inputs["x"]}
 
     model = FakeModel("m", outputs=tensors(h=("FP16", [-1, 3]), x=("FP32", [-1, 3])), compute=half)
-    request = pb.ModelInferRequest(model_name="m")
-    tensor = request.inputs.add(name="x", datatype="FP32", shape=[1, 3])
-    tensor.contents.fp32_contents.extend([1, 2, 3])
+    request = typed(shape=[1, 3])
+    request.inputs[0].contents.fp32_contents.extend([1, 2, 3])
     answer = infer(request, model)
     assert [each.name for each in answer.outputs] == ["h", "x"]
     assert list(np.frombuffer(answer.raw_output_contents[0], np.float16)) == [1, 2, 3]
@@ -87,25 +86,22 @@ def test_an_answer_is_raw_when_one_of_its_outputs_has_no_typed_field() -> None:
     assert list(infer(request, model).outputs[0].contents.fp32_contents) == [1, 2, 3]
 
 
-def two_inputs(**fields: Any) -> pb.ModelInferRequest:
-    request = pb.ModelInferRequest(model_name="m", **fields)
-    request.inputs.add(name="x", datatype="FP32", shape=[2, 3])
+def typed(
+    model: str = "m", datatype: str = "FP32", shape: Sequence[int] = (2, 3), **fields: Any
+) -> pb.ModelInferRequest:
+    """A request with one input `x`, without values."""
+    request = pb.ModelInferRequest(model_name=model, **fields)
+    request.inputs.add(name="x", datatype=datatype, shape=shape)
     return request
 
 
 def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
-    both = raw()
+    both, wrong_field = raw(), typed()
     both.inputs[0].contents.fp32_contents.append(1.0)
-    wrong_field = two_inputs()
     wrong_field.inputs[0].contents.fp64_contents.extend([1.0] * 6)
-    wide = pb.ModelInferRequest(model_name="wide")
-    wide.inputs.add(name="x", datatype="FP32", shape=[1, 4096])
-    negative = pb.ModelInferRequest(model_name="wide")
-    negative.inputs.add(name="x", datatype="FP32", shape=[1, -4])
-    overflow = pb.ModelInferRequest(model_name="tiny")
-    overflow.inputs.add(name="x", datatype="INT8", shape=[1]).contents.int_contents.append(128)
-    half = pb.ModelInferRequest(model_name="half")
-    half.inputs.add(name="x", datatype="FP16", shape=[1]).contents.fp32_contents.append(1)
+    overflow, half = typed("tiny", "INT8", [1]), typed("half", "FP16", [1])
+    overflow.inputs[0].contents.int_contents.append(128)
+    half.inputs[0].contents.fp32_contents.append(1)
     shared = raw()
     shared.inputs[0].parameters["shared_memory_region"].string_param = "r"
     repeated = raw()
@@ -115,13 +111,16 @@ def broken_requests() -> dict[str, tuple[pb.ModelInferRequest, str]]:
     text.parameters["timeout"].string_param = "soon"
     return {
         "nothing at all": (pb.ModelInferRequest(model_name="m"), "input 'x' is missing"),
-        "no contents": (two_inputs(), "expected 6 values in fp32_contents for FP32 [2, 3], got 0"),
+        "no contents": (typed(), "expected 6 values in fp32_contents for FP32 [2, 3], got 0"),
         "contents of another type": (wrong_field, "expected 6 values in fp32_contents for FP32 [2, 3], got 0"),
         "raw and typed": (both, "expected contents or raw_input_contents, got both"),
-        "too many blobs": (two_inputs(raw_input_contents=[b"", b""]), "has 2 entries for 1 inputs"),
-        "too few bytes": (two_inputs(raw_input_contents=[b"1234"]), "expected 24 bytes of FP32 [2, 3], got 4"),
-        "more values than there are": (wide, "expected 4096 values in fp32_contents for FP32 [1, 4096], got 0"),
-        "a negative shape": (negative, "got FP32 [1, -4]"),
+        "too many blobs": (typed(raw_input_contents=[b"", b""]), "has 2 entries for 1 inputs"),
+        "too few bytes": (typed(raw_input_contents=[b"1234"]), "expected 24 bytes of FP32 [2, 3], got 4"),
+        "more values than there are": (
+            typed("wide", shape=[1, 4096]),
+            "expected 4096 values in fp32_contents for FP32 [1, 4096], got 0",
+        ),
+        "a negative shape": (typed("wide", shape=[1, -4]), "got FP32 [1, -4]"),
         "a value that does not fit": (overflow, "expected values of INT8"),
         "FP16 in a typed field": (half, "expected FP16 in raw_input_contents"),
         "shared memory": (shared, "shared_memory_region"),
@@ -139,10 +138,8 @@ def test_a_wrong_request_is_refused_and_says_why() -> None:
         assert caught.value.status in (400, 422), what
         assert words in str(caught.value), what
     for contents in ([], [b""]):  # before anything is allocated for it
-        request = pb.ModelInferRequest(model_name="wide", raw_input_contents=contents)
-        request.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 62])
         with pytest.raises(InferenceError) as caught:
-            infer(request, *models)
+            infer(typed("wide", shape=[1, 1 << 62], raw_input_contents=contents), *models)
         assert caught.value.status == 413
     assert not any(model.calls for model in models)
 
@@ -180,32 +177,37 @@ def test_the_earliest_deadline_counts(
     assert model.calls[-1].deadline_s == pytest.approx(time.monotonic() + expected_s, abs=2)
 
 
-STATUSES = [
-    (InferenceError(400, "w"), grpc.StatusCode.INVALID_ARGUMENT),
-    (InferenceError(401, "w"), grpc.StatusCode.UNAUTHENTICATED),
-    (InferenceError(403, "w"), grpc.StatusCode.PERMISSION_DENIED),
-    (InferenceError(404, "w"), grpc.StatusCode.NOT_FOUND),
-    (InferenceError(409, "w"), grpc.StatusCode.FAILED_PRECONDITION),
-    (InferenceError(413, "w"), grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (InferenceError(422, "input 'K\u00f6ln': 100% wrong\nand more"), grpc.StatusCode.INVALID_ARGUMENT),
-    (InferenceError(429, "w", retry_after_s=1.2), grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (InferenceError(500, "w"), grpc.StatusCode.INTERNAL),
-    (InferenceError(503, "w", retry_after_s=2.0), grpc.StatusCode.UNAVAILABLE),
-    (InferenceError(504, "w"), grpc.StatusCode.DEADLINE_EXCEEDED),
-    (Closed("w"), grpc.StatusCode.UNAVAILABLE),
-    (KeyError("w" * 10_000), grpc.StatusCode.INTERNAL),
-]
+STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "FAILED_PRECONDITION",
+    413: "RESOURCE_EXHAUSTED",
+    422: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
 
 
-@pytest.mark.parametrize(("error", "code"), STATUSES, ids=lambda each: getattr(each, "name", ""))
-def test_an_error_has_the_status_for_it(error: Exception, code: grpc.StatusCode) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "retry_after"),
+    [
+        *((InferenceError(status, "w", retry_after_s=1.2), code, b"2") for status, code in STATUSES.items()),
+        (InferenceError(422, "input 'K\u00f6ln': 100% wrong\nand more"), "INVALID_ARGUMENT", None),
+        (Closed("w"), "UNAVAILABLE", b"1"),
+        (KeyError("w" * 10_000), "INTERNAL", None),
+    ],
+)
+def test_an_error_has_the_status_for_it(error: Exception, code: str, retry_after: bytes | None) -> None:
     subject = GrpcCall({})
     subject.set_error(to_inference_error(error))
     trailers = dict(subject.build_trailers())
-    assert trailers[b"grpc-status"] == b"%d" % code.value[0]
+    assert trailers[b"grpc-status"] == b"%d" % grpc.StatusCode[code].value[0]
     assert len(trailers[b"grpc-message"]) <= 2000
-    retry_after_s = getattr(error, "retry_after_s", 1.0 if isinstance(error, Closed) else None)
-    assert trailers.get(b"retry-after") == (None if retry_after_s is None else b"%d" % np.ceil(retry_after_s))
+    assert trailers.get(b"retry-after") == retry_after
 
 
 def test_a_message_of_a_status_is_escaped() -> None:
@@ -243,8 +245,8 @@ def test_parameters_of_a_policy_are_read() -> None:
     request = pb.ModelInferRequest(model_name="policy")
     request.parameters["action"].string_param = "sampled"
     request.parameters["seed"].int64_param = 3
-    header = InferRequestHeader.from_message(request)
-    assert (header.action, header.seed) == ("sampled", 3)
+    call = GrpcCodec("policy", [], [], 8).decode(request)
+    assert (call.action, call.seed) == ("sampled", 3)
 
 
 @pytest.mark.parametrize("is_raw", [False, True])
@@ -252,19 +254,20 @@ def test_an_input_of_float64_takes_float32_and_no_other_takes_another(is_raw: bo
     wide, narrow = ([TensorMetadata("x", datatype, [-1, 2])] for datatype in ("FP64", "FP32"))
 
     def decode(specs: list[TensorMetadata], datatype: str) -> np.ndarray:
-        request = pb.ModelInferRequest(model_name="m")
-        sent = request.inputs.add(name="x", datatype=datatype, shape=[1, 2])
+        request = typed("m", datatype, [1, 2])
         if is_raw:
             request.raw_input_contents.append(np.array([0.1, 2], NUMPY_DTYPES[datatype]).tobytes())
         else:
-            getattr(sent.contents, {"FP32": "fp32_contents", "FP64": "fp64_contents"}[datatype]).extend([0.1, 2])
+            getattr(request.inputs[0].contents, {"FP32": "fp32_contents", "FP64": "fp64_contents"}[datatype]).extend(
+                [0.1, 2]
+            )
         codec = GrpcCodec("m", specs, specs, 4)
         layouts = RequestLayoutCache()
         content = request.SerializeToString()
         for _ in range(3):  # a third request would be read by its layout
-            layouts.learn(content, request, InferRequestHeader.from_message(request), codec, codec.decode(request))
+            layouts.learn(content, request, codec, codec.decode(request))
         layout = layouts.find(content)
-        return (layout.decode_inputs(content) if layout else codec.decode(request)).arrays["x"]
+        return (layout.decode(content) if layout else codec.decode(request)).inputs["x"]
 
     for datatype, first in (("FP64", 0.1), ("FP32", np.float64(np.float32(0.1)))):
         decoded = decode(wide, datatype)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import InferenceError
-from shoal.libs.grpc.stream import StreamLifecycle
+from shoal.libs.grpc.app import StreamLifecycle
 from shoal.serve.messages.inference import Disconnected
 from shoal.serve.protocol.request_lifecycle import CLOSING_MESSAGE, RequestsInProgress
 from shoal.serve.protocol.request_limits import RequestLimits

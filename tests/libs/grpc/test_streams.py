@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
+from libs.grpc import asking
 from libs.grpc.asking import raw, request, until
 from serving.fake_host import FakeHost, FakeModel, tensors
-from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from serving.replica_server import LIMITS, TIMEOUT_S, exchange, served
 from shoal.cluster.ingress.front import is_listening
 from shoal.cluster.ports import find_free_port
@@ -24,8 +25,7 @@ from shoal.errors import InferenceError
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.libs.grpc.methods import METHODS, SERVICE
 from shoal.libs.grpc.service import STREAM_WINDOW
-from shoal.serve.messages.inference import Arrays
-from shoal.serve.protocol.access import AccessControl
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.protocol.request_limits import RequestLimits
 from waiting import wait_for
 
@@ -33,51 +33,25 @@ PATH = f"/{SERVICE}/ModelStreamInfer"
 POST = f"POST {PATH} HTTP/1.1"
 STREAM = METHODS["ModelStreamInfer"]
 SILENCE_S = 1.0  # what the proxy here bears of client and replica where it does not know of streams
+IMPATIENT = (
+    rf"; s/timeout server .*/timeout server {SILENCE_S:g}s/; s/timeout client 30s/timeout client {SILENCE_S:g}s/"
+)
 Stream = Callable[..., Any]
-Test = Callable[[Stream], Awaitable[None]]
 
 
-@pytest.fixture(scope="module")
-def http_port() -> int:
-    return find_free_port()
-
-
-@pytest.fixture(scope="module")
-def proxy(http_port: int) -> Iterator[HaproxyProcess]:
-    """Before the port of a replica's HTTP server, and before no gRPC server at all."""
-    impatient = (
-        rf"; s/timeout server .*/timeout server {SILENCE_S:g}s/; s/timeout client 30s/timeout client {SILENCE_S:g}s/"
-    )
-    with HaproxyProcess(http_port, find_free_port(), UNCHECKED + impatient) as started:
-        yield started
-
-
-@pytest.fixture
-def run(proxy: HaproxyProcess, http_port: int) -> Callable[..., None]:
-    """`run(host, test)` awaits `test(stream)`; `stream(requests, ...)` is a call through HAProxy."""
-
-    def run(host: FakeHost, test: Test, access: AccessControl | None = None, limits: RequestLimits = LIMITS) -> None:
-        async def main() -> None:
-            address = f"127.0.0.1:{proxy.grpc_port}"
-            async with served(host, http_port, access, limits), grpc.aio.insecure_channel(address) as channel:
-                make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
-
-                def stream(requests: Any = None, timeout: float | None = TIMEOUT_S, **options: Any) -> Any:
-                    return make(requests, timeout=timeout, **options)
-
-                await asyncio.wait_for(test(stream), 2 * TIMEOUT_S)
-
-        asyncio.run(main())
-
-    return run
+@asynccontextmanager
+async def opened(host: FakeHost, limits: RequestLimits = LIMITS) -> AsyncIterator[Stream]:
+    """`stream(requests, ...)` is a call through HAProxy."""
+    async with asking.served(host, limits=limits, edits=IMPATIENT) as ask:
+        yield partial(ask, "ModelStreamInfer")
 
 
 async def collected(call: Any) -> list[pb.ModelStreamInferResponse]:
     return [each async for each in call]
 
 
-def test_each_answer_comes_as_soon_as_it_can(run: Callable[..., None]) -> None:
-    async def test(stream: Stream) -> None:
+async def test_each_answer_comes_as_soon_as_it_can() -> None:
+    async with opened(FakeHost()) as stream:
         call, took_s = stream(), []
         for number in range(50):
             began_s = time.monotonic()
@@ -91,13 +65,10 @@ def test_each_answer_comes_as_soon_as_it_can(run: Callable[..., None]) -> None:
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
 
-    run(FakeHost(), test)
 
-
-def test_what_is_sent_at_once_is_in_hand_at_once_and_answered_in_its_order(run: Callable[..., None]) -> None:
+async def test_what_is_sent_at_once_is_in_hand_at_once_and_answered_in_its_order() -> None:
     model = FakeModel()
-
-    async def test(stream: Stream) -> None:
+    async with opened(FakeHost(model)) as stream:
         model.hold = asyncio.Event()
         num_requests = 3 * STREAM_WINDOW
         call = stream(iter([request(id=str(number)) for number in range(num_requests)]))
@@ -108,13 +79,10 @@ def test_what_is_sent_at_once_is_in_hand_at_once_and_answered_in_its_order(run: 
         model.hold.set()
         assert [each.infer_response.id for each in await answers] == list(map(str, range(num_requests)))
 
-    run(FakeHost(model), test)
 
-
-def test_silence_between_two_messages_is_waited_for(run: Callable[..., None]) -> None:
+async def test_silence_between_two_messages_is_waited_for() -> None:
     model = FakeModel()
-
-    async def test(stream: Stream) -> None:
+    async with opened(FakeHost(model), limits=replace(LIMITS, body_grace_s=0.2)) as stream:
         call = stream(timeout=None)
         for _ in range(2):
             await call.write(request())
@@ -126,27 +94,19 @@ def test_silence_between_two_messages_is_waited_for(run: Callable[..., None]) ->
         model.hold.set()
         assert (await call.read()).infer_response.model_name == "m"
 
-    run(FakeHost(model), test, limits=replace(LIMITS, body_grace_s=0.2))
 
-
-def test_large_messages_and_compressed_ones_are_whole(run: Callable[..., None]) -> None:
+async def test_large_messages_and_compressed_ones_are_whole() -> None:
     made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(range(250)) * 4000])
     made.inputs.add(name="x", datatype="UINT8", shape=[1, 1_000_000])
-
-    async def test(stream: Stream) -> None:
+    async with opened(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1]))))) as stream:
         for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate):
             answers = await collected(stream(iter([made] * 5), compression=compression))
             assert [each.infer_response.raw_output_contents for each in answers] == [made.raw_input_contents] * 5
 
-    run(FakeHost(FakeModel("m", tensors(x=("UINT8", [-1, -1])))), test)
 
-
-def test_an_error_is_an_answer_and_the_stream_goes_on_unless_the_client_wants_a_status(
-    run: Callable[..., None],
-) -> None:
+async def test_an_error_is_an_answer_and_the_stream_goes_on_unless_the_client_wants_a_status() -> None:
     model = FakeModel()
-
-    async def test(stream: Stream) -> None:
+    async with opened(FakeHost(model)) as stream:
         requests = [raw(id="a"), raw("nobody", id="b"), raw(id="c")]
         answers = await collected(stream(iter(requests)))
         assert [each.infer_response.id for each in answers] == ["a", "b", "c"]
@@ -167,13 +127,10 @@ def test_an_error_is_an_answer_and_the_stream_goes_on_unless_the_client_wants_a_
             message = (await call.read()).error_message
             assert (str(model.error) in message) if model.error else not message
 
-    run(FakeHost(model), test)
 
-
-def test_a_message_that_is_too_large_ends_the_stream(run: Callable[..., None]) -> None:
+async def test_a_message_that_is_too_large_ends_the_stream() -> None:
     model = FakeModel()
-
-    async def test(stream: Stream) -> None:
+    async with opened(FakeHost(model)) as stream:
         for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
             call = stream(compression=compression)
             await call.write(request())
@@ -183,8 +140,6 @@ def test_a_message_that_is_too_large_ends_the_stream(run: Callable[..., None]) -
             assert str(LIMITS.max_body_bytes) in await call.details()
         assert len(model.calls) == 2
 
-    run(FakeHost(model), test)
-
 
 async def written(call: Any, num_requests: int) -> None:
     for _ in range(num_requests):
@@ -192,10 +147,9 @@ async def written(call: Any, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "cancelled with a full window", "deadline"])
-def test_what_nobody_waits_for_leaves_the_model(how: str, run: Callable[..., None]) -> None:
+async def test_what_nobody_waits_for_leaves_the_model(how: str) -> None:
     model = FakeModel()
-
-    async def test(stream: Stream) -> None:
+    async with opened(FakeHost(model)) as stream:
         model.hold = asyncio.Event()
         num_requests = 30 * STREAM_WINDOW if "full" in how else 3
         call = stream(timeout=0.5 if how == "deadline" else None)
@@ -209,17 +163,15 @@ def test_what_nobody_waits_for_leaves_the_model(how: str, run: Callable[..., Non
         assert len(model.calls) == min(num_requests, STREAM_WINDOW)
         await asyncio.gather(writing, return_exceptions=True)
 
-    run(FakeHost(model), test)
 
-
-def test_who_reads_is_answered_however_much_larger_answers_are(run: Callable[..., None]) -> None:
+async def test_who_reads_is_answered_however_much_larger_answers_are() -> None:
     """The answers' windows come behind requests for which nobody has room."""
     num_requests = 1500
 
     def large(inputs: Arrays) -> Arrays:
         return {"y": np.zeros((1, 100_000), np.uint8)}
 
-    async def test(stream: Stream) -> None:
+    async with opened(FakeHost(FakeModel("m", outputs=tensors(y=("UINT8", [-1, -1])), compute=large))) as stream:
         requests = [request(id=str(number)) for number in range(num_requests)]
         num_answers = 0
         async for answer in stream(iter(requests), timeout=None):
@@ -227,17 +179,13 @@ def test_who_reads_is_answered_however_much_larger_answers_are(run: Callable[...
             num_answers += 1
         assert num_answers == num_requests
 
-    run(FakeHost(FakeModel("m", outputs=tensors(y=("UINT8", [-1, -1])), compute=large)), test)
-
 
 CLOSED = (grpc.StatusCode.UNAVAILABLE, "this replica is closing; begin another stream")
 
 
-async def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more(
-    proxy: HaproxyProcess, http_port: int
-) -> None:
+async def test_a_server_that_is_to_end_answers_what_it_has_and_waits_for_no_more() -> None:
     model = FakeModel()
-
+    proxy, http_port = asking.before_a_replica()
     address = f"127.0.0.1:{proxy.grpc_port}"
     async with served(FakeHost(model), http_port) as server, grpc.aio.insecure_channel(address) as channel:
         make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
@@ -267,42 +215,38 @@ def serve_until_killed(http_port: int) -> None:
     asyncio.run(main())
 
 
-def test_what_a_killed_replica_had_in_hand_is_unavailable_so_that_a_client_repeats_it(
-    proxy: HaproxyProcess, http_port: int
-) -> None:
+async def test_what_a_killed_replica_had_in_hand_is_unavailable_so_that_a_client_repeats_it() -> None:
+    proxy, http_port = asking.before_a_replica(IMPATIENT)
     process = multiprocessing.get_context("spawn").Process(target=serve_until_killed, args=(http_port,), daemon=True)
     process.start()
     wait_for(lambda: is_listening("127.0.0.1", http_port))
 
-    async def main() -> None:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
-            make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
-            infer = channel.unary_unary(
-                f"/{SERVICE}/ModelInfer",
-                METHODS["ModelInfer"].request.SerializeToString,
-                pb.ModelInferResponse.FromString,
-            )
-            ended = make(timeout=TIMEOUT_S)
-            await ended.write(request())
-            await ended.done_writing()
-            assert (await ended.read()).infer_response.model_name == "m"
-            assert await ended.read() == grpc.aio.EOF
-            streams = [make(timeout=TIMEOUT_S) for _ in range(20)]
-            for stream in streams:
-                for _ in range(2):
-                    await stream.write(request())
-                    assert (await stream.read()).infer_response.model_name == "m"
-            for stream in streams[:5]:
-                await stream.write(request(model="slow"))  # computed when the replica dies
-            silent = make(timeout=TIMEOUT_S)
-            await silent.write(request(model="slow"))
-            unary = infer(request(model="slow"), timeout=TIMEOUT_S)
-            await asyncio.sleep(SILENCE_S / 4)
-            process.kill()
-            for call in (*streams, silent, unary):
-                assert await call.code() == grpc.StatusCode.UNAVAILABLE
-
-    asyncio.run(asyncio.wait_for(main(), 2 * TIMEOUT_S))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+        make = channel.stream_stream(PATH, STREAM.request.SerializeToString, STREAM.response.FromString)
+        infer = channel.unary_unary(
+            f"/{SERVICE}/ModelInfer",
+            METHODS["ModelInfer"].request.SerializeToString,
+            pb.ModelInferResponse.FromString,
+        )
+        ended = make(timeout=TIMEOUT_S)
+        await ended.write(request())
+        await ended.done_writing()
+        assert (await ended.read()).infer_response.model_name == "m"
+        assert await ended.read() == grpc.aio.EOF
+        streams = [make(timeout=TIMEOUT_S) for _ in range(20)]
+        for stream in streams:
+            for _ in range(2):
+                await stream.write(request())
+                assert (await stream.read()).infer_response.model_name == "m"
+        for stream in streams[:5]:
+            await stream.write(request(model="slow"))  # computed when the replica dies
+        silent = make(timeout=TIMEOUT_S)
+        await silent.write(request(model="slow"))
+        unary = infer(request(model="slow"), timeout=TIMEOUT_S)
+        await asyncio.sleep(SILENCE_S / 4)
+        process.kill()
+        for call in (*streams, silent, unary):
+            assert await call.code() == grpc.StatusCode.UNAVAILABLE
     process.join()
 
 
@@ -319,7 +263,8 @@ WRONG: dict[str, tuple[bytes, str, int, bytes]] = {
 }
 
 
-async def test_a_wrong_stream_is_refused(http_port: int) -> None:
+async def test_a_wrong_stream_is_refused() -> None:
+    http_port = find_free_port()
     async with served(FakeHost(), http_port):
         for what, (body, header, status, words) in WRONG.items():
             answer = await exchange(http_port, POST, body, header)
@@ -329,7 +274,7 @@ async def test_a_wrong_stream_is_refused(http_port: int) -> None:
 
 
 @pytest.mark.parametrize("header", ["x: y", "grpc-timeout: 500m"])
-async def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str, http_port: int) -> None:
+async def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_while(header: str) -> None:
     """Also when the call's deadline has passed by then, and its status is all that is left to say."""
     made = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(100_000)])
     made.inputs.add(name="x", datatype="UINT8", shape=[1, 100_000])
@@ -337,7 +282,7 @@ async def test_who_takes_no_answers_is_read_no_further_and_has_left_after_a_whil
     chunk = b"\0" + len(message).to_bytes(4, "big") + message
     chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
     model = FakeModel("m", tensors(x=("UINT8", [-1, -1])))
-
+    http_port = find_free_port()
     async with served(FakeHost(model), http_port, limits=replace(LIMITS, answer_grace_s=1.0)):
         _, writer = await asyncio.open_connection("127.0.0.1", http_port)
         writer.write(f"{POST}\r\nhost: x\r\n{header}\r\ntransfer-encoding: chunked\r\n\r\n".encode())

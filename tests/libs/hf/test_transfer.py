@@ -160,7 +160,7 @@ def test_an_interrupted_push_is_pushed_again(monkeypatch: pytest.MonkeyPatch, tm
     version = pull(str(tmp_path / "model"), "tiny")
 
     def fail(self: object, folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text("{}")
         raise OSError("No space left on device")
 

@@ -18,7 +18,6 @@ from tests.libs.language.tiny_language import copy_state
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.extend.serve import HttpRequest, Send
-from shoal.libs.language.api import make_app
 from shoal.libs.language.api.app import LanguageApp
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
 from shoal.libs.language.text_model import TextCall, TextModel
@@ -128,7 +127,7 @@ class Models:
 
 
 def make_tiny_app(models: Models, keys: Sequence[ApiKey] = (), limits: RequestLimits | None = None) -> LanguageApp:
-    return make_app(models, AccessControl("s3cret" if keys else None, keys), limits or RequestLimits())
+    return LanguageApp(models, AccessControl("s3cret" if keys else None, keys), limits or RequestLimits())
 
 
 @contextmanager

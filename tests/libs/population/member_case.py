@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
-from shoal.libs.population.engines.looped import find_process_generator
+from shoal.libs.population.engines.select_engine import find_process_generator
 from shoal.random_state import preserve_rng
 
 Batch = tuple[Tensor, Tensor]

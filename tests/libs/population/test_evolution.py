@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import ConfigError, TrainError
-from shoal.libs.population.evolution import Decisions, Evolution, EvolutionSpec, build_evolution
-from shoal.libs.population.evolution.halving import Halving
+from shoal.libs.population.evolution import Decisions, Evolution, EvolutionSpec, Halving, build_evolution
 from shoal.search.space import SearchSpace
 
 Values = list[dict[str, Any]]

@@ -15,8 +15,7 @@ from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.libs.population.ensemble import Ensemble
 from shoal.libs.population.flow.build import load_member
 from shoal.libs.population.flow.rounds import choose_spec
-from shoal.libs.population.flow.run import check_population, run_population
-from shoal.libs.population.flow.trainer import PopulationTrainer
+from shoal.libs.population.flow.run import PopulationTrainer, check_population, run_population
 from shoal.libs.population.spec import PopulationSpec
 from shoal.registry import Registry
 from shoal.runs import RunKind, Status

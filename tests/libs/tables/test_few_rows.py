@@ -197,23 +197,25 @@ def test_hard_tables_have_finite_answers_in_order(network: PriorFittedNetwork, x
 @pytest.mark.parametrize(
     ("x", "y", "query", "message"),
     [
-        (np.zeros((0, 2)), [], np.zeros((1, 2)), "0 labels.*has no label.*give 1 to 20 rows"),
-        (np.zeros((2, 2)), [np.nan, np.nan], np.zeros((1, 2)), "table 0, target 0: 0 labels"),
-        (np.zeros((21, 2)), np.zeros(21), np.zeros((1, 2)), "21 labels.*too many"),
-        (np.zeros((65, 2)), [0.0, *[np.nan] * 64], np.zeros((1, 2)), "rows = 65.*at most 64"),
-        (np.zeros((3, 11)), np.zeros(3), np.zeros((1, 11)), "columns = 11.*at most 10"),
-        (np.zeros((3, 2)), np.zeros((3, 5)), np.zeros((1, 2)), "targets = 5.*at most 4"),
-        (np.zeros((3, 2)), np.zeros(4), np.zeros((1, 2)), r"x \[1, 3, 2\], y \[1, 4, 1\].*do not fit"),
-        (np.zeros((3, 2)), np.zeros(3), np.zeros((1, 3)), "do not fit"),
-        ([[0.0], [np.inf]], [0.0, 1.0], [[0.0]], "x = 'table 0, row 1, column 0': is infinite"),
-        ([1.0, 2.0], [0.0, 1.0], [[0.0]], "has other dimensions.*rows x columns"),
+        ((0, 2), [], (1, 2), "0 labels.*has no label.*give 1 to 20 rows"),
+        ((2, 2), [np.nan, np.nan], (1, 2), "table 0, target 0: 0 labels"),
+        ((21, 2), (21,), (1, 2), "21 labels.*too many"),
+        ((65, 2), [0.0, *[np.nan] * 64], (1, 2), "rows = 65.*at most 64"),
+        ((3, 11), (3,), (1, 11), "columns = 11.*at most 10"),
+        ((3, 2), (3, 5), (1, 2), "targets = 5.*at most 4"),
+        ((3, 2), (4,), (1, 2), r"x \[1, 3, 2\], y \[1, 4, 1\].*do not fit"),
+        ((3, 2), (3,), (1, 3), "do not fit"),
+        ([[0.0], [np.inf]], (2,), (1, 1), "x = 'table 0, row 1, column 0': is infinite"),
+        ([1.0, 2.0], (2,), (1, 1), "has other dimensions.*rows x columns"),
     ],
 )
 def test_tables_that_do_not_fit_are_rejected_by_name(
-    network: PriorFittedNetwork, x: Any, y: Any, query: Any, message: str
+    network: PriorFittedNetwork, x: Any, y: Any, query: tuple[int, ...], message: str
 ) -> None:
+    """A shape stands for zeros."""
+    given = [np.zeros(each) if isinstance(each, tuple) else each for each in (x, y, query)]
     with pytest.raises(DataError, match=message):
-        predict(network, x, y, query)
+        predict(network, *given)
 
 
 def test_the_prior_is_typed_and_repeats() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +57,12 @@ def test_rows_have_words_dates_truths_and_gaps_in_any_form() -> None:
     found = shoal.few_rows(frame, "price").predict(new)
     assert list(found.interval_90[1].index) == ["n"]
     np.testing.assert_allclose(found.mean, expected.mean)
-    for forms in (
+    for rows, new in (
         (pa.Table.from_pylist(ROWS), pa.Table.from_pylist(NEW)),
         ([list(each.values()) for each in ROWS], [list(each.values()) for each in NEW]),
         ([{**each, "price": str(price)} for each, price in zip(ROWS, PRICES, strict=True)], {**NEW[0], "price": ""}),
         ([{**each, "price": price} for each, price in zip(ROWS, PRICES, strict=True)], {**NEW[0], "price": None}),
     ):
-        rows, new = forms
         target: Any = "price" if isinstance(new, dict) else PRICES
         np.testing.assert_allclose(shoal.few_rows(rows, target).predict(new).mean, expected.mean)
 
@@ -116,31 +114,32 @@ def test_several_targets_and_many_queries(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("ask", "field", "problem"),
+    ("x", "y", "new", "field", "problem"),
     [
-        (lambda: shoal.few_rows(ROWS, PRICES).predict([{**NEW[0], "area": "wide"}]), "new.area", "row 0 has 'wide'"),
-        (lambda: shoal.few_rows(ROWS, PRICES).predict([{**NEW[0], "city": 3}]), "new.city", "row 0 has a number"),
-        (lambda: shoal.few_rows(ROWS, PRICES).predict([{**NEW[0], "since": "May"}]), "new.since", "row 0 has 'May'"),
-        (lambda: shoal.few_rows(ROWS, PRICES).predict([{"area": 3}]), "new", "lacks 'city'"),
-        (lambda: shoal.few_rows(ROWS, PRICES).predict([[1, 2]]), "new", "without names.* not the columns"),
-        (lambda: shoal.few_rows([[1.0], [2.0]], [1, 2]).predict([[1, 2]]), "new", "not the columns of X"),
-        (lambda: shoal.few_rows([*ROWS, {"area": 3}], [*PRICES, 1]), "X.city", "row 5 lacks it"),
-        (lambda: shoal.few_rows([["soon"], [3]], [1, 2]), "X.0", "row 1 has a number, .* such as 'soon'"),
-        (lambda: shoal.few_rows([1, 2], [1, 2]), "X", "has 1 dimensions"),
-        (lambda: shoal.few_rows([], []), "X", "has no rows"),
-        (lambda: shoal.few_rows(ROWS, PRICES).predict({}), "new", "lacks 'area', 'city'"),
-        (lambda: shoal.few_rows([[1], [2]], [1, 2, 3]), "y", "X has 2 rows"),
-        (lambda: shoal.few_rows(ROWS, "price"), "y", "is no column of X"),
-        (lambda: shoal.few_rows(np.zeros((4, 11)), range(4)), "columns", "at most 10"),
-        (lambda: shoal.few_rows(np.zeros((21, 1)), range(21)), "y", "too many labels"),
-        (lambda: shoal.few_rows([[1], [2]], ["a", "a"]), "y", "are one class"),
-        (lambda: shoal.few_rows([[1], [2]], ["a", 2]), "y", "2 is none"),
-        (lambda: shoal.few_rows([[1], [2]], ["a", ""]), "y", "are one class"),
+        (ROWS, PRICES, [{**NEW[0], "area": "wide"}], "new.area", "row 0 has 'wide'"),
+        (ROWS, PRICES, [{**NEW[0], "city": 3}], "new.city", "row 0 has a number"),
+        (ROWS, PRICES, [{**NEW[0], "since": "May"}], "new.since", "row 0 has 'May'"),
+        (ROWS, PRICES, [{"area": 3}], "new", "lacks 'city'"),
+        (ROWS, PRICES, {}, "new", "lacks 'area', 'city'"),
+        (ROWS, PRICES, [[1, 2]], "new", "without names.* not the columns"),
+        ([[1.0], [2.0]], [1, 2], [[1, 2]], "new", "not the columns of X"),
+        ([*ROWS, {"area": 3}], [*PRICES, 1], None, "X.city", "row 5 lacks it"),
+        ([["soon"], [3]], [1, 2], None, "X.0", "row 1 has a number, .* such as 'soon'"),
+        ([1, 2], [1, 2], None, "X", "has 1 dimensions"),
+        ([], [], None, "X", "has no rows"),
+        ([[1], [2]], [1, 2, 3], None, "y", "X has 2 rows"),
+        (ROWS, "price", None, "y", "is no column of X"),
+        (np.zeros((4, 11)), range(4), None, "columns", "at most 10"),
+        (np.zeros((21, 1)), range(21), None, "y", "too many labels"),
+        ([[1], [2]], ["a", "a"], None, "y", "are one class"),
+        ([[1], [2]], ["a", 2], None, "y", "2 is none"),
+        ([[1], [2]], ["a", ""], None, "y", "are one class"),
     ],
 )
-def test_what_cannot_be_read_is_named(ask: Callable[[], object], field: str, problem: str) -> None:
+def test_what_cannot_be_read_is_named(x: Any, y: Any, new: Any, field: str, problem: str) -> None:
+    """new: None where X or y is refused already"""
     with pytest.raises(DataError, match=problem) as raised:
-        ask()
+        shoal.few_rows(x, y).predict(new)
     assert raised.value.field == field
 
 

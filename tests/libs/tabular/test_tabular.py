@@ -25,7 +25,7 @@ from shoal.libs.batch_predict.output import open_lines
 from shoal.libs.batch_predict.table_predictor import TablePredictor
 from shoal.libs.tabular import trees
 from shoal.libs.tabular.dataset import Table, table
-from shoal.libs.tabular.encoders import Encoders, RequestEncoder, Scale
+from shoal.libs.tabular.encoders import Encoders, Scale
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.task import TableTask
 from shoal.registry import Registry
@@ -262,7 +262,7 @@ def test_a_request_has_a_row_as_it_is(customers: str) -> None:
     training = fitted.data().select("train")
     want = fitted.encoders.encode(training)["numbers"]
     assert (want == fitted.data().train.tensors[0].numpy()).all()  # type: ignore[union-attr]
-    assert task.preprocess.ranges["age"] == (np.nanmin(training["age"]), np.nanmax(training["age"]))
+    assert task.encoders.ranges["age"] == (np.nanmin(training["age"]), np.nanmax(training["age"]))
     wrong: dict[str, Any] = {"plan": b"basik", "age": np.inf, "news": 3.0}
     for field, value in wrong.items():
         with pytest.raises(DataError, match=f"^{field} = ") as caught:
@@ -284,7 +284,7 @@ def test_files_as_people_have_them_have_their_kinds_and_each_row_is_a_request(ma
     assert kinds_of(found) == file.kinds
     encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
     rows = json.loads(json.dumps(messy_files.read_rows(file, "utf-8")))  # with the mark, where there is one
-    asked = RequestEncoder(encoders)(decode_rows(encoders.signature().inputs, rows))
+    asked = encoders.encode_request(decode_rows(encoders.signature().inputs, rows))
     for name, wanted in encoders.encode(found.values, is_strict=False).items():
         assert sorted(asked[name].tolist()) == sorted(wanted.tolist())
 
@@ -387,15 +387,15 @@ def test_a_transformer_of_scikit_learn_takes_the_encoders_place(customers: str) 
     found = table(customers, "churned", transformer=transformer)
     encoders = Encoders.parse(json.loads(json.dumps(found.encoders.model_dump(mode="json"))))
     assert (encoders.num_numbers, encoders.category_sizes) == (4, [])
-    encoded = RequestEncoder(encoders)(request())
+    encoded = encoders.encode_request(request())
     assert list(encoded) == ["numbers"]
     assert sorted(encoded["numbers"][0, 1:].tolist()) == [0.0, 0.0, 1.0]
     assert found.train.tensors[0].numpy()[:, 0].mean() == pytest.approx(0.0, abs=1e-6)  # type: ignore[union-attr]
     other = encoders.model_copy(update={"sklearn": "0.9"})
     with pytest.raises(ConfigError, match=r"scikit-learn = '0\.9': has fitted .* pip install scikit-learn==0\.9"):
-        RequestEncoder(other)(request())
+        other.encode_request(request())
     with pytest.raises(DataError, match=r"^plan = 'basik'"):
-        RequestEncoder(encoders)(request(plan=b"basik"))
+        encoders.encode_request(request(plan=b"basik"))
     with pytest.raises(DataError, match="transformer = 'ColumnTransformer': does not fit the table"):
         table(customers, "churned", transformer=ColumnTransformer([("x", StandardScaler(), ["none"])]))
 

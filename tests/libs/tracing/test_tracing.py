@@ -17,7 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.libs.tracing.tracer import Tracer
-from shoal.serve.messages.inference import InferCall, Prediction
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Prediction
 from shoal.serve.spec.endpoint import TraceDestination
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

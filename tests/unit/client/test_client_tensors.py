@@ -17,7 +17,7 @@ from shoal.client.requests import Episode, build_episode_request
 from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.open_inference.datatypes import bf16_values
 from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.protocol.infer_call import parse_sticky
+from shoal.serve.protocol.pipeline import parse_sticky
 
 
 def converted(datatype: str, values: ArrayLike) -> np.ndarray:

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.registry.manifest import Signature, TensorSignature
-from shoal.serve.model.padding import MAX_SHARED_ROW_ELEMENTS, RequestCollator
-from shoal.serve.model.padding_cost import PaddingCostModel
+from shoal.serve.model.padding import MAX_SHARED_ROW_ELEMENTS, PaddingCostModel, RequestCollator
 
 TEXT = Signature(
     inputs=[TensorSignature(name="x", datatype="INT64", shape=[-1, -1])],

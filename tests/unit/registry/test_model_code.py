@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from shoal.cli.commands.models import models
 from shoal.errors import ConfigError
 from shoal.registry import ModelFactory, Registry, Signature, code_import, model_code
 from shoal.registry.code_import import activate_code, load_source
 from shoal.registry.model_code import ModelCode, require_installed
 from shoal.weights import WeightSnapshot
+from typed import said
 
 Write = Callable[[Mapping[str, str]], None]
 PARTS = {
@@ -300,10 +299,10 @@ def test_the_code_of_versions_is_shown_and_compared(write: Write) -> None:
         write({"net.py": "from helper import K\ndef make(width): return K\n", "helper.py": f"K = {factor}\n"})
         model = ModelFactory(factory="net:make", kwargs={"width": factor})
         Registry().register("net", WeightSnapshot.of(1, {}), model=model, signature=Signature(inputs=[], outputs=[]))
-    shown = CliRunner().invoke(models, ["show", "net@1", "--code"], catch_exceptions=False).output
+    shown = said("models show net@1 --code")
     assert shown == "# helper.py\nK = 2\n\n# net.py\nfrom helper import K\ndef make(width): return K\n\n"
-    assert "helper.py, net.py" in CliRunner().invoke(models, ["show", "net@1"], catch_exceptions=False).output
-    compared = CliRunner().invoke(models, ["diff", "net@1", "net@2"], catch_exceptions=False).output
+    assert "helper.py, net.py" in said("models show net@1")
+    compared = said("models diff net@1 net@2")
     assert (
         compared == "argument width: 2 -> 30\n--- net@1/helper.py\n+++ net@2/helper.py\n@@ -1 +1 @@\n-K = 2\n+K = 30\n"
     )

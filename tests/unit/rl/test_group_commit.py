@@ -148,7 +148,7 @@ class Learner:
         if batch is None:
             return 0
         self.learnt += values_of(batch)
-        self._lease.complete(batch, [None] * len(batch.lengths), [])
+        self._lease.set_outcomes(batch, [None] * len(batch.lengths), [])
         if self._chance.random() < 0.7:
             self._lease.acknowledge()
         return len(batch.lengths)
@@ -236,7 +236,7 @@ def test_both_the_gateway_and_the_learner_may_be_lost(tmp_path: Path) -> None:
     batch = before.take(0, 64)
     assert values_of(batch) == [1, 2]
     assert batch is not None
-    before.complete(batch, [None, None], [])
+    before.set_outcomes(batch, [None, None], [])
     before.acknowledge()
     checkpointed = before.request.position
     assert values_of(before.take(0, 64)) == [3, 4]
@@ -263,7 +263,7 @@ def test_a_lease_that_alone_has_changed_is_logged(tmp_path: Path, monkeypatch: p
     abandon(first)
     second = Host(store)
     assert batch is not None
-    before.complete(batch, [None, None], [])
+    before.set_outcomes(batch, [None, None], [])
     before._source = second.queue
     before.acknowledge()
     totals = second.queue.ledger.get_totals()
@@ -279,7 +279,7 @@ def test_a_learner_may_acknowledge_after_two_gateways_were_lost(tmp_path: Path) 
     first.commit._log._store = DyingStore(tmp_path, -1)  # the log never hears of the lease
     batch = before.take(0, 64)
     assert batch is not None
-    before.complete(batch, [None], [])
+    before.set_outcomes(batch, [None], [])
     abandon(first)
     second = Host(store)
     second.put_logged(A, 2)
@@ -318,7 +318,7 @@ def test_a_group_that_the_earlier_gateway_deletes_while_the_log_is_read_is_not_m
     before = lease(first)
     batch = before.take(0, 64)
     assert batch is not None
-    before.complete(batch, [None], [])
+    before.set_outcomes(batch, [None], [])
     before.acknowledge()
     first.put_logged(A, 2)
     abandon(first)
@@ -372,7 +372,7 @@ def test_a_new_log_has_positions_that_no_learner_has_seen(tmp_path: Path) -> Non
     before = lease(first)
     batch = before.take(0, 64)
     assert batch is not None
-    before.complete(batch, [None], [])
+    before.set_outcomes(batch, [None], [])
     first.queue.close()
     second = Host(FolderStore(tmp_path / "two"))
     second.put_logged(A, 2)

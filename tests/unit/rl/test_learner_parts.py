@@ -158,7 +158,7 @@ def test_a_lease_waits_in_pieces_and_takes_a_smaller_batch_when_the_time_is_over
 def test_outcomes_that_cannot_be_recorded_are_reported_again() -> None:
     source = FakeSource([], [LedgerUnwritable("full"), True])
     lease = lease_of(source)
-    lease.complete(batch(1), [None], [0.5])
+    lease.set_outcomes(batch(1), [None], [0.5])
     with pytest.raises(LedgerUnwritable):
         lease.acknowledge()
     assert lease.outcomes is not None
@@ -169,7 +169,7 @@ def test_outcomes_that_cannot_be_recorded_are_reported_again() -> None:
 
 def test_a_lease_that_another_incarnation_has_revoked_is_superseded() -> None:
     lease = lease_of(FakeSource([], [False]))
-    lease.complete(batch(1), [None], [])
+    lease.set_outcomes(batch(1), [None], [])
     with pytest.raises(Closed):
         lease.acknowledge()
     assert lease.is_superseded

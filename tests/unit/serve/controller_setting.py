@@ -18,6 +18,7 @@ from shoal.errors import InferenceError, RegistryError
 from shoal.registry.manifest import Signature
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
+from shoal.serve.controller.rollout import Phase
 from shoal.serve.controller.state import Deployment, StateFile
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion, ReplicaReport
@@ -177,6 +178,12 @@ class Cluster:
         self.asked.append(self.loop.create_task(self.administration.administer({"model": "m", **change}, "me")))
         self.spin()
 
+    def change(self, **change: Any) -> int:
+        """What an administrator asks, and all there is to do for it; the version that is stable then."""
+        self.ask(**change)
+        self.settle()
+        return int(self.rollout.stable)
+
     def refusal(self, **change: Any) -> InferenceError:
         """What an administrator is told who asks for what is refused at once."""
         with pytest.raises(InferenceError) as caught:
@@ -210,3 +217,8 @@ class Cluster:
     @property
     def rollout(self) -> Any:
         return self.controller.state.models["m"].rollout
+
+    @property
+    def position(self) -> tuple[Phase, int]:
+        """The phase, and the stable version."""
+        return self.rollout.phase, self.rollout.stable

@@ -67,7 +67,7 @@ def test_a_controller_that_is_started_again_goes_on_at_every_step(cluster: Clust
             cluster.start_controller()
         step()
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+    assert cluster.position == (Phase.STEADY, 2)
     assert {replica.stable for replica in replicas} == {2}
     assert steps(cluster) == ["deploy", "deploy"]
 
@@ -87,8 +87,7 @@ def test_a_state_file_of_another_deployment_or_a_damaged_one_is_not_gone_on_with
 
 
 def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan(cluster: Cluster) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     known = cluster.controller.plan.generation
     cluster.file.remove()
     cluster.start_controller()
@@ -104,8 +103,7 @@ def test_a_lost_state_file_does_not_let_replicas_believe_that_they_know_the_plan
 def test_options_that_json_has_no_number_for_outlive_the_controller(cluster: Cluster, pad_value: float) -> None:
     options = ModelOptions(ragged="pad", pad_value=pad_value).model_dump(mode="json")
     cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     cluster.start_controller()
     cluster.settle()
     assert cluster.rollout.phase is Phase.CANARY
@@ -127,8 +125,7 @@ def test_a_model_that_comes_back_under_its_name_is_staged_anew(cluster: Cluster)
 def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_it_is_wanted_again(
     cluster: Cluster,
 ) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     cluster.controller.drop_candidate("m", "rollback", "guard", "slow")
     cluster.ask(action="promote", version=2)
     for replica in cluster.replicas.values():
@@ -137,8 +134,7 @@ def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_i
 
 
 def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     assert cluster.rollout.phase is Phase.CANARY
     for name in list(cluster.replicas):
         del cluster.replicas[name]
@@ -156,7 +152,6 @@ def test_many_replicas_that_die_with_a_candidate_roll_it_back(cluster: Cluster) 
 @pytest.mark.parametrize("dies", ["silently", "in order"])
 def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: Cluster, dies: str) -> None:
     """Serve starts others all the time, which load it too: nobody would ever answer again."""
-    cluster.settle()
     cluster.ask(action="canary", version=2, percent=10)
     for _ in range(3):
         for name in list(cluster.replicas):
@@ -176,8 +171,7 @@ def test_a_version_that_kills_every_replica_that_loads_it_is_given_up(cluster: C
 
 def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> None:
     """Not even when they leave while the controller still has a question of theirs: it ends later than they do."""
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     before = steps(cluster)
 
     async def leave_while_following() -> None:
@@ -198,8 +192,7 @@ def test_replicas_that_leave_in_order_do_not_count_as_dead(cluster: Cluster) -> 
 
 
 def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cluster: Cluster) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     late = cluster.add()
     late.stage_one()
     cluster.tell(late)
@@ -209,31 +202,28 @@ def test_a_promotion_waits_for_replicas_that_came_after_the_canary_was_opened(cl
     cluster.controller.tick()
     assert cluster.rollout.phase is Phase.CANARY
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+    assert cluster.position == (Phase.STEADY, 2)
 
 
 def test_a_canary_that_a_later_replica_cannot_have_is_rolled_back(cluster: Cluster) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     cluster.add().bad.add(2)
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert cluster.position == (Phase.STEADY, 1)
     assert "cannot stage version 2: the file is gone" in cluster.rollout.reason
 
 
 def test_a_promotion_whose_alias_cannot_be_moved_does_not_happen(cluster: Cluster) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     cluster.catalogue.away = True
     assert "cannot be moved" in str(cluster.refusal(action="promote", timeout_s=1.0))
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.CANARY, 1)
+    assert cluster.position == (Phase.CANARY, 1)
 
 
 def test_a_registry_that_goes_while_a_moved_alias_is_followed_is_asked_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     cluster.catalogue.promote("m", 2, "champion")
     looks = iter([2])
 
@@ -247,7 +237,7 @@ def test_a_registry_that_goes_while_a_moved_alias_is_followed_is_asked_again(
         cluster.controller.tick()
         assert cluster.rollout.phase is Phase.CANARY
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
+    assert cluster.position == (Phase.STEADY, 2)
 
 
 @pytest.mark.parametrize("phase", [Phase.CANARY, Phase.STAGING])
@@ -255,20 +245,17 @@ def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_co
     cluster: Cluster, phase: Phase
 ) -> None:
     """Its answer was lost, say: without the version, the second would go back from what had been stable."""
-    cluster.ask(action="promote", version=2)
-    cluster.settle()
+    cluster.change(action="promote", version=2)
     cluster.ask(action="canary", version=3, percent=10)
     if phase is Phase.CANARY:
         cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (phase, 2, 3)
-    cluster.ask(action="rollback", from_version=3)
-    cluster.settle()
+    cluster.change(action="rollback", from_version=3)
     refused = cluster.refusal(action="rollback", from_version=3)
     assert (refused.status, str(refused)) == (409, "a rollback of 'm' would leave version 2, not 3: see its status")
     cluster.settle()
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.catalogue.stack) == (Phase.STEADY, 2, [1, 2])
-    cluster.ask(action="rollback", from_version=2)
-    cluster.settle()
+    cluster.change(action="rollback", from_version=2)
     assert (cluster.rollout.stable, cluster.refusal(action="rollback", from_version=2).status) == (1, 409)
     assert cluster.refusal(action="promote", version=3, from_version=1).status == 400
 
@@ -283,15 +270,13 @@ def test_a_rollback_that_says_what_it_leaves_does_not_go_back_further_when_it_co
 def test_a_metric_that_the_guard_does_not_look_at_is_refused(cluster: Cluster, looked_at: str, words: str) -> None:
     options = ModelOptions(guard=GuardOptions(metric=looked_at)).model_dump(mode="json")
     cluster.controller.redeploy(Deployment("m", "/registry", "champion", options))
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     refusal = cluster.refusal(action="metric", metric="acuracy", value=0.1)
     assert (refusal.status, refusal.message) == (400, words)
     assert cluster.rollout.phase is Phase.CANARY
 
 
 def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
-    cluster.settle()
     first, *others = cluster.replicas.values()
     cluster.controller.report(replace(first.report(), computing_s=12.3))
     status = StatusReporter(cluster.controller).describe_endpoint()
@@ -300,7 +285,6 @@ def test_a_forward_that_hangs_is_seen_while_it_does(cluster: Cluster) -> None:
 
 
 def test_status_says_how_many_replicas_there_are_to_be_and_on_which_host_each_is(cluster: Cluster) -> None:
-    cluster.settle()
     first, *others = cluster.replicas.values()
     cluster.controller.report(replace(first.report(), host="node-7"))
     reporter = StatusReporter(cluster.controller, num_replicas=5)
@@ -313,7 +297,6 @@ def test_status_says_how_many_replicas_there_are_to_be_and_on_which_host_each_is
 
 def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster: Cluster) -> None:
     """Replicas that have answered for long are heard of one after the other by a controller that was started again."""
-    cluster.settle()
     counted = {name: ModelStatistics("m") for name in cluster.replicas}
 
     def answer(name: str, times: int) -> None:
@@ -356,22 +339,17 @@ def test_rates_are_of_what_was_counted_meanwhile_whoever_comes_and_goes(cluster:
 
 
 def test_a_shadow_of_no_requests_ends_it_and_one_of_a_candidate_that_answers_stays(cluster: Cluster) -> None:
-    cluster.ask(action="shadow", version=2, percent=20)
-    cluster.settle()
+    cluster.change(action="shadow", version=2, percent=20)
     assert cluster.rollout.phase is Phase.CANARY
-    cluster.ask(action="shadow", version=2, percent=0)
-    cluster.settle()
+    cluster.change(action="shadow", version=2, percent=0)
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.candidate) == (Phase.STEADY, 1, 0)
-    cluster.ask(action="canary", version=3, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=3, percent=10)
     for percent in (20, 0):
-        cluster.ask(action="shadow", percent=percent)
-        cluster.settle()
+        cluster.change(action="shadow", percent=percent)
         assert cluster.rollout.shares == TrafficShares(10, percent)
 
 
 def test_what_the_registry_said_goes_with_what_was_followed(cluster: Cluster) -> None:
-    cluster.settle()
     cluster.catalogue.away = True
     cluster.controller.tick()
     (model,) = StatusReporter(cluster.controller).describe_endpoint()["models"]
@@ -444,8 +422,7 @@ def test_a_controller_on_a_full_disk_goes_on_and_its_state_is_written_at_the_nex
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
-        cluster.ask(action="promote", version=2)
-        cluster.settle()
+        cluster.change(action="promote", version=2)
         assert (cluster.rollout.stable, {replica.stable for replica in cluster.replicas.values()}) == (2, {2})
     cluster.controller.tick()
     cluster.start_controller()
@@ -476,7 +453,6 @@ def test_what_is_no_state_is_refused_and_the_endpoint_starts_from_what_it_was_de
 
 
 def test_status_has_what_libraries_count_over_all_replicas(cluster: Cluster) -> None:
-    cluster.settle()
     book = StatusReporter(cluster.controller, clock=lambda: cluster.now_s)
     bounds = [0.01, 0.1]
 
@@ -510,7 +486,6 @@ def test_status_has_what_libraries_count_over_all_replicas(cluster: Cluster) -> 
 
 
 def test_the_last_replica_that_was_lost_is_in_the_status(cluster: Cluster) -> None:
-    cluster.settle()
     cluster.now_s += LEASE_S + 1.0
     cluster.controller.tick()
     status = msgspec.convert(StatusReporter(cluster.controller).describe_endpoint(), EndpointStatus)

@@ -36,22 +36,19 @@ def cluster(tmp_path: Path) -> Any:
 
 
 def test_a_version_that_was_rolled_back_is_served_once_the_alias_means_it(cluster: Cluster) -> None:
-    cluster.ask(action="canary", version=4, percent=10)
-    cluster.settle()
-    cluster.ask(action="rollback")
-    cluster.settle()
+    cluster.change(action="canary", version=4, percent=10)
+    cluster.change(action="rollback")
     assert (cluster.rollout.phase, cluster.rollout.stable, cluster.rollout.refused) == (Phase.STEADY, 1, 4)
     cluster.catalogue.stack.append(4)
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
+    assert cluster.position == (Phase.STEADY, 4)
 
 
 def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cluster) -> None:
-    cluster.ask(action="canary", version=4, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=4, percent=10)
     cluster.catalogue.stack.append(3)  # which waits for the canary's end
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.CANARY, 1)
+    assert cluster.position == (Phase.CANARY, 1)
     cluster.ask(action="rollback", from_version=4)
     for replica in cluster.replicas.values():
         cluster.poll(replica)
@@ -60,7 +57,7 @@ def test_a_rollback_ends_when_what_the_alias_means_meanwhile_answers(cluster: Cl
     assert len(cluster.asked) == 1  # all have heard of the canary's end, and what comes now is not there yet
     cluster.settle()
     assert not cluster.asked
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 3)
+    assert cluster.position == (Phase.STEADY, 3)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -82,7 +79,7 @@ def test_what_could_not_be_staged_is_tried_again_when_the_alias_comes_back_to_it
     cluster.settle()
     cluster.catalogue.stack = [4]
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 4)
+    assert cluster.position == (Phase.STEADY, 4)
 
 
 def test_the_latest_is_followed_where_it_is_deployed_and_else_the_newest_of_now(cluster: Cluster) -> None:
@@ -119,7 +116,7 @@ def test_a_version_that_is_followed_as_a_canary_takes_over_once_the_guard_has_se
         for replica in cluster.replicas.values():
             cluster.poll(replica)
             cluster.controller.report(replica.report())
-        return cluster.rollout.phase, cluster.rollout.stable
+        return cluster.position
 
     assert follow(2) == (Phase.CANARY, 1, 2)
     assert cluster.rollout.shares.percent == 10.0
@@ -144,9 +141,8 @@ def test_an_alias_that_the_registry_takes_for_none_ends_a_promotion(
         raise ConfigError("alias", "latest", "is taken", "choose another")
 
     monkeypatch.setattr(cluster.catalogue, "promote", refuse)
-    cluster.ask(action="promote", version=2)
-    cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    cluster.change(action="promote", version=2)
+    assert cluster.position == (Phase.STEADY, 1)
     assert "cannot be moved" in cluster.rollout.reason
 
 
@@ -185,28 +181,25 @@ def test_a_rollback_does_not_go_back_to_another_version_when_the_alias_is_moved_
 
 
 def test_a_version_that_was_withdrawn_while_it_was_loaded_never_answers(cluster: Cluster) -> None:
-    cluster.settle()
     cluster.catalogue.promote("m", 2, "champion")
     cluster.controller.tick()
     assert (cluster.rollout.phase, cluster.rollout.candidate) == (Phase.STAGING, 2)
     cluster.catalogue.rollback("m", "champion")
     cluster.controller.tick()
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert cluster.position == (Phase.STEADY, 1)
     assert ("follow", 2) not in kinds(cluster)
     assert cluster.rollout.reason == "m@champion is version 1 now"
 
 
 def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: Cluster) -> None:
-    cluster.settle()
     cluster.catalogue.promote("m", 4, "champion")
     cluster.controller.tick()
     cluster.ask(action="rollback", from_version=4)
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     cluster.controller.drop_candidate("m", "rollback", "guard", "bad")
     cluster.settle()
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 1)
+    assert cluster.position == (Phase.STEADY, 1)
     cluster.catalogue.promote("m", 3, "champion")
     cluster.settle()
     cluster.catalogue.promote("m", 4, "champion")
@@ -215,7 +208,6 @@ def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: C
 
 
 def test_a_deploy_that_nobody_waits_for_any_more_leaves_what_is_followed_when_it_fails(cluster: Cluster) -> None:
-    cluster.settle()
     for replica in cluster.replicas.values():
         replica.bad = {4}
     cluster.ask(action="deploy", version=4, timeout_s=0.001)
@@ -228,23 +220,18 @@ def test_a_deploy_that_nobody_waits_for_any_more_leaves_what_is_followed_when_it
 
 
 def test_a_deploy_that_had_nothing_to_load_stays_when_something_else_is_abandoned(cluster: Cluster) -> None:
-    cluster.settle()
-    cluster.ask(action="deploy", version=1)
-    cluster.settle()
+    cluster.change(action="deploy", version=1)
     for replica in cluster.replicas.values():
         replica.bad = {2}
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     assert cluster.rollout.refused == 2
     assert cluster.controller.state.models["m"].deployment.version == "1"
 
 
 @pytest.mark.parametrize("action", ["deploy", "promote"])
 def test_who_waits_for_a_model_that_is_deleted_hears_of_it(cluster: Cluster, action: str) -> None:
-    cluster.settle()
     if action == "promote":
-        cluster.ask(action="canary", version=2, percent=10)
-        cluster.settle()
+        cluster.change(action="canary", version=2, percent=10)
         cluster.add()  # which has to load the candidate first
     change = {"action": action, "model": "m"} | ({"version": 2} if action == "deploy" else {})
     waiting = cluster.loop.create_task(cluster.administration.administer(change, "me"))
@@ -267,9 +254,7 @@ def test_a_deployment_of_which_nothing_was_begun_before_the_controller_died_is_n
 
 def test_replicas_that_are_stopped_while_a_model_is_added_are_none_that_died(cluster: Cluster) -> None:
     """None of them is ready until it has the new model too; an endpoint that scales down stops them in order."""
-    cluster.settle()
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     for name, replica in list(cluster.replicas.items()):
         replica.is_ready = False
         cluster.tell(replica)
@@ -282,8 +267,7 @@ def test_replicas_that_are_stopped_while_a_model_is_added_are_none_that_died(clu
 
 def test_where_nothing_is_shadowed_there_is_no_shadow_to_end(cluster: Cluster) -> None:
     """Who ends it twice does not open a candidate for whoever asks for one."""
-    cluster.ask(action="shadow", version=2, percent=0)
-    cluster.settle()
+    cluster.change(action="shadow", version=2, percent=0)
     assert (cluster.rollout.phase, cluster.rollout.attempt) == (Phase.STEADY, 1)
     refusal = cluster.refusal(action="shadow", version=2, percent=0)
     assert (refusal.status, str(refusal)) == (409, "model 'm' has no shadow that could end: see its status")
@@ -300,15 +284,7 @@ def test_an_alias_that_moved_while_the_endpoint_slept_is_followed_when_it_wakes(
     woken = cluster.add()
     cluster.settle()
     assert woken.answering == {2}
-    assert (cluster.rollout.phase, cluster.rollout.stable) == (Phase.STEADY, 2)
-
-
-def change(cluster: Cluster, **change: Any) -> int:
-    """The stable version once everybody has done all there is to do."""
-    cluster.ask(**change)
-    cluster.settle()
-    assert cluster.rollout.phase is Phase.STEADY
-    return int(cluster.rollout.stable)
+    assert cluster.position == (Phase.STEADY, 2)
 
 
 @pytest.mark.parametrize("word", ["1", "champion", "latest"])
@@ -316,15 +292,15 @@ def test_rollbacks_walk_back_and_never_to_what_was_withdrawn(cluster: Cluster, w
     cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
     cluster.settle()
     for version in (2, 3, 4):
-        assert change(cluster, action="promote", version=version) == version
-    assert [change(cluster, action="rollback") for _ in range(2)] == [3, 2]
-    assert change(cluster, action="promote", version=3) == 3  # no longer withdrawn
-    assert change(cluster, action="promote", version=2) == 2
-    assert change(cluster, action="rollback") == 3
+        assert cluster.change(action="promote", version=version) == version
+    assert [cluster.change(action="rollback") for _ in range(2)] == [3, 2]
+    assert cluster.change(action="promote", version=3) == 3  # no longer withdrawn
+    assert cluster.change(action="promote", version=2) == 2
+    assert cluster.change(action="rollback") == 3
     cluster.start_controller()  # which reads its file
     cluster.controller.redeploy(Deployment("m", "/registry", word, OPTIONS))
     cluster.settle()
-    assert change(cluster, action="rollback") == 1  # 2 was withdrawn
+    assert cluster.change(action="rollback") == 1  # 2 was withdrawn
     refused = cluster.refusal(action="rollback")
     assert (refused.status, cluster.rollout.stable) == (409, 1)
 
@@ -333,26 +309,23 @@ def test_a_rollback_passes_over_a_version_that_was_refused_as_a_candidate_since(
     cluster.controller.redeploy(Deployment("m", "/registry", "1", OPTIONS))
     cluster.settle()
     for version in (2, 3):
-        change(cluster, action="promote", version=version)
-    cluster.ask(action="shadow", version=2, percent=10)
-    cluster.settle()
-    change(cluster, action="rollback")  # the end of a shadow says nothing against it
+        cluster.change(action="promote", version=version)
+    cluster.change(action="shadow", version=2, percent=10)
+    cluster.change(action="rollback")  # the end of a shadow says nothing against it
     assert cluster.rollout.previous == 2
-    cluster.ask(action="canary", version=2, percent=10)
-    cluster.settle()
+    cluster.change(action="canary", version=2, percent=10)
     cluster.controller.drop_candidate("m", "rollback", "guard", "bad")
     cluster.settle()
-    assert change(cluster, action="rollback") == 1
+    assert cluster.change(action="rollback") == 1
 
 
 def test_who_follows_the_newest_takes_each_and_stays_where_it_was_sent_until_there_is_another(cluster: Cluster) -> None:
-    cluster.ask(action="deploy", model="m@latest")
-    cluster.settle()
+    cluster.change(action="deploy", model="m@latest")
     assert cluster.controller.state.models["m"].deployment.version == "latest"
     cluster.catalogue.newest = 3
     cluster.settle()
     assert cluster.rollout.stable == 3
-    assert change(cluster, action="rollback") == 1
+    assert cluster.change(action="rollback") == 1
     cluster.catalogue.newest = 4
     cluster.settle()
     assert (cluster.rollout.stable, cluster.catalogue.stack) == (4, [1])

@@ -15,8 +15,8 @@ from serving.asgi import Client, client
 from serving.fake_host import FakeHost, FakeModel, tensors
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.messages.inference import size_bytes
-from shoal.serve.protocol import infer_call
-from shoal.serve.protocol.infer_call import LARGE_BYTES, LARGE_ELEMENTS
+from shoal.serve.protocol import pipeline
+from shoal.serve.protocol.pipeline import LARGE_BYTES, LARGE_ELEMENTS
 
 COUNT = LARGE_BYTES  # elements of four bytes, or of one in JSON with its comma
 MANY = np.ones((1, LARGE_ELEMENTS + 1), np.float32)
@@ -106,7 +106,7 @@ def test_numbers_that_go_as_bytes_wait_for_nobody(monkeypatch: pytest.MonkeyPatc
 def test_no_more_large_bodies_wait_than_memory_is_meant_for(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = gated(monkeypatch, HttpCodec, "decode", lambda body, length: len(body) > LARGE_BYTES)
     app, (body, _) = client(host()).app, body_of("numbers")
-    monkeypatch.setattr(infer_call, "MAX_WAITING_BYTES", 2 * len(body))
+    monkeypatch.setattr(pipeline, "MAX_WAITING_BYTES", 2 * len(body))
 
     async def ask() -> list[int]:
         asked = [asyncio.create_task(Client(app).call("POST", "/v2/models/numbers/infer", [body])) for _ in range(4)]

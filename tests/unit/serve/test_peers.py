@@ -16,8 +16,8 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.serve.http.codec import HttpCodec
 from shoal.serve.http.response import build_error_response
 from shoal.serve.http.routes import RouteAction, match_route
-from shoal.serve.messages.inference import InferCall
-from shoal.serve.replica.peers import HttpTransport, decode_answer, encode_call
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.replica.peers import PeerTransport, decode_answer, encode_call
 
 INPUTS = [TensorMetadata("x", "FP32", [-1, 2]), TensorMetadata("b", "BF16", [-1]), TensorMetadata("t", "BYTES", [-1])]
 DATATYPES = {each.name: each.datatype for each in INPUTS}
@@ -86,7 +86,7 @@ class Peer:
 
 
 async def test_connections_stay_open_and_a_closed_one_is_replaced() -> None:
-    peer, transport = Peer(2), HttpTransport()
+    peer, transport = Peer(2), PeerTransport()
     async with await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         answers = [await transport.post(address, "/", {"a": "b"}, b"body") for _ in range(5)]
@@ -120,19 +120,19 @@ async def test_an_answer_that_streams_is_sent_on_as_it_comes_and_its_end_is_told
         answers += [head + chunks + b"1\r\nc\r\n0\r\n\r\n", head + b"content-length: 3\r\n\r\nabc"]
         for _ in range(2):
             sent.clear()
-            await HttpTransport().relay(address, "/v1/messages", {}, b"", send)
+            await PeerTransport().relay(address, "/v1/messages", {}, b"", send)
             assert b"".join(each.get("body", b"") for each in sent) == b"abc"
             assert (b"shoal-model-version", b"3") in sent[0]["headers"]
             assert (b"server", b"x") not in sent[0]["headers"]
             assert not sent[-1].get("more_body")
         answers += [head + chunks, b"HTTP/1.1 503 no\r\ncontent-length: 0\r\n\r\n", b""]
         with pytest.raises(InferenceError, match="lost before the answer's end"):
-            await HttpTransport().relay(address, "/", {}, b"", send)
+            await PeerTransport().relay(address, "/", {}, b"", send)
         sent.clear()
         with pytest.raises(InferenceError, match="cannot answer now"):
-            await HttpTransport().relay(address, "/", {}, b"", send)
+            await PeerTransport().relay(address, "/", {}, b"", send)
         with pytest.raises(RequestLost):
-            await HttpTransport().relay(address, "/", {}, b"", send)
+            await PeerTransport().relay(address, "/", {}, b"", send)
         assert not sent
 
 
@@ -144,4 +144,4 @@ async def test_a_peer_that_dies_with_the_request_is_lost() -> None:
 
     async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
         with pytest.raises(RequestLost):
-            await HttpTransport().post(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", {}, b"body")
+            await PeerTransport().post(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", {}, b"body")

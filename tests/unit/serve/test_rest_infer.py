@@ -12,7 +12,7 @@ import pytest
 
 from serving.asgi import Client, Reply, client, refused
 from serving.fake_host import FakeHost, FakeModel, tensors
-from shoal.serve.messages.inference import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.spec.model_options import ModelOptions
 
 X = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]]

@@ -114,24 +114,22 @@ def down(now: bool, timeout_s: float) -> None:
             return
         was_alive = cluster.is_head_alive()
         if was_alive and not now:
-            _stop_jobs(cluster, timeout_s)
+            deadline_s = time.monotonic() + timeout_s
+            # If the cluster does not answer, or a job does not stop, its processes are killed below.
+            with contextlib.suppress(ConnectionLost, ClusterError):
+                jobs = [
+                    JobHandle(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over
+                ]
+                for job in jobs:  # all of them first: each has the full time to save
+                    click.echo(f"stopping job {job.submission_id} ...")
+                    with contextlib.suppress(RunError, ClusterError):  # it has ended, and is no longer listed
+                        job.request_stop()
+                for job in jobs:
+                    with contextlib.suppress(RunError, ClusterError):
+                        for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
+                            pass
         _remove_cluster(cluster)
     click.echo("The cluster is down." if was_alive else "The cluster had died; what was left of it is removed.")
-
-
-def _stop_jobs(cluster: ClusterHandle, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    # If the cluster does not answer, or a job does not stop, its processes are killed below.
-    with contextlib.suppress(ConnectionLost, ClusterError):
-        jobs = [JobHandle(cluster, info.submission_id) for info in list_jobs(cluster) if not info.status.is_over]
-        for job in jobs:  # all of them first: each has the full time to save
-            click.echo(f"stopping job {job.submission_id} ...")
-            with contextlib.suppress(RunError, ClusterError):  # it has ended, and is no longer listed
-                job.request_stop()
-        for job in jobs:
-            with contextlib.suppress(RunError, ClusterError):
-                for _ in job.follow(max(0.1, deadline_s - time.monotonic())):
-                    pass
 
 
 def _remove_cluster(cluster: ClusterHandle) -> None:
@@ -161,7 +159,25 @@ def status(address: str | None, as_json: bool) -> None:
     _show_cluster(console, cluster, offer)
     _show_jobs(console, jobs)
     _show_queue(console, running)
-    _show_runs(console, running)
+    console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
+    for each in list_endpoints():
+        if each.is_detached:
+            console.print(f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached")
+    for run in running:
+        console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
+        is_queued = run.read_queue_entry() is not None
+        if waiting := describe_wait(run.last_events(since_resumed=True)):
+            console.print("    waiting in the queue" if is_queued else f"    {waiting}")
+        for endpoint in run.endpoints():
+            console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
+        if counts := _read_counts(run):
+            drops = _format_counts(counts["drops"]) or "none"
+            console.print(f"    {counts['actors']:,} actors, {counts['steps']:,} steps, drops: {drops}")
+            if rejected := _format_counts(counts["rejected"]):
+                console.print(f"    rejected: {rejected}")
+        for actor_id, reason in read_run_quarantine(run.folder).items():
+            console.print(f"    in quarantine: {actor_id}, it {reason}")
+            console.print(f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}")
 
 
 def describe_status(cluster: ClusterHandle | None) -> dict[str, Any]:
@@ -258,25 +274,3 @@ def _show_queue(console: Console, running: list[Run]) -> None:
         facts = (entry["owner"], f"priority {entry['priority']}", format_needs(entry["needs"]), f"for {since}")
         console.print(f"  {entry['position']}  {run.id}  {'  '.join(facts)}")
         console.print(f"     {entry['reason']}")
-
-
-def _show_runs(console: Console, running: list[Run]) -> None:
-    console.print(Text("\nruns", style="bold") if running else Text("runs     none is on: `shoal runs` lists them all"))
-    for each in list_endpoints():
-        if each.is_detached:
-            console.print(f"  without a run: {INFERENCE_KIND} {each.name}  {each.url}  detached")
-    for run in running:
-        console.print(f"  {run.id}  {run.title}, on for {format_duration(run.duration_s)}")
-        is_queued = run.read_queue_entry() is not None
-        if waiting := describe_wait(run.last_events(since_resumed=True)):
-            console.print("    waiting in the queue" if is_queued else f"    {waiting}")
-        for endpoint in run.endpoints():
-            console.print(f"    {endpoint.kind} {endpoint.name}  {endpoint.address}  {endpoint.state}")
-        if counts := _read_counts(run):
-            drops = _format_counts(counts["drops"]) or "none"
-            console.print(f"    {counts['actors']:,} actors, {counts['steps']:,} steps, drops: {drops}")
-            if rejected := _format_counts(counts["rejected"]):
-                console.print(f"    rejected: {rejected}")
-        for actor_id, reason in read_run_quarantine(run.folder).items():
-            console.print(f"    in quarantine: {actor_id}, it {reason}")
-            console.print(f"      when it is mended: shoal release {run.id} {shlex.quote(actor_id)}")

@@ -244,7 +244,21 @@ class RunSession:
         self._record = record
         addresses = {point.kind: point.address for point in self._record.endpoints() if point.state == "ready"}
         if "gateway" in addresses and self._actors is None and self._num_actors:
-            self._start_actors(self._record)
+            details = self._record.last_events(since_resumed=True)["gateway_ready"]
+            # Actors find modules next to the job's file, as the job does.
+            places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
+            variables = {"SHOAL_TOKEN": load_access_token(), "PYTHONPATH": os.pathsep.join(filter(None, places))}
+            options = ["--envs", str(self._typed.num_environments), "--inference", self._typed.inference]
+            self._actors = ActorProcesses(self._record.folder, variables)
+            options += [f"--ignore={each}" for each in details.get("ignore", ())]
+            self._actors.start(
+                self._num_actors,
+                details.get("bound") or details.get("connect") or details["address"],
+                details["env"],
+                details["server_key"],
+                options,
+                record_every=details.get("record_every", 0),
+            )
         notes = self._notes + self._describe_dead_actors()
         self._view = run_view.make_view(record, self._view, notes)
 
@@ -260,23 +274,6 @@ class RunSession:
         return new
 
     # -- actors ---------------------------------------------------------------------------------------------------
-
-    def _start_actors(self, record: Run) -> None:
-        details = record.last_events(since_resumed=True)["gateway_ready"]
-        # Actors find modules next to the job's file, as the job does.
-        places = [os.environ.get("PYTHONPATH", ""), str(self._path.parent)]
-        variables = {"SHOAL_TOKEN": load_access_token(), "PYTHONPATH": os.pathsep.join(filter(None, places))}
-        options = ["--envs", str(self._typed.num_environments), "--inference", self._typed.inference]
-        self._actors = ActorProcesses(record.folder, variables)
-        options += [f"--ignore={each}" for each in details.get("ignore", ())]
-        self._actors.start(
-            self._num_actors,
-            details.get("bound") or details.get("connect") or details["address"],
-            details["env"],
-            details["server_key"],
-            options,
-            record_every=details.get("record_every", 0),
-        )
 
     def _describe_dead_actors(self) -> list[str]:
         return self._actors.describe_dead() if self._actors is not None else []

@@ -113,7 +113,11 @@ def deploy(
     command = format_masked_command(["shoal", *sys.argv[1:]])
     run_id = make_run_id()
     if cluster is not None and not cluster.is_local:
-        _check_remote(cluster, spec)
+        if not spec.models:
+            raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
+        present = list_jobs_by_endpoint(cluster).get(spec.name)
+        if present is not None and not present.status.is_over:  # a detached endpoint may be gone: the job checks that
+            raise describe_taken_name(spec.name, "")
         fields = [*map(_make_file_relative, fields), format_override("endpoint.name", spec.name)]
         python, folder = "python", Path.cwd()
         env = {"SHOAL_RUN_ID": run_id, **make_command_variable(command)}
@@ -136,32 +140,12 @@ def deploy(
             _print_next_steps_elsewhere(spec, ready, cluster)
 
 
-def _check_remote(cluster: ClusterHandle, spec: ServingSpec) -> None:
-    """Raises ConfigError for what can be seen from here; the job checks the rest."""
-    if not spec.models:
-        raise ConfigError("models", [], "there is nothing to serve", "name a model of the cluster's registry")
-    job = list_jobs_by_endpoint(cluster).get(spec.name)
-    if job is not None and not job.status.is_over:  # a detached endpoint may be gone: the job checks that
-        raise describe_taken_name(spec.name, "")
-
-
 def _check_local(cluster: ClusterHandle | None, spec: ServingSpec, others: Sequence[FoundEndpoint]) -> ClusterHandle:
     """Check the spec here, where the user can still correct it. Raises ConfigError, ClusterError without a cluster."""
     check(spec)
     _warn(*describe_other_packages(spec))
     cluster = _require_cluster(cluster)
-    _refuse_damaged(spec)
-    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
-    for each in others:
-        if each.name == spec.name and each.run_id in jobs:
-            raise describe_taken_name(spec.name, _read_owner(each))
-    if not others:  # else it may share their address; the job checks it too
-        check_address(spec)
-    return cluster
-
-
-def _refuse_damaged(spec: ServingSpec) -> None:
-    """Raise WeightsError for weights on this disk that a replica would refuse, before it starts."""
+    # Raise WeightsError for weights on this disk that a replica would refuse, before it starts.
     for model in spec.models:
         version = Registry().get(model)
         is_small = version.manifest.size_bytes <= MAX_BYTES and version.store.locate("") is not None
@@ -169,6 +153,13 @@ def _refuse_damaged(spec: ServingSpec) -> None:
             suspect = version.snapshot().find_not_finite()
             if problem := find_load_error(version, suspect, with_code=False):
                 raise WeightsError(f"{version.ref} cannot be served: {problem}")
+    jobs = {info.submission_id for info in list_jobs(cluster) if not info.status.is_over}
+    for each in others:
+        if each.name == spec.name and each.run_id in jobs:
+            raise describe_taken_name(spec.name, _read_owner(each))
+    if not others:  # else it may share their address; the job checks it too
+        check_address(spec)
+    return cluster
 
 
 def _print_next_steps(spec: ServingSpec, ready: _Addresses, has_others: bool) -> None:

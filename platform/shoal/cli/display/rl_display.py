@@ -92,8 +92,13 @@ class LoopView(RunView):
         if episodes := _describe_episodes(self):
             yield render_fact("episodes", ", ".join(episodes))
         yield render_cells((name, format_or_dash(self.value(metric))) for name, metric in NUMBERS)
-        if indicators := _list_indicators(self):
-            yield render_fact("learner", *indicators)
+        parts: list[str | tuple[str, str]] = []
+        for name, metric, is_bad in INDICATORS:
+            if math.isfinite(value := self.value(metric)):
+                style = "bold yellow" if is_bad(value) else "bold"
+                parts += [("  " * bool(parts) + f"{name} ", "dim"), (format_metric(metric, value), style)]
+        if parts:
+            yield render_fact("learner", *parts)
         if shown := self.get_group("demonstrations"):
             yield render_fact("shown", f"{shown['episodes']:,.0f} episodes, {shown['steps']:,.0f} steps")
         none = Panel(title="drops", note="none")
@@ -176,7 +181,11 @@ def _render_return(view: LoopView) -> RenderableType:
         return render_line(Text("returns  ", "dim"), each_return)
     mean = view.value(RETURN)
     target = view.target_return
-    low = _lowest_return(view)
+    # The start of the scale: 0 when the target is above it, or the lowest return seen if that is
+    # lower.
+    is_from_zero = view.target_return is None or view.target_return > 0
+    lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
+    low = lowest if math.isfinite(lowest) else 0.0
     cells: list[RenderableType] = []
     if target is not None:
         full = 1.0 if mean >= target else 0.0  # NaN before the first episode
@@ -200,20 +209,3 @@ def _describe_episodes(view: LoopView) -> list[str]:
         f"length {length} ± {length_std}",
         *([f"success {format_metric('success_rate', success)}"] if math.isfinite(success) else []),
     ]
-
-
-def _list_indicators(view: LoopView) -> list[str | tuple[str, str]]:
-    """The indicators of the algorithm that learns, in yellow where they are bad."""
-    parts: list[str | tuple[str, str]] = []
-    for name, metric, is_bad in INDICATORS:
-        if math.isfinite(value := view.value(metric)):
-            style = "bold yellow" if is_bad(value) else "bold"
-            parts += [("  " * bool(parts) + f"{name} ", "dim"), (format_metric(metric, value), style)]
-    return parts
-
-
-def _lowest_return(view: LoopView) -> float:
-    """The start of the scale: 0 when the target is above it, or the lowest return seen if that is lower."""
-    is_from_zero = view.target_return is None or view.target_return > 0
-    lowest = min((view.lowest, *view.history, *((0.0,) if is_from_zero else ())))
-    return lowest if math.isfinite(lowest) else 0.0

@@ -35,17 +35,25 @@ _NUMBERS: dict[str, Callable[[VersionStatus], str]] = {  # of a version; the tab
     "req/s": lambda version: format_number(version.requests_per_s),
     "p50": lambda version: _format_seconds(version.p50_s),
     "p99": lambda version: _format_seconds(version.p99_s),
-    "errors": lambda version: _format_error_rate(version),
-    "differ": lambda version: _format_disagreement(version),
+    "errors": lambda version: (
+        f"{version.errors / version.requests:.2%}" if version.errors and version.requests else f"{version.errors}"
+    ),
+    "differ": lambda version: (
+        f"{version.disagreed / version.compared:.2%}" if version.compared and version.track != "stable" else "-"
+    ),
 }
 
 
 def render(status: EndpointStatus, url: str, note: str = "") -> RenderableType:
     """The picture for a terminal; `note` reports a problem with it, such as its age."""
+    replicas = Text.assemble(("replicas  ", "dim"), _format_ready_count(status))
+    replicas.append(f", generation {status.generation}", "dim")
+    for each in _find_unhealthy(status):
+        replicas.append(f"\n          {each.id} {_format_replica_state(each, status.generation)}", "yellow")
     parts: list[RenderableType] = [
         _render_versions(status),
         *(_render_model(model) for model in status.models),
-        _render_replicas(status),
+        replicas,
         *(
             Text(f"certificate  {text}", "yellow" if number else "dim")
             for number, text in enumerate(_describe_certificate(status))
@@ -150,21 +158,17 @@ def _render_versions(status: EndpointStatus) -> RenderableType:
             state = Text("cold", "blue") if is_cold else Text(model.state.lower(), "yellow")
             table.add_row(Text(model.name, "bold"), state)
         for index, version in enumerate(sorted(model.versions, key=_sort_key)):
-            table.add_row(Text(model.name, "bold") if index == 0 else "", *_make_version_cells(version))
+            track = Text.assemble(f"{version.version} ", (version.track or "loaded", _TRACKS.get(version.track, "dim")))
+            numbers = {name: Text(each(version)) for name, each in _NUMBERS.items()}
+            if version.errors:
+                numbers["errors"].style = "red"
+            table.add_row(Text(model.name, "bold") if index == 0 else "", track, *numbers.values())
     return table
 
 
 def _sort_key(version: VersionStatus) -> tuple[int, int]:
     tracks = [*_TRACKS, ""]
     return (tracks.index(version.track) if version.track in tracks else len(tracks), -version.version)
-
-
-def _make_version_cells(version: VersionStatus) -> tuple[RenderableType, ...]:
-    track = Text.assemble(f"{version.version} ", (version.track or "loaded", _TRACKS.get(version.track, "dim")))
-    numbers = {name: Text(each(version)) for name, each in _NUMBERS.items()}
-    if version.errors:
-        numbers["errors"].style = "red"
-    return track, *numbers.values()
 
 
 def _render_model(model: ModelStatus) -> RenderableType:
@@ -231,14 +235,6 @@ def describe_following(source: str, version: int) -> str:
     return f"stays at version {version}"
 
 
-def _render_replicas(status: EndpointStatus) -> RenderableType:
-    text = Text.assemble(("replicas  ", "dim"), _format_ready_count(status))
-    text.append(f", generation {status.generation}", "dim")
-    for each in _find_unhealthy(status):
-        text.append(f"\n          {each.id} {_format_replica_state(each, status.generation)}", "yellow")
-    return text
-
-
 def _format_ready_count(status: EndpointStatus) -> str:
     hosts = {each.host for each in status.replicas if each.host}
     on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
@@ -274,14 +270,6 @@ def _format_share(share: float) -> str:
 
 def _format_seconds(seconds: float | None) -> str:
     return "-" if seconds is None else format_quantity(seconds, "seconds")
-
-
-def _format_error_rate(version: VersionStatus) -> str:
-    return f"{version.errors / version.requests:.2%}" if version.errors and version.requests else f"{version.errors}"
-
-
-def _format_disagreement(version: VersionStatus) -> str:
-    return f"{version.disagreed / version.compared:.2%}" if version.compared and version.track != "stable" else "-"
 
 
 def _format_batch(model: ModelStatus) -> str:

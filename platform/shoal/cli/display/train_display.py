@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from rich.console import RenderableType
 
@@ -31,7 +30,7 @@ class TrainView(RunView):
     history: the newest losses
     """
 
-    working_phase: ClassVar = TRAINING
+    working_phase = TRAINING
 
     @property
     def rates(self) -> list[tuple[str, str]]:

@@ -48,7 +48,11 @@ def find_job(job: str) -> Path:
     jobs."""
     for candidate in (Path(job), Path("jobs") / f"{job}.py", find_recipe(job)):
         if candidate is not None and candidate.is_file():
-            _require_program(candidate)
+            text = candidate.read_text(errors="replace") if candidate.suffix == ".py" else ""
+            task = re.search(r"^class (\w+)\(.*\bTask\)", text, re.MULTILINE)
+            if task and not re.search(r"__main__|^(shoal\.)?fit\(|_main\(", text, re.MULTILINE):
+                remedy = f"train it with: shoal run train task={candidate}:{task[1]} stop.epochs=3"
+                raise ConfigError("job", str(candidate), "is the file of a Task, and no program", remedy)
             return candidate.resolve()
     if job.endswith(".py"):
         others = [str(path) for path in Path(job).parent.glob("*.py")]
@@ -60,15 +64,6 @@ def find_job(job: str) -> Path:
     known = dict.fromkeys([*sorted(path.stem for path in Path("jobs").glob("*.py")), *recipe_names()])
     remedy = suggest(job, known, f"jobs: {', '.join(known) or 'none here'}")
     raise ConfigError("job", job, "is neither a file nor in ./jobs", remedy)
-
-
-def _require_program(path: Path) -> None:
-    """Raise ConfigError for a file that defines a Task, and would do nothing as a program."""
-    text = path.read_text(errors="replace") if path.suffix == ".py" else ""
-    task = re.search(r"^class (\w+)\(.*\bTask\)", text, re.MULTILINE)
-    if task and not re.search(r"__main__|^(shoal\.)?fit\(|_main\(", text, re.MULTILINE):
-        remedy = f"train it with: shoal run train task={path}:{task[1]} stop.epochs=3"
-        raise ConfigError("job", str(path), "is the file of a Task, and no program", remedy)
 
 
 def split_secret_overrides(path: Path, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -87,14 +87,11 @@ def main() -> None:
     address = os.environ.get(ADDRESS_VARIABLE, "")
     worker = parse_worker_request(sys.argv[1:], dict(os.environ))
     if worker is None or not request_fork(address, worker):
-        os.execv(sys.executable, [sys.executable, _find_setup_worker(), *sys.argv[1:]])
-
-
-def _find_setup_worker() -> str:
-    ray = find_spec("ray")  # imports nothing
-    assert ray is not None
-    assert ray.origin is not None
-    return os.path.join(os.path.dirname(ray.origin), "_private", "workers", "setup_worker.py")
+        ray = find_spec("ray")  # imports nothing
+        assert ray is not None
+        assert ray.origin is not None
+        script = os.path.join(os.path.dirname(ray.origin), "_private", "workers", "setup_worker.py")
+        os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -90,7 +90,14 @@ def _handle_request(connection: socket.socket, read: FileStamps) -> WorkerReques
     streams: list[int] = []
     try:
         head, streams, _, _ = socket.recv_fds(connection, 8, 3)
-        worker: WorkerRequest = json.loads(_receive(connection, int.from_bytes(head, "big")))
+        size_bytes = int.from_bytes(head, "big")
+        text = bytearray()
+        while len(text) < max(1, size_bytes):
+            part = connection.recv(CHUNK_BYTES)
+            if not part:
+                raise EOFError
+            text += part
+        worker: WorkerRequest = json.loads(bytes(text))
         is_worker = can_fork(worker) and stat_module_files(read) == read and os.fork() == 0
     except (OSError, EOFError):  # the client has ended, or no more processes are allowed
         is_worker = False
@@ -102,16 +109,6 @@ def _handle_request(connection: socket.socket, read: FileStamps) -> WorkerReques
         return None
     connection.sendall(b"+")  # from here on the worker exists
     return worker
-
-
-def _receive(connection: socket.socket, size_bytes: int) -> bytes:
-    text = bytearray()
-    while len(text) < max(1, size_bytes):
-        part = connection.recv(CHUNK_BYTES)
-        if not part:
-            raise EOFError
-        text += part
-    return bytes(text)
 
 
 def stat_module_files(names: Iterable[str]) -> FileStamps:

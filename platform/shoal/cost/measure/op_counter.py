@@ -198,14 +198,6 @@ class OpCounter(TorchDispatchMode):
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
         self._recent_bytes = max(self._recent_bytes, self._allocated_bytes)
 
-    def _on_resize(self, storage: torch.UntypedStorage) -> None:
-        """FSDP frees and restores gathered parameters by resizing storages in place, without an operator."""
-        if id(storage) not in self._alive:
-            self._alive[id(storage)] = (weakref.ref(storage, self._make_finalizer(id(storage), True)), 0)
-        reference, before = self._alive[id(storage)]
-        self._alive[id(storage)] = (reference, storage.nbytes())
-        self._grow(storage.nbytes() - before)
-
 
 @contextmanager
 def count_ops(
@@ -229,7 +221,13 @@ def count_ops(
 
     def resize_and_tell(storage: Any, size: int) -> Any:
         result = resize(storage, size)
-        meter._on_resize(storage)
+        # FSDP frees and restores gathered parameters by resizing storages in place, without an
+        # operator.
+        if id(storage) not in meter._alive:
+            meter._alive[id(storage)] = (weakref.ref(storage, meter._make_finalizer(id(storage), True)), 0)
+        reference, before = meter._alive[id(storage)]
+        meter._alive[id(storage)] = (reference, storage.nbytes())
+        meter._grow(storage.nbytes() - before)
         return result
 
     torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]

@@ -59,7 +59,26 @@ class StreamReader(ABC):
         """The batch of the request; this reader's requests come in order. Raises DataError."""
         try:
             if request.restart:
-                self._restart(request)
+                self._at = self._get_start(request)
+                self._seed(request, 0)
+                if hasattr(self.source, "set_epoch"):
+                    self.source.set_epoch(request.epoch)
+                stream = self._open(request)
+                self._seed(request, self._get_seed_position())
+                self._iterator = iter(stream)
+                if request.state is not None:
+                    self._at, state = copy.deepcopy(request.state)  # the dataset may modify it after loading
+                    if _has_state_dict(self._iterator):
+                        self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
+                    elif _has_state_dict(stream):
+                        stream.load_state_dict(state)
+                        self._iterator = iter(stream)
+                    if self._at == PREVIOUS_EPOCH:
+                        deque(self._iterator, maxlen=0)  # the samples that filled no batch there
+                        self._at = self._get_start(request)
+                        self._seed(request, self._get_seed_position())
+                        self._iterator = iter(stream)
+                self._stateful = next((each for each in (self._iterator, stream) if _has_state_dict(each)), None)
             while self._at < request.position and self._take_samples(request):
                 pass
             return self._make_batch(request)
@@ -76,28 +95,6 @@ class StreamReader(ABC):
         left, self._iterator = self._iterator, iter(())
         if isinstance(left, Generator):  # anything else may be the dataset itself, which is read again
             left.close()
-
-    def _restart(self, request: StreamRequest) -> None:
-        self._at = self._get_start(request)
-        self._seed(request, 0)
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(request.epoch)
-        stream = self._open(request)
-        self._seed(request, self._get_seed_position())
-        self._iterator = iter(stream)
-        if request.state is not None:
-            self._at, state = copy.deepcopy(request.state)  # the dataset may modify it after loading
-            if _has_state_dict(self._iterator):
-                self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
-            elif _has_state_dict(stream):
-                stream.load_state_dict(state)
-                self._iterator = iter(stream)
-            if self._at == PREVIOUS_EPOCH:
-                deque(self._iterator, maxlen=0)  # the samples that filled no batch there
-                self._at = self._get_start(request)
-                self._seed(request, self._get_seed_position())
-                self._iterator = iter(stream)
-        self._stateful = next((each for each in (self._iterator, stream) if _has_state_dict(each)), None)
 
     def _get_start(self, request: StreamRequest) -> int:
         return 0

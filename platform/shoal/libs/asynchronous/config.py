@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,9 +32,9 @@ class ServersConfig(SyncConfig):
     compression: Literal["none", "fp16", "top_k"] = "none"
     top_k: float = Field(default=0.01, gt=0, le=1)
 
-    controller: ClassVar[str] = "shoal.libs.asynchronous.parameter_server.controller:make_server_controller"
+    controller = "shoal.libs.asynchronous.parameter_server.controller:make_server_controller"
 
-    probe: ClassVar[str] = "shoal.libs.asynchronous.costs:ServerProbe"
+    probe = "shoal.libs.asynchronous.costs:ServerProbe"
 
     @property
     def num_servers(self) -> int:
@@ -106,8 +106,8 @@ class ParameterServerConfig(ServersConfig):
     accumulate: int = Field(default=1, ge=1)
     balance: bool = False
 
-    synchronizer: ClassVar[str] = "shoal.libs.asynchronous.parameter_server.worker:make_server_sync"
-    one_optimizer: ClassVar[tuple[str, str] | None] = (
+    synchronizer = "shoal.libs.asynchronous.parameter_server.worker:make_server_sync"
+    one_optimizer = (
         "servers apply the gradients of one",
         "use all_reduce, local_sgd or diloco",
     )
@@ -161,7 +161,7 @@ class LocalStepsConfig(ServersConfig):
     delay: int = Field(default=0, ge=0)
     blend: float = Field(default=0.5, ge=0, le=1)
 
-    synchronizer: ClassVar[str] = "shoal.libs.asynchronous.parameter_server.local_steps:make_local_steps_sync"
+    synchronizer = "shoal.libs.asynchronous.parameter_server.local_steps:make_local_steps_sync"
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -231,11 +231,11 @@ class ElasticConfig(SyncConfig):
     workers: int
     min_workers: int
 
-    synchronizer: ClassVar[str] = "shoal.libs.asynchronous.elastic_worker:make_elastic_sync"
-    controller: ClassVar[str] = "shoal.libs.asynchronous.elastic_controller:make_elastic_controller"
-    has_every_step: ClassVar[bool] = True
-    chief_may_leave: ClassVar[bool] = True
-    one_optimizer: ClassVar[tuple[str, str] | None] = ("workers that join share the gradients of one", "use workers=N")
+    synchronizer = "shoal.libs.asynchronous.elastic_worker:make_elastic_sync"
+    controller = "shoal.libs.asynchronous.elastic_controller:make_elastic_controller"
+    has_every_step = True
+    chief_may_leave = True
+    one_optimizer = ("workers that join share the gradients of one", "use workers=N")
 
     @property
     def chosen_by(self) -> tuple[str, object]:
@@ -248,10 +248,10 @@ class HogwildConfig(SyncConfig):
     kind: Literal["hogwild"] = "hogwild"
     lanes: int
 
-    synchronizer: ClassVar[str] = "shoal.libs.asynchronous.hogwild:HogwildSync"
-    has_replicas: ClassVar[bool] = False
-    admits_cuda: ClassVar[bool] = False
-    one_optimizer: ClassVar[tuple[str, str] | None] = ("a lane has one", "leave it out")
+    synchronizer = "shoal.libs.asynchronous.hogwild:HogwildSync"
+    has_replicas = False
+    admits_cuda = False
+    one_optimizer = ("a lane has one", "leave it out")
 
     @property
     def chosen_by(self) -> tuple[str, object]:

@@ -41,7 +41,18 @@ class Lane(threading.Thread):
         self.num_steps, self.error = 0, ""
         self._begin = begin
         self._main = main
-        self._parts = _build_lane(index, main, begin)
+        spec = main.spec
+        with preserve_rng():
+            task = make_task(spec.task, spec.args)
+            parts = build_components(spec, task, World.single(spec.device), (index, spec.applied_sync.num_lanes))
+        for own, shared in zip(_list_tensors(parts, "parameters"), _list_tensors(main, "parameters"), strict=True):
+            own.data = shared.data
+        for own, given in zip(_list_tensors(parts, "buffers"), _list_tensors(main, "buffers"), strict=True):
+            own.copy_(given)
+        if parts.steps_per_epoch is not None:
+            epoch, within = divmod(begin, parts.steps_per_epoch)
+            parts.training.seek(epoch, within * spec.batch_size)
+        self._parts = parts
         self._may_step, self._is_ending = threading.Event(), False
         self._step_lock = threading.Lock()  # held during a step
 
@@ -87,22 +98,6 @@ class Lane(threading.Thread):
         self._is_ending = True
         self._may_step.set()
         self.join(END_TIMEOUT_S)
-
-
-def _build_lane(index: int, main: TrainComponents, step: int) -> TrainComponents:
-    """A model with the parameters of lane 0, an optimiser and a share of the data; buffers are copied once."""
-    spec = main.spec
-    with preserve_rng():
-        task = make_task(spec.task, spec.args)
-        parts = build_components(spec, task, World.single(spec.device), (index, spec.applied_sync.num_lanes))
-    for own, shared in zip(_list_tensors(parts, "parameters"), _list_tensors(main, "parameters"), strict=True):
-        own.data = shared.data
-    for own, given in zip(_list_tensors(parts, "buffers"), _list_tensors(main, "buffers"), strict=True):
-        own.copy_(given)
-    if parts.steps_per_epoch is not None:
-        epoch, within = divmod(step, parts.steps_per_epoch)
-        parts.training.seek(epoch, within * spec.batch_size)
-    return parts
 
 
 def _list_tensors(parts: TrainComponents, kind: str) -> list[Tensor]:

@@ -250,7 +250,12 @@ def fit_replicas(
         for kind, details in controller.describe().items():
             journal.record_event(kind, **details)
             if kind == "staleness":
-                _log_updates(details, journal, outcome.steps)
+                journal.log(outcome.steps, {"sync/bytes_pushed": float(details["bytes_pushed"])})
+                counts = {int(staleness): count for staleness, count in details["counts"].items()}
+                if counts:
+                    highest = max(counts)
+                    numbers = np.array([counts.get(staleness, 0) for staleness in range(highest + 1)])
+                    journal.log_histogram(outcome.steps, "sync/staleness", numbers, np.arange(highest + 2) - 0.5)
         _record_traffic(inbox.traffic, journal)
         return outcome
 
@@ -272,16 +277,6 @@ def launch_replicas(
 
     processes = RayProcesses(spec)
     return fit_replicas(spec, run_id, folder, log, should_stop, processes.start, tick, processes.find_address())
-
-
-def _log_updates(details: Mapping[str, Any], journal: EventLog, step: int) -> None:
-    """Log the bytes and the distribution of τ of the event `staleness`."""
-    journal.log(step, {"sync/bytes_pushed": float(details["bytes_pushed"])})
-    counts = {int(staleness): count for staleness, count in details["counts"].items()}
-    if counts:
-        highest = max(counts)
-        numbers = np.array([counts.get(staleness, 0) for staleness in range(highest + 1)])
-        journal.log_histogram(step, "sync/staleness", numbers, np.arange(highest + 2) - 0.5)
 
 
 def _record_traffic(traffic: list[Traffic], journal: EventLog) -> None:
@@ -314,33 +309,27 @@ def run_server(spec: TrainSpec, index: int, addresses: Addresses, file: Path) ->
     torch.set_num_threads(1)
     report = partial(_report_failure, f"server {index}", addresses)
     try:
-        _start_server(spec, index, addresses, file, report)
+        task = make_task(spec.task, spec.args)
+        seed_everything(spec.seed)
+        model = build_model(task, spec.task)
+        optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
+        assert isinstance(spec.sync, ServersConfig)
+        server = ParameterServer(index, spec.sync.make_server_optimizer(optimizer), spec.sync, spec.workers)
+        make_folder(file.parent)  # absent on a host that shares no files with the driver's
+        for earlier in file.parent.glob(f"server-{index}-*"):  # what other attempts of the run have left on this host
+            if earlier.stem != file.stem:
+                earlier.unlink(missing_ok=True)
+        address = addresses.choose_server_address(index)
+        service = ServerService(
+            address, server, addresses.controller, CALL_TIMEOUT_S, file, keys=addresses.keys, report=report
+        )
+        service.start()
     except ConnectionLost:
         raise  # another may reach the controller
     except Exception as error:  # noqa: BLE001 - the run ends with it
         report(error)
         return
     threading.Event().wait()
-
-
-def _start_server(
-    spec: TrainSpec, index: int, addresses: Addresses, file: Path, report: Callable[[BaseException], None]
-) -> None:
-    task = make_task(spec.task, spec.args)
-    seed_everything(spec.seed)
-    model = build_model(task, spec.task)
-    optimizer = make_optimizer(task, spec.optimizer, model.parameters(), model)
-    assert isinstance(spec.sync, ServersConfig)
-    server = ParameterServer(index, spec.sync.make_server_optimizer(optimizer), spec.sync, spec.workers)
-    make_folder(file.parent)  # absent on a host that shares no files with the driver's
-    for earlier in file.parent.glob(f"server-{index}-*"):  # what other attempts of the run have left on this host
-        if earlier.stem != file.stem:
-            earlier.unlink(missing_ok=True)
-    address = addresses.choose_server_address(index)
-    service = ServerService(
-        address, server, addresses.controller, CALL_TIMEOUT_S, file, keys=addresses.keys, report=report
-    )
-    service.start()
 
 
 def run_worker(spec: TrainSpec, index: int, addresses: Addresses, run_id: str, folder: Path) -> None:

@@ -56,31 +56,24 @@ def open_lines(file: Path) -> Iterator[pa.RecordBatchReader]:
         yield reader
 
 
+def _count_batches(file: Path) -> Iterator[int]:
+    """The rows of each batch of a file, which are read one by one; of Parquet all of them at once."""
+    if file.suffix == ".parquet":
+        with open_source(file) as source:
+            yield pyarrow.parquet.read_metadata(source).num_rows
+    else:
+        with open_lines(file) as reader:
+            yield from (batch.num_rows for batch in reader)
+
+
 def has_rows(files: Sequence[Path]) -> bool:
     """Whether the files have any rows; reads no more than necessary."""
-    for file in files:
-        if file.suffix == ".parquet":
-            with open_source(file) as source:
-                has_some = bool(pyarrow.parquet.read_metadata(source).num_rows)
-        else:
-            with open_lines(file) as reader:
-                has_some = any(batch.num_rows for batch in reader)
-        if has_some:
-            return True
-    return False
+    return any(any(_count_batches(file)) for file in files)
 
 
 def count_rows(files: Sequence[Path]) -> int:
-    """Count the rows of files already read, all of one kind."""
-    num_rows = 0
-    for file in files:
-        if file.suffix == ".parquet":
-            with open_source(file) as source:
-                num_rows += pyarrow.parquet.read_metadata(source).num_rows
-            continue
-        with open_lines(file) as reader:
-            num_rows += sum(batch.num_rows for batch in reader)
-    return num_rows
+    """Count the rows of files already read."""
+    return sum(sum(_count_batches(file)) for file in files)
 
 
 def verify_row_count(incoming: Path, files: Sequence[Path]) -> int:

@@ -18,7 +18,7 @@ from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConfigError
 from shoal.extend.cli import SECONDS, FiniteRange, ca_option, endpoint_option, json_option, make_table, print_json
 from shoal.extend.serve import MAX_REPLICAS
-from shoal.libs.capacity.simulation import SimulatedLoad, simulate
+from shoal.libs.capacity.simulation import LoadResult, simulate
 
 TIMEOUT_S = 5.0
 DEFAULT_MAX_BATCH = 64  # that of ModelOptions
@@ -120,7 +120,7 @@ def _fetch_model_status(model: str, endpoint: str | None) -> tuple[ModelStatus, 
     return models[model], max(1, len(status.replicas))
 
 
-def _build_table(loads: list[tuple[float, SimulatedLoad]], replicas: int, deadline_s: float | None) -> Table:
+def _build_table(loads: list[tuple[float, LoadResult]], replicas: int, deadline_s: float | None) -> Table:
     in_time = "answered/s" if deadline_s is None else f"within {deadline_s:g} s"
     headings = ("requests/s", "p50", "p90", "p99", in_time, "refused", "busy", "batch")
     rows = (

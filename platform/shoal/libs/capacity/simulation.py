@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SimulatedLoad:
+class LoadResult:
     """The result at one rate. Latencies are of answered requests; nan when there are none.
 
     goodput_per_s: requests answered within the deadline, a second (all that were answered, without a deadline)
@@ -121,7 +121,7 @@ def simulate(
     slots: int = 1,
     num_requests: int = 20_000,
     seed: int = 0,
-) -> SimulatedLoad:
+) -> LoadResult:
     """Simulate the batcher at this rate, for a model with measured forwards (rows, seconds).
 
     deadline_s: after its arrival, for every request. Raises ConfigError for values that make no sense.
@@ -156,7 +156,7 @@ def drive(
     slots: int = 1,
     spread: float = 0.0,
     seed: int = 0,
-) -> SimulatedLoad:
+) -> LoadResult:
     """Run a server over these arrivals until all are answered. `spread` is the sigma of a log-normal factor on l."""
     noise = np.random.default_rng(seed)
     ends: list[float] = [math.nan] * len(arrivals)
@@ -190,13 +190,13 @@ def drive(
 
 def _summary(
     arrivals: np.ndarray, ends: np.ndarray, batches: int, busy_s: float, deadline_s: float | None, slots: int
-) -> SimulatedLoad:
+) -> LoadResult:
     answered = ~np.isnan(ends)
     latencies = (ends - arrivals)[answered]
     in_time = len(latencies) if deadline_s is None else int((latencies <= deadline_s + 1e-9).sum())
     p50, p90, p99 = np.percentile(latencies, [50, 90, 99]) if len(latencies) else (math.nan,) * 3
     span_s = max(float(arrivals[-1]), float(ends[answered].max()) if len(latencies) else 0.0)
-    return SimulatedLoad(
+    return LoadResult(
         requests_per_s=len(arrivals) / float(arrivals[-1]),
         requests=len(arrivals),
         answered=len(latencies),

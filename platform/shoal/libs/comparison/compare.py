@@ -94,7 +94,15 @@ def compare(
     settings, metrics = find_differences(records), MetricTable.build(columns, by)
     reached = [_find_reached(column, target) if target else None for column in columns]
     if as_csv:
-        click.echo(_to_csv(columns, settings, metrics), nl=False)
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["kind", "name", *(column.run.id for column in columns)])
+        writer.writerows(["setting", name, *values] for name, values in settings.items())
+        for name, row in metrics.rows.items():
+            for kind in (each.name for each in fields(MetricSummary)):
+                values = ["" if each is None else getattr(each, kind) for each in row]
+                writer.writerow([kind, name, *("" if value is None or value != value else value for value in values)])
+        click.echo(text.getvalue(), nl=False)
         return
     tables = [_build_settings(columns, settings), metrics.render(columns), _build_table(columns, reached, target)]
     path = _save_plot(columns, by, plot)
@@ -179,19 +187,6 @@ class MetricTable:
     def to_dict(self) -> dict[str, list[dict[str, float | None] | None]]:
         """By metric, for each run."""
         return {name: [None if each is None else asdict(each) for each in row] for name, row in self.rows.items()}
-
-
-def _to_csv(columns: Sequence[Column], settings: Mapping[str, Sequence[str]], metrics: MetricTable) -> str:
-    """A line for each setting and each fact of a metric: kind, name, and a cell for each run."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["kind", "name", *(column.run.id for column in columns)])
-    writer.writerows(["setting", name, *values] for name, values in settings.items())
-    for name, row in metrics.rows.items():
-        for kind in (each.name for each in fields(MetricSummary)):
-            values = ["" if each is None else getattr(each, kind) for each in row]
-            writer.writerow([kind, name, *("" if value is None or value != value else value for value in values)])
-    return text.getvalue()
 
 
 def _find_reached(column: Column, target: str) -> TargetReached | None:

@@ -86,7 +86,10 @@ def write_page(run: Run) -> Path:
 def build_page(run: Run, curves: dict[str, MetricHistory]) -> str:
     """The page of one run."""
     path = f"/api/runs/{run.id}"
-    panels = {"panels": [*_find_films(run), *describe_panels(run)]}
+    found = [each for each in sorted((run.folder / FILMS).glob("*.webp")) if each.stat().st_size <= MAX_PICTURE_BYTES]
+    films = [found[index] for index in sorted({0, len(found) // 2, len(found) - 1})] if found else []
+    pictures = [(each.stem, encode_picture(each.read_bytes(), "webp")) for each in films]
+    panels = {"panels": [*([Panel(title="films", pictures=pictures)] if pictures else []), *describe_panels(run)]}
     data = {**_answer(run, curves), f"{path}/panels": panels, f"{path}/events": describe_events(run)}
     return _render([run], data)
 
@@ -127,13 +130,6 @@ def _collect(path: Path, modules: dict[str, str]) -> None:
 
     text = _IMPORT.sub(name, path.read_text()).encode()
     modules[path.relative_to(STATIC).as_posix()] = f"data:text/javascript;base64,{base64.b64encode(text).decode()}"
-
-
-def _find_films(run: Run) -> list[Panel]:
-    found = [each for each in sorted((run.folder / FILMS).glob("*.webp")) if each.stat().st_size <= MAX_PICTURE_BYTES]
-    films = [found[index] for index in sorted({0, len(found) // 2, len(found) - 1})] if found else []
-    pictures = [(each.stem, encode_picture(each.read_bytes(), "webp")) for each in films]
-    return [Panel(title="films", pictures=pictures)] if pictures else []
 
 
 def list_learning_curves(run: Run, curves: dict[str, MetricHistory]) -> list[Panel]:

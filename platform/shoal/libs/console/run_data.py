@@ -79,11 +79,22 @@ def describe_panels(run: Run) -> list[Panel]:
             while len(_drawn) > MAX_DRAWN:
                 _drawn.popitem(last=False)
         drawn = _drawn[key]
+    found = sorted((run.folder / PICTURES).glob("*.png"))
+    shown = [path for path in found if path.stat().st_size <= MAX_PICTURE_BYTES][:MAX_PICTURES]
+    event = events.get("staleness", {})
+    counts = sorted((int(age), float(count)) for age, count in event.get("counts", {}).items())
+    note = "{updates:,} updates, {dropped:,} dropped, {lost:,} lost".format(**event) if event else ""
+    bars = [Count(f"{age}", count, format_number(count)) for age, count in counts]
+    rows = []
+    for folder in sorted((run.folder / "checkpoints").glob("step-*"), reverse=True):
+        with suppress(FileNotFoundError):
+            size_bytes = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+            rows.append((f"{int(folder.name[5:]):,}", format_size(size_bytes)))
     others = [
         build_cost_panel({"predicted": events.get(PREDICTED, {}), "measured": events.get(MEASURED, {})}),
-        _list_checkpoints(run),
-        _list_pictures(run),
-        _count_staleness(events.get("staleness", {})),
+        Panel(title="checkpoints", note="on this host", header=("step", "size"), rows=rows),
+        Panel(title="pictures", pictures=[(path.stem, encode_picture(path.read_bytes())) for path in shown]),
+        Panel(title="staleness τ of the updates", note=note, counts=bars),
         Panel(
             title="all metrics",
             header=("name", "newest", "lowest", "highest"),
@@ -117,30 +128,6 @@ def _list_cards(run: Run, cards: Mapping[str, str]) -> Panel:
         shown, which = (latest[name], "newest") if registered is None else (registered, "registered")
         rows = [(f"best {label}", format_number(value)), (f"{which} {label}", format_number(shown)), *rows]
     return Panel(title="at a glance", rows=rows)
-
-
-def _list_pictures(run: Run) -> Panel:
-    found = sorted((run.folder / PICTURES).glob("*.png"))
-    shown = [path for path in found if path.stat().st_size <= MAX_PICTURE_BYTES][:MAX_PICTURES]
-    return Panel(title="pictures", pictures=[(path.stem, encode_picture(path.read_bytes())) for path in shown])
-
-
-def _count_staleness(event: Mapping[str, Any]) -> Panel:
-    """Of the updates of asynchronous workers: how many there were of each age."""
-    counts = sorted((int(age), float(count)) for age, count in event.get("counts", {}).items())
-    note = "{updates:,} updates, {dropped:,} dropped, {lost:,} lost".format(**event) if event else ""
-    bars = [Count(f"{age}", count, format_number(count)) for age, count in counts]
-    return Panel(title="staleness τ of the updates", note=note, counts=bars)
-
-
-def _list_checkpoints(run: Run) -> Panel:
-    """Those on this host, newest first. One that is being removed is left out."""
-    rows = []
-    for folder in sorted((run.folder / "checkpoints").glob("step-*"), reverse=True):
-        with suppress(FileNotFoundError):
-            size_bytes = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
-            rows.append((f"{int(folder.name[5:]):,}", format_size(size_bytes)))
-    return Panel(title="checkpoints", note="on this host", header=("step", "size"), rows=rows)
 
 
 def describe_events(run: Run, after: float = -1) -> list[dict[str, Any]]:

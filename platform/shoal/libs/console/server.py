@@ -38,7 +38,11 @@ MAX_OPEN_FILES = 20_000
 
 def build_app(access: Access) -> Guard:
     """The console as an ASGI application."""
-    version = _hash_static()
+    digest = hashlib.sha256()
+    for path in sorted(STATIC.rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(STATIC).as_posix().encode() + b"\0" + path.read_bytes())
+    version = digest.hexdigest()[:16]
     modules = [
         path.relative_to(STATIC) for folder in ("lib", "pages") for path in sorted((STATIC / folder).glob("*.js"))
     ]
@@ -115,15 +119,6 @@ class LastingFiles(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers["cache-control"] = "max-age=31536000, immutable"
         return response
-
-
-def _hash_static() -> str:
-    """Of all files that browsers load."""
-    digest = hashlib.sha256()
-    for path in sorted(STATIC.rglob("*")):
-        if path.is_file():
-            digest.update(path.relative_to(STATIC).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 async def _describe_session(request: Request) -> Response:

@@ -21,7 +21,6 @@ from shoal.config import Spec
 from shoal.errors import ConfigError
 from shoal.extend.registry import PAYLOAD_FILES, ModelVersion, find_version
 from shoal.extend.serve import BatchLayout, ModelOptions, to_tensor_metadata
-from shoal.libs.export import texts
 from shoal.libs.export.convert import convert_to_onnx
 from shoal.libs.export.examples import (
     Example,
@@ -32,15 +31,7 @@ from shoal.libs.export.examples import (
     read_examples,
     select_answered,
 )
-from shoal.libs.export.folder import (
-    copy_license,
-    copy_runtime,
-    format_requirements,
-    list_requirements,
-    measure_folder,
-    measure_packages,
-    require_target,
-)
+from shoal.libs.export.folder import complete_folder, copy_license, measure_folder, require_target
 from shoal.libs.export.game_policy import GamePolicy, compare_vectors, describe_policy, make_vectors, read_experience
 from shoal.libs.export.runtime.model import DESCRIPTION_FILE, FORMAT, MODEL_FILE, FolderModel, ModelDescription
 from shoal.libs.export.runtime.self_test import EXAMPLES_FILE
@@ -48,10 +39,8 @@ from shoal.wire.experience_spec import ExperienceSpec
 
 ONNX_FILE, OPSET = "policy.onnx", 15  # Unity's engine reads 7 to 15
 RUNTIMES = ("Policy.gd", "PolicyLayer.gd", "policy.mjs", "Policy.cs", "policy.hpp")
-MAX_LAMBDA_BYTES = 250 * 1024 * 1024  # of a function and its layers, unzipped
 MAX_STORED_BYTES = 1 << 20  # of an example; one is stored at any size
 OLDEST_OPSET, NEWEST_OPSET = 7, 20  # that torch's exporter writes
-LAMBDA_CLIENT = "awslambdaric==4.2.2"  # of AWS, for the test of a folder
 
 
 class ExportSpec(Spec):
@@ -133,7 +122,7 @@ def export_model(spec: ExportSpec) -> ExportReport:
             return ExportReport(into, version.ref, num_vectors, max(difference, other), size_bytes, warning)
         model, examples, difference = _convert(version, spec, draft)
         num_examples = _write_examples(draft, model, examples)
-        size_bytes = _write_rest(draft, model.description)
+        size_bytes = complete_folder(draft, model.description)
     return ExportReport(into, version.ref, num_examples, difference, size_bytes)
 
 
@@ -246,28 +235,6 @@ def _write_examples(folder: Path, model: FolderModel, examples: Sequence[Example
             (folder / "request.json").write_bytes(example.body)
     (folder / EXAMPLES_FILE).write_bytes(msgspec.json.encode(stored))
     return len(stored)
-
-
-def _write_rest(folder: Path, description: ModelDescription) -> int:
-    """Write what runs, and the page; returns the size with the packages. Raises ConfigError beyond Lambda's limit."""
-    packages, is_lambda = list_requirements(), description.target == "lambda"
-    copy_runtime(folder, description.target)
-    files = {
-        "requirements.txt": format_requirements(packages),
-        "Dockerfile": texts.LAMBDA_DOCKERFILE if is_lambda else texts.CONTAINER_DOCKERFILE,
-        ".dockerignore": texts.DOCKERIGNORE,
-        "test_folder.py": texts.format_test(description.target),
-        "lambda_function.py" if is_lambda else "server.py": texts.FUNCTION if is_lambda else texts.SERVER,
-    }
-    for name, content in files.items():
-        (folder / name).write_text(content)
-    size_bytes = measure_folder(folder) + measure_packages(packages)
-    if is_lambda and size_bytes > MAX_LAMBDA_BYTES:
-        problem = f"the folder has {size_bytes >> 20} MB with its packages, and Lambda takes {MAX_LAMBDA_BYTES >> 20}"
-        raise ConfigError("to", description.target, problem, "export a smaller model, or to a container")
-    test_package = f" {LAMBDA_CLIENT}" if is_lambda else ""
-    (folder / "README.md").write_text(texts.format_page(description, size_bytes >> 20, test_package))
-    return size_bytes
 
 
 def write_game(

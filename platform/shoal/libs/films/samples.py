@@ -165,7 +165,12 @@ class SampleSheet:
 
 
 def _read_batch(outputs: Any, batch: Any) -> _Batch | None:
-    scores = _find_scores(outputs)
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("logits", next(iter(outputs.values()), None))
+    elif isinstance(outputs, tuple | list):
+        outputs = outputs[0] if outputs else None
+    found = getattr(outputs, "logits", outputs)
+    scores = found if isinstance(found, Tensor) and found.ndim else None
     targets, inputs = _find_targets(batch)
     if scores is None or targets is None or not targets.ndim or not len(targets) or len(scores) != len(targets):
         return None
@@ -189,15 +194,6 @@ def _read_batch(outputs: Any, batch: Any) -> _Batch | None:
     if rows.shape != wanted.shape or rows.shape[1] > MAX_NUMBERS:
         return None
     return _Batch(rows, wanted, (rows - wanted).square().mean(1), inputs, "numbers")
-
-
-def _find_scores(outputs: Any) -> Tensor | None:
-    if isinstance(outputs, Mapping):
-        outputs = outputs.get("logits", next(iter(outputs.values()), None))
-    elif isinstance(outputs, tuple | list):
-        outputs = outputs[0] if outputs else None
-    found = getattr(outputs, "logits", outputs)
-    return found if isinstance(found, Tensor) and found.ndim else None
 
 
 def _find_targets(batch: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -28,21 +28,15 @@ from shoal.libs.grpc import inference_pb2 as pb
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 PATH_PREFIX = f"/{SERVICE}/"
 GRPC_STATUSES = {
-    400: StatusCode.INVALID_ARGUMENT,
+    **dict.fromkeys((400, 405, 422), StatusCode.INVALID_ARGUMENT),
     401: StatusCode.UNAUTHENTICATED,
     403: StatusCode.PERMISSION_DENIED,
     404: StatusCode.NOT_FOUND,
-    405: StatusCode.INVALID_ARGUMENT,
-    408: StatusCode.DEADLINE_EXCEEDED,
     409: StatusCode.FAILED_PRECONDITION,
-    413: StatusCode.RESOURCE_EXHAUSTED,
-    415: StatusCode.UNIMPLEMENTED,
-    422: StatusCode.INVALID_ARGUMENT,
-    429: StatusCode.RESOURCE_EXHAUSTED,
-    431: StatusCode.RESOURCE_EXHAUSTED,
-    501: StatusCode.UNIMPLEMENTED,
+    **dict.fromkeys((413, 429, 431), StatusCode.RESOURCE_EXHAUSTED),
+    **dict.fromkeys((415, 501), StatusCode.UNIMPLEMENTED),
     503: StatusCode.UNAVAILABLE,
-    504: StatusCode.DEADLINE_EXCEEDED,
+    **dict.fromkeys((408, 504), StatusCode.DEADLINE_EXCEEDED),
 }
 UNAUTHENTICATED_METHODS = frozenset({"ServerLive", "ServerReady"})  # to every caller
 MAX_DETAILS_CHARS = 2000  # sent in a header block, which proxies limit

@@ -1,6 +1,6 @@
 """The Open Inference Protocol v2 over gRPC: its inferences, and all else as REST answers it, on messages.
 
-Owns the meaning of each method. `codec` has the tensors, `request_cache` the layouts of earlier requests (so inferences
+Owns the meaning of each method. `codec` has the tensors, with the layouts of earlier requests (so inferences
 come and go as bytes), `app` the wire, `model_metadata` a model's metadata. Called by `app`, which answers
 an error raised here with a status. Knows no socket and no Ray, and the models only through `ModelManagerProtocol`.
 
@@ -41,17 +41,23 @@ from shoal.extend.serve import (
     RouteAction,
     RouteTarget,
     TracerProtocol,
+    answer_inference,
     decode_sized,
+    encode_sized,
     format_origin,
-    read_head,
     start_trace,
     to_inference_error,
 )
 from shoal.libs.grpc import inference_pb2 as pb
-from shoal.libs.grpc.codec import DecodedInputs, GrpcCodec, InferRequestHeader, encode_field_head, parameter_value
+from shoal.libs.grpc.codec import (
+    GrpcCodec,
+    GrpcInferCall,
+    RequestLayout,
+    RequestLayoutCache,
+    encode_field_head,
+    parameter_value,
+)
 from shoal.libs.grpc.methods import ACTIONS, GrpcCall, GrpcMethod
-from shoal.libs.grpc.request_cache import RequestLayout, RequestLayoutCache
-from shoal.serve.messages.decoded_request import DecodedRequest
 
 M = TypeVar("M", bound=Message)
 
@@ -64,16 +70,16 @@ FINAL_RESPONSE_PARAMETER = pb.ModelInferResponse(
 
 
 class GrpcInferRequest(NamedTuple):
-    """A ModelInferRequest, with its `layout` when that is known, else with `message`.
+    """A ModelInferRequest.
 
     arrived_s: its arrival by `time.monotonic()`
+    message:   without its elements where its layout is known
     """
 
     arrived_s: float
     content: bytes
-    asked: InferRequestHeader
-    layout: RequestLayout | None
-    message: pb.ModelInferRequest | None
+    message: pb.ModelInferRequest
+    layout: RequestLayout | None = None
 
 
 class InferenceServicer:
@@ -115,46 +121,37 @@ class InferenceServicer:
         return await self._handle_infer(self._parse_request(content), call)
 
     async def _handle_infer(self, request: GrpcInferRequest, call: GrpcCall) -> bytes:
-        asked = request.asked
-        caller = self._admit(call, asked.model)
-        name, metadata = "inference.GRPCInferenceService/ModelInfer", call.metadata
-        with start_trace(self._tracer, name, asked.model, metadata) as trace:
-            model = self._manager.get_model(asked.model)
-            head = read_head(model, asked.version, metadata, caller, trace, request.arrived_s)
+        message, metadata = request.message, call.metadata
+        name = message.model_name
+        caller = self._admit(call, name)
+        with start_trace(self._tracer, "inference.GRPCInferenceService/ModelInfer", name, metadata) as trace:
+            model = self._manager.get_model(name)
             codec = self._codecs.get(model)
-            inputs = await self._decode_inputs(request, codec)
-            decoded = DecodedRequest(
-                inputs.arrays,
-                inputs.num_rows,
-                inputs.wanted,
-                timeout_us=asked.timeout_us,
-                action=asked.action,
-                seed=asked.seed,
+            decode = partial(self._decode, request, codec)
+            decoded, prediction = await answer_inference(
+                model, message.model_version, metadata, caller, trace, decode, request.arrived_s, call.deadline_s
             )
-            encode = partial(codec.encode, asked, inputs.outputs)
-            answer, prediction = await head.answer(decoded, encode, raw=asked.raw, called_s=call.deadline_s)
+            answer = await encode_sized(partial(codec.encode, decoded), prediction, raw=decoded.binary)
             call.trailing.append((b"shoal-model-version", b"%d" % prediction.version))
             return answer
 
     def _parse_request(self, content: bytes) -> GrpcInferRequest:
         """Parse a message. Raises InferenceError (400)."""
         arrived_s = time.monotonic()
-        layout = self._layouts.find(content)
-        if layout is not None:
-            return GrpcInferRequest(arrived_s, content, layout.asked, layout, None)
-        message = parse_message(pb.ModelInferRequest, content)
-        return GrpcInferRequest(arrived_s, content, InferRequestHeader.from_message(message), None, message)
+        if (layout := self._layouts.find(content)) is not None:
+            return GrpcInferRequest(arrived_s, content, layout.message, layout)
+        return GrpcInferRequest(arrived_s, content, parse_message(pb.ModelInferRequest, content))
 
-    async def _decode_inputs(self, request: GrpcInferRequest, codec: GrpcCodec) -> DecodedInputs:
+    async def _decode(self, request: GrpcInferRequest, codec: GrpcCodec) -> GrpcInferCall:
         """Decode the tensors. Raises InferenceError (400, 422)."""
         content, layout = request.content, request.layout
-        read_bytes = len(content) if codec.has_bytes_inputs or not request.asked.raw else 0
         if layout is not None and layout.codec is codec:
-            return await decode_sized(read_bytes, layout.decode_inputs, content)
-        message = request.message or parse_message(pb.ModelInferRequest, content)
-        inputs = await decode_sized(read_bytes, codec.decode, message)
-        self._layouts.learn(content, message, request.asked, codec, inputs)
-        return inputs
+            return await decode_sized(len(content) * codec.has_bytes_inputs, layout.decode, content)
+        message = request.message if layout is None else parse_message(pb.ModelInferRequest, content)
+        is_read_one_by_one = codec.has_bytes_inputs or not message.raw_input_contents
+        call = await decode_sized(len(content) * is_read_one_by_one, codec.decode, message)
+        self._layouts.learn(content, message, codec, call)
+        return call
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], call: GrpcCall) -> AsyncGenerator[bytes, None]:
         """Answer each ModelInferRequest with a ModelStreamInferResponse. An invalid one ends the stream after the
@@ -194,7 +191,7 @@ class InferenceServicer:
             refused = to_inference_error(error)
             if call.metadata.get(b"triton_grpc_error") == b"true":
                 raise refused from None
-            of = pb.ModelInferResponse(id=request.asked.id)
+            of = pb.ModelInferResponse(id=request.message.id)
             return pb.ModelStreamInferResponse(error_message=str(refused), infer_response=of).SerializeToString()
         head = encode_field_head(STREAM_RESPONSE_KEY, len(answer) + len(FINAL_RESPONSE_PARAMETER))
         return b"".join((head, answer, FINAL_RESPONSE_PARAMETER))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from shoal.errors import ConfigError
 from shoal.extend.parallel import freeze_parameters, pause_recording
 from shoal.extend.train import SINGLE, open_folder
 from shoal.libs.hf.source import hash_files, make_cached_folder, make_config
-from shoal.weights.tensor_files import TensorFiles
+from shoal.weights.tensor_files import LazyTensors, TensorFiles
 
 _ADAPTER = "lora_"
 # Decoders that keep packed samples apart by their position_ids: tests/libs/hf/test_causal_lm.py. Others take
@@ -68,11 +68,8 @@ def build_network(auto: str, config: Mapping[str, Any], dtype: str, inputs: Sequ
     import transformers
 
     settings = make_config(config)
-    if dtype == "auto":
-        kind = settings.dtype or torch.float32
-        kind = getattr(torch, kind) if isinstance(kind, str) else kind
-    else:
-        kind = getattr(torch, dtype, None)
+    kind = settings.dtype or torch.float32 if dtype == "auto" else dtype
+    kind = getattr(torch, kind, None) if isinstance(kind, str) else kind
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ConfigError("dtype", dtype, "is no floating-point datatype", "give float32, bfloat16, float16 or auto")
     try:
@@ -102,27 +99,19 @@ def _take_tensors(network: nn.Module, names: Sequence[str]) -> None:
     network.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
 
 
-class RenamedTensors(Mapping[str, Tensor]):
-    """Tensors of others by other names; each is read when asked for."""
+class RenamedTensors(LazyTensors):
+    """Tensors of files by other names. files: the name of each there"""
 
     def __init__(self, tensors: TensorFiles, names: Mapping[str, str]) -> None:
-        self._tensors, self._names = tensors, names
+        self._tensors = tensors
+        self.files = names
 
     def get_shape(self, name: str) -> torch.Size:
         """The shape of a tensor, which is not read."""
-        return self._tensors.get_shape(self._names[name])
+        return self._tensors.get_shape(self.files[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._names[name]]
-
-    def __contains__(self, name: object) -> bool:  # Mapping would read it
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        return self._tensors[self.files[name]]
 
 
 def find_weights(network: nn.Module, auto: str, config: Mapping[str, Any], folder: Path) -> Mapping[str, Tensor]:
@@ -263,7 +252,7 @@ def _require_untied(network: nn.Module, lora: LoraSpec) -> None:
             raise ConfigError("lora.modules", lora.modules, problem, f"leave {path.rpartition('.')[2]} out")
 
 
-class MergedWeights(Mapping[str, Tensor]):
+class MergedWeights(LazyTensors):
     """The weights of the network without adapters that computes as with them: W + scale * B @ A, each when asked for.
 
     network:  with adapters, on the meta device
@@ -278,28 +267,20 @@ class MergedWeights(Mapping[str, Tensor]):
         network.load_state_dict(dict(adapters), assign=True)
         self._network, self._base = network, base
         self._trained: dict[str, Tensor] = network.state_dict()
-        self._state = plain.state_dict(keep_vars=True)
-        self._sources = {id(self._state[name]): name for name in base}  # a tied weight may be there by one of its names
+        self.files = plain.state_dict(keep_vars=True)
+        self._sources = {id(self.files[name]): name for name in base}  # a tied weight may be there by one of its names
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._trained:
             return self._trained[name]
-        weight = self._base[self._sources[id(self._state[name])]].to(self._state[name].dtype)
+        own = self.files[name]
+        weight = self._base[self._sources[id(own)]].to(own.dtype)
         path, _, last = name.rpartition(".")
         measure = getattr(self._network.get_submodule(path), "get_delta_weight", None)
         if last != "weight" or not callable(measure):
             return weight
         merged: Tensor = (weight.float() + measure("default").detach().float()).to(weight.dtype)
         return merged
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._state
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def is_fake() -> bool:

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.atomic_file import make_folder, sync_folder
+from shoal.atomic_file import hash_file, make_folder, sync_folder
 from shoal.errors import ConfigError, needs_extra
 from shoal.home import home
 
@@ -37,10 +37,14 @@ COMPANIONS = (
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
+def is_version(model: str) -> bool:
+    """Whether it names a version of the registry, NAME@VERSION, and nothing on this host."""
+    return "@" in model and not Path(model).exists()
+
+
 def make_model_name(model: str) -> str:
     """A name for the registry, of a folder, a file, `org/name` or NAME@VERSION."""
-    is_version = "@" in model and not Path(model).exists()
-    name = Path(model.partition("@")[0] if is_version else model).name.lower().removesuffix(".gguf")
+    name = Path(model.partition("@")[0] if is_version(model) else model).name.lower().removesuffix(".gguf")
     return re.sub(r"[^a-z0-9._-]", "-", name).strip("._-") or "model"
 
 
@@ -140,8 +144,7 @@ def hash_files(paths: Iterable[Path]) -> str:
     """Hex digest of the files' contents, in the order of their names."""
     digest = hashlib.sha256()
     for path in sorted(paths):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(hash_file(path)))
     return digest.hexdigest()
 
 

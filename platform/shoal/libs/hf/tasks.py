@@ -22,14 +22,14 @@ from torch.utils.data import Subset
 from shoal.errors import ConfigError
 from shoal.extend.data import Data, ImageFolder
 from shoal.extend.parallel import Loss, Mean
-from shoal.extend.registry import Registry, Signature, TensorSignature
+from shoal.extend.registry import Signature, TensorSignature
 from shoal.extend.train import Registration, load_initial_weights, read_state_dict
 from shoal.libs.hf import texts
 from shoal.libs.hf.network import LoraSpec, MergedWeights, add_adapters, build_network, find_weights, is_fake
 from shoal.libs.hf.pictures import make_picture_transform
-from shoal.libs.hf.source import find_folder, load_tokenizer, make_absolute, make_config, read_companions, read_config
+from shoal.libs.hf.source import load_tokenizer, make_absolute, make_config, read_companions, read_config
 from shoal.libs.hf.texts import IGNORED, Record, TextSpec, TokenRows, TokenSample
-from shoal.libs.hf.transfer import Transferable, register_base, unpack_version
+from shoal.libs.hf.transfer import Transferable, find_model_folder, register_base
 from shoal.plugins.find import load_sound_extensions
 
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # modules of learnt positions
@@ -73,12 +73,19 @@ class HuggingFaceTask(Transferable):
         model, data = make_absolute(model), make_absolute(data)
         validation = make_absolute(validation) if isinstance(validation, str) else validation
         self.lora = None if lora is None else LoraSpec.parse(lora)
-        adapters = self.lora and self.lora.model_dump()
-        given: dict[str, Any] = {
-            **{"model": model, "data": data, "validation": validation, "dtype": dtype, "labels": labels},
-            **{"lora": adapters, "merge": merge, "config": config, "base": base},
-        }
-        self.args: dict[str, Any] = self._given(given)
+        self.args: dict[str, Any] = self._given(
+            {
+                "model": model,
+                "data": data,
+                "validation": validation,
+                "dtype": dtype,
+                "labels": labels,
+                "lora": self.lora and self.lora.model_dump(),
+                "merge": merge,
+                "config": config,
+                "base": base,
+            }
+        )
         self._model = model
         self._data = data
         self._validation = validation
@@ -113,8 +120,7 @@ class HuggingFaceTask(Transferable):
     @cached_property
     def folder(self) -> Path:
         """The model's. Raises ConfigError, and RegistryError for an unknown version."""
-        is_version = "@" in self._model and not Path(self._model).exists()
-        return unpack_version(Registry().get(self._model)) if is_version else find_folder(self._model)
+        return find_model_folder(self._model)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -177,13 +183,10 @@ class HuggingFaceTask(Transferable):
         return MergedWeights(network, plain, base, adapters)
 
     def signature(self) -> Signature | None:
+        names = ("input_ids", "attention_mask")
+        logits = TensorSignature(name="logits", datatype=_DATATYPES[self._datatype_name], shape=self._output_shape)
         return Signature(
-            inputs=[
-                TensorSignature(name=name, datatype="INT64", shape=[-1, -1]) for name in ("input_ids", "attention_mask")
-            ],
-            outputs=[
-                TensorSignature(name="logits", datatype=_DATATYPES[self._datatype_name], shape=self._output_shape)
-            ],
+            inputs=[TensorSignature(name=each, datatype="INT64", shape=[-1, -1]) for each in names], outputs=[logits]
         )
 
     @property

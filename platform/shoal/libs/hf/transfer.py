@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shoal.atomic_file import make_folder, replace_synced
+from shoal.atomic_file import draft_folder, make_folder, replace_synced
 from shoal.errors import ConfigError
 from shoal.extend.parallel import build_skeleton
 from shoal.extend.registry import ModelFactory, ModelVersion, Registry
@@ -37,6 +37,7 @@ from shoal.libs.hf.source import (
     COMPANIONS,
     CONFIG,
     find_folder,
+    is_version,
     make_cached_folder,
     make_config,
     make_model_name,
@@ -99,8 +100,7 @@ def pull(
         kind = kind or _KINDS_OF_ADAPTERS.get(about.get("task_type") or "", "")
     elif base:
         raise ConfigError("--base", base, f"is for adapters, and {model} holds none", "leave it out")
-    is_version = "@" in model and not Path(model).exists()
-    folder = unpack_version(Registry().get(model)) if is_version else find_folder(model)
+    folder = find_model_folder(model)
     if kind not in ("", *KINDS):
         raise ConfigError("--kind", kind, "is unknown", f"give one of {', '.join(KINDS)}")
     if not kind:  # by the class that the folder was saved from
@@ -110,7 +110,7 @@ def pull(
             remedy = f"give --kind, of {', '.join(KINDS)}"
             raise ConfigError("kind", ", ".join(names), "is no kind that can be served", remedy)
         kind = kinds[0]
-    task = _make_task(KINDS[kind], {"model": model if is_version else str(folder), **args})
+    task = _make_task(KINDS[kind], {"model": model if is_version(model) else str(folder), **args})
     return _register(task, name, (alias,), {"source": init or model}, init=init)
 
 
@@ -230,8 +230,14 @@ def write_folder(version: ModelVersion, folder: Path) -> None:
             replace_synced(folder / name, version.fetch_file(name).read_bytes())
 
 
-def unpack_version(version: ModelVersion) -> Path:
-    """The folder of a version on this host, which is written once."""
+def find_model_folder(model: str) -> Path:
+    """The folder of a model, with a `config.json`; that of a version of the registry is written once on this host.
+
+    Raises ConfigError, RegistryError.
+    """
+    if not is_version(model):
+        return find_folder(model)
+    version = Registry().get(model)
     return make_cached_folder(f"version-{version.manifest.sha256[:32]}", lambda draft: write_folder(version, draft))
 
 
@@ -244,7 +250,6 @@ def write_adapter_folder(version: ModelVersion, folder: Path) -> None:
         network = task.model()
     base = Registry().get(version.manifest.lineage["base"])
     source = str(base.ref if base.manifest.run_id else base.manifest.lineage.get("source", ""))
-    make_folder(folder)
     write_adapters(version, network, task.lora, source, folder)
 
 
@@ -259,7 +264,8 @@ def push(version: ModelVersion, folder: Path, hub_name: str = "", *, adapter: bo
     if not hub_name:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError("folder", str(folder), "is not empty", "name a new one")
-        _write_at_once(version, folder, write)
+        with draft_folder(folder) as draft:
+            write(version, draft)
         return folder
     if hub_name.count("/") != 1:
         raise ConfigError("--hub", hub_name, "is no name of the hub", "write it as org/name")
@@ -267,15 +273,8 @@ def push(version: ModelVersion, folder: Path, hub_name: str = "", *, adapter: bo
     digest = hashlib.sha1(f"{version.ref} {version.manifest.sha256}{' adapter' * adapter}".encode()).hexdigest()
     snapshot = top / "snapshots" / digest
     if not snapshot.is_dir():
-        _write_at_once(version, snapshot, write)
+        with draft_folder(snapshot) as draft:
+            write(version, draft)
     make_folder(top / "refs")
     replace_synced(top / "refs" / "main", digest.encode())
     return snapshot
-
-
-def _write_at_once(version: ModelVersion, folder: Path, write: Callable[[ModelVersion, Path], None]) -> None:
-    """Write a version into a folder, which has all of it or is not there."""
-    make_folder(folder.parent)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as draft:
-        write(version, Path(draft) / "draft")
-        (Path(draft) / "draft").rename(folder)  # also onto an empty one

@@ -24,9 +24,9 @@ class TextApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._api is None:
-            from shoal.libs.language.api import make_app
+            from shoal.libs.language.api.app import LanguageApp
 
-            self._api = make_app(self.models, self._access, self._limits)
+            self._api = LanguageApp(self.models, self._access, self._limits)
         await self._api(scope, receive, send)
 
 

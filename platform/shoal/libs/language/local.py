@@ -19,6 +19,7 @@ from shoal.libs.language.api.answers import begin, merge_events
 from shoal.libs.language.api.app import APIS
 from shoal.libs.language.api.bodies import ChatBody, read_fields
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.engine.request import TokenIds
 from shoal.libs.language.served.prepared import VersionPreparation, embed, has_tokenizer
 from shoal.libs.language.text_model import TextCall
 
@@ -125,7 +126,7 @@ class LocalTexts:
             self._events.pop(number, None)
             engine.cancel(number)
 
-    async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+    async def embed(self, prompts: Sequence[TokenIds], call: TextCall) -> tuple[list[np.ndarray], int]:
         """See `TextModel`."""
         return [embed(self._prepared.module, each).numpy() for each in prompts], self._version
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.extend.serve import Caller, HttpRequest, Send
-from shoal.libs.language.engine.request import TextRequest, TokenEvent
+from shoal.libs.language.engine.request import TextRequest, TokenEvent, TokenIds
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TextModel(Protocol):
         """
         ...
 
-    async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+    async def embed(self, prompts: Sequence[TokenIds], call: TextCall) -> tuple[list[np.ndarray], int]:
         """A vector per prompt (mean of the last hidden states, normalised), and the version that computed them."""
         ...
 

@@ -41,11 +41,6 @@ class RunLogger:
         raise _make_error("self.logger", name, "log numbers with self.log, or pictures as PNG in TrainingState.folder")
 
 
-def _count_batches(run: RunFacts) -> float:
-    steps = run.steps_per_epoch
-    return float("inf") if steps is None else steps * run.accumulate
-
-
 def _count_steps(run: RunFacts) -> int:
     if run.total_steps is None:
         problem = "is not known, and the module's configure_optimizers asks for it"
@@ -59,7 +54,7 @@ _OF_RUN: dict[str, Callable[[Any], Any]] = {
     "accumulate_grad_batches": lambda run: run.accumulate,
     "gradient_clip_val": lambda run: run.clip_norm,
     "precision": lambda run: run.precision,
-    "num_training_batches": _count_batches,
+    "num_training_batches": lambda run: (run.steps_per_epoch or math.inf) * run.accumulate,
     "estimated_stepping_batches": _count_steps,
 }
 _OF_STATE: dict[str, Callable[[Any], Any]] = {

@@ -48,9 +48,9 @@ class QLearningConfig(AlgorithmConfig):
     replay_on_disk: bool = False
     max_grad_norm: float = Field(default=10.0, gt=0)
 
-    score_output: ClassVar[str] = "q_values"
-    action_spaces: ClassVar[tuple[str, ...]] = ("Discrete",)
-    is_off_policy: ClassVar[bool] = True
+    score_output = "q_values"
+    action_spaces = ("Discrete",)
+    is_off_policy = True
     search_space: ClassVar[Mapping[str, str]] = {
         "learning_rate": "log(3e-4,1e-2)",
         "discount": "choice(0.98,0.99,0.995,0.999)",
@@ -58,8 +58,8 @@ class QLearningConfig(AlgorithmConfig):
         "samples_per_insert": "choice(2,4,8)",
         "target_update_period": "choice(30,100,300)",
     }
-    normalize_rewards: ClassVar[bool] = True
-    batch_steps: ClassVar[int] = 256
+    normalize_rewards = True
+    batch_steps = 256
     value_prefix: ClassVar[str] = ""  # of the network's tensors of values
 
     def describe_policy(self, hidden: Sequence[int]) -> PolicySpec:
@@ -84,10 +84,10 @@ class DQNConfig(QLearningConfig):
     name: Literal["dqn"] = "dqn"
     huber_delta: float = Field(default=10.0, gt=0)
 
-    algorithm: ClassVar[str] = "shoal.libs.off_policy.dqn:DQN"
-    model_factory: ClassVar[str] = "shoal.libs.off_policy.q_network:QNetwork"
-    has_value_head: ClassVar[bool] = False
-    updates_between_trials: ClassVar[int] = 1000
+    algorithm = "shoal.libs.off_policy.dqn:DQN"
+    model_factory = "shoal.libs.off_policy.q_network:QNetwork"
+    has_value_head = False
+    updates_between_trials = 1000
 
 
 class R2D2Config(QLearningConfig):
@@ -112,11 +112,11 @@ class R2D2Config(QLearningConfig):
     priority_mix: float = Field(default=0.9, ge=0, le=1)
     rescaling_epsilon: float = Field(default=1e-3, gt=0)
 
-    algorithm: ClassVar[str] = "shoal.libs.off_policy.r2d2:R2D2"
-    recurrent_factory: ClassVar[str] = "shoal.libs.off_policy.q_network:RecurrentQNetwork"
-    cores: ClassVar[tuple[str, ...]] = ("gru", "lstm")
-    updates_between_trials: ClassVar[int] = 500
-    value_prefix: ClassVar[str] = "head."
+    algorithm = "shoal.libs.off_policy.r2d2:R2D2"
+    recurrent_factory = "shoal.libs.off_policy.q_network:RecurrentQNetwork"
+    cores = ("gru", "lstm")
+    updates_between_trials = 500
+    value_prefix = "head."
 
     def get_model_options(self) -> dict[str, Any]:
         return {**super().get_model_options(), "rescaling_epsilon": self.rescaling_epsilon}
@@ -158,13 +158,13 @@ class SACConfig(AlgorithmConfig):
     replay_mb: float = Field(default=256.0, gt=0)
     replay_on_disk: bool = False
 
-    algorithm: ClassVar[str] = "shoal.libs.off_policy.sac:SAC"
-    model_factory: ClassVar[str] = "shoal.libs.off_policy.gaussian_actor:GaussianActor"
-    score_output: ClassVar[str] = "mean"
-    has_value: ClassVar[bool] = False
-    has_value_head: ClassVar[bool] = False
-    action_spaces: ClassVar[tuple[str, ...]] = ("Box",)
-    is_off_policy: ClassVar[bool] = True
+    algorithm = "shoal.libs.off_policy.sac:SAC"
+    model_factory = "shoal.libs.off_policy.gaussian_actor:GaussianActor"
+    score_output = "mean"
+    has_value = False
+    has_value_head = False
+    action_spaces = ("Box",)
+    is_off_policy = True
     search_space: ClassVar[Mapping[str, str]] = {
         "learning_rate": "log(3e-4,3e-3)",
         "discount": "choice(0.98,0.99,0.995)",
@@ -172,10 +172,10 @@ class SACConfig(AlgorithmConfig):
         "batch_size": "choice(128,256,512)",
         "updates_per_step": "choice(0.5,1,2)",
     }
-    normalize_rewards: ClassVar[bool] = True
-    segment_length: ClassVar[int] = 32
-    batch_steps: ClassVar[int] = 64
-    updates_between_trials: ClassVar[int] = 1000
+    normalize_rewards = True
+    segment_length = 32
+    batch_steps = 64
+    updates_between_trials = 1000
 
     def describe_policy(self, hidden: Sequence[int]) -> PolicySpec:
         layers = tuple((f"policy.{2 * i}.weight", f"policy.{2 * i}.bias") for i in range(len(hidden) + 1))

@@ -6,19 +6,17 @@ Legend: B samples, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.extend.data import Data
 from shoal.extend.parallel import Loss, Mean
-from shoal.extend.registry import ModelFactory, Registry, Signature
-from shoal.extend.train import Callback, StatefulMetric, Task, make_task
+from shoal.extend.registry import ModelFactory, Registry
+from shoal.extend.train import Task, make_task
 from shoal.libs.optimise.entry import build_network, read_payload
 
 
@@ -74,35 +72,28 @@ class Distillation(Task):
         assert isinstance(network, nn.Module)
         return network
 
-    def data(self) -> Data:
-        return self._task.data()
 
-    def loss(self, outputs: Any, batch: Any) -> Loss:
-        return self._task.loss(outputs, batch)
+def _ask_task(method: str) -> Callable[..., Any]:
+    def call(self: Distillation, *args: Any) -> Any:
+        return getattr(self._task, method)(*args)
 
-    def inputs(self, batch: Any) -> tuple[Any, ...]:
-        return self._task.inputs(batch)
+    return call
 
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Loss]:
-        return self._task.metrics(outputs, batch)
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
-        return self._task.optimizer(parameters)
-
-    def augmentations(self) -> Mapping[str, Callable[[Tensor, Tensor, Sequence[Generator]], Tensor]]:
-        return self._task.augmentations()
-
-    def stateful_metrics(self) -> Mapping[str, StatefulMetric]:
-        return self._task.stateful_metrics()
-
-    def update_metric(self, name: str, metric: StatefulMetric, outputs: Any, batch: Any) -> None:
-        self._task.update_metric(name, metric, outputs, batch)
-
-    def callbacks(self) -> Sequence[Callback]:
-        return self._task.callbacks()
-
-    def signature(self) -> Signature | None:
-        return self._task.signature()
+# All else is as the teacher's Task has it.
+for _method in (
+    "data",
+    "loss",
+    "inputs",
+    "metrics",
+    "optimizer",
+    "augmentations",
+    "stateful_metrics",
+    "update_metric",
+    "callbacks",
+    "signature",
+):
+    setattr(Distillation, _method, _ask_task(_method))
 
 
 def get_targets(batch: Any) -> Tensor | None:

@@ -104,16 +104,13 @@ def _solve_score(worse: float, better: float, size: float, z: float) -> float:
 
     worse, better: rows that the student alone has wrong, or right
     """
-
-    def compute_statistic(drop: float) -> float:
+    low, high = -1.0 + 1e-12, 1.0 - 1e-12  # the statistic falls
+    for _ in range(60):
+        drop = (low + high) / 2
         linear = -worse - better + (2 * size - worse + better) * drop
         root = math.sqrt(max(0.0, linear**2 + 8 * size * better * drop * (1 - drop)))
         probability = (root - linear) / (4 * size)  # of a row that the student alone has right
         variance = size * (2 * probability + drop * (1 - drop))
-        return (worse - better - size * drop) / math.sqrt(max(variance, 1e-300))
-
-    low, high = -1.0 + 1e-12, 1.0 - 1e-12  # the statistic falls
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if compute_statistic(middle) > z else (low, middle)
+        statistic = (worse - better - size * drop) / math.sqrt(max(variance, 1e-300))
+        low, high = (drop, high) if statistic > z else (low, drop)
     return (low + high) / 2

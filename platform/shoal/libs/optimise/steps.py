@@ -22,13 +22,7 @@ from shoal.libs.optimise import entry
 
 Step = Literal["int8", "bf16", "onnx", "onnx-int8"]
 STEPS: tuple[Step, ...] = ("int8", "bf16", "onnx", "onnx-int8")
-_QUANTISED = [
-    "MatMul",
-    "Gemm",
-    "Attention",
-    "LSTM",
-    "Gather",
-]  # onnxruntime's integer convolutions are slower than float
+_QUANTISED = ["MatMul", "Gemm", "Attention", "LSTM", "Gather"]  # integer convolutions are slower than those of floats
 
 
 @dataclass(frozen=True)

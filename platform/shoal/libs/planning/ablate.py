@@ -102,7 +102,13 @@ def ablate(
     if as_json:
         click.echo(text)
     else:
-        _show(results, judged, seeds)
+        console = make_literal_console(soft_wrap=False)
+        console.print(_build_table(results, judged, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
+        for summary in results:
+            for failure in summary.failures:
+                console.print(Text(f"{summary.name} did not end: {failure}", style="red"))
+        over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
+        click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
     files = {
         "csv": _to_csv(measured).encode(),
         "json": text.encode(),
@@ -111,16 +117,6 @@ def ablate(
     if not as_json:
         for path in paths:
             click.echo(f"  {path}")
-
-
-def _show(summaries: Sequence[VariantSummary], metric: str, seeds: int) -> None:
-    console = make_literal_console(soft_wrap=False)
-    console.print(_build_table(summaries, metric, shows_spread=seeds > 1), soft_wrap=not console.is_terminal)
-    for summary in summaries:
-        for failure in summary.failures:
-            console.print(Text(f"{summary.name} did not end: {failure}", style="red"))
-    over = f", mean ± standard deviation over {seeds} seeds, seed by seed" if seeds > 1 else ", with one seed"
-    click.echo(f"Below each part's own numbers: their differences from the whole{over}.")
 
 
 def _build_table(summaries: Sequence[VariantSummary], metric: str, *, shows_spread: bool) -> Table:

@@ -104,7 +104,27 @@ class LargePlanner:
         if degrees.tensor == 1:
             steps = self._read_samples(spec, whole, samples)
         else:
-            most = self._find_tensor_plan(spec, degrees.tensor, samples)
+            # That with the most tensor ranks of a host whose layers can be split. Raises PlanError
+            # if it has too few.
+            sizes = (each for each in range(self.machine.devices, 1, -1) if self.machine.devices % each == 0)
+            for size in sizes if self._tensor is None else ():
+                plan = ParallelDims(data=self.machine.hosts * self.machine.devices, shard=True, tensor=size)
+                try:
+                    self._read_samples(spec, plan, samples)
+                except PlanError as error:
+                    self._tensor = self._tensor or error
+                    continue
+                self._tensor = plan
+                break
+            if isinstance(self._tensor, PlanError):
+                raise self._tensor
+            assert self._tensor is not None
+            if degrees.tensor > self._tensor.tensor:
+                remedy = "use fewer tensor ranks"
+                raise PlanError(
+                    "parallel.tensor", degrees.tensor, f"at most {self._tensor.tensor} ranks can share layers", remedy
+                )
+            most = self._tensor
             one, all_ranks = self._read_samples(spec, whole, samples), self._read_samples(spec, most, samples)
             by = (1 - 1 / degrees.tensor) / (1 - 1 / most.tensor)
             mixed = []
@@ -115,26 +135,6 @@ class LargePlanner:
             steps = StepByDepth(*mixed)
         shards = degrees.data // degrees.replicate if degrees.is_sharded else 1
         return StepByDepth(*(_hold_more(step, everyone / shards) for step in (steps.small, steps.large)))
-
-    def _find_tensor_plan(self, spec: TrainSpec, wanted: int, samples: int) -> ParallelDims:
-        """That with the most tensor ranks of a host whose layers can be split. Raises PlanError if it has too few."""
-        sizes = (each for each in range(self.machine.devices, 1, -1) if self.machine.devices % each == 0)
-        for size in sizes if self._tensor is None else ():
-            plan = ParallelDims(data=self.machine.hosts * self.machine.devices, shard=True, tensor=size)
-            try:
-                self._read_samples(spec, plan, samples)
-            except PlanError as error:
-                self._tensor = self._tensor or error
-                continue
-            self._tensor = plan
-            break
-        if isinstance(self._tensor, PlanError):
-            raise self._tensor
-        assert self._tensor is not None
-        if wanted > self._tensor.tensor:
-            remedy = "use fewer tensor ranks"
-            raise PlanError("parallel.tensor", wanted, f"at most {self._tensor.tensor} ranks can share layers", remedy)
-        return self._tensor
 
     def _read_samples(self, spec: TrainSpec, degrees: ParallelDims, samples: int) -> StepByDepth:
         """Read for two numbers of samples; all others follow."""

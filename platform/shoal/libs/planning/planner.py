@@ -171,41 +171,36 @@ def _choose_planner(
     except ModelTooLarge:
         report("the model, on fake tensors")
     try:
-        return _prepare_large(task, spec, hardware)
+        cores = count_usable_cores()
+        devices = hardware.devices or (torch.cuda.device_count() if torch.cuda.is_available() else cores)
+        if devices > 1 and hardware.device_bandwidth is None:
+            problem = f"{devices} devices of a host need one, since this model is too large to measure it with"
+            raise ConfigError("device_bandwidth", None, problem, "for example device_bandwidth=300GB")
+        if spec.device == "cuda" and not torch.cuda.is_available():
+            for name, example in (("device_flops", "400TFLOP"), ("device_memory", "80GB")):
+                if getattr(hardware, name) is None:
+                    problem = "is needed for device=cuda: this machine has no GPU to read it from"
+                    raise ConfigError(name, None, problem, f"for example {name}={example}")
+        single = spec.override(["parallel=single", "sync=all_reduce", "workers=1"])
+        fake = open_task(task, single)
+        device = torch.device("cuda", 0) if fake.is_cuda else torch.device("cpu")
+        with preserve_process(spec.seed, cores):
+            flops = hardware.device_flops or measure_peak_flops(device, spec.parallel.precision)
+        machine = Machine(
+            hosts=hardware.hosts,
+            devices=devices,
+            cores=None,
+            is_overlapped=True,
+            network_s=1.0 / hardware.network if hardware.network is not None else 0.0,
+            latency_s=hardware.latency or 0.0,
+            device_s=1.0 / hardware.device_bandwidth if hardware.device_bandwidth is not None else None,
+        )
+        return LargePlanner(fake, spec, machine, flops, hardware.device_memory or _find_memory(device, devices))
     except ShoalError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises of tensors without values
         report(f"the real model, which could not be counted on fake tensors: {summarize_error(error)}")
     return _prepare(task, spec, hardware, report)
-
-
-def _prepare_large(task: Task, spec: TrainSpec, hardware: HardwareSpec) -> LargePlanner:
-    """Raises ConfigError for hardware that nothing is measured of."""
-    cores = count_usable_cores()
-    devices = hardware.devices or (torch.cuda.device_count() if torch.cuda.is_available() else cores)
-    if devices > 1 and hardware.device_bandwidth is None:
-        problem = f"{devices} devices of a host need one, since this model is too large to measure it with"
-        raise ConfigError("device_bandwidth", None, problem, "for example device_bandwidth=300GB")
-    if spec.device == "cuda" and not torch.cuda.is_available():
-        for name, example in (("device_flops", "400TFLOP"), ("device_memory", "80GB")):
-            if getattr(hardware, name) is None:
-                problem = "is needed for device=cuda: this machine has no GPU to read it from"
-                raise ConfigError(name, None, problem, f"for example {name}={example}")
-    single = spec.override(["parallel=single", "sync=all_reduce", "workers=1"])
-    fake = open_task(task, single)
-    device = torch.device("cuda", 0) if fake.is_cuda else torch.device("cpu")
-    with preserve_process(spec.seed, cores):
-        flops = hardware.device_flops or measure_peak_flops(device, spec.parallel.precision)
-    machine = Machine(
-        hosts=hardware.hosts,
-        devices=devices,
-        cores=None,
-        is_overlapped=True,
-        network_s=1.0 / hardware.network if hardware.network is not None else 0.0,
-        latency_s=hardware.latency or 0.0,
-        device_s=1.0 / hardware.device_bandwidth if hardware.device_bandwidth is not None else None,
-    )
-    return LargePlanner(fake, spec, machine, flops, hardware.device_memory or _find_memory(device, devices))
 
 
 def _prepare(task: Task, spec: TrainSpec, hardware: HardwareSpec, report: Callable[[str], None]) -> Planner:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -32,7 +32,7 @@ class PopulationView(RunView):
     history: the best score of each round
     """
 
-    working_phase: ClassVar = EVOLVING
+    working_phase = EVOLVING
 
     last: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -63,7 +63,7 @@ class PopulationSpec(Spec):
     name:            in the registry; "" takes the Task's name
     """
 
-    recorded_always: ClassVar = ("space",)
+    recorded_always = ("space",)
 
     task: str = ""
     args: dict[str, Any] = Field(default_factory=dict)

@@ -5,20 +5,17 @@ Called by Tasks at the end of a run; the report shows the file. Legend: H and W 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 
 from shoal.errors import needs_extra
+from shoal.extend.runs import to_png
 from shoal.libs.segmentation.photographs import IGNORED, PALETTE
 
-with needs_extra("data"):
-    from PIL import Image, ImageColor, ImageDraw, ImageFont
-
 OPACITY = 0.6
-PAPER, INK = "white", "#111827"
-MIN_FONT_PX, FONT_SHARE = 12, 1 / 30  # of a photograph's height
+DOTS_PER_INCH = 100
+MIN_WIDTH_PX = 200  # of a panel, for its share of the legend
 
 
 def encode_comparison(
@@ -29,41 +26,22 @@ def encode_comparison(
     names:   of classes 1 and on
     colours: of class 0 and on
     """
+    with needs_extra("report"):
+        from matplotlib.colors import to_rgb
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
     height, width = found.shape
-    size_px = max(MIN_FONT_PX, round(FONT_SHARE * height))
-    font, line = ImageFont.load_default(size_px), round(1.6 * size_px)
-    legend = [(colours[number], name, line + round(font.getlength(name))) for number, name in enumerate(names, start=1)]
-    right = width + line // 2  # where the second panel begins
-    canvas_width = max([right + width, *(size for *_, size in legend)])
-    rows = _wrap([size for *_, size in legend], canvas_width, line)
-    canvas = Image.new("RGB", (canvas_width, line + height + line * len(rows)), PAPER)
-    draw = ImageDraw.Draw(canvas)
-    table = np.array([ImageColor.getrgb(colour)[:3] for colour in colours], np.float32)
-    for start, title, classes in ((0, "found", found), (right, "true", truth)):
-        draw.text((start, line // 2), title, INK, font, "lm")
+    scale = max(1.0, MIN_WIDTH_PX / width) / DOTS_PER_INCH
+    figure = Figure((2.1 * scale * width, scale * height + 1), layout="constrained")
+    table = np.array([to_rgb(each) for each in colours])
+    for axes, title, classes in zip(figure.subplots(1, 2), ("found", "true"), (found, truth), strict=True):
         is_class = (classes > 0) & (classes != IGNORED)
-        shown = picture.transpose(1, 2, 0).astype(np.float32)
+        shown = picture.transpose(1, 2, 0) / 255
         shown[is_class] = (1 - OPACITY) * shown[is_class] + OPACITY * table[classes[is_class]]
-        canvas.paste(Image.fromarray(shown.round().astype(np.uint8)), (start, line))
-    entries = iter(legend)
-    for number, starts in enumerate(rows):
-        middle = line + height + line * number + line // 2
-        for start, (colour, name, _) in zip(starts, entries, strict=False):
-            draw.rectangle((start, middle - size_px // 2, start + size_px, middle + size_px // 2), colour)
-            draw.text((start + line, middle), name, INK, font, "lm")
-    written = io.BytesIO()
-    canvas.save(written, "PNG", optimize=True)
-    return written.getvalue()
-
-
-def _wrap(sizes: Sequence[int], width: int, gap: int) -> list[list[int]]:
-    """Where each entry of a legend begins, row by row."""
-    rows: list[list[int]] = []
-    end = width
-    for size in sizes:
-        if not rows or end + size > width:
-            rows.append([])
-            end = 0
-        rows[-1].append(end)
-        end += size + gap
-    return rows
+        axes.imshow(shown, interpolation="none")
+        axes.set_title(title)
+        axes.axis("off")
+    entries = [Patch(color=colour, label=name) for colour, name in zip(colours[1:], names, strict=False)]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries))
+    return to_png(figure, DOTS_PER_INCH)

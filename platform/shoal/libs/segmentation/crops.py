@@ -8,7 +8,7 @@ Legend: B crops, S pixels at the side of a crop, R of the larger one from which 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,13 +31,19 @@ class _Photographs:
         self.photographs, self.num_classes = list(photographs), num_classes
         self._skeletons = [thin_classes(each.classes, num_classes) for each in photographs]
 
+    def _take_all(self, corners: Iterable[tuple[int, int, int]], size: int) -> Crops:
+        """Squares by the numbers of their photographs, and their first rows and columns."""
+        taken = [self._take(*corner, size) for corner in corners]
+        pictures, classes, skeletons = (torch.from_numpy(np.stack(each)) for each in zip(*taken, strict=True))
+        return pictures, classes, skeletons
+
     def _take(self, number: int, top: int, start: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A square of a photograph, which may reach over its borders: mirrored there, and of the class IGNORED."""
         each = self.photographs[number]
         height, width = each.classes.shape
         rows, columns = np.arange(top, top + size), np.arange(start, start + size)
         is_inside = ((rows >= 0) & (rows < height))[:, None] & ((columns >= 0) & (columns < width))
-        down, right = _mirror(rows, height)[:, None], _mirror(columns, width)
+        down, right = mirror(rows, height)[:, None], mirror(columns, width)
         classes = np.where(is_inside, each.classes[down, right], IGNORED).astype(np.uint8)
         return each.picture[:, down, right], classes, self._skeletons[number][down, right] & is_inside
 
@@ -77,8 +83,8 @@ class TrainingCrops(_Photographs):
     def batch(self, indices: np.ndarray) -> Crops:
         """Crops of the photographs at `indices`, by numbers from NumPy's and torch's global generators."""
         side = self.size if self.distortion is None else self.distortion.input_size(self.size)
-        taken = [self._draw(int(index) % len(self.photographs), side) for index in indices]
-        pictures, classes, skeletons = (torch.from_numpy(np.stack(each)) for each in zip(*taken, strict=True))
+        corners = (self._draw_corner(int(index) % len(self.photographs), side) for index in indices)
+        pictures, classes, skeletons = self._take_all(corners, side)
         if self.distortion is None:
             return pictures, classes, skeletons
         planes = torch.stack([classes.float(), skeletons.float()], 1)
@@ -86,7 +92,7 @@ class TrainingCrops(_Photographs):
         lit = relight(warped, self.distortion).mul_(255).round_().to(torch.uint8)
         return lit, nearest[:, 0].to(torch.uint8), nearest[:, 1] == 1
 
-    def _draw(self, number: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _draw_corner(self, number: int, side: int) -> tuple[int, int, int]:
         height, width = self.photographs[number].classes.shape
         positions = self._positions[number]
         if positions and np.random.random() < self.foreground:
@@ -97,7 +103,7 @@ class TrainingCrops(_Photographs):
                 np.random.randint(min(self.size // 2, size // 2), max(size - self.size // 2, size // 2 + 1))
                 for size in (height, width)
             )
-        return self._take(number, int(row) - side // 2, int(column) - side // 2, side)
+        return number, int(row) - side // 2, int(column) - side // 2
 
 
 class EvaluationTiles(_Photographs):
@@ -119,13 +125,10 @@ class EvaluationTiles(_Photographs):
         return len(self._corners)
 
     def batch(self, indices: np.ndarray) -> Crops:
-        corners = [self._corners[index] for index in indices]
-        taken = [self._take(number, top, start, self.size) for number, top, start in corners]
-        pictures, classes, skeletons = (torch.from_numpy(np.stack(each)) for each in zip(*taken, strict=True))
-        return pictures, classes, skeletons
+        return self._take_all((self._corners[index] for index in indices), self.size)
 
 
-def _mirror(positions: np.ndarray, size: int) -> np.ndarray:
+def mirror(positions: np.ndarray, size: int) -> np.ndarray:
     """Positions folded into 0 to size - 1."""
     period = max(2 * (size - 1), 1)
     folded = positions % period

@@ -12,7 +12,8 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,14 +97,11 @@ def read_folder(folder: Path, kind: MaskFormat) -> list[Photograph]:
 
 def decode_picture(content: bytes, name: str) -> np.ndarray:
     """The picture as uint8 [3, H, W], turned as its EXIF orientation says. Raises DataError for `name`."""
-    try:
-        with Image.open(io.BytesIO(content)) as opened:
-            picture: Image.Image = ImageOps.exif_transpose(opened)
-            if picture.mode.startswith("I;16"):  # Pillow's own conversion would make it white
-                picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-            picture = picture.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _make_decoding_error("picture", name, error) from error
+    with _open("picture", io.BytesIO(content), name) as opened:
+        picture: Image.Image = ImageOps.exif_transpose(opened)
+        if picture.mode.startswith("I;16"):  # Pillow's own conversion would make it white
+            picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+        picture = picture.convert("RGB")
     return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
 
 
@@ -142,27 +140,28 @@ def _read_plants(path: Path, names: set[str]) -> dict[str, str]:
 
 def _read_mask(path: Path, kind: MaskFormat) -> np.ndarray:
     """The classes of a mask, uint8 [H, W]. Raises DataError for a value that is no class."""
-    try:
-        with Image.open(path) as opened:
-            opened.load()
-            form = opened.format
-            mode = opened.mode
-            has_colours = opened.mode in ("RGB", "RGBA")
-            values = np.asarray(ImageOps.exif_transpose(opened.convert("RGB") if has_colours else opened))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _make_decoding_error("mask", str(path), error) from error
+    with _open("mask", path, str(path)) as opened:
+        opened.load()
+        has_colours = opened.mode in ("RGB", "RGBA")
+        values = np.asarray(ImageOps.exif_transpose(opened.convert("RGB") if has_colours else opened))
     if has_colours and (values == values[..., :1]).all() and values.max() <= len(kind.classes):
         values, has_colours = values[..., 0], False  # numbers, saved in three equal channels
     if values.ndim > 2 and not has_colours:
-        raise DataError("mask", str(path), f"is of the mode {mode}", "save it as PNG: grey, palette or RGB")
-    if form in LOSSY:
+        raise DataError("mask", str(path), f"is of the mode {opened.mode}", "save it as PNG: grey, palette or RGB")
+    if opened.format in LOSSY:
         return _threshold(values, path, kind)
     return _match_colours(values, path, kind) if has_colours else _match_numbers(values, path, kind)
 
 
-def _make_decoding_error(kind: str, name: str, error: Exception) -> DataError:
-    reason = "its format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
-    return DataError(kind, name, f"is no picture, or a damaged one ({reason})", "remove it")
+@contextmanager
+def _open(kind: str, file: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
+    """A picture, for as long as it is decoded. Raises DataError."""
+    try:
+        with Image.open(file) as opened:
+            yield opened
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = "its format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise DataError(kind, name, f"is no picture, or a damaged one ({reason})", "remove it") from error
 
 
 def _match_numbers(values: np.ndarray, path: Path, kind: MaskFormat) -> np.ndarray:

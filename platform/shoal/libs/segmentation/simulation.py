@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from shoal.errors import needs_extra
 from shoal.libs.segmentation.photographs import Photograph
+from shoal.yaml_text import parse_yaml
 
 with needs_extra("data"):
     from PIL import Image, ImageDraw, ImageFilter
@@ -32,7 +34,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The ranges from which a plant and its photographs are drawn.
+    """The ranges from which a plant and its photographs are drawn: those of `styles.yaml`.
 
     textures: of the background: "soil", "pebbles", "cloth"
     contrast: by how much roots are lighter than the background, of 255
@@ -53,37 +55,8 @@ class Style:
     noise: Range
 
 
-# Wide: what a network is pretrained on. It has no pebbles and no cloth.
-SIMULATED = Style(
-    textures=("soil",),
-    num_secondary=(4, 26),
-    secondary_length=(0.1, 0.5),
-    main_radius=(0.006, 0.02),
-    secondary_radius=(0.002, 0.007),
-    wander=(0.03, 0.2),
-    contrast=(15.0, 110.0),
-    background=(20.0, 170.0),
-    fibres=(0, 12),
-    shadow=(0.0, 0.6),
-    blur=(0.0, 1.2),
-    noise=(1.0, 10.0),
-)
-# Narrow, and another world than the former: the stand-in for a user's own photographs.
-GREENHOUSE = Style(
-    textures=("pebbles", "cloth"),
-    num_secondary=(10, 20),
-    secondary_length=(0.12, 0.35),
-    main_radius=(0.009, 0.014),
-    secondary_radius=(0.0035, 0.0055),
-    wander=(0.06, 0.12),
-    contrast=(30.0, 60.0),
-    background=(70.0, 130.0),
-    fibres=(6, 14),
-    shadow=(0.2, 0.5),
-    blur=(0.5, 1.0),
-    noise=(4.0, 8.0),
-)
-STYLES = {"simulated": SIMULATED, "greenhouse": GREENHOUSE}
+_STYLES = parse_yaml(Path(__file__).with_name("styles.yaml").read_text())
+STYLES = {name: Style(**ranges) for name, ranges in _STYLES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,20 +72,15 @@ class Grid:
     def find_neighbours(self) -> tuple[Tensor, Tensor]:
         """Pairs of adjacent nodes, int64 [2, pairs]: every pair in both orders."""
         node = torch.arange(self.num_nodes)
-        row, column = node // self.columns, node % self.columns
-        pairs_by_direction = []
-        for down in (-1, 0, 1):
-            for right in (-1, 0, 1):
-                other_row, other_column = row + down, column + right
-                if self.toroidal:
-                    other_row, other_column = other_row % self.rows, other_column % self.columns
-                inside = (
-                    (other_row >= 0) & (other_row < self.rows) & (other_column >= 0) & (other_column < self.columns)
-                )
-                other = other_row * self.columns + other_column
-                pairs_by_direction.append(torch.stack([node, other])[:, inside & (other != node)])
-        pairs = torch.cat(pairs_by_direction, 1).unique(dim=1)
-        first, second = pairs[:, self.are_adjacent(pairs[0], pairs[1])]
+        steps = torch.arange(-1, 2)
+        down, right = torch.cartesian_prod(steps, steps).T.unsqueeze(2)  # [9, 1] each
+        row = node // self.columns + down  # [9, K]
+        column = node % self.columns + right
+        if self.toroidal:
+            row, column = row % self.rows, column % self.columns
+        is_inside = (row == row.clamp(0, self.rows - 1)) & (column == column.clamp(0, self.columns - 1))
+        pairs = torch.stack([node.expand_as(row), row * self.columns + column])[:, is_inside].unique(dim=1)
+        first, second = pairs[:, self.are_adjacent(*pairs) & (pairs[0] != pairs[1])]
         return first, second
 
     def smooth(self, sums: Tensor, sigma: float) -> Tensor:
@@ -220,14 +215,10 @@ def find_subspace(nodes: Tensor, rank: int) -> Tensor:
     Subspace iteration from a random start: N. Halko et al. (arXiv:0909.4061), algorithm 4.4. A worse basis makes the
     search slower, never wrong.
     """
-    start = torch.Generator().manual_seed(0)
-    basis = torch.randn(nodes.shape[1], rank, generator=start, dtype=torch.float64).to(nodes)
-    for _ in range(2):
-        across = torch.linalg.qr(nodes @ basis).Q
-        basis = torch.linalg.qr(nodes.T @ across).Q
-    shadows = nodes @ basis
-    directions: Tensor = torch.linalg.eigh(shadows.T @ shadows).eigenvectors
-    return basis @ directions.flip(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        _, _, basis = torch.svd_lowrank(nodes, min(rank, *nodes.shape))
+    return basis
 
 
 # -- epochs and errors
@@ -301,15 +292,18 @@ def fit_epoch(
     return torch.where(share > 0, smoothed[:, :, :-1] / share, weights)
 
 
+def score_nodes(rows: Tensor, weights: Tensor) -> Tensor:
+    """|w|^2 - 2 x.w around the mean node, [B, K], of rows [B, D] and a map [K, D]: the nearest node has the least."""
+    centre = weights.mean(0)
+    nodes = weights - centre
+    return torch.addmm(nodes.square().sum(1), rows - centre, nodes.T, alpha=-2)
+
+
 def measure_distances(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Find for rows [N, D] in a map [K, D] the best and second-best unit, int64 [2, N], and the best distance [N]."""
     both, distances = [], []
-    centre = weights.mean(0)
-    nodes = weights - centre
-    lengths = nodes.square().sum(1)
     for tile in rows.split(CUDA_TILE if rows.is_cuda else TILE):
-        scores = torch.addmm(lengths, tile - centre, nodes.T, alpha=-2)
-        both.append(scores.topk(2, dim=1, largest=False).indices.T)
+        both.append(score_nodes(tile, weights).topk(2, dim=1, largest=False).indices.T)
         distances.append((tile - weights[both[-1][0]]).norm(dim=1))
     return torch.cat(both, 1), torch.cat(distances)
 
@@ -368,7 +362,6 @@ class SelfOrganisingMap(nn.Module):
     def forward(self, rows: Tensor) -> dict[str, Tensor]:
         """Find of rows [B, D] `row` and `column` of the best-matching unit, int64 [B], and the `distance` to it [B]."""
         scaled = ((rows - self.shift) / self.scale).float()
-        nodes = self.weights - (centre := self.weights.mean(0))
-        unit = torch.addmm(nodes.square().sum(1), scaled - centre, nodes.T, alpha=-2).argmin(1)
+        unit = score_nodes(scaled, self.weights).argmin(1)
         distance = (scaled - self.weights[unit]).norm(dim=1)
         return {"row": unit // self.grid.columns, "column": unit % self.grid.columns, "distance": distance}

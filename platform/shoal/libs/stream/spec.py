@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
@@ -124,11 +124,11 @@ class StreamSpec(Spec):
     resume:           the run to continue; `auto`, in a process alone: the newest of its name and sensors, or a new
     """
 
-    main_fields: ClassVar = (
+    main_fields = (
         *("mqtt.broker", "mqtt.topic", "files", "sensors", "rate_hz"),
         *("max_messages", "name", "resume"),
     )
-    page: ClassVar = "libs/stream.md"
+    page = "libs/stream.md"
 
     mqtt: SensorTopicSpec = SensorTopicSpec()
     files: tuple[str, ...] = ()

@@ -94,7 +94,22 @@ class _LoopFollower:
             current = TrialReport(stats["steps"], progress, {MEAN_RETURN: float(stats["mean_return"])})
             is_scored = math.isfinite(stats["mean_return"])
             if current.progress >= 1.0:
-                return self._finish(stats)
+                # Store the newest policy. Raises RunError for a trial in which no episode has
+                # ended.
+                mean_return = float(stats["mean_return"])
+                if not math.isfinite(mean_return):
+                    raise RunError(f"no episode has ended in {stats['steps']:,} steps: raise stop.steps or stop.wall_s")
+                snapshot = self._loop.learner.pause()
+                atomic_file.replace_synced(self._recorder.folder / WEIGHTS, snapshot.payload)
+                self._recorder.record_event(
+                    LEARNED,
+                    steps=stats["steps"],
+                    seconds=stats["elapsed_s"],
+                    episodes=stats["episodes"],
+                    mean_return=mean_return,
+                    version=snapshot.version,
+                )
+                return TrialReport(stats["steps"], 1.0, {MEAN_RETURN: mean_return}, is_over=True)
             if is_stopping():
                 return current
             next_report = next_report or (math.floor(current.progress * self._spec.reports) + 1) / self._spec.reports
@@ -117,23 +132,6 @@ class _LoopFollower:
             for version in self._loop.learner.take_published():
                 self._recorder.record_weights(version.version, version.step, version.sha256, version.published_at)
         return stats
-
-    def _finish(self, stats: Mapping[str, Any]) -> TrialReport:
-        """Store the newest policy. Raises RunError for a trial in which no episode has ended."""
-        mean_return = float(stats["mean_return"])
-        if not math.isfinite(mean_return):
-            raise RunError(f"no episode has ended in {stats['steps']:,} steps: raise stop.steps or stop.wall_s")
-        snapshot = self._loop.learner.pause()
-        atomic_file.replace_synced(self._recorder.folder / WEIGHTS, snapshot.payload)
-        self._recorder.record_event(
-            LEARNED,
-            steps=stats["steps"],
-            seconds=stats["elapsed_s"],
-            episodes=stats["episodes"],
-            mean_return=mean_return,
-            version=snapshot.version,
-        )
-        return TrialReport(stats["steps"], 1.0, {MEAN_RETURN: mean_return}, is_over=True)
 
 
 def register_trial(spec: LoopTrialSpec, run_id: str, recorder: RunRecorder, lineage: Mapping[str, object]) -> None:

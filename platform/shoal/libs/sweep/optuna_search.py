@@ -1,7 +1,7 @@
 """Which values the next trial has, by Optuna's tree-structured Parzen estimator (NeurIPS 2011, "Algorithms for
 Hyper-Parameter Optimization").
 
-Called by `ray_search`. It asks and tells an Optuna study in memory; a resumed sweep tells it the trials of its record
+Called by `ray_sweep`. It asks and tells an Optuna study in memory; a resumed sweep tells it the trials of its record
 again. Ray Tune's own `OptunaSearch` is not used: it has to be restored from Ray Tune's snapshots, and it tells Optuna
 nothing of the evaluations at which a trial was ended. Imports Optuna, which is of the extra `sweep`.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -95,11 +95,11 @@ class SweepSpec(Spec):
     retry_failed:   with `resume`: run the failed trials again, from their last checkpoints
     """
 
-    main_fields: ClassVar = (
+    main_fields = (
         *("train.task", "train.stop.epochs", "space", "trials", "search", "scheduler"),
         *("metric", "direction", "concurrent", "registers", "resume"),
     )
-    page: ClassVar = "sweeps.md"
+    page = "sweeps.md"
 
     train: TrainSpec = TrainSpec()
     loop: LoopTrialSpec | None = None
@@ -211,7 +211,10 @@ def remove_target(train: TrainSpec) -> TrainSpec:
 def check_sweep(spec: SweepSpec) -> CheckedSweep:
     """Raises ConfigError, PlanError or DataError with field, value and remedy, or MissingExtra, before any work."""
     space = spec.search_space
-    _require_gpus(spec)
+    device = spec.train.device if spec.loop is None else spec.loop.learner.device
+    if device == "cuda" and not spec.gpus_per_trial and not spec.starts_workers:
+        problem = "is what a trial reserves and sees, and it is to train on a GPU"
+        raise ConfigError("gpus_per_trial", spec.gpus_per_trial, problem, "use --gpus-per-trial 1, or a fraction")
     if (loop := spec.loop) is not None:
         require_loop_fields(loop, space)
         require_loop_search(spec.search, spec.metric, spec.direction, loop.reports, uses_asha=spec.uses_asha)
@@ -236,14 +239,6 @@ def check_sweep(spec: SweepSpec) -> CheckedSweep:
     if spec.uses_asha or spec.search == "pbt":
         _require_evaluations(spec, train, checked)
     return checked
-
-
-def _require_gpus(spec: SweepSpec) -> None:
-    """A trial in its own process sees the GPUs that it reserves."""
-    device = spec.train.device if spec.loop is None else spec.loop.learner.device
-    if device == "cuda" and not spec.gpus_per_trial and not spec.starts_workers:
-        problem = "is what a trial reserves and sees, and it is to train on a GPU"
-        raise ConfigError("gpus_per_trial", spec.gpus_per_trial, problem, "use --gpus-per-trial 1, or a fraction")
 
 
 def _require_fields(spec: SweepSpec, space: SearchSpace) -> None:

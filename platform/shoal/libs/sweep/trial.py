@@ -278,7 +278,13 @@ class TrialRun(Trial):
         return TrialReport(ended["steps"], 1.0, ended["metrics"], is_over=True)
 
     def _run_recorded(self) -> TrialReport:
-        spec, record = self._spec, self._find_record()
+        # The record of an earlier attempt, once its end is known: another host's heartbeat must first be missed.
+        until_s = time.monotonic() + LOST_TIMEOUT_S
+        while (record := find_trial(self.run_id)) is not None and record.status is Status.RUNNING:
+            if time.monotonic() > until_s or self._is_stopping():
+                break
+            time.sleep(STOP_POLL_S)
+        spec = self._spec
         if record is not None:
             spec = spec.model_copy(update={"resume": self.run_id})
         with shoal.runs.recording(
@@ -296,15 +302,6 @@ class TrialRun(Trial):
                 for file in list_with_index(result.weights):
                     store.write(file.name, file)
         return TrialReport(result.steps, 1.0, result.metrics, is_over=True)
-
-    def _find_record(self) -> shoal.runs.Run | None:
-        """The record of an earlier attempt, once its end is known: another host's heartbeat must first be missed."""
-        until_s = time.monotonic() + LOST_TIMEOUT_S
-        while (record := find_trial(self.run_id)) is not None and record.status is Status.RUNNING:
-            if time.monotonic() > until_s or self._is_stopping():
-                break
-            time.sleep(STOP_POLL_S)
-        return record
 
 
 def find_trial(run_id: str) -> shoal.runs.Run | None:

@@ -132,7 +132,7 @@ class TablePrior:
         values = standardise(x @ weights)
         squares = standardise((x @ self._normal(B, D, 1)) * (x @ self._normal(B, D, 1)))
         values = values + squares * self._uniform(B, 1, 1) * self._chance(0.25, B, 1, 1)
-        return torch.where(self._chance(0.15, B, 1, 1) > 0, (2 * values).tanh(), values)
+        return self._mix(0.15, (2 * values).tanh(), values)
 
     def _gaussian_process(self, x: Tensor, M: int = 64) -> Tensor:
         """Random features (Rahimi and Recht, 2007) of kernels with normal to Cauchy spectra, over all columns together
@@ -142,7 +142,7 @@ class TablePrior:
         tail = (self._normal(B, 1, M).abs() + 0.05) ** self._chance(0.4, B, 1, 1)
         frequencies = self._normal(B, D, M) * scale / tail
         alone = torch.nn.functional.one_hot(self._integers(D, B, M), D).transpose(1, 2)
-        frequencies = torch.where(self._chance(0.3, B, 1, 1) > 0, frequencies * alone * math.sqrt(D), frequencies)
+        frequencies = self._mix(0.3, frequencies * alone * math.sqrt(D), frequencies)
         waves = (x @ frequencies + 2 * math.pi * self._uniform(B, 1, M)).cos()
         return waves @ self._normal(B, M, 1)
 
@@ -181,7 +181,7 @@ class TablePrior:
         size = (low + (high - low) * self._uniform(B, 1, T)).exp()
         noise = self._normal(B, R, T)
         tails = (self._normal(B, R, T, 3).square().mean(-1)).sqrt().clamp_min(0.1)
-        noise = torch.where(self._chance(self.spec.heavy_tailed, B, 1, 1) > 0, noise / tails, noise)
+        noise = self._mix(self.spec.heavy_tailed, noise / tails, noise)
         growth = (0.7 * features[..., :1]).clamp(-2, 2).exp()
         return signals + size * noise * growth ** self._chance(self.spec.heteroscedastic, B, 1, 1)
 
@@ -190,10 +190,10 @@ class TablePrior:
         B = len(targets)
         targets = standardise(targets)
         bent = (targets.clamp(-5, 5) * (0.3 + 0.7 * self._uniform(B, 1, 1))).exp()
-        targets = torch.where(self._chance(self.spec.skewed, B, 1, 1) > 0, bent, targets)
+        targets = self._mix(self.spec.skewed, bent, targets)
         step = 0.5 + 1.5 * self._uniform(B, 1, 1)
         rounded = (targets / step).round()
-        return torch.where(self._chance(self.spec.rounded, B, 1, 1) > 0, rounded, targets)
+        return self._mix(self.spec.rounded, rounded, targets)
 
     def _shift(self, targets: Tensor) -> Tensor:
         """Units and offsets: most tables have targets far from zero, relative to their spread."""
@@ -216,6 +216,10 @@ class TablePrior:
     def _chance(self, probability: float, *shape: int) -> Tensor:
         """Ones and zeros, float32."""
         return (self._uniform(*shape) < probability).float()
+
+    def _mix(self, probability: float, some: Tensor, others: Tensor) -> Tensor:
+        """Of each table [B, ...] the one or the other."""
+        return torch.where(self._chance(probability, len(others), 1, 1) > 0, some, others)
 
 
 def standardise(values: Tensor) -> Tensor:

@@ -134,10 +134,6 @@ class Target(Spec):
     mean: float = 0.0
     std: float = 1.0
 
-    @property
-    def num_outputs(self) -> int:
-        return max(1, len(self.classes))
-
     def encode(self, values: np.ndarray) -> np.ndarray:
         """int64 [B] of classes, or float32 [B]."""
         if not self.classes:
@@ -196,7 +192,7 @@ class Encoders(Spec):
     @property
     def num_outputs(self) -> int:
         """Of a network: the number of classes, or 1."""
-        return self.target.num_outputs
+        return max(1, len(self.target.classes))
 
     def encode(self, values: Mapping[str, np.ndarray], *, is_strict: bool = True) -> dict[str, np.ndarray]:
         """Columns [B] by name ► `numbers` float32 [B, N], and `categories` int64 [B, W] where there are any.
@@ -225,16 +221,31 @@ class Encoders(Spec):
 
     # -- an endpoint's side ---------------------------------------------------------------------------------------
 
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The least and greatest value of training rows, by column, by which an endpoint counts drift."""
+        return {each.name: (each.scale.knots[0], each.scale.knots[-1]) for each in self.columns if each.scale}
+
+    def encode_request(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Tensors of a request, by column ► the network's inputs. A gap is NaN, or an empty string.
+
+        Raises DataError, which names the column.
+        """
+        return self.encode({each.name: to_values(each.name, each.kind, arrays[each.name]) for each in self.columns})
+
     def signature(self) -> Signature:
         """Each column is an input, as it is in the table."""
-        kinds = {each.name: each.full_kind for each in self.columns}
-        types = {name: "BYTES" if kind == "word" else "FP64" for name, kind in kinds.items()}
-        inputs = [TensorSignature(name=each, datatype=types[each], shape=[-1], kind=kinds[each]) for each in kinds]
-        classes, name = self.target.classes, self.target.name
-        if not classes:
-            return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="FP64", shape=[-1])])
-        probability = TensorSignature(name="probability", datatype="FP32", shape=[-1, len(classes)], columns=classes)
-        return Signature(inputs=inputs, outputs=[TensorSignature(name=name, datatype="BYTES", shape=[-1]), probability])
+        classes = self.target.classes
+
+        def describe(name: str, is_text: bool, kind: str = "") -> TensorSignature:
+            return TensorSignature(name=name, datatype="BYTES" if is_text else "FP64", shape=[-1], kind=kind)
+
+        inputs = [describe(each.name, each.kind == "word", each.full_kind) for each in self.columns]
+        outputs = [describe(self.target.name, bool(classes))]
+        if classes:
+            shape = [-1, len(classes)]
+            outputs.append(TensorSignature(name="probability", datatype="FP32", shape=shape, columns=classes))
+        return Signature(inputs=inputs, outputs=outputs)
 
     def make_example(self) -> dict[str, Any]:
         """A row of medians, of the most frequent words and of truths, as an endpoint takes it."""
@@ -260,25 +271,6 @@ class Encoders(Spec):
         probability = (shifted / shifted.sum(-1, keepdims=True)).mean(1).astype(np.float32)
         names = np.array(target.classes, object)
         return {target.name: names[probability.argmax(1)], "probability": probability}
-
-
-class RequestEncoder:
-    """Tensors of a request, by column ► the network's inputs. A gap is NaN, or an empty string.
-
-    ranges: the least and greatest value of training rows, by column, by which an endpoint counts drift
-    """
-
-    def __init__(self, encoders: Encoders) -> None:
-        self._encoders = encoders
-        knots = {each.name: each.scale.knots for each in encoders.columns if each.scale}
-        self.ranges = {name: (each[0], each[-1]) for name, each in knots.items()}
-
-    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Raises DataError, which names the column."""
-        columns = self._encoders.columns
-        return self._encoders.encode(
-            {each.name: to_values(each.name, each.kind, arrays[each.name]) for each in columns}
-        )
 
 
 def to_values(name: str, kind: str, array: np.ndarray) -> np.ndarray:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.extend.registry import Signature
-from shoal.extend.train import Callback, Task
+from shoal.extend.train import Callback, Hook, Task
 from shoal.libs.tabular.dataset import Table, table
-from shoal.libs.tabular.encoders import Encoders, RequestEncoder
+from shoal.libs.tabular.encoders import Encoders
 from shoal.libs.tabular.network import TableNetwork
 from shoal.libs.tabular.trees import LIMIT_S, TreesPeer
 
@@ -151,9 +151,9 @@ class TableTask(Task):
     def signature(self) -> Signature:
         return self.encoders.signature()
 
-    @cached_property
-    def preprocess(self) -> RequestEncoder:  # type: ignore[override]
-        return RequestEncoder(self.encoders)
+    @property
+    def preprocess(self) -> Hook:  # type: ignore[override]
+        return self.encoders.encode_request
 
     @property
     def example(self) -> Mapping[str, Any] | None:  # type: ignore[override]

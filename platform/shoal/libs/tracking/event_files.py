@@ -10,7 +10,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,11 @@ class TensorBoardMirror(MetricMirror):
                     return
                 logged, self._queued = self._queued, []
                 forgotten_after, self._forgotten_after = self._forgotten_after, None
-            try:
+            with self._log_errors():
                 file = self._open_file(min((step for step, _, _ in logged), default=0), forgotten_after)
                 for step, at, values in logged:
                     file.add(step, at, values)
                 file.flush()
-            except OSError as error:
-                self._warn(error)
 
     def add_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """A distribution: counts [bins] between edges [bins + 1]."""
@@ -143,21 +142,16 @@ class TensorBoardMirror(MetricMirror):
                 return
             with self._queue_lock:
                 forgotten_after, self._forgotten_after = self._forgotten_after, None
-            try:
+            with self._log_errors():
                 self._open_file(step, forgotten_after).add_histogram(step, time.time(), name, counts, edges)
-            except OSError as error:
-                self._warn(error)
 
     def close(self) -> None:
         """Write the rest, and close the file."""
         self.write()
-        with self._write_lock:
+        with self._write_lock, self._log_errors():
             self._closed = True
-            try:
-                if self._file is not None:
-                    self._file.close()
-            except OSError as error:
-                self._warn(error)
+            if self._file is not None:
+                self._file.close()
 
     def _open_file(self, step: int, forgotten_after: int | None) -> EventFile:
         """Open the file of this incarnation at `step`; a resumed run repeats some steps of the one before.
@@ -175,5 +169,9 @@ class TensorBoardMirror(MetricMirror):
             self._file.write_restart(min(again))
         return self._file
 
-    def _warn(self, error: OSError) -> None:
-        _log.warning("run %s: TensorBoard files cannot be written: %s", self._run_id, error)
+    @contextmanager
+    def _log_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _log.warning("run %s: TensorBoard files cannot be written: %s", self._run_id, error)

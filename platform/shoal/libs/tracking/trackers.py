@@ -50,13 +50,15 @@ class MlflowTracker(Tracker):
     def begin(self, run: Run, tracker_run: str) -> tuple[str, str]:
         from mlflow.entities import Param
 
-        experiment = self._find_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        known = self._client.get_experiment_by_name(name)
+        experiment = str(known.experiment_id if known else self._client.create_experiment(name))
         self._id = tracker_run or self._find_run(experiment, run)
         before = self._client.get_run(self._id).data.params
         parameters = {
-            self._clean(name): str(each)[: self._MAX_CHARS] for name, each in list_parameters(run.spec).items()
+            self._clean(path): str(each)[: self._MAX_CHARS] for path, each in list_parameters(run.spec).items()
         }
-        added = [Param(name, each) for name, each in parameters.items() if name not in before]  # they cannot change
+        added = [Param(path, each) for path, each in parameters.items() if path not in before]  # they cannot change
         for start in range(0, len(added), self._PARAMETERS):
             self._client.log_batch(self._id, params=added[start : start + self._PARAMETERS])
         self._client.update_run(self._id, status="RUNNING")
@@ -76,11 +78,6 @@ class MlflowTracker(Tracker):
             self._client.set_tag(self._id, f"shoal.model.{self._clean(model.partition('@')[0])}", model)
         ended_ms = None if run.finished_at is None else int(run.finished_at * 1000)
         self._client.set_terminated(self._id, self._ENDS.get(run.status, "KILLED"), ended_ms)
-
-    def _find_experiment(self, name: str) -> str:
-        if (experiment := self._client.get_experiment_by_name(name)) is None:
-            return str(self._client.create_experiment(name))
-        return str(experiment.experiment_id)
 
     def _find_run(self, experiment: str, run: Run) -> str:
         runs = self._client.search_runs([experiment], f"tags.`shoal.run` = '{run.id}'", max_results=1)

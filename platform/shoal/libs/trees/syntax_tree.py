@@ -139,7 +139,18 @@ def number_nodes(tree: ast.AST, max_nodes: int | None = None) -> tuple[list[int]
             return None
         node, parent = waiting.pop()
         number = len(tokens)
-        tokens.append(_find_token(node))
+        kind = type(node).__name__
+        detail: object = None
+        if isinstance(node, ast.BoolOp | ast.BinOp | ast.AugAssign | ast.UnaryOp):
+            detail = node.op
+        elif isinstance(node, ast.Compare):
+            detail = node.ops[0]
+        elif isinstance(node, ast.Constant):
+            detail = node.value
+        elif isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Name | ast.List | ast.Tuple):
+            detail = node.ctx
+        token = f"{kind} {type(detail).__name__}"
+        tokens.append(_TOKEN[token] if token in _TOKEN else _TOKEN.get(kind, _TOKEN["other"]))
         parents.append(parent)
         children: list[ast.AST] = []
         for name in node._fields:
@@ -150,21 +161,6 @@ def number_nodes(tree: ast.AST, max_nodes: int | None = None) -> tuple[list[int]
                 children += [each for each in value if isinstance(each, ast.AST)]
         waiting += [(child, number) for child in reversed(children) if not isinstance(child, _IN_TOKENS)]
     return tokens, parents
-
-
-def _find_token(node: ast.AST) -> int:
-    kind = type(node).__name__
-    detail: object = None
-    if isinstance(node, ast.BoolOp | ast.BinOp | ast.AugAssign | ast.UnaryOp):
-        detail = node.op
-    elif isinstance(node, ast.Compare):
-        detail = node.ops[0]
-    elif isinstance(node, ast.Constant):
-        detail = node.value
-    elif isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Name | ast.List | ast.Tuple):
-        detail = node.ctx
-    token = f"{kind} {type(detail).__name__}"
-    return _TOKEN[token] if token in _TOKEN else _TOKEN.get(kind, _TOKEN["other"])
 
 
 # [tokens]: places in KINDS

@@ -90,7 +90,17 @@ class GlobalBatchNorm(_BatchNorm):
         normalise = _normalise_plainly if is_each_operation_needed() else _Normalise.apply
         normalised, _, mean, variance, count = normalise(input, self.eps, self.ranks)
         if self.track_running_stats:
-            self._update_running_stats(mean, variance, count)
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+                unbiased = variance * (count / (count - 1).clamp(min=1))  # 0 for a single value in a trial
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
         if not self.affine:
             return normalised.to(input.dtype)
         shape = [1, -1, *(1 for _ in input.shape[2:])]
@@ -98,19 +108,6 @@ class GlobalBatchNorm(_BatchNorm):
         # torch's own type annotation lacks BatchNorm(bias=False)
         bias: Tensor | None = self.bias
         return (scaled if bias is None else scaled + bias.view(shape)).to(input.dtype)
-
-    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            unbiased = variance * (count / (count - 1).clamp(min=1))  # 0 for a single value in a trial
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 class _Normalise(torch.autograd.Function):

@@ -90,7 +90,22 @@ def profile_splits(
         else:
             profile.cost_s = _count_costs(model, run, profile)
         model.zero_grad(set_to_none=True)
-        profile.unfit |= _find_eval_differences(model, run, profile.calls)
+        # Modules that evaluation calls more or less often than training.
+        names = {module: name for name, module in model.named_modules()}
+        counts: Counter[str] = Counter()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if module in names:
+                counts[names[module]] += 1
+
+        hook = register_module_forward_pre_hook(enter)  # a module's own hooks would disable its fast path
+        try:
+            with eval_mode(model), torch.no_grad():
+                run()
+        finally:
+            hook.remove()
+        trained = Counter(call.module for call in profile.calls)
+        profile.unfit |= {name for name in counts | trained if counts[name] != trained[name]}
     return profile
 
 
@@ -361,22 +376,3 @@ def _count_costs(model: nn.Module, run: Callable[[], Tensor], profile: SplitProf
             sizes[part] += parameter.numel()
     totals = max(1, sum(operations)), max(1, sum(sizes))
     return [(each / totals[0], size / totals[1]) for each, size in zip(operations, sizes, strict=True)]
-
-
-def _find_eval_differences(model: nn.Module, run: Callable[[], Tensor], calls: Sequence[ModuleCall]) -> set[str]:
-    """Modules that evaluation calls more or less often than training."""
-    names = {module: name for name, module in model.named_modules()}
-    counts: Counter[str] = Counter()
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if module in names:
-            counts[names[module]] += 1
-
-    hook = register_module_forward_pre_hook(enter)  # a module's own hooks would disable its fast path
-    try:
-        with eval_mode(model), torch.no_grad():
-            run()
-    finally:
-        hook.remove()
-    trained = Counter(call.module for call in calls)
-    return {name for name in counts | trained if counts[name] != trained[name]}

@@ -29,6 +29,7 @@ from shoal.rl.gateway.remote_episodes import (
     FAILED,
     INVALID,
     Answers,
+    Asking,
     OpenEpisodes,
     Refusal,
     RemoteEpisode,
@@ -38,9 +39,8 @@ from shoal.rl.gateway.sessions import REMOTE
 from shoal.rl.gateway.state import GatewayState
 from shoal.weights import decode_tensors
 from shoal.wire import DropReason, ExperienceSpec, Segment
-from shoal.wire.act_rows import ROW_LAST, ActRows, RowReader
+from shoal.wire.act_rows import ActRows, RowReader
 from shoal.wire.action_masks import MASKS
-from shoal.wire.experience_spec import NO_EXTRAS
 from shoal.wire.messages import MAX_ROWS, ActionMessage, ActMessage, ActsMessage
 
 MAX_OPEN_EPISODES = 256  # of one actor, where a single message begins the next one: see OpenEpisodes for others
@@ -78,8 +78,8 @@ class CallbackQueue:
 class _Observations(NamedTuple):
     """Rows of a batch, of one client. streams: the policy's key of each episode; starting: of those at step 0"""
 
-    frames: bytes
-    masks: bytes
+    rows: np.ndarray
+    masks: np.ndarray
     streams: Sequence[Hashable]
     starting: Sequence[Hashable]
 
@@ -96,33 +96,29 @@ class _Choices(NamedTuple):
 class _Asked:
     """Rows that wait for their actions: the batcher's future of them."""
 
-    __slots__ = ("_answers", "_at", "_client", "_episodes")
+    __slots__ = ("_answers", "_asking", "_client")
 
-    def __init__(self, client: OpenEpisodes, answers: RowAnswers, at: Sequence[int]) -> None:
+    def __init__(self, client: OpenEpisodes, answers: RowAnswers, asking: Asking) -> None:
         self._client = client
         self._answers = answers
-        self._at = at
-        self._episodes = [client[answers.rows.episodes[row]] for row in at]
+        self._asking = asking
 
     def done(self) -> bool:
         return False
 
     def set_result(self, result: Prediction[_Choices], /) -> None:
-        actions, log_probabilities, version, extras = result.outputs
-        for episode, action, log_probability, each in zip(
-            self._episodes, actions, log_probabilities, extras, strict=True
-        ):
-            episode.choose((action, log_probability, version, each))
-        self._answers.answer(self._at, actions, version)
-        self._answers.deliver(len(self._at))
+        actions, _, version, _ = result.outputs
+        self._client.choose(self._asking, *result.outputs)
+        self._answers.answer(self._asking, actions, version)
+        self._answers.deliver(len(self._asking))
 
     def set_exception(self, error: Exception, /) -> None:
         """The policy has failed: the episodes end without their open segments."""
         logger.error("remote inference failed: %r", error)
-        for row, episode in zip(self._at, self._episodes, strict=True):
-            self._client.pop(episode.number, None)
+        for row, episode in self._asking.items():
+            self._client.close(episode.number)
             self._answers.refuse(row, FAILED)
-        self._answers.deliver(len(self._at))
+        self._answers.deliver(len(self._asking))
 
 
 def require_remote_inference(experience: ExperienceSpec, is_synchronous: bool) -> None:
@@ -246,7 +242,7 @@ class RemoteInference:
             self._ask(client, answers, asking)
         if filling or showing:
             room = 0 if self._filling else max(0, self._state.sessions.count_free())
-            self._complete(client, answers, [*showing, *filling[:room]])
+            self._complete(client, answers, sorted([*showing, *filling[:room]]))
             for row in filling[room:]:
                 number = answers.rows.episodes[row]
                 client.hold(number)
@@ -256,31 +252,32 @@ class RemoteInference:
 
     def _complete(self, client: OpenEpisodes, answers: RowAnswers, at: Sequence[int]) -> None:
         """Store the segments that rows complete: their episodes end, or ask for an action."""
-        asking = []
+        segments, asking = client.complete(answers.rows, at)
+        for segment in segments:
+            self._store(client.key, client.progress, segment)
         for row in at:
-            for segment in client.complete(answers.rows, row):
-                self._store(client.key, client.progress, segment)
-            if answers.rows.flags[row] & ROW_LAST:
+            if row not in asking:
                 self._policy.reset(_make_stream(client.key, answers.rows.episodes[row]))
                 answers.end(row)
-            else:
-                asking.append(row)
         answers.deliver(len(at) - len(asking))
         if asking:
             self._ask(client, answers, asking)
 
-    def _ask(self, client: OpenEpisodes, answers: RowAnswers, at: Sequence[int]) -> None:
+    def _ask(self, client: OpenEpisodes, answers: RowAnswers, asking: Asking) -> None:
         """Let the policy choose actions for rows."""
-        rows, streams = answers.rows, [_make_stream(client.key, -1)] * len(at)
+        rows, streams = answers.rows, [_make_stream(client.key, -1)] * len(asking)
         starting: Sequence[Hashable] = ()
         if self._has_state:
-            streams = [_make_stream(client.key, rows.episodes[row]) for row in at]
-            starting = [stream for stream, row in zip(streams, at, strict=True) if rows.steps[row] == 0]
-        frames = b"".join([rows.observations[row] for row in at])
-        masks = b"".join([rows.masks[row] for row in at]) if rows.masks else b""
-        asked = _Asked(client, answers, at)
+            streams = [_make_stream(client.key, each.number) for each in asking.values()]
+            starting = [stream for stream, each in zip(streams, asking.values(), strict=True) if each.step == 0]
+        part = slice(None) if len(asking) == len(rows.episodes) else list(asking)
+        asked = _Asked(client, answers, asking)
         self._queue.enqueue(
-            _Observations(frames, masks, streams, starting), asked, len(at), group=None, tenant=client.key[0]
+            _Observations(rows.observations[part], rows.masks[part], streams, starting),
+            asked,
+            len(asking),
+            group=None,
+            tenant=client.key[0],
         )
 
     def run_round(self) -> Answers:
@@ -326,22 +323,19 @@ class RemoteInference:
         asked = [entry.request for entry in batch.requests]
         snapshot = self._state.weights
         policy = self._policy
-        spec = self._experience.observation
         if snapshot is None:
             raise Closed("there are no weights")
         if snapshot.version != policy.version:
             policy.load(snapshot.version, decode_tensors(snapshot.payload))
         streams = [stream for each in asked for stream in each.streams]
-        frames = np.frombuffer(b"".join([each.frames for each in asked]), spec.numpy_dtype())
-        masks = None
-        if self._reader.choices:
-            masks = np.frombuffer(b"".join([each.masks for each in asked]), np.bool_).reshape(len(streams), -1)
-        extras: Sequence[Mapping[str, Any]] = [NO_EXTRAS] * len(streams)
+        observations = np.concatenate([each.rows for each in asked])
+        masks = np.concatenate([each.masks for each in asked]) if self._reader.choices else None
+        extras: Sequence[Mapping[str, Any]] = ()
         if self._has_state:
             for stream in [stream for each in asked for stream in each.starting]:
                 policy.reset(stream)
             extras = [policy.get_extras(stream) for stream in streams]  # before the observations
-        actions, log_probabilities = policy.act_batch(frames.reshape(len(streams), *spec.shape), streams, masks)
+        actions, log_probabilities = policy.act_batch(observations, streams, masks)
         version = policy.version
         end = 0
         choices = []

@@ -120,7 +120,8 @@ class UserEpisodes:
             else:
                 exchange.is_expired = True
                 episode = self._episodes[number]
-                self._act(episode, exchange, episode.observations[-1], None, is_last=True, truncated=True)
+                newest = self._episodes.get_observation(episode)
+                self._act(episode, exchange, newest, None, is_last=True, truncated=True)
 
     def close(self) -> None:
         """Refuse what waits: requests, and those whose answers are on their way."""
@@ -151,7 +152,7 @@ class UserEpisodes:
             reply.set_result(EpisodeAnswer(exchange.handle))
             return None
         try:
-            frame = observation or episode.observations[-1]
+            frame = observation or self._episodes.get_observation(episode)
             self._act(episode, exchange, frame, reply, request.ended, request.truncated)
         except InvalidSegment:
             exchange.reward = before

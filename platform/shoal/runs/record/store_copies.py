@@ -126,7 +126,42 @@ def _import(connection: sqlite3.Connection, home: Path, store: Store, entry: Ent
     elif row is not None and (row["writer"], row["revision"]) == (head.writer, head.revision):
         _set_head(connection, head, head_at)
     elif head.record:
-        _copy_record(connection, home, store, head, head_at)
+        # Replace a copy by the record in the store. Raises RunError for a damaged or newer one.
+        payload = store.read(head.record)
+        connection.execute("ATTACH ':memory:' AS copy")
+        try:
+            connection.deserialize(zlib.decompress(payload), name="copy")
+            version = connection.execute("PRAGMA copy.user_version").fetchone()[0]
+            reject_newer_format(head.id, version, SCHEMA_VERSION)
+            if [row["id"] for row in connection.execute("SELECT id FROM copy.runs")] != [head.id]:
+                raise RunError(f"{head.record} in {store.url} is damaged: it is of another run")
+            files = [(row["path"], row["payload"]) for row in connection.execute("SELECT * FROM copy.files")]
+            with transaction(connection):
+                before = connection.execute("SELECT * FROM runs WHERE id = ?", (head.id,)).fetchone()
+                if before is None or _is_newer(before, head):  # another command may have been faster
+                    # Called in a transaction. A run keeps its number here; events get numbers in their
+                    # order.
+                    if before is not None:
+                        for table in TABLES:
+                            connection.execute(f"DELETE FROM {table} WHERE run = ?", (before["number"],))
+                        connection.execute("DELETE FROM runs WHERE number = ?", (before["number"],))
+                    last = connection.execute("SELECT ifnull(max(number), 0) FROM runs").fetchone()[0]
+                    number = last + 1 if before is None else before["number"]
+                    _insert(connection, "runs", {"number": number})
+                    for table in TABLES:
+                        _insert(connection, table, {"run": number})
+                    _set_head(connection, head, head_at)
+        except (zlib.error, sqlite3.Error) as error:
+            raise RunError(f"{head.record} in {store.url} is damaged: {error}") from None
+        finally:
+            connection.execute("DETACH copy")
+        folder = home / "runs" / head.id
+        make_folder(folder)
+        for name, content in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise RunError(f"the record of run {head.id!r} in the store is damaged: it has a file {name!r}")
+            replace_synced(folder / path, content)
     _set_heartbeat(connection, run_id, age_s)
 
 
@@ -156,50 +191,6 @@ def _set_head(connection: sqlite3.Connection, head: RunHead, head_at: float | No
     if head.status == Status.RUNNING:
         sql = "UPDATE runs SET status = ?, finished_at = NULL, error = NULL WHERE id = ?"
         connection.execute(sql, (head.status, head.id))
-
-
-def _copy_record(
-    connection: sqlite3.Connection, home: Path, store: Store, head: RunHead, head_at: float | None
-) -> None:
-    """Replace a copy by the record in the store. Raises RunError for a damaged or newer one."""
-    payload = store.read(head.record)
-    connection.execute("ATTACH ':memory:' AS copy")
-    try:
-        connection.deserialize(zlib.decompress(payload), name="copy")
-        version = connection.execute("PRAGMA copy.user_version").fetchone()[0]
-        reject_newer_format(head.id, version, SCHEMA_VERSION)
-        if [row["id"] for row in connection.execute("SELECT id FROM copy.runs")] != [head.id]:
-            raise RunError(f"{head.record} in {store.url} is damaged: it is of another run")
-        files = [(row["path"], row["payload"]) for row in connection.execute("SELECT * FROM copy.files")]
-        with transaction(connection):
-            before = connection.execute("SELECT * FROM runs WHERE id = ?", (head.id,)).fetchone()
-            if before is None or _is_newer(before, head):  # another command may have been faster
-                _replace_rows(connection, before)
-                _set_head(connection, head, head_at)
-    except (zlib.error, sqlite3.Error) as error:
-        raise RunError(f"{head.record} in {store.url} is damaged: {error}") from None
-    finally:
-        connection.execute("DETACH copy")
-    folder = home / "runs" / head.id
-    make_folder(folder)
-    for name, content in files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise RunError(f"the record of run {head.id!r} in the store is damaged: it has a file {name!r}")
-        replace_synced(folder / path, content)
-
-
-def _replace_rows(connection: sqlite3.Connection, before: sqlite3.Row | None) -> None:
-    """Called in a transaction. A run keeps its number here; events get numbers in their order."""
-    if before is not None:
-        for table in TABLES:
-            connection.execute(f"DELETE FROM {table} WHERE run = ?", (before["number"],))
-        connection.execute("DELETE FROM runs WHERE number = ?", (before["number"],))
-    last = connection.execute("SELECT ifnull(max(number), 0) FROM runs").fetchone()[0]
-    number = last + 1 if before is None else before["number"]
-    _insert(connection, "runs", {"number": number})
-    for table in TABLES:
-        _insert(connection, table, {"run": number})
 
 
 def _insert(connection: sqlite3.Connection, table: str, values: Mapping[str, int]) -> None:

@@ -102,7 +102,20 @@ class StoreMirror:
                     return False
                 self._store = store.without_waiting()  # the next heartbeat is the next attempt
             with self._logging_errors():
-                self._mirror(self._store, is_last=is_last)
+                # The record when it is due, in a thread: a long upload must not look like a dead process.
+                if self._head.beat == 0 and _has_head(self._store, self._head.id):
+                    self._touch(self._store)  # before anything is written: it may be another's
+                is_uploading = self._upload is not None and self._upload.is_alive()
+                if is_last or not self._head.record:
+                    if self._upload is not None:
+                        self._upload.join()
+                    if self._is_changed:
+                        self._write_record(self._store)
+                elif self._is_changed and time.monotonic() >= self._record_due_s and not is_uploading:
+                    upload = self._logging_errors()(self._write_record)
+                    self._upload = threading.Thread(target=upload, args=(self._store,), daemon=True)
+                    self._upload.start()
+                self._touch(self._store)
         except (ShoalError, OSError) as error:  # it cannot be opened
             self._log_problem(str(error))
         return not self.problem
@@ -122,22 +135,6 @@ class StoreMirror:
         if not self._last_problem:
             _log.warning("run %s goes on, but is not mirrored: %s", self._head.id, problem)
         self._last_problem = problem
-
-    def _mirror(self, store: Store, *, is_last: bool) -> None:
-        """The record when it is due, in a thread: a long upload must not look like a dead process."""
-        if self._head.beat == 0 and _has_head(store, self._head.id):
-            self._touch(store)  # before anything is written: it may be another's
-        is_uploading = self._upload is not None and self._upload.is_alive()
-        if is_last or not self._head.record:
-            if self._upload is not None:
-                self._upload.join()
-            if self._is_changed:
-                self._write_record(store)
-        elif self._is_changed and time.monotonic() >= self._record_due_s and not is_uploading:
-            upload = self._logging_errors()(self._write_record)
-            self._upload = threading.Thread(target=upload, args=(store,), daemon=True)
-            self._upload.start()
-        self._touch(store)
 
     def _write_record(self, store: Store) -> None:
         began_s = time.monotonic()

@@ -33,6 +33,7 @@ from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Goal, Phase
 from shoal.serve.controller.state import Deployment, ModelState
 from shoal.serve.messages.desired_state import NEWEST
+from shoal.serve.messages.model_errors import unknown_model
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import LATEST
 
@@ -398,8 +399,7 @@ class AdminApi:
     def _get_model(self, name: str) -> ModelState:
         models = self._controller.state.models
         if name not in models:
-            there = ", ".join(map(repr, models)) or "none"
-            raise InferenceError(404, f"there is no model {name!r}; this endpoint serves {there}")
+            raise unknown_model(name, models)
         return models[name]
 
     def _require_open(self, model: ModelState) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from shoal.errors import ConfigError, RegistryError
 from shoal.serve.controller.rollout import AbandonRollout, Phase, Rollout
 from shoal.serve.controller.state import Deployment, ModelState
-from shoal.serve.spec.model_source import LATEST, Catalogue
+from shoal.serve.spec.model_source import LATEST, RegistryCatalogue
 
 
-def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[[str], Catalogue]) -> str:
+def move_alias(deployment: Deployment, rollout: Rollout, catalogue_in: Callable[[str], RegistryCatalogue]) -> str:
     """Move the alias to the candidate; returns the reason when it cannot be moved, else ""."""
     name, alias = deployment.name, deployment.alias
     if alias in ("", LATEST) or rollout.kind not in ("promote", "rollback"):

@@ -284,7 +284,7 @@ class Assignments:
             if not replicas or len(replicas) >= len(self._reports) or not model.rollout.is_open:
                 continue
             rate = sum(use.requests_per_s for (each, _), use in self._uses.items() if each == name)
-            latencies = (r.models[name].latency for r in self._reports.values() if name in r.models)
+            latencies = (report.latency for report in self._store.list_reports(name))
             latency = next(filter(None, latencies), ())  # a replica that only forwards has none
             if not is_hot(rate / len(replicas), latency):
                 continue
@@ -385,7 +385,7 @@ class Assignments:
         payload_bytes = max((each.size_bytes for each in described if each), default=0)
         if not self.is_on_demand(model):
             return payload_bytes
-        residencies = [report.models[name].residency for report in self._reports.values() if name in report.models]
+        residencies = [report.residency for report in self._store.list_reports(name)]
         sizes = [[each.measured_bytes.get(version, 0) for each in residencies if each] for version in versions]
         measured_bytes = max((min(filter(None, each), default=0) for each in sizes), default=0)
         return max(payload_bytes, min(measured_bytes, self._capacity_bytes) if measured_bytes else 0)

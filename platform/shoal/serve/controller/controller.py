@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from shoal.errors import InferenceError, RegistryError
 from shoal.serve.controller import alias_sync
@@ -25,7 +26,6 @@ from shoal.serve.controller.rollout import (
     Phase,
     Proceed,
     Rollout,
-    abandon_candidate,
     decide_next_step,
     drop_candidate,
     find_staging_error,
@@ -38,7 +38,7 @@ from shoal.serve.controller.state import Deployment, Event, ModelState, StateFil
 from shoal.serve.messages.desired_state import NEWEST, NO_SHARES, EndpointPlan, TrafficShares
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.spec.model_options import GuardOptions, ModelOptions
-from shoal.serve.spec.model_source import LATEST, Catalogue, RegistryCatalogue
+from shoal.serve.spec.model_source import LATEST, RegistryCatalogue
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EndpointController:
         *,
         deployment_id: str = "",
         state_file: StateFile | None = None,
-        catalogue: Callable[[str], Catalogue] = RegistryCatalogue,
+        catalogue: Callable[[str], RegistryCatalogue] = RegistryCatalogue,
         lease_s: float = LEASE_S,
         stage_timeout_s: float = STAGE_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
@@ -287,17 +287,11 @@ class EndpointController:
         self.record_event("delete", name, None, max(rollout.stable, 0) or None, by, reason)
         self.store.commit()
 
-    def begin_rollout(
-        self, name: str, version: int, goal: Goal, *, kind: str, by: str, why: str, shares: TrafficShares = NO_SHARES,
-        changes_options: bool = False,
-    ) -> None:  # fmt: skip
-        """Stage a version of a model whose rollout allows it."""
+    def begin_rollout(self, name: str, version: int, goal: Goal, **change: Any) -> None:
+        """Stage a version of a model whose rollout allows it. change: see `stage_version`"""
         rollout, generation = self.state.models[name].rollout, self.state.generation + 1
-        rollout = stage_version(
-            rollout, version, goal, kind=kind, by=by, why=why, now_s=time.time(), shares=shares, generation=generation,
-            changes_options=changes_options,
-        )  # fmt: skip
-        self.store.set_rollout(name, rollout)
+        staged = stage_version(rollout, version, goal, now_s=time.time(), generation=generation, **change)
+        self.store.set_rollout(name, staged)
         self._advance(name)
 
     def adjust_rollout(self, name: str, rollout: Rollout) -> None:
@@ -336,7 +330,7 @@ class EndpointController:
         rollout = model.rollout
         model.revert_deployment()
         self.record_event("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
-        self._reject_version(model, abandon_candidate(rollout, reason, time.time()))
+        self._reject_version(model, drop_candidate(rollout, reason, time.time()))
 
     def drop_candidate(self, name: str, kind: str, by: str, reason: str) -> None:
         """Drop the open candidate; the stable version answers all requests again."""

@@ -17,7 +17,7 @@ from shoal.serve.controller.plan_store import PlanStore
 from shoal.serve.controller.rollout import repoint
 from shoal.serve.controller.state import ModelState
 from shoal.serve.messages.desired_state import NEWEST, ModelPlan, TrafficShares
-from shoal.serve.messages.replica_report import MAX_REJECTED, ModelReport, RejectedVersion, ReplicaReport
+from shoal.serve.messages.replica_report import MAX_REJECTED, RejectedVersion, ReplicaReport
 from shoal.weights import WeightSnapshot
 
 RECORD_S = 10.0
@@ -84,20 +84,17 @@ class LiveControl:
 
     # -- queries, and changes by administrators -------------------------------------------------------------------
 
-    def _reported(self, name: str) -> list[ModelReport]:
-        return [report.models[name] for report in self._store.reports.values() if name in report.models]
-
     def answering(self, name: str) -> list[int]:
         """The versions with which the replicas answer."""
-        return [model.version for model in self._reported(name) if model.version]
+        return [model.version for model in self._store.list_reports(name) if model.version]
 
     def candidates(self, name: str) -> list[int]:
-        return [model.candidate for model in self._reported(name) if model.candidate]
+        return [model.candidate for model in self._store.list_reports(name) if model.candidate]
 
     def available(self, name: str) -> list[int]:
         """The versions that could answer at once on some replica, and soon after on all; ascending."""
         model = self._models[name]
-        versions = {version for report in self._reported(name) for version in report.staged}
+        versions = {version for report in self._store.list_reports(name) for version in report.staged}
         versions |= {model.retained} if self._has(name, model.retained) else set()
         return sorted(versions - set(model.rejected))
 

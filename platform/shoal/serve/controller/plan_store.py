@@ -22,8 +22,8 @@ from shoal.serve.controller.canary_guard import EvidenceCollector
 from shoal.serve.controller.rollout import FOLLOWING, Phase, Rollout, build_model_plan
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
 from shoal.serve.messages.desired_state import NEWEST, EndpointPlan, ModelPlan
-from shoal.serve.messages.replica_report import ReplicaReport
-from shoal.serve.spec.model_source import Catalogue
+from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
+from shoal.serve.spec.model_source import RegistryCatalogue
 
 
 class PlanPart(Protocol):
@@ -55,7 +55,7 @@ class PlanStore:
         file: StateFile,
         deployment_id: str,
         deployments: Sequence[Deployment],
-        catalogue: Callable[[str], Catalogue],
+        catalogue: Callable[[str], RegistryCatalogue],
         clock: Callable[[], float],
         audit: Callable[[Event], None],
     ) -> None:
@@ -108,6 +108,10 @@ class PlanStore:
         """Raise the generation past a replica's when the file was lost."""
         if self.state.catch_up_generation(generation):
             self.commit()
+
+    def list_reports(self, name: str) -> list[ModelReport]:
+        """What the replicas that have the model have reported of it."""
+        return [report.models[name] for report in self.reports.values() if name in report.models]
 
     def set_rollout(self, name: str, rollout: Rollout) -> None:
         model = self.state.models[name]

@@ -34,17 +34,6 @@ class Phase(StrEnum):
     FLIPPING = "flipping"  # the plan names the candidate as the stable version
 
 
-class RolloutMove(StrEnum):
-    """A move of a rollout."""
-
-    STAGE = "stage"
-    OPEN = "open"
-    FLIP = "flip"
-    FINISH = "finish"
-    ABANDON = "abandon"
-    DROP = "drop"
-
-
 class Goal(StrEnum):
     """The goal of a version once every replica has staged it."""
 
@@ -52,29 +41,13 @@ class Goal(StrEnum):
     CANARY = "canary"
 
 
-class IllegalMove(Exception):
-    """A bug: the controller tried a move that the phase does not allow."""
-
-
-_MOVES: dict[tuple[Phase, RolloutMove], Phase] = {
-    (Phase.VACANT, RolloutMove.STAGE): Phase.STAGING,
-    (Phase.STEADY, RolloutMove.STAGE): Phase.STAGING,
-    (Phase.STAGING, RolloutMove.OPEN): Phase.CANARY,
-    (Phase.STAGING, RolloutMove.FLIP): Phase.FLIPPING,
-    (Phase.STAGING, RolloutMove.ABANDON): Phase.STEADY,
-    (Phase.CANARY, RolloutMove.FLIP): Phase.FLIPPING,
-    (Phase.CANARY, RolloutMove.DROP): Phase.STEADY,
-    (Phase.FLIPPING, RolloutMove.FINISH): Phase.STEADY,
+_NEXT = {  # the phases that may follow each
+    Phase.VACANT: [Phase.STAGING],
+    Phase.STEADY: [Phase.STAGING],
+    Phase.STAGING: [Phase.CANARY, Phase.FLIPPING, Phase.STEADY],
+    Phase.CANARY: [Phase.FLIPPING, Phase.STEADY],
+    Phase.FLIPPING: [Phase.STEADY],
 }
-
-
-def transition(phase: Phase, move: RolloutMove, has_stable: bool = True) -> Phase:
-    """The phase after `move`. Raises IllegalMove."""
-    try:
-        after = _MOVES[phase, move]
-    except KeyError:
-        raise IllegalMove(f"{move} in the phase {phase}") from None
-    return Phase.VACANT if after is Phase.STEADY and not has_stable else after
 
 
 @dataclass(frozen=True)
@@ -125,52 +98,41 @@ FOLLOWING = Rollout(Phase.STEADY, stable=NEWEST)  # the initial rollout of a mod
 
 
 def stage_version(
-    rollout: Rollout,
-    version: int,
-    goal: Goal,
-    *,
-    kind: str,
-    by: str,
-    why: str,
-    now_s: float,
-    shares: TrafficShares = NO_SHARES,
-    generation: int = 0,
-    changes_options: bool = False,
+    rollout: Rollout, version: int, goal: Goal, *, now_s: float, generation: int = 0, **change: Any
 ) -> Rollout:
-    """Begin: every replica loads `version` alongside the stable one, from plan `generation` on."""
-    return replace(
-        _apply_move(rollout, RolloutMove.STAGE, now_s),
+    """Begin: every replica loads `version` alongside the stable one, from plan `generation` on.
+
+    change: `kind`, `by` and `why`; `shares` and `changes_options` where it has them
+    """
+    return _enter(
+        rollout,
+        Phase.STAGING,
+        now_s,
         candidate=version,
         goal=goal,
-        shares=shares,
         attempt=rollout.attempt + 1,
         generation=generation,
-        kind=kind,
-        by=by,
-        why=why,
         refused=0,
         reason="",
         lost_replicas=0,
-        changes_options=changes_options,
+        **{"shares": NO_SHARES, "changes_options": False, **change},
     )
 
 
 def open_canary(rollout: Rollout, now_s: float) -> Rollout:
     """Give the candidate, staged everywhere, its share."""
-    return replace(_apply_move(rollout, RolloutMove.OPEN, now_s), lost_replicas=0)
+    return _enter(rollout, Phase.CANARY, now_s, lost_replicas=0)
 
 
 def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollout:
     """Make the candidate, staged everywhere, the stable version from plan `generation` on."""
-    return replace(_apply_move(rollout, RolloutMove.FLIP, now_s), generation=generation, shares=NO_SHARES)
+    return _enter(rollout, Phase.FLIPPING, now_s, generation=generation, shares=NO_SHARES)
 
 
 def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
     """End the rollout once every replica has flipped."""
     stable, before = rollout.candidate, rollout.stable
-    moved = replace(
-        rollout, phase=transition(rollout.phase, RolloutMove.FINISH), since_s=now_s, stable=stable, candidate=0
-    )
+    moved = _enter(replace(rollout, stable=stable, candidate=0), Phase.STEADY, now_s)
     if stable == before:  # its options alone have changed
         return moved
     history = list(rollout.history or filter(None, [rollout.previous]))  # a state of before has no history
@@ -183,13 +145,14 @@ def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
     return _remember(moved, history, withdrawn)
 
 
-def abandon_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
-    """Abandon a candidate that a replica cannot stage, or that is no longer wanted."""
-    return _clear_candidate(_apply_move(rollout, RolloutMove.ABANDON, now_s), reason)
-
-
 def drop_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
-    return _clear_candidate(_apply_move(rollout, RolloutMove.DROP, now_s), reason)
+    """Drop a candidate that a replica cannot stage, that is worse than the stable version, or is no longer wanted."""
+    refused = 0 if rollout.candidate == rollout.stable else rollout.candidate  # then its options alone are
+    cleared = _enter(rollout, Phase.STEADY, now_s, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
+    if not refused or rollout.shares.is_shadow:
+        return cleared
+    history = rollout.history or filter(None, [rollout.previous])
+    return _remember(cleared, [*history], [*rollout.withdrawn, refused])
 
 
 def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None, now_s: float) -> Rollout:
@@ -209,17 +172,10 @@ def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None, now_s: 
     )
 
 
-def _apply_move(rollout: Rollout, move: RolloutMove, now_s: float) -> Rollout:
-    return replace(rollout, phase=transition(rollout.phase, move, bool(rollout.stable)), since_s=now_s)
-
-
-def _clear_candidate(rollout: Rollout, reason: str) -> Rollout:
-    refused = 0 if rollout.candidate == rollout.stable else rollout.candidate  # then its options alone are
-    cleared = replace(rollout, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
-    if not refused or rollout.shares.is_shadow:
-        return cleared
-    history = rollout.history or filter(None, [rollout.previous])
-    return _remember(cleared, [*history], [*rollout.withdrawn, refused])
+def _enter(rollout: Rollout, phase: Phase, now_s: float, **change: Any) -> Rollout:
+    assert phase in _NEXT[rollout.phase], f"a rollout goes from {rollout.phase} to {phase}"
+    is_vacant = phase is Phase.STEADY and not rollout.stable
+    return replace(rollout, phase=Phase.VACANT if is_vacant else phase, since_s=now_s, **change)
 
 
 def _remember(rollout: Rollout, history: list[int], withdrawn: list[int]) -> Rollout:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,7 +29,6 @@ from shoal.serve.controller.state import Event, StateFile
 from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import ReplicaReport
-from shoal.weights import WeightSnapshot
 
 TICK_S = 0.25
 STALL_S = LEASE_S / 2  # a tick this late was stalled, and so were the replicas' reports
@@ -55,7 +54,7 @@ class ControllerService:
         hold_while_asleep(os.environ, self._name, spec.may_sleep, config.key_digests)
         limit_answers(os.environ, self._name, spec.answer_s)
         self._audit = AuditLog(config.folder.parent / AUDIT_FILE, config.name)
-        self._controller = EndpointController(
+        self._controller = controller = EndpointController(
             config.name,
             config.models,
             deployment_id=config.deployment,
@@ -63,15 +62,17 @@ class ControllerService:
             audit=self._audit.record_change,
             memory_bytes=spec.memory,
         )
-        self._admin_api = AdminApi(self._controller, config.registry, spec.options)
+        self.leave, self.request_load = controller.leave, controller.assignments.request_load
+        self.store_weights, self.fetch_weights = controller.live.store_weights, controller.live.fetch_weights
+        self._admin_api = AdminApi(controller, config.registry, spec.options)
         self._watch = CertificateWatch(spec.tls.files, find_ingress_folder()) if spec.tls is not None else None
         self._polled_s = -POLL_S
         self._status = StatusReporter(
-            self._controller,
-            spec.grpc_address,
-            spec.least_replicas,
+            controller,
             self._describe_certificate,
             may_sleep=spec.may_sleep,
+            grpc=spec.grpc_address,
+            num_replicas=spec.least_replicas,
             owner=config.owner,
             lifetime="detached" if config.is_detached else "driver" if config.driver else "serve",
         )
@@ -92,20 +93,6 @@ class ControllerService:
         others = self._controller.report(report)
         self._audit.record_auth_failures([report, *others])
         return others
-
-    async def request_load(
-        self, name: str, replica: str, idle_s: Mapping[str, float], lost: Sequence[str], timeout_s: float
-    ) -> int | None:
-        return await self._controller.assignments.request_load(name, replica, idle_s, lost, timeout_s)
-
-    async def leave(self, replica: str) -> None:
-        self._controller.leave(replica)
-
-    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        self._controller.live.store_weights(model, snapshot)
-
-    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
-        return self._controller.live.fetch_weights(model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         with self._audit.audit_request(str(change.get("action", "")), change, by):

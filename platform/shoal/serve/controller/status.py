@@ -43,26 +43,24 @@ Part = TypeVar("Part", bound=msgspec.Struct)
 
 
 class StatusReporter:
-    """Describes one endpoint, which serves gRPC at `grpc` and should have `num_replicas`; `certificate` describes that
-    of its ingress. `sample()` is called about once a second."""
+    """Describes one endpoint. `sample()` is called about once a second.
+
+    certificate: describes that of its ingress
+    facts:       fields of the document that stay as they are
+    """
 
     def __init__(
         self,
         controller: EndpointController,
-        grpc: str = "",
-        num_replicas: int = 0,
         certificate: Callable[[], CertificateStatus | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         may_sleep: bool = False,
-        owner: str = "",
-        lifetime: str = "",
+        **facts: Any,
     ) -> None:
         self._controller = controller
-        self._grpc = grpc
-        self._num_replicas = num_replicas
         self._clock = clock
         self._certificate, self._may_sleep = certificate, may_sleep
-        self._owner, self._lifetime = owner, lifetime
+        self._facts = facts
         self._samples: deque[tuple[float, Counts]] = deque(maxlen=int(WINDOW_S / SAMPLE_S))
         self._sampled_s = -SAMPLE_S
         self.wanted = ""
@@ -89,10 +87,6 @@ class StatusReporter:
             started_at=state.started_at,
             window_s=WINDOW_S,
             generation=state.generation,
-            owner=self._owner,
-            lifetime=self._lifetime,
-            grpc=self._grpc,
-            num_replicas=self._num_replicas,
             wanted=self.wanted,
             ready=all(replica.ready for replica in replicas) if replicas else self._may_sleep,
             asleep=self._may_sleep and not replicas,
@@ -100,6 +94,7 @@ class StatusReporter:
             models=models,
             events=[_fill(RolloutEvent, each) for each in state.events[-NUM_EVENTS:]],
             certificate=self._certificate(),
+            **self._facts,
         )
         return _builtins(status)
 
@@ -112,7 +107,7 @@ class StatusReporter:
 
     def _build_model_status(self, name: str, model: ModelState) -> ModelStatus:
         controller = self._controller
-        reports = [report.models[name] for report in controller.reports.values() if name in report.models]
+        reports = controller.store.list_reports(name)
         rollout, deployment = model.rollout, model.deployment
         is_open, candidate = rollout.phase is Phase.CANARY, rollout.candidate
         options = ModelOptions.parse(deployment.options)

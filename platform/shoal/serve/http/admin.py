@@ -18,7 +18,6 @@ from shoal.open_inference.messages import IndexRequest, RepositoryRequest, Serve
 from shoal.serve.http.response import RestResponse, build_json_response
 from shoal.serve.http.routes import RouteAction, RouteTarget
 from shoal.serve.messages.inference import Caller, ModelManagerProtocol
-from shoal.serve.protocol.infer_call import resolve_version
 from shoal.serve.protocol.model_metadata import (
     EXTENSIONS,
     build_metadata,
@@ -26,6 +25,7 @@ from shoal.serve.protocol.model_metadata import (
     list_index,
     list_statistics,
 )
+from shoal.serve.protocol.pipeline import resolve_version
 from shoal.serve.protocol.prometheus import CONTENT_TYPE
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class RestHandlers:
                 return RestResponse(200, self._metrics(caller), CONTENT_TYPE)
             case RouteAction.MODEL | RouteAction.MODEL_READY | RouteAction.MODEL_CONFIG:
                 return self._describe_model(target)
-            case RouteAction.STATISTICS:
+            case RouteAction.STATISTICS | RouteAction.MODEL_STATISTICS:
                 statistics = list_statistics(self._manager, caller, target.model, target.version)
                 return build_json_response(Statistics(statistics))
             case RouteAction.INDEX:

@@ -1,25 +1,45 @@
 """The Open Inference Protocol v2 over HTTP, as a bare ASGI application; `routes` lists its paths.
 
-Owns what every request needs: its path, its caller, the answer to an error, and sending. `inference` answers
-inferences, `admin` all other requests. Every error is `{"error": "..."}`. Called by an HTTP server: the replica's, or a
+Owns what every request needs: its path, its caller, the answer to an error, and sending; and inferences: those of
+clients, and those that replicas pass to each other. `protocol.pipeline` has what other protocols share of them, `codec`
+the tensors. `admin` answers all other requests. Every answer to an inference names the version in the body and in the
+header `shoal-model-version`. Every error is `{"error": "..."}`. Called by an HTTP server: the replica's, or a
 test's. Knows the models only through `ModelManagerProtocol`. No Ray, no torch, no framework.
 
     400 not a request         401 no key               403 not with this key     404 no such path, model, version
     405 method                408 body too slow        410 an episode's end      413 too large
     414, 431 path or headers  415 encoding             422 wrong tensor          429 full, or over a rate
     500 the model failed      503 no weights, closing  504 too late
+
+Compressing tensors costs more than it saves on most networks. So an answer is compressed, in a thread, only for a
+client that accepts exactly one coding, as tritonclient does on request. Clients that list every coding by default
+(curl, httpx, browsers) get plain answers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from urllib.parse import unquote
 
 from shoal.errors import InferenceError
 from shoal.serve.http.admin import RestHandlers
-from shoal.serve.http.inference import InferenceHandler, read_body
+from shoal.serve.http.codec import HttpCodec, RowCodec
 from shoal.serve.http.response import RestResponse, build_error_response
-from shoal.serve.http.routes import ADMIN_ACTIONS, PEERS_PATH, UNAUTHENTICATED_ACTIONS, RouteAction, match_route
+from shoal.serve.http.routes import (
+    ADMIN_ACTIONS,
+    PEERS_PATH,
+    UNAUTHENTICATED_ACTIONS,
+    RouteAction,
+    RouteTarget,
+    match_route,
+)
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.messages.inference import (
     ANONYMOUS,
     Caller,
@@ -30,11 +50,32 @@ from shoal.serve.messages.inference import (
 )
 from shoal.serve.messages.model_errors import to_inference_error
 from shoal.serve.protocol.access import FORWARDED_FROM_HEADER, AccessControl
-from shoal.serve.protocol.request_lifecycle import Receive, RequestLifecycle, RequestsInProgress, Scope, Send
-from shoal.serve.protocol.request_limits import RequestLimits
+from shoal.serve.protocol.pipeline import (
+    BATCH_HEADER,
+    GENERATION_HEADER,
+    PEER_HEADER,
+    TENANT_HEADER,
+    ModelCodecs,
+    answer_inference,
+    decode_sized,
+    encode_sized,
+    start_trace,
+)
+from shoal.serve.protocol.request_lifecycle import (
+    Receive,
+    RequestLifecycle,
+    RequestsInProgress,
+    Scope,
+    Send,
+    read_body,
+)
+from shoal.serve.protocol.request_limits import WINDOW_BITS, RequestLimits, read_length
 
 INFERENCES = (RouteAction.INFER, RouteAction.ROWS, RouteAction.PEER_INFER)
 MAX_JOINED_BYTES = 1 << 16  # smaller parts are joined: another message costs more than the copy
+MIN_COMPRESSED_BYTES = 1024  # smaller answers are not compressed
+COMPRESSION_LEVEL = 1
+TRACE_NAME, ROWS_TRACE_NAME = "POST /v2/models/{model}/infer", "POST /v2/models/{model}/rows"
 
 
 class RestApp:
@@ -55,10 +96,16 @@ class RestApp:
         tracer: TracerProtocol | None = None,
         root: str = "",
     ) -> None:
-        self._root, self._access = root, access
-        self._limits = limits or RequestLimits()
-        self._in_progress = RequestsInProgress(self._limits)
-        self._inference = InferenceHandler(host, self._in_progress, tracer)
+        self._manager = host
+        self._access = access
+        self._tracer = tracer
+        self._root = root
+        self._limits = limits = limits or RequestLimits()
+        self._in_progress = RequestsInProgress(limits)
+        # A JSON number of two bytes takes eight in the form that replicas send each other.
+        peer_limits = dataclasses.replace(limits, max_body_bytes=8 * limits.max_body_bytes)
+        self._peers_in_progress = RequestsInProgress(peer_limits)
+        self._codecs, self._row_codecs = ModelCodecs(HttpCodec), ModelCodecs(RowCodec)
         self._handlers = RestHandlers(host, metrics)
         self._statuses: Counter[int] = Counter()
 
@@ -100,7 +147,7 @@ class RestApp:
             error = InferenceError(405, f"{scope['method']} is not allowed here, {target.method} is")
             return build_error_response(error, allowed=target.method)
         if action in INFERENCES:
-            return await self._inference.answer(target, headers, caller, receive)
+            return await self._infer(target, headers, caller, receive)
         body = b""
         if target.method == "POST":
             # Not watched after the body: a load is not undone because its client has gone.
@@ -109,6 +156,40 @@ class RestApp:
         program = headers.get(b"shoal-program", b"").decode("latin-1")
         origin = format_origin(caller.name, address.decode("latin-1"), program)
         return await self._handlers.answer(target, caller, origin, body)
+
+    async def _infer(
+        self, target: RouteTarget, headers: dict[bytes, bytes], caller: Caller, receive: Receive
+    ) -> RestResponse:
+        name, is_from_peer = target.model or "", target.action is RouteAction.PEER_INFER
+        in_progress = self._peers_in_progress if is_from_peer else self._in_progress
+        has_rows = target.action is RouteAction.ROWS
+        with (
+            start_trace(self._tracer, ROWS_TRACE_NAME if has_rows else TRACE_NAME, name, headers) as trace,
+            RequestLifecycle(in_progress, receive) as progress,
+        ):
+            arrived_s = time.monotonic()
+            if is_from_peer:
+                token, generation = headers.get(PEER_HEADER, b""), headers.get(GENERATION_HEADER, b"")
+                model = self._manager.get_peer_model(name, token, generation)
+                caller = Caller(unquote(headers.get(TENANT_HEADER, b"").decode("latin-1")))
+            else:
+                model = self._manager.get_model(name)
+            codec: HttpCodec | RowCodec = self._row_codecs.get(model) if has_rows else self._codecs.get(model)
+
+            async def decode() -> InferCall:
+                header_length = read_length(headers, b"inference-header-content-length")
+                body = await read_body(progress, headers)
+                read_bytes = len(body) if header_length is None or codec.has_bytes_inputs else header_length
+                return await decode_sized(read_bytes, codec.decode, body, header_length)
+
+            call, prediction = await answer_inference(model, target.version, headers, caller, trace, decode, arrived_s)
+            raw = all(call.binary_of.values()) if call.binary_of else call.binary
+            answer = await encode_sized(partial(codec.encode, call), prediction, raw=raw)
+            if is_from_peer:
+                batch = prediction.queued_s, prediction.computed_s, prediction.batch_rows
+                answer.headers.append((BATCH_HEADER, b"%.9g %.9g %d" % batch))
+            accepted = headers.get(b"accept-encoding")
+            return answer if accepted is None else await _compress(answer, accepted)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
@@ -132,3 +213,19 @@ async def _send_response(answer: RestResponse, send: Send) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         body = part
     await send({"type": "http.response.body", "body": body})
+
+
+async def _compress(answer: RestResponse, accepted: bytes) -> RestResponse:
+    """Compress the answer if the client asks for it. `accepted`: the value of Accept-Encoding."""
+    coding = accepted.strip().lower()
+    window_bits = WINDOW_BITS.get(coding)
+    if window_bits is None or len(answer.body) + sum(map(len, answer.parts)) < MIN_COMPRESSED_BYTES:
+        return answer
+
+    def compress() -> bytes:
+        compressor = zlib.compressobj(COMPRESSION_LEVEL, wbits=window_bits)
+        pieces = [compressor.compress(piece) for piece in (answer.body, *answer.parts)]
+        return b"".join((*pieces, compressor.flush()))
+
+    headers = [*answer.headers, (b"content-encoding", coding)]
+    return RestResponse(answer.status, await asyncio.to_thread(compress), answer.content_type, headers)

@@ -1,7 +1,7 @@
 """Decodes the bodies of inference requests over HTTP into arrays, and encodes outputs.
 
 `HttpCodec`: tensors in JSON, in binary, or in a mixture. `RowCodec`: rows, whose fields `open_inference.rows` lists: an
-object gets one, a list of them a list. Called by `inference`, one of each for each model. Knows of HTTP the headers
+object gets one, a list of them a list. Called by `app`, one of each for each model. Knows of HTTP the headers
 of an answer, and the length of the JSON object before the tensors' bytes (Inference-Header-Content-Length). Errors are
 InferenceErrors: 400 for an invalid request, 422 for a tensor that does not fit, or a row, then with its `field`.
 """
@@ -30,7 +30,7 @@ from shoal.open_inference.messages import (
 from shoal.open_inference.request_schema import REFUSED_PARAMETERS, RequestSchema
 from shoal.open_inference.rows import decode_rows, encode_rows, list_fields
 from shoal.serve.http.response import BINARY_TYPE, JSON_TYPE, RestResponse
-from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
+from shoal.serve.messages.infer_call import Arrays, InferCall
 
 NO_PARAMETERS: Parameters = {}
 
@@ -56,7 +56,7 @@ class HttpCodec:
         self._columns = frozenset(spec.name for spec in inputs if spec.kind)
         self.has_bytes_inputs = any(spec.datatype == "BYTES" for spec in inputs)  # have their elements read one by one
 
-    def decode(self, body: bytes, header_length: int | None = None) -> DecodedRequest:
+    def decode(self, body: bytes, header_length: int | None = None) -> InferCall:
         """Decode a request. `header_length`: of the JSON object, when bytes of tensors follow it.
 
         The arrays of binary tensors are views of `body`. Raises InferenceError (400, 422).
@@ -86,7 +86,7 @@ class HttpCodec:
             else:
                 array = from_binary(tensor.name, tensor.datatype, tensor.shape, rest[:size])
                 rest = rest[size:]
-            arrays[tensor.name] = self._schema.widen(tensor.name, array)
+            arrays[tensor.name] = self._schema.to_input_dtype(tensor.name, array)
         if len(rest):
             raise InferenceError(400, f"the body has {len(rest)} bytes after the last tensor")
         num_rows, parameters = self._schema.check_complete(arrays), request.parameters or NO_PARAMETERS
@@ -99,7 +99,7 @@ class HttpCodec:
                 of_output = output.parameters or NO_PARAMETERS
                 _reject_parameters(of_output, f"output {output.name!r}")
                 binary_of[output.name] = _get_flag(of_output, "binary_data", binary)
-        return DecodedRequest(
+        return InferCall(
             arrays,
             num_rows,
             outputs,
@@ -111,7 +111,7 @@ class HttpCodec:
             binary_of,
         )
 
-    def encode(self, request: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
+    def encode(self, request: InferCall, arrays: Arrays, version: int) -> RestResponse:
         """Encode the JSON object of the answer, and the bytes of its binary tensors (views of the arrays), in order.
 
         Raises InferenceError (422) for an output that JSON cannot represent.
@@ -137,7 +137,7 @@ class HttpCodec:
             headers.append((b"inference-header-content-length", b"%d" % len(body)))
         return RestResponse(200, body, BINARY_TYPE if parts else JSON_TYPE, headers, parts)
 
-    def _decode_raw(self, body: bytes) -> DecodedRequest:
+    def _decode_raw(self, body: bytes) -> InferCall:
         """Decode a raw body: one row of the only input; the answer is binary."""
         inputs = list(self._schema.inputs.values())
         if len(inputs) != 1:
@@ -165,10 +165,10 @@ class HttpCodec:
             array = from_binary(spec.name, spec.datatype, shape, body)
         arrays: dict[str, np.ndarray] = {}
         self._schema.check_tensor(spec.name, spec.datatype, shape, arrays)
-        return DecodedRequest({spec.name: array}, 1, binary=True)
+        return InferCall({spec.name: array}, 1, binary=True)
 
 
-class RowsRequest(DecodedRequest, gc=False):
+class RowsRequest(InferCall, gc=False):
     """Rows as tensors. `is_single`: of one object, not of a list. `ignored`: fields of the first that no input has."""
 
     is_single: bool = False
@@ -218,7 +218,7 @@ class RowCodec:
         ignored = ", ".join(name for name in rows[0] if name.removeprefix("\ufeff") not in self._fields)
         return RowsRequest(arrays, len(rows), is_single=content is not rows, ignored=ignored[:300])
 
-    def encode(self, request: DecodedRequest, arrays: Arrays, version: int) -> RestResponse:
+    def encode(self, request: InferCall, arrays: Arrays, version: int) -> RestResponse:
         """Encode the rows of the answer. Raises InferenceError (422) for an output that JSON cannot represent."""
         assert isinstance(request, RowsRequest)
         rows = encode_rows(self._outputs, arrays)

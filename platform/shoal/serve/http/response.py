@@ -6,7 +6,6 @@ Called by `app`, `admin`, the codec and the handlers of an exported folder. Pure
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import msgspec
 
@@ -28,17 +27,6 @@ class RestResponse(msgspec.Struct, frozen=True, gc=False):
     content_type: bytes = JSON_TYPE
     headers: Headers = []
     parts: list[memoryview | bytes] = []
-
-
-def read_length(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
-    """The value of a header that is a length in bytes; None without it. Raises InferenceError (400)."""
-    value = headers.get(name)
-    if value is None:
-        return None
-    if not value.isdigit() or len(value) > 18:
-        shown = value[:40].decode("latin-1")
-        raise InferenceError(400, f"{name.decode().title()} = {shown!r}: expected a number of bytes")
-    return int(value)
 
 
 def build_json_response(value: object) -> RestResponse:

@@ -1,4 +1,4 @@
-"""The interface between the protocols and the models: an inference call, a prediction, and the models' protocols.
+"""The interface between the protocols and the models: a prediction, callers, and the models' protocols.
 
 Made by the protocol applications (REST, gRPC), answered by a `ServedModelProtocol`. Knows no HTTP, gRPC, torch or Ray.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, Protocol, Self
 
@@ -18,7 +18,7 @@ from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.auth_failures import MAX_CHARS
-from shoal.serve.messages.decoded_request import Arrays, DecodedRequest
+from shoal.serve.messages.infer_call import Arrays, InferCall
 from shoal.serve.spec.model_options import ModelOptions
 
 Outputs = dict[str, np.ndarray]
@@ -67,27 +67,6 @@ class TracerProtocol(Protocol):
         ...
 
 
-class InferCall(DecodedRequest, gc=False):
-    """One request to a served model: begun with its head, completed with its tensors and deadline.
-
-    (A frozen dataclass takes 1 µs to construct, this 0.1.)
-
-    version:    answer with exactly this version, which the protocol has found; None leaves the choice to the rollout
-    deadline_s: `time.monotonic()` at which the request expires; None takes the model's default
-    tenant:     the name of the API key, whose share of a busy replica it uses
-    sticky:     calls with the same key get the same side of a canary; "" draws for each call
-    track:      "stable" or "candidate" for one side of a canary; "" leaves it to the rollout
-    trace:      the span of this call; None when it is not traced
-    """
-
-    version: int | None = None
-    deadline_s: float | None = None
-    tenant: str = ""
-    sticky: str = ""
-    track: str = ""
-    trace: RequestTraceProtocol | None = None
-
-
 def size_bytes(inputs: Arrays) -> int:
     """The bytes of a request's inputs in memory, strings included."""
     total = 0
@@ -111,12 +90,10 @@ class RepositoryEntry:
 class ServedModelProtocol(Protocol):
     """One model of an endpoint on one replica."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def signature(self) -> Signature: ...
-    @property
-    def options(self) -> ModelOptions: ...
+    name: str
+    signature: Signature
+    options: ModelOptions
+
     @property
     def version(self) -> int:
         """The version that answers requests without one; 0 before any weights."""
@@ -191,7 +168,7 @@ class Caller:
 
     name: str
     administrator: bool = False
-    models: frozenset[str] | None = field(default=None)  # None: all
+    models: frozenset[str] | None = None  # None: all
 
     def can_see(self, model: str) -> bool:
         """Whether its key is for this model, or the one that `NAME:PART` is a part of."""

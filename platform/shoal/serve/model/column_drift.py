@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.infer_call import Arrays
 
 Ranges = Mapping[str, tuple[float, float]]
 ColumnCounts = Mapping[str, Mapping[str, int]]  # by column: values of each sort: gap, unknown, beyond

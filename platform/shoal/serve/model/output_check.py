@@ -10,7 +10,7 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.infer_call import Arrays
 
 _BF16_EXPONENT = 0x7F80  # all ones: infinite or NaN
 

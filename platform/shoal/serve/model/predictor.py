@@ -24,7 +24,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.code_import import activate_code
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.runs.formatting import format_size
-from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.model.action_sampler import ActionSampler, make_sampler
 from shoal.serve.model.column_drift import ColumnDrift, CountColumns
 from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards
@@ -32,8 +32,7 @@ from shoal.serve.model.formats import Forward, Template, TemplateConfig, has_cud
 from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.hooks import Hook, find_hook
 from shoal.serve.model.output_check import NotFiniteOutput, OutputCheck
-from shoal.serve.model.padding import RequestCollator
-from shoal.serve.model.padding_cost import PaddingCostModel
+from shoal.serve.model.padding import PaddingCostModel, RequestCollator
 from shoal.serve.model.warm_up import batch_sizes, has_one_shape, make_example, time_warm_forwards
 from shoal.serve.spec.batch_layout import BatchLayout
 from shoal.serve.spec.model_options import ModelOptions

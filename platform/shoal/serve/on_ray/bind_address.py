@@ -83,7 +83,7 @@ def answer_clients(answer_s: float) -> None:
     """
     if BINARY_VARIABLE not in os.environ or sys.platform != "linux":
         return
-    from shoal.serve.http.front_follower import FrontFollower  # here: it needs uvicorn's classes as `fast_path` does
+    from shoal.serve.http.front_protocol import FrontFollower
 
     start, node = replica.start_asgi_http_server, ray.util.get_node_ip_address()
     folder = find_ingress_folder() / (get_head_id() if is_head(node) else ray.get_runtime_context().get_node_id())

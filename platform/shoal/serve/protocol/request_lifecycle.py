@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.errors import InferenceError
 from shoal.plugins.find import find_extension, load_sound_extensions
 from shoal.serve.messages.inference import Disconnected, ModelManagerProtocol, TracerProtocol
-from shoal.serve.protocol.request_limits import RequestLimits
+from shoal.serve.protocol.request_limits import RequestLimits, read_length
 from shoal.serve.spec.endpoint import PROTOCOLS
 
 if TYPE_CHECKING:
@@ -241,6 +241,13 @@ class EndpointApp:
                 await share({"type": "http.response.body"})
                 return
         await application(scope, receive, share)
+
+
+async def read_body(progress: RequestLifecycle, headers: Mapping[bytes, bytes]) -> bytes:
+    """Read a request's body, decompressed. Raises InferenceError (400, 408, 413, 415), Disconnected."""
+    body = await progress.read_body(read_length(headers, b"content-length"))
+    encoding = headers.get(b"content-encoding")
+    return body if encoding is None else await decompress_in_thread(progress.limits, body, encoding)
 
 
 async def decompress_in_thread(limits: RequestLimits, body: bytes, encoding: bytes) -> bytes:

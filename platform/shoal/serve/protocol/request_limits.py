@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import InferenceError
@@ -79,3 +79,14 @@ class RequestLimits:
             behind = len(decompressor.unused_data)
             raise InferenceError(400, f"there are {behind} bytes after the end of the {encoding.decode('latin-1')}")
         return plain
+
+
+def read_length(headers: Mapping[bytes, bytes], name: bytes) -> int | None:
+    """The value of a header that is a length in bytes; None without it. Raises InferenceError (400)."""
+    value = headers.get(name)
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 18:
+        shown = value[:40].decode("latin-1")
+        raise InferenceError(400, f"{name.decode().title()} = {shown!r}: expected a number of bytes")
+    return int(value)

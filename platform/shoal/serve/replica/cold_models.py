@@ -27,10 +27,11 @@ from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.counts import merge
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs, Relayed, size_bytes
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs, Relayed, size_bytes
 from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, PeerReport, Residency
-from shoal.serve.protocol.infer_call import (
+from shoal.serve.protocol.pipeline import (
     GENERATION_HEADER,
     LARGE_BYTES,
     PEER_HEADER,
@@ -81,7 +82,7 @@ class ColdModel:
         self.name = plan.name
         self.plan = plan
         self._requests = requests
-        self._generation = generation
+        self.generation = generation
         self.signature, self.options = Signature.parse(plan.signature), ModelOptions.parse(plan.options)
         self.datatypes = {tensor.name: tensor.datatype for tensor in self.signature.inputs}
 
@@ -97,12 +98,12 @@ class ColdModel:
         return self._requests.get_use(self.name).counts.list_statistics(self.versions)
 
     async def infer(self, call: InferCall) -> Prediction[Outputs]:
-        return await self._requests.answer(self, call, self._generation)
+        return await self._requests.answer(self, call)
 
     async def reach(self, request: HttpRequest, send: Send) -> None:
         """For a request that is no call of tensors: returns once the model is loaded here. Raises Relayed once another
         replica, which has it, has answered by `send`, and as `infer` where that takes too long."""
-        await self._requests.reach(self, request, self._generation, send)
+        await self._requests.reach(self, request, send)
 
     def await_load(self, generation: int) -> ColdModel:
         """The model for a request that another replica sends, which is answered here or not at all."""
@@ -206,20 +207,16 @@ class OnDemandRequests:
 
     # -- a request --------------------------------------------------------------------------------------------------
 
-    async def answer(self, model: ColdModel, call: InferCall, generation: int | None) -> Prediction[Outputs]:
+    async def answer(self, model: ColdModel, call: InferCall) -> Prediction[Outputs]:
         """Answer a call wherever the model is; with the generation of another replica's plan, here alone.
 
         Raises InferenceError, also 503 and 504 for a load that takes too long.
         """
         return await self._answer(
-            model,
-            call,
-            generation,
-            lambda served: served.infer(call),
-            lambda holder: self._forward(holder, model, call),
+            model, call, lambda served: served.infer(call), lambda holder: self._forward(holder, model, call)
         )
 
-    async def reach(self, model: ColdModel, request: HttpRequest, generation: int | None, send: Send) -> None:
+    async def reach(self, model: ColdModel, request: HttpRequest, send: Send) -> None:
         """See `ColdModel.reach`."""
 
         async def find(served: ServedModel) -> None:
@@ -233,13 +230,12 @@ class OnDemandRequests:
             self.get_use(model.name).residency.forwarded += 1
             raise Relayed
 
-        await self._answer(model, InferCall({}, 1, deadline_s=request.deadline_s), generation, find, forward)
+        await self._answer(model, InferCall({}, 1, deadline_s=request.deadline_s), find, forward)
 
     async def _answer(
         self,
         model: ColdModel,
         call: InferCall,
-        generation: int | None,
         answer: Callable[[ServedModel], Awaitable[T]],
         forward: Callable[[str], Awaitable[T]],
     ) -> T:
@@ -249,9 +245,8 @@ class OnDemandRequests:
         ends_s = time.monotonic() + LOAD_WAIT_S
         if call.deadline_s is not None:
             ends_s = min(ends_s, call.deadline_s)
-        if generation is not None:
-            served = await self._await_here(model, call, generation, ends_s)
-            if served is None:
+        if model.generation is not None:
+            if (served := await self._await_here(model, call, model.generation, ends_s)) is None:
                 raise InferenceError(503, f"model {name!r} is being moved; try again later", retry_after_s=1.0)
             return await answer(served)
         while True:

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.errors import InferenceError
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
-from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.model.column_drift import CountColumns
 from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.predictor import LoadedModel

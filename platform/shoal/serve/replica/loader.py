@@ -111,7 +111,7 @@ class VersionLoader:
         return await self._run(factory.factory, lambda: Predictor(factory, signature, options, self._torch_threads))
 
     @property
-    def busy_s(self) -> float:
+    def longest_load_s(self) -> float:
         return max((time.monotonic() - since_s for since_s in self._since_s.copy().values()), default=0.0)
 
     def close(self) -> None:

@@ -14,24 +14,23 @@ from typing import Any, TypeVar
 
 import psutil
 
-from shoal.batching.batcher import Batcher
 from shoal.errors import ConnectionLost, InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan
-from shoal.serve.messages.inference import InferCall, Outputs, RepositoryEntry, ServedModelProtocol, TracerProtocol
+from shoal.serve.messages.inference import RepositoryEntry, ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.model_errors import unloaded_model
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.model.predictor import OpenTemplate
-from shoal.serve.protocol.infer_call import GENERATION_HEADER, PEER_HEADER
+from shoal.serve.protocol.pipeline import GENERATION_HEADER, PEER_HEADER
 from shoal.serve.protocol.request_lifecycle import Send
 from shoal.serve.replica.cold_models import ColdModel, OnDemandRequests
-from shoal.serve.replica.live_follower import LiveFollower
+from shoal.serve.replica.live_versions import LiveFollower
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.model_slot import ModelSlot, Prepare, SlotHost
-from shoal.serve.replica.peers import HttpRequest, HttpTransport, PeerTransport
+from shoal.serve.replica.peers import HttpRequest, PeerTransport
 from shoal.serve.replica.served_model import ServedModel
-from shoal.serve.replica.version_router import BatchGroup
+from shoal.serve.replica.version_router import ModelBatcher
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_source import LiveModel
@@ -55,7 +54,7 @@ class ModelManager:
         replica: str,
         spec: EndpointSpec,
         live: Mapping[str, LiveModel],
-        batcher: Batcher[BatchGroup, InferCall, Outputs],
+        batcher: ModelBatcher,
         controller: ControllerClient,
         tracer: TracerProtocol | None = None,
         share: OpenTemplate | None = None,
@@ -66,7 +65,7 @@ class ModelManager:
         self._slots: dict[str, ModelSlot] = {}  # of planned models
         self._retired: list[ModelSlot] = []  # which may not have ended
         self.on_demand = OnDemandRequests(
-            replica, controller, peers or HttpTransport(), self._find_answering, self._find_error, spec.answer_s
+            replica, controller, peers or PeerTransport(), self._find_answering, self._find_error, spec.answer_s
         )
         loader = VersionLoader(spec.torch_threads, share, spec.code, *(ON_DEMAND_LOADS if spec.memory else ()))
         memory = ModelMemory(spec.memory or 0, lambda: psutil.Process().memory_info().rss)
@@ -266,7 +265,7 @@ class ModelManager:
     def check_health(self) -> None:
         """Raise ShoalError when a thread has died or a load hangs."""
         followers = self.followers
-        busy_s = max([self._host.loader.busy_s, *(follower.thread.busy_s for follower in followers.values())])
+        busy_s = max([self._host.loader.longest_load_s, *(follower.thread.busy_s for follower in followers.values())])
         if busy_s > MAX_STAGING_S:
             raise ShoalError(f"a version has been loading for {busy_s:.0f} s")
         for name, follower in followers.items():

@@ -14,17 +14,16 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.batching.batcher import Batcher
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.messages.inference import InferCall, Outputs, ServedModelProtocol, TracerProtocol
+from shoal.serve.messages.inference import ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.cold_models import OnDemandRequests
-from shoal.serve.replica.live_follower import LiveFollower
+from shoal.serve.replica.live_versions import LiveFollower
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
 from shoal.serve.replica.served_model import ServedModel
-from shoal.serve.replica.version_router import BatchGroup
+from shoal.serve.replica.version_router import ModelBatcher
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import LiveModel, RegisteredModel
@@ -46,7 +45,7 @@ class SlotHost:
     drain_s:    how long streamed answers of a retired model may take
     """
 
-    batcher: Batcher[BatchGroup, InferCall, Outputs]
+    batcher: ModelBatcher
     loader: VersionLoader
     memory: ModelMemory
     on_demand: OnDemandRequests

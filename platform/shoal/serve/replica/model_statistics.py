@@ -164,14 +164,8 @@ class ForwardTimes:
         self._times: dict[int, dict[int, deque[float]]] = {}  # version -> size class -> seconds
 
     def add(self, version: int, rows: int, seconds: float) -> None:
-        size = rows.bit_length() - 1
-        by_size = self._times.get(version)
-        if by_size is None:
-            by_size = self._times[version] = {}
-        times = by_size.get(size)
-        if times is None:
-            times = by_size[size] = deque(maxlen=MAX_FORWARDS)
-        times.append(seconds)
+        by_size = self._times.setdefault(version, {})
+        by_size.setdefault(rows.bit_length() - 1, deque(maxlen=MAX_FORWARDS)).append(seconds)
 
     def retain_medians(self, versions: Iterable[int]) -> dict[int, ForwardMedians]:
         """The medians of these versions; drops the times of others."""

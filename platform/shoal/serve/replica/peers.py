@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -29,9 +29,10 @@ from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.network_address import watch_host
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, Parameters, RequestedOutput
-from shoal.serve.http.routes import PEER_PATH
-from shoal.serve.messages.inference import InferCall, Outputs
-from shoal.serve.protocol.infer_call import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
+from shoal.serve.http.routes import PEERS_PATH
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs
+from shoal.serve.protocol.pipeline import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
 from shoal.serve.protocol.request_lifecycle import Send
 
 MAX_IDLE = 64
@@ -59,26 +60,9 @@ class HttpRequest(NamedTuple):
         return {name: given[name] for name in given if name not in HOP_HEADERS} | _describe_deadline(self.deadline_s)
 
 
-class PeerTransport(Protocol):
-    """Posts a request to a replica. Raises RequestLost when the connection breaks after the request was sent, and
-    ConnectionLost when it cannot be made. `retain` closes those to other addresses.
-
-    relay: posts a request, and sends the answer on as it comes, by ASGI's `send`. Raises as `post` before the answer's
-    head was sent on, InferenceError 503 where the replica says so, and 500 where it is lost later."""
-
-    async def post(
-        self, address: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, Mapping[str, str], bytes]: ...
-
-    async def relay(self, address: str, path: str, headers: Mapping[str, str], body: bytes, send: Send) -> None: ...
-
-    def retain(self, addresses: Collection[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class HttpTransport:
-    """HTTP/1.1 between replicas, whose answers have a length."""
+class PeerTransport:
+    """HTTP/1.1 between replicas, whose answers have a length. Raises RequestLost when the connection breaks after the
+    request was sent, and ConnectionLost when it cannot be made."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[Connection]] = defaultdict(list)
@@ -101,6 +85,8 @@ class HttpTransport:
             raise kind(f"the replica at {address} did not answer: {error!r}") from None
 
     async def relay(self, address: str, path: str, headers: Mapping[str, str], body: bytes, send: Send) -> None:
+        """Post a request, and send the answer on as it comes, by ASGI's `send`. Raises as `post` before the answer's
+        head was sent on, InferenceError 503 where the replica says so, and 500 where it is lost later."""
         has_begun, writer = False, None
         try:
             reader, writer = await _connect(address)
@@ -139,6 +125,7 @@ class HttpTransport:
         return None
 
     def retain(self, addresses: Collection[str]) -> None:
+        """Close the connections to other addresses."""
         for address in [address for address in self._idle if address not in addresses]:
             for _, writer in self._idle.pop(address):
                 writer.close()
@@ -194,9 +181,7 @@ def encode_call(
     datatypes:  of the model's inputs
     generation: of the plan by which that replica has the model
     """
-    path = PEER_PATH.format(model=name) if call.version is None else PEER_PATH.format(
-        model=f"{name}/versions/{call.version}"
-    )  # fmt: skip
+    version = "" if call.version is None else f"/versions/{call.version}"
     buffers = {each: to_binary(datatypes[each], array) for each, array in call.inputs.items()}
     tensors = [
         InputTensor(each, list(array.shape), datatypes[each], {"binary_data_size": len(buffers[each])})
@@ -219,7 +204,7 @@ def encode_call(
     if call.trace is not None:
         context = call.trace.context
         headers["traceparent"] = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
-    return path, headers, b"".join((head, *buffers.values()))
+    return f"{PEERS_PATH}{name}{version}/infer", headers, b"".join((head, *buffers.values()))
 
 
 def _describe_deadline(deadline_s: float | None) -> dict[str, str]:

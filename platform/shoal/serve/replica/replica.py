@@ -19,12 +19,11 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from shoal.batching.batcher import Batcher
 from shoal.device_memory import limit_device_memory
 from shoal.errors import ShoalError
 from shoal.plugins.find import find_extension
 from shoal.serve.http.app import RestApp
-from shoal.serve.messages.inference import InferCall, Outputs, TracerProtocol
+from shoal.serve.messages.inference import TracerProtocol
 from shoal.serve.messages.replica_report import ReplicaReport
 from shoal.serve.model.device import device_lost
 from shoal.serve.model.formats.template import Template, TemplateConfig
@@ -34,7 +33,7 @@ from shoal.serve.protocol.request_lifecycle import EndpointApp
 from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.replica.model_manager import ModelManager
 from shoal.serve.replica.peers import PeerTransport
-from shoal.serve.replica.version_router import BatchGroup
+from shoal.serve.replica.version_router import ModelBatcher
 from shoal.serve.replica.watchers import ControllerClient, PlanFollower
 from shoal.serve.scaling.replica_counts import LoadMeter, encode
 from shoal.serve.spec.endpoint import TRACERS, EndpointSpec, TraceDestination
@@ -112,7 +111,7 @@ class EndpointReplica:
             replicas=lambda: 1 + len(self._follower.peers),
         )
         limits = RequestLimits(max_body_bytes=spec.max_body_bytes)
-        self._batcher: Batcher[BatchGroup, InferCall, Outputs] = Batcher(
+        self._batcher: ModelBatcher = ModelBatcher(
             slots=1 if workers is None else workers.batches_in_flight,
             on_thread_start=lambda: torch.set_num_threads(spec.torch_threads),
         )

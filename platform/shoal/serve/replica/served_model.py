@@ -16,20 +16,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.batching.batcher import Batcher, BatcherCounts, Prediction
+from shoal.batching.batcher import BatcherCounts, Prediction
 from shoal.errors import Closed, InferenceError, ModelError
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.counts import LibraryMetric, merge
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.messages.inference import (
-    CLIENT_GONE,
-    InferCall,
-    Outputs,
-    ServedModelProtocol,
-    TracerProtocol,
-    size_bytes,
-)
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import CLIENT_GONE, Outputs, ServedModelProtocol, TracerProtocol, size_bytes
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
@@ -39,7 +33,7 @@ from shoal.serve.replica.live_versions import LiveVersionSelector
 from shoal.serve.replica.loader import BuiltModel
 from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
-from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, Track, VersionTable
+from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, ModelBatcher, Track, VersionTable
 from shoal.serve.scaling.replica_counts import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -121,7 +115,7 @@ class ServedModel:
         self,
         name: str,
         predictor: Predictor,
-        batcher: Batcher[BatchGroup, InferCall, Outputs],
+        batcher: ModelBatcher,
         *,
         is_live: bool = False,
         tracer: TracerProtocol | None = None,
@@ -131,7 +125,6 @@ class ServedModel:
     ) -> None:
         self.name = name
         self.predictor = predictor
-        self.is_live = is_live
         self._tracer = tracer
         self.batcher = batcher
         self.streams: StreamedAnswers | None = None
@@ -143,7 +136,6 @@ class ServedModel:
         self.successor: ServedModel | None = None  # under other options: answers late calls
         self.cold: ServedModelProtocol | None = None  # it made way for others: finds who answers late calls
         self.router = VersionTable(name)
-        self._deadline_s = self.options.deadline_s
         self._failures = FailureLog(name, show_errors)
         self._forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
@@ -182,8 +174,6 @@ class ServedModel:
         if not layout.is_first:
             call = msgspec.structs.replace(call, inputs=layout.to_batch_first(dict(call.inputs), call.num_rows))
         deadline_s = call.deadline_s
-        if deadline_s is None and self._deadline_s is not None:
-            deadline_s = arrived_s + self._deadline_s
         track: Track | None = None
         try:
             check_parameters(call, self.predictor.sampler)
@@ -298,7 +288,7 @@ class ServedModel:
 
     def record_step(self, version: int, num_tokens: int, seconds: float) -> None:
         """Record a step of a streamed answer's engine, which a canary is compared by. Callable from any thread."""
-        if not self.is_live:
+        if self.live is None:
             self._forward_times.add(version, num_tokens << STEP_SIZE, seconds)
 
     def describe_failure(self, error: Exception, version: int) -> InferenceError:

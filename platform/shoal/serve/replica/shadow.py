@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from shoal.batching.batcher import Batcher
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.serve.messages.decoded_request import Arrays
-from shoal.serve.messages.inference import InferCall, Outputs, size_bytes
+from shoal.serve.messages.infer_call import Arrays, InferCall
+from shoal.serve.messages.inference import Outputs, size_bytes
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
 from shoal.serve.replica.model_statistics import ModelStatistics
-from shoal.serve.replica.version_router import BatchGroup, CallBatch, Track, WeightedDraw
+from shoal.serve.replica.version_router import BatchGroup, CallBatch, ModelBatcher, Track, WeightedDraw
 from shoal.serve.spec.model_options import ModelOptions
 
 SHADOW_WEIGHT = 1e-6  # share of the slots; a model's is 1
@@ -39,7 +38,7 @@ class ShadowTraffic:
     def __init__(
         self,
         model: str,
-        batcher: Batcher[BatchGroup, InferCall, Outputs],
+        batcher: ModelBatcher,
         forward: Callable[[CallBatch], Sequence[Outputs]],
         options: ModelOptions,
         counts: ModelStatistics,

@@ -11,10 +11,11 @@ import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from shoal.batching.batcher import PendingBatch
+from shoal.batching.batcher import Batcher, PendingBatch
 from shoal.errors import InferenceError
 from shoal.serve.messages.desired_state import NO_SHARES, TrafficShares
-from shoal.serve.messages.inference import InferCall, Outputs
+from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.inference import Outputs
 from shoal.serve.messages.model_errors import unknown_version
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
@@ -46,6 +47,7 @@ class BatchGroup(NamedTuple):
 
 
 CallBatch = PendingBatch[BatchGroup, InferCall, Outputs]
+ModelBatcher = Batcher[BatchGroup, InferCall, Outputs]
 
 
 class Answering(NamedTuple):

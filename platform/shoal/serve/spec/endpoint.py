@@ -221,35 +221,19 @@ class EndpointSpec(Reach):
         return trace
 
     @model_validator(mode="after")
-    def _keys_are_distinct(self) -> EndpointSpec:
+    def _fits_together(self) -> EndpointSpec:
         require_distinct_keys(self.token.get_secret_value() if self.token is not None else None, self.keys)
-        return self
-
-    @model_validator(mode="after")
-    def _ports_are_two_and_answered(self) -> EndpointSpec:
         if self.grpc_port is not None and "grpc" not in collect_extensions(PROTOCOLS):
             raise ValueError(f"grpc_port = {self.grpc_port}: no library speaks gRPC here: leave it out, or install one")
         if self.grpc_port and self.grpc_port == self.port:
             raise ValueError(f"grpc_port = {self.grpc_port} is where HTTP listens (port): gRPC needs another, or 0")
-        return self
-
-    @model_validator(mode="after")
-    def _has_one_number_of_replicas(self) -> EndpointSpec:
         if self.scale is not None and self.num_replicas != 1:
             raise ValueError(
                 f"num_replicas = {self.num_replicas} is a fixed number: with `scale`, give scale.min instead"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_budget_on_the_head(self) -> EndpointSpec:
         if self.scale is not None and self.scale.budget is not None and self.may_sleep and self.ingress == EVERY_NODE:
             problem = "scale.budget keeps an endpoint with scale.min = 0 asleep on the head alone"
             raise ValueError(f"{problem}: give scale.min = 1, or ingress: head")
-        return self
-
-    @model_validator(mode="after")
-    def _answer_preflights(self) -> EndpointSpec:
         if self.may_sleep and self.allow_origins:
             problem = "allow_origins: an endpoint that sleeps wants a key, which the preflight of a browser has not"
             raise ValueError(f"{problem}: give scale.min = 1, or leave it out")

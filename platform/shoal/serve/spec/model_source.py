@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shoal.errors import RegistryError
 from shoal.open_inference.episodes import EpisodeService
@@ -87,33 +86,6 @@ def model_from_ref(ref: str, options: ModelOptions | None = None, registry: str 
     return EndpointModel(name, RegisteredModel(name, Registry(registry).location), selector, options)
 
 
-class Catalogue(Protocol):
-    """The controller's view of a registry. All methods raise RegistryError."""
-
-    def resolve(self, name: str, selector: str) -> int:
-        """The version to which `name@word` resolves now."""
-        ...
-
-    def follow(self, name: str, selector: str) -> int:
-        """The same for a caller that asks again and again: it never waits for a bucket, and hears of a move within
-        seconds."""
-        ...
-
-    def describe(self, name: str, version: int) -> tuple[Signature, int]:
-        """A version's signature, and the bytes of its payload."""
-        ...
-
-    def promote(self, name: str, version: int, alias: str) -> None: ...
-
-    def find_previous(self, name: str, alias: str, without: Collection[int]) -> int:
-        """The version of the alias before its last promotion, none of these."""
-        ...
-
-    def rollback(self, name: str, alias: str, without: Collection[int]) -> None:
-        """Point the alias at that version."""
-        ...
-
-
 @dataclass
 class _Followed:
     """What a reference in a bucket meant at `asked_s`, or why it could not be read then."""
@@ -124,7 +96,7 @@ class _Followed:
 
 
 class RegistryCatalogue:
-    """A Catalogue on the registry at a URL or folder."""
+    """The controller's view of the registry at a URL or folder. All methods raise RegistryError."""
 
     def __init__(self, location: str) -> None:
         self._registry = Registry(location)
@@ -133,9 +105,12 @@ class RegistryCatalogue:
         self._followed: dict[tuple[str, str], _Followed] = {}
 
     def resolve(self, name: str, selector: str) -> int:
+        """The version to which `name@selector` resolves now."""
         return self._registry.get(f"{name}@{selector}" if selector else name).version
 
     def follow(self, name: str, selector: str) -> int:
+        """The same for a caller that asks again and again: it never waits for a bucket, and hears of a move within
+        seconds."""
         if not self._is_remote:
             return self.resolve(name, selector)
         key = name, selector
@@ -157,6 +132,7 @@ class RegistryCatalogue:
         followed.asked_s = time.monotonic()
 
     def describe(self, name: str, version: int) -> tuple[Signature, int]:
+        """A version's signature, and the bytes of its payload."""
         manifest = self._registry.get(f"{name}@{version}").manifest
         return manifest.signature, manifest.size_bytes
 
@@ -164,6 +140,7 @@ class RegistryCatalogue:
         self._registry.promote(f"{name}@{version}", alias)
 
     def find_previous(self, name: str, alias: str, without: Collection[int]) -> int:
+        """The version of the alias before its last promotion, none of these."""
         *before, now = self._registry.aliases(name).list_promoted(alias)
         if not (admitted := [version for version in before if version not in (now, *without)]):
             remedy = f"choose a version with `shoal models promote {name}@N --alias {alias}`"
@@ -171,4 +148,5 @@ class RegistryCatalogue:
         return admitted[-1]
 
     def rollback(self, name: str, alias: str, without: Collection[int]) -> None:
+        """Point the alias at that version."""
         self._registry.rollback(name, alias, without=without)

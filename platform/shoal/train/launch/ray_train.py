@@ -133,26 +133,6 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
             posted.close()
 
 
-def _run_ray_train(setting: WorkerSetup, mailbox: ActorHandle) -> TrainResult:
-    """Train in one group of Ray Train's workers. Raises its errors."""
-    spec = setting.spec
-    lanes = {"CPU": float(spec.applied_sync.num_lanes)} if spec.applied_sync.num_lanes > 1 else None
-    scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda", resources_per_worker=lanes)
-    storage = RunConfig(
-        name=setting.run_id, storage_path=str(setting.folder / "ray"), failure_config=FailureConfig(max_failures=0)
-    )
-    # Not Ray's own choice for CUDA, nccl alone: collectives on the host need a back end, too.
-    chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
-    backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
-    config = {"setting": setting, "mailbox": mailbox}
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # workers take it over; with it, they print all twice
-    trainer = GuardedTrainer(
-        _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
-    )
-    result: TrainResult = trainer.fit().return_value
-    return result
-
-
 class RayTrainAttempt:
     """One attempt to train, in a thread of this process. `poll` it until it is over."""
 
@@ -213,16 +193,35 @@ class RayTrainAttempt:
 
     def _run(self, setting: WorkerSetup) -> None:
         try:
-            self._outcome = _run_ray_train(setting, self._mailbox)
+            spec = setting.spec
+            lanes = {"CPU": float(spec.applied_sync.num_lanes)} if spec.applied_sync.num_lanes > 1 else None
+            scaling = ScalingConfig(num_workers=spec.workers, use_gpu=spec.device == "cuda", resources_per_worker=lanes)
+            storage = RunConfig(
+                name=setting.run_id,
+                storage_path=str(setting.folder / "ray"),
+                failure_config=FailureConfig(max_failures=0),
+            )
+            # Not Ray's own choice for CUDA, nccl alone: collectives on the host need a back end, too.
+            chosen = spec.parallel.backend or (CUDA_BACKEND if spec.device == "cuda" else None)
+            backend = GroupConfig(backend=chosen, timeout_s=int(TIMEOUT_S))
+            config = {"setting": setting, "mailbox": self._mailbox}
+            # Workers take it over; with it, they print all twice.
+            os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+            trainer = GuardedTrainer(
+                _run_worker, train_loop_config=config, scaling_config=scaling, run_config=storage, torch_config=backend
+            )
+            result: TrainResult = trainer.fit().return_value
+            self._outcome = result
         except (RayError, ray.train.TrainingFailedError) as error:
             # As text: its frames would keep the group's placement alive, and the next attempt waiting for it.
             self._failure = error_summary(str(error)) or summarize_error(error, line=-1, max_chars=None)
-            if isinstance(error, ControllerError) and _would_recur(error.controller_failure):
+            # Whether a worker has raised it while its group started, and not since another is gone
+            # or a port was taken.
+            if (
+                isinstance(error, ControllerError)
+                and isinstance(error.controller_failure, RayTaskError)
+                and not isinstance(error.controller_failure, DistNetworkError | DistStoreError)
+            ):
                 self._unexpected_error = TrainError(f"the workers cannot start: {self._failure}")
         except Exception as error:  # noqa: BLE001 - the top of a thread: whoever asks for the outcome gets it
             self._unexpected_error = error
-
-
-def _would_recur(failure: Exception) -> bool:
-    """Whether a worker has raised it while its group started, and not since another is gone or a port was taken."""
-    return isinstance(failure, RayTaskError) and not isinstance(failure, DistNetworkError | DistStoreError)

@@ -110,7 +110,11 @@ def validate_spec(spec: TrainSpec) -> None:
         find_task(spec.task)  # a class that is not there is said first
         raise ConfigError("stop", None, "nothing says when to end", "give stop.epochs=3, say, or stop.steps=1000")
     Registry().require_distinct_name("name", make_model_name(spec))
-    _require_backend(spec)
+    # Accepts a name alone, or by device as in cpu:gloo,cuda:nccl.
+    for part in filter(None, (spec.parallel.backend or "").split(",")):
+        if not dist.is_backend_available(part.rpartition(":")[2]):
+            remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
+            raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
     if spec.evaluate.samples:
         load_sample_sheet()
 
@@ -118,11 +122,27 @@ def validate_spec(spec: TrainSpec) -> None:
 def validate_task(spec: TrainSpec) -> ValidatedRun:
     """Raises as `validate_run`, for what is seen by building the Task, its data and its network."""
     task = make_task(spec.task, spec.args)
-    _require_methods(task, spec)
+    for name in ("model", "data", "loss"):
+        if name == "loss" and task.train_step is not None:
+            continue
+        if getattr(type(task), name) is getattr(Task, name):
+            problem = f"{type(task).__name__} has no method {name!r} of its own"
+            raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
     if spec.workers > 1 or spec.applied_sync.num_lanes > 1:
-        _require_picklable(task, spec)
+        try:
+            pickle.dumps(task)
+        except Exception as error:  # a user's object may raise anything
+            problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
+            remedy = "open files, locks and generators in data(), not in __init__"
+            raise ConfigError("task", spec.task, problem, remedy) from error
     data = load_data(task, spec.task)
-    _require_samples(data)
+    for name, part, remedy in (
+        ("train", data.train, "look at the file or the split that it is made of"),
+        ("validation", data.validation, "give it samples, or leave it out"),
+        ("test", data.test, "give it samples, or leave it out"),
+    ):
+        if part is not None and length_of(part) == 0:
+            raise DataError(f"data.{name}", type(part).__name__, "is empty", remedy)
     spec = adopt_batch_size(spec, data)
     samples = spec.parallel.compute_micro_batch_size(spec.batch_size, spec.parallel.resolve_dims(spec.workers))
     _require_stream_fits(spec, data)
@@ -142,7 +162,12 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
     finally:
         loader.close()
     task.setup(make_facts(spec, steps_per_epoch, 0, spec.workers))
-    _require_inputs(task, spec, batch)
+    # A tensor would be taken for its rows, and a dict for its keys.
+    inputs: object = task.inputs(batch)
+    if not isinstance(inputs, tuple | list):
+        problem = f"{type(task).__name__}.inputs gave a {type(inputs).__name__}"
+        remedy = "return a tuple of the model's arguments, as in (batch['x'],)"
+        raise ConfigError("task", spec.task, problem, remedy)
     resolve_total_steps(spec, steps_per_epoch)
     seed_everything(spec.seed)
     validated = batch
@@ -150,8 +175,22 @@ def _validate_model(spec: TrainSpec, task: Task, data: Data, samples: int) -> Va
         with make_loader(data, "validation", batch_size=min(samples, 2)) as evaluating:
             validated = next(iter(evaluating))
     num_parameters, measured, signature = _check_model(spec, task, batch, validated)
-    _require_watched_metrics(spec, data, measured)
-    _require_reachable_end(spec, data)
+    for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
+        if each is None:
+            continue
+        if data.validation is None:
+            problem = "needs an evaluation, and there is no validation data"
+            raise ConfigError(f"{field}.metric", each.metric, problem, "give Data(validation=...)")
+        if each.metric not in measured:
+            remedy = f"there is {', '.join(measured)}"
+            raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", remedy)
+    # If only evaluations end the run, they must happen: an iterable without a length may never end an epoch.
+    stop = spec.stop
+    has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
+    has_epochs = length_of(data.train) is not None or spec.evaluate.every_steps is not None
+    if not (has_limit or has_epochs):
+        problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
+        raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     known = {name: f"{type(data).__name__} {fingerprint(data)}" for name, data in parts.items() if data is not None}
     evaluated, fitted = tuple(measured) if data.validation is not None else (), dict(task.fit_args())
@@ -188,7 +227,14 @@ def _check_built_model(spec: TrainSpec, task: Task, model: nn.Module, batch: Any
     degrees = spec.parallel.resolve_dims(spec.workers)
     device = None if spec.device == "auto" else spec.device  # what is known here of the workers' hosts
     check_plan(model, task, spec.parallel, degrees, batch, device)
-    _require_own_step_fits(task, spec, model)
+    if task.train_step is not None and spec.selective_backprop is not None:
+        problem = f"needs the loss of each sample, and {type(task).__name__} has a train_step of its own"
+        raise ConfigError("selective_backprop", type(task).__name__, problem, "leave it out")
+    sync = spec.applied_sync
+    if task.optimizers(model) is not None and sync.one_optimizer is not None:
+        why, remedy = sync.one_optimizer
+        problem = f"{type(task).__name__} has several optimizers, and {why}"
+        raise ConfigError(*sync.chosen_by, problem, remedy)
     _require_optimizer_fits(task, spec, model)
     measured = _find_metric_names(spec, task, model, validated)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -209,14 +255,6 @@ def _require_unfinished(spec: TrainSpec) -> None:
         raise ConfigError("resume", before.id, f"has ended already ({detail})", remedy)
 
 
-def _require_backend(spec: TrainSpec) -> None:
-    """Accepts a name alone, or by device as in cpu:gloo,cuda:nccl."""
-    for part in filter(None, (spec.parallel.backend or "").split(",")):
-        if not dist.is_backend_available(part.rpartition(":")[2]):
-            remedy = "use gloo, or leave it out" if spec.device != "cuda" else "install a torch that has it"
-            raise PlanError("parallel.backend", spec.parallel.backend, "is not in this torch", remedy)
-
-
 def _build_model(task: Task, spec: TrainSpec) -> nn.Module:
     try:
         return build_model(task, spec.task)
@@ -225,36 +263,6 @@ def _build_model(task: Task, spec: TrainSpec) -> nn.Module:
             raise
         problem = f"{type(task).__name__}.model needs more memory than there is ({summarize_error(error)})"
         raise OutOfMemory(f"{problem}. Make it smaller: each worker builds the whole of it first") from error
-
-
-def _require_samples(data: Data) -> None:
-    for name, part, remedy in (
-        ("train", data.train, "look at the file or the split that it is made of"),
-        ("validation", data.validation, "give it samples, or leave it out"),
-        ("test", data.test, "give it samples, or leave it out"),
-    ):
-        if part is not None and length_of(part) == 0:
-            raise DataError(f"data.{name}", type(part).__name__, "is empty", remedy)
-
-
-def _require_methods(task: Task, spec: TrainSpec) -> None:
-    for name in ("model", "data", "loss"):
-        if name == "loss" and task.train_step is not None:
-            continue
-        if getattr(type(task), name) is getattr(Task, name):
-            problem = f"{type(task).__name__} has no method {name!r} of its own"
-            raise ConfigError("task", spec.task, problem, f"write {name}: see shoal.train.Task")
-
-
-def _require_own_step_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
-    if task.train_step is not None and spec.selective_backprop is not None:
-        problem = f"needs the loss of each sample, and {type(task).__name__} has a train_step of its own"
-        raise ConfigError("selective_backprop", type(task).__name__, problem, "leave it out")
-    sync = spec.applied_sync
-    if task.optimizers(model) is not None and sync.one_optimizer is not None:
-        why, remedy = sync.one_optimizer
-        problem = f"{type(task).__name__} has several optimizers, and {why}"
-        raise ConfigError(*sync.chosen_by, problem, remedy)
 
 
 def _require_optimizer_fits(task: Task, spec: TrainSpec, model: nn.Module) -> None:
@@ -291,15 +299,6 @@ def _is_elementwise(optimizer: Optimizer, model: nn.Module) -> bool:
     return not isinstance(optimizer, Rprop) and all(each.shape == parameter.shape for each in states)
 
 
-def _require_inputs(task: Task, spec: TrainSpec, batch: object) -> None:
-    """A tensor would be taken for its rows, and a dict for its keys."""
-    inputs: object = task.inputs(batch)
-    if not isinstance(inputs, tuple | list):
-        problem = f"{type(task).__name__}.inputs gave a {type(inputs).__name__}"
-        remedy = "return a tuple of the model's arguments, as in (batch['x'],)"
-        raise ConfigError("task", spec.task, problem, remedy)
-
-
 def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: object) -> list[str]:
     """What an evaluation will measure, by name. Raises ConfigError for what is no scalar."""
     with eval_mode(model), torch.no_grad():
@@ -324,29 +323,6 @@ def _find_metric_names(spec: TrainSpec, task: Task, model: nn.Module, batch: obj
     return [*measured, *task.stateful_metrics(), *later]
 
 
-def _require_watched_metrics(spec: TrainSpec, data: Data, measured: list[str]) -> None:
-    """The metrics that `stop` watches must be evaluated, and there must be validation data."""
-    for field, each in (("stop.target", spec.stop.target), ("stop.convergence", spec.stop.convergence)):
-        if each is None:
-            continue
-        if data.validation is None:
-            problem = "needs an evaluation, and there is no validation data"
-            raise ConfigError(f"{field}.metric", each.metric, problem, "give Data(validation=...)")
-        if each.metric not in measured:
-            known = f"there is {', '.join(measured)}"
-            raise ConfigError(f"{field}.metric", each.metric, "is not evaluated", known)
-
-
-def _require_reachable_end(spec: TrainSpec, data: Data) -> None:
-    """If only evaluations end the run, they must happen: an iterable without a length may never end an epoch."""
-    stop = spec.stop
-    has_limit = any(each is not None for each in (stop.steps, stop.epochs, stop.wall_s, stop.money))
-    has_epochs = length_of(data.train) is not None or spec.evaluate.every_steps is not None
-    if not (has_limit or has_epochs):
-        problem = f"{type(data.train).__name__} has no length, and nothing but an evaluation ends the run"
-        raise ConfigError("evaluate.every_steps", None, problem, "give evaluate.every_steps=500, say, or stop.steps")
-
-
 def _require_stream_fits(spec: TrainSpec, data: Data) -> None:
     """A stream has one reader and no end, and its broker waits for acknowledgements, which follow checkpoints."""
     for part, name in ((data.validation, "validation"), (data.test, "test")):
@@ -368,15 +344,6 @@ def _require_stream_fits(spec: TrainSpec, data: Data) -> None:
     if (needed := (2 * every + 1) * spec.batch_size) > limit:
         problem = f"needs {needed} messages before the first of them is acknowledged, and the broker sends {limit}"
         raise ConfigError("checkpoint.every_steps", every, problem, "lower it or batch_size, or raise receive_maximum")
-
-
-def _require_picklable(task: Task, spec: TrainSpec) -> None:
-    try:
-        pickle.dumps(task)
-    except Exception as error:  # a user's object may raise anything
-        problem = f"cannot be sent to workers: {type(error).__name__}: {error}"
-        remedy = "open files, locks and generators in data(), not in __init__"
-        raise ConfigError("task", spec.task, problem, remedy) from error
 
 
 def choose_metric(names: Sequence[str], spec: TrainSpec, wished: str | None = None) -> str:

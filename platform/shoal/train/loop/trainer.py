@@ -209,7 +209,13 @@ class Trainer:
         num_steps = self._progress.step - step
         self._meter.count_steps(num_steps, self.spec.batch_size * num_steps)
         if self._profiler is not None and self._profiler.is_due:
-            self._report_cost(self._profiler)
+            cost = self._profiler.collect_table()
+            self._profiler = None if self._profiler.is_done else self._profiler
+            if self._replica is not None:  # the profile is of one replica, with its own means to exchange gradients
+                flops = self._num_replicas * cost["flops_step"]
+                cost = replace(cost, values={**cost.values, "flops_step": flops, "sent_bytes": math.nan})
+            self._meter.flops_per_sample = cost["flops_step"] / self.spec.batch_size
+            self._event_log.record_event(MEASURED, **cost.to_details())
 
     def _wait_until_copied(self) -> None:
         """Before weights or the optimiser's state change: until a checkpoint has its copy of them."""
@@ -222,20 +228,14 @@ class Trainer:
         if self._replica is not None:
             self._parts.finished_steps = step
 
-    def _report_cost(self, probe: StepProfiler) -> None:
-        cost = probe.collect_table()
-        self._profiler = None if probe.is_done else probe
-        if self._replica is not None:  # the profile is of one replica, which has its own means to exchange gradients
-            flops = self._num_replicas * cost["flops_step"]
-            cost = replace(cost, values={**cost.values, "flops_step": flops, "sent_bytes": math.nan})
-        self._meter.flops_per_sample = cost["flops_step"] / self.spec.batch_size
-        self._event_log.record_event(MEASURED, **cost.to_details())
-
     def _after_step(self, before: int) -> StopDecision | None:
         """`before`: the run's finished steps before this one; with replicas there may be none or several since."""
         step = self._progress.step
         if not self.sync.is_chief:
-            return self._follow_chief(step)
+            # A replica that is not the chief ends when the chief has decided so.
+            if self.sync.is_exchange_due() and self._exchange_signals().stop:
+                return StopDecision("interrupted", f"ended with the others at step {step:,}", step, step)
+            return None
         if step == before:
             return None
         due = self._find_due(before, step)
@@ -245,7 +245,12 @@ class Trainer:
         stop = self._policy.decide_after_step(step, self._parts.epoch, self._elapsed_s)  # now of the same time
         if signals.ends:
             stop = self._policy.decide_on_request(step, self._callbacks.stop_reason or "a callback on another rank")
-        if Due.REPORT in due or stop or self._is_report_late:
+        # Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them.
+        if (
+            Due.REPORT in due
+            or stop
+            or (self.spec.log_every_steps is None and self._elapsed_s - self._logged_s >= INTERVAL_S)
+        ):
             self._log()
         if Due.EVALUATION in due or (stop and self._progress.evaluated != step):
             stop = self._evaluate() or stop
@@ -283,17 +288,6 @@ class Trainer:
             self._num_epochs = int(self._parts.epoch)
             due |= Due.EPOCH
         return due
-
-    @property
-    def _is_report_late(self) -> bool:
-        """Evaluations and checkpoints synchronise the ranks too: an exchange may never become due between them."""
-        return self.spec.log_every_steps is None and self._elapsed_s - self._logged_s >= INTERVAL_S
-
-    def _follow_chief(self, step: int) -> StopDecision | None:
-        """A replica that is not the chief ends when the chief has decided so."""
-        if self.sync.is_exchange_due() and self._exchange_signals().stop:
-            return StopDecision("interrupted", f"ended with the others at step {step:,}", step, step)
-        return None
 
     def _exchange_signals(self) -> RankSignals:
         """Read the steps since the last exchange, and combine all ranks' signals. Raises NotFinite, on all or none.

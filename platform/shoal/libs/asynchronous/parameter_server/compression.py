@@ -2,7 +2,7 @@
 
 `fp16` sends half of the bytes, `top_k` the elements of largest magnitude with their indices. What is not sent is added
 to the next gradient (error feedback), so nothing is lost, only late: Seide et al., "1-Bit SGD" (Interspeech 2014);
-Stich et al., "Sparsified SGD with memory", 1809.07599, algorithm 1. Called by `server_link` and by the server.
+Stich et al., "Sparsified SGD with memory", 1809.07599, algorithm 1. Called by `worker` and by the server.
 """
 
 from __future__ import annotations

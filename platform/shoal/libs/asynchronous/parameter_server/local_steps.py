@@ -97,19 +97,16 @@ class LocalStepsSync(ParameterServerSync):
             if self._arrives_in == 0:
                 self._use_merged()
         elif self._position >= self._due[self._fragment] or (self._calls is not None and self._calls.is_answered()):
-            self._push_fragment()
+            chosen = self._fragments[self._fragment]
+            changes: list[Tensor | None] = [None] * len(self._parameters)
+            for index in chosen:
+                changes[index] = self._pulled[index] - self._parameters[index].detach()
+            self._begin_push(changes, chosen, self._num_unsent, self._ages[self._fragment])
+            self._ages[self._fragment], self._num_unsent = 0.0, 0
+            self._arrives_in = self._delay
+            if self._delay == 0:
+                self._use_merged()
         return self._steps
-
-    def _push_fragment(self) -> None:
-        chosen = self._fragments[self._fragment]
-        changes: list[Tensor | None] = [None] * len(self._parameters)
-        for index in chosen:
-            changes[index] = self._pulled[index] - self._parameters[index].detach()
-        self._begin_push(changes, chosen, self._num_unsent, self._ages[self._fragment])
-        self._ages[self._fragment], self._num_unsent = 0.0, 0
-        self._arrives_in = self._delay
-        if self._delay == 0:
-            self._use_merged()
 
     def _use_merged(self) -> None:
         """Wait for the merge of the fragment on its way, and go on with it."""

@@ -73,7 +73,12 @@ class ParameterServer:
         absent = set(first.absent).intersection(*(push.absent for push in others))
         present = [index for index, piece in enumerate(self._pieces) if piece.parameter not in absent]
         if update.is_late:
-            self._add_late(first, present)
+            if not len(self._late):
+                self._late = torch.zeros_like(self._weights)
+            gradient = self._compensate(first)
+            for index in present:
+                self._slice(self._late, index).add_(self._slice(gradient, index), alpha=first.weight)
+                self._late_weights[index] += first.weight
         else:
             gradient = self._average(update.pushes, present)
             for view in self._views:
@@ -106,14 +111,6 @@ class ParameterServer:
             late.zero_()
             self._late_weights[index] = 0.0
         return gradient
-
-    def _add_late(self, push: Push, present: list[int]) -> None:
-        if not len(self._late):
-            self._late = torch.zeros_like(self._weights)
-        gradient = self._compensate(push)
-        for index in present:
-            self._slice(self._late, index).add_(self._slice(gradient, index), alpha=push.weight)
-            self._late_weights[index] += push.weight
 
     def _slice(self, vector: Tensor, index: int) -> Tensor:
         """The piece of this index."""

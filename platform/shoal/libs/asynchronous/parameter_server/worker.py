@@ -2,8 +2,10 @@
 
 Owns the worker's connections. Called by the Trainer. On one host weights and gradients lie in shared memory, so a step
 costs one message to the controller and one to each server. Where a server's memory cannot be opened, they travel in the
-messages (`server_link`): the controller has every server hold the weights of one version for the worker, which fetches
+messages: the controller has every server hold the weights of one version for the worker, which fetches
 them, whatever updates come meanwhile.
+
+A ServerLink is the connection with one server. A gradient is compressed once, whatever must be sent again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.errors import SpecMismatch, TrainError
+from shoal.errors import ConfigError, SpecMismatch, TrainError
 from shoal.extend.sync import Connection, Replica, RpcClient, Traffic
 from shoal.extend.train import list_parameters
 from shoal.libs.asynchronous.clock import Push
@@ -28,6 +30,7 @@ from shoal.libs.asynchronous.controlled import ControlledSync
 from shoal.libs.asynchronous.messages import (
     DumpState,
     FetchWeights,
+    GetAddress,
     GetVersion,
     HoldWeights,
     Join,
@@ -36,13 +39,146 @@ from shoal.libs.asynchronous.messages import (
     Prepare,
     PullVersions,
     PushAgain,
+    PushGradient,
     SetSteps,
     TakeSnapshot,
 )
-from shoal.libs.asynchronous.parameter_server.partition import ParameterSlice, describe_parameters, plan_partition
+from shoal.libs.asynchronous.parameter_server.compression import GradientCompressor, count_payload_bytes
+from shoal.libs.asynchronous.parameter_server.partition import (
+    ParameterSlice,
+    Partition,
+    describe_parameters,
+    plan_partition,
+)
 from shoal.libs.asynchronous.parameter_server.server import SETTINGS
-from shoal.libs.asynchronous.parameter_server.server_link import ServerLink
-from shoal.libs.asynchronous.shared_memory import WRITING
+from shoal.libs.asynchronous.shared_memory import WRITING, SharedWeights
+
+
+class ServerLink:
+    """Worker `worker` and server `server` of `partition`.
+
+    memory:      the server's, if this process can open it
+    incarnation: of the server, when the link was opened
+    """
+
+    def __init__(self, client: RpcClient, partition: Partition, server: int, worker: int, spec: ServersConfig) -> None:
+        self.client, self._spec = client, spec
+        self._partition = partition
+        self._server = server
+        self._worker = worker
+        self.memory: SharedWeights | None = None
+        self.incarnation = -1
+        self._compressors: dict[tuple[int, int], GradientCompressor] = {}  # by the range that they compress
+        self._vector = torch.empty(0)  # [size], when a gradient was needed in one piece
+        self._payload: bytes | None = None  # of the present gradient
+        self._gradients: Sequence[Tensor | None] = ()
+        self._chosen: range | None = None  # the parameters whose gradients are sent
+        self._range = 0, 0  # of them in the server's vector
+        self.num_bytes = 0  # of the present gradient, as it is sent
+        self.num_pushed_bytes = self.num_pulled_bytes = 0  # that were written for the server, and read from it
+
+    def open(self) -> list[list[int]]:
+        """Connect with the server's present life; returns the shapes of its parameters.
+
+        Raises ConfigError when the memory must be shared and cannot be.
+        """
+        self.close_memory()
+        server = self.client.call(GetAddress())
+        self.incarnation = server.incarnation
+        if self._spec.transport != "frames":
+            try:
+                self.memory = SharedWeights.open(server.memory)
+            except OSError as error:
+                if self._spec.transport == "shared_memory":
+                    problem = f"worker {self._worker} cannot open the memory of server {self._server} ({error})"
+                    remedy = "use sync.transport=auto when they are on different hosts"
+                    raise ConfigError("sync.transport", "shared_memory", problem, remedy) from error
+        return server.parameters
+
+    # -- a gradient
+
+    def take(self, gradients: Sequence[Tensor | None], chosen: range | None = None) -> None:
+        """The worker's next gradient, of all parameters or the chosen ones. It may not change before `finish`."""
+        self._gradients = gradients
+        self._payload = None
+        self._chosen = chosen
+        self._range = self._find_range(chosen)
+        size = self._range[1] - self._range[0]
+        self.num_bytes = count_payload_bytes(self._spec.compression, size, self._spec.top_k) if size else 0
+
+    def _find_range(self, chosen: range | None) -> tuple[int, int]:
+        size = self._partition.get_size(self._server)
+        return (0, size) if chosen is None else self._partition.find_range(self._server, chosen)
+
+    def send(self, incarnation: int) -> None:
+        """Begin to bring it to the server; `finish` ends it. Again after `open`, when the server has died meanwhile.
+
+        incarnation: of the worker
+        """
+        begin, end = self._range
+        if self._payload is None and (self.memory is None or self._spec.compression != "none"):
+            self._payload = self._compress()
+        if self.memory is None:
+            assert self._payload is not None
+            self.num_pushed_bytes += len(self._payload)
+            self.client.send(PushGradient(self._worker, incarnation, self._payload, begin, end))
+            return
+        gradient = self.memory.gradients[self._worker]
+        if self._payload is None:
+            self.num_pushed_bytes += self._partition.write(self._server, self._gradients, gradient, self._chosen)
+        else:
+            self.num_pushed_bytes += gradient[begin:end].copy_(self._vector[begin:end]).nbytes
+
+    def _compress(self) -> bytes:
+        begin, end = self._range
+        if begin == end:  # the server has none of the chosen parameters
+            return b""
+        if not len(self._vector):
+            self._vector = torch.empty(self._partition.get_size(self._server))
+        self._partition.write(self._server, self._gradients, self._vector, self._chosen)
+        if self._range not in self._compressors:
+            compressor = GradientCompressor(self._spec.compression, end - begin, self._spec.top_k)
+            self._compressors[self._range] = compressor
+        return self._compressors[self._range].compress(self._vector[begin:end])
+
+    def finish(self) -> None:
+        """The server has the gradient."""
+        if self.memory is None:
+            self.client.receive(PushGradient)
+
+    # -- weights
+
+    def copy_shared_weights(self, version: int, parameters: Sequence[Tensor], chosen: range | None = None) -> bool:
+        """Whether the server's memory had the version until it was copied into the parameters."""
+        assert self.memory is not None
+        buffer = self.memory.find_buffer(version)
+        if buffer is None:
+            return False
+        self.num_pulled_bytes += self._partition.read(self._server, buffer, parameters, chosen)
+        return version in self.memory.get_versions()
+
+    def fetch(self, version: int, incarnation: int, chosen: range | None = None) -> None:
+        """Begin to fetch what is held of this version, of all parameters or the chosen ones."""
+        self.client.send(FetchWeights(self._worker, version, incarnation, *self._find_range(chosen)))
+
+    def copy_weights(self, weights: bytes, parameters: Sequence[Tensor], chosen: range | None = None) -> None:
+        """Copy the part of the server's vector that was fetched, as bytes, into the parameters."""
+        self.num_pulled_bytes += len(weights)
+        if weights:
+            begin, end = self._find_range(chosen)
+            vector = torch.empty(self._partition.get_size(self._server))
+            vector[begin:end] = torch.frombuffer(bytearray(weights), dtype=torch.float32)
+            self._partition.read(self._server, vector, parameters, chosen)
+
+    def close_memory(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.close_memory()
+        self.client.close()
 
 
 class ParameterServerSync(ControlledSync):
@@ -83,7 +219,17 @@ class ParameterServerSync(ControlledSync):
         self._needed, self._steps = joined.version, joined.steps
         if not joined.has_weights:
             self._steps = step // self._accumulate
-            self._load_servers(self._steps)
+            version = torch.tensor(self._controller.call(GetVersion(self._steps)))
+            for server, link in enumerate(self._links):
+                weights = torch.empty(self._partition.get_size(server))
+                self._partition.write(server, [each.detach() for each in self._parameters], weights)
+                state = {"version": version, "weights": weights}
+                for index, piece in enumerate(self._partition.pieces[server]):
+                    stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
+                    for name, each in stored.items():
+                        state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
+                link.client.call(LoadServer(safetensors.torch.save(state)))
+            self._needed = self._controller.call(SetSteps(self._steps))
         self._pull(self._parameters)
         return self._accumulate * self._steps
 
@@ -163,7 +309,13 @@ class ParameterServerSync(ControlledSync):
         self._weight += weight
         self._computed_s += time.perf_counter() - self._batch_began_s
         if self._num_batches > 1:
-            self._add_to_sums(gradients, weight)
+            self._sums = self._sums or [None] * len(gradients)
+            for index, each in enumerate(gradients):
+                before = self._sums[index]
+                if before is None:
+                    self._sums[index] = None if each is None else each.detach() * weight
+                elif each is not None:
+                    before.add_(each, alpha=weight)
             if self._num_done < self._num_batches:
                 return self._accumulate * self._steps
             gradients = [None if each is None else each / (self._weight or 1.0) for each in self._sums]
@@ -174,16 +326,6 @@ class ParameterServerSync(ControlledSync):
         self._weight = 0.0
         self._computed_s = 0.0
         return self._accumulate * self._steps
-
-    def _add_to_sums(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        """Add gradients times `weight`; a sum is None where there was none so far."""
-        self._sums = self._sums or [None] * len(gradients)
-        for index, each in enumerate(gradients):
-            before = self._sums[index]
-            if before is None:
-                self._sums[index] = None if each is None else each.detach() * weight
-            elif each is not None:
-                before.add_(each, alpha=weight)
 
     def _begin_push(
         self,
@@ -233,19 +375,6 @@ class ParameterServerSync(ControlledSync):
         self._clock = answer.clock
         self._steps = answer.steps
         self._is_stopping, self._num_batches = answer.is_stopping, answer.num_batches
-
-    def _load_servers(self, step: int) -> None:
-        version = torch.tensor(self._controller.call(GetVersion(step)))
-        for server, link in enumerate(self._links):
-            weights = torch.empty(self._partition.get_size(server))
-            self._partition.write(server, [each.detach() for each in self._parameters], weights)
-            state = {"version": version, "weights": weights}
-            for index, piece in enumerate(self._partition.pieces[server]):
-                stored = self._optimizer.state.get(self._parameters[piece.parameter], {})
-                for name, each in stored.items():
-                    state[f"{index}.{name}"] = each.reshape(-1)[piece.begin : piece.end] if each.ndim else each
-            link.client.call(LoadServer(safetensors.torch.save(state)))
-        self._needed = self._controller.call(SetSteps(step))
 
     def measure_traffic(self) -> Traffic:
         """Gradients that this worker has written to servers, and weights that it has read."""

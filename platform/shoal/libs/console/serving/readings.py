@@ -70,13 +70,10 @@ class SharedReading(Generic[T]):
         finally:
             self._done.set()
 
-    @property
-    def _is_first(self) -> bool:
-        return not (self.read_at or self.problem)
-
 
 def wait_for_all(readings: Sequence[SharedReading[Any]]) -> None:
     """Until all that have begun have ended, or as long as a page waits: for all of them together."""
-    end_s = time.monotonic() + (FIRST_PATIENCE_S if any(each._is_first for each in readings) else PATIENCE_S)
+    is_first = any(not (each.read_at or each.problem) for each in readings)
+    end_s = time.monotonic() + (FIRST_PATIENCE_S if is_first else PATIENCE_S)
     for each in readings:
         each._done.wait(max(0.0, end_s - time.monotonic()))

@@ -191,15 +191,6 @@ def write_code(url: str, model: str, action: str, content: Any, version: int | N
     curl, token = begin_curl(target), begin_curl("").partition("Bearer ")[2].partition('" ')[0]
     imports = 'import { readFile } from "node:fs/promises";\n' if is_long else ""
     body = f'await readFile("{REQUEST_FILE}")' if is_long else f"JSON.stringify({text})"
-    return {
-        "python": _write_python(url, model, action, content, version, is_long=is_long),
-        "javascript": _JAVASCRIPT.format(token=token, imports=imports, url=json.dumps(target), body=body),
-        "curl": f"{curl} -d @{REQUEST_FILE}" if is_long else f"{curl} -d {shlex.quote(text)}",
-        "file": REQUEST_FILE if is_long else "",
-    }
-
-
-def _write_python(url: str, model: str, action: str, content: Any, version: int | None, *, is_long: bool) -> str:
     standard = "import json\nfrom pathlib import Path\n\n" if is_long else ""
     third_party = "import numpy as np\n\n" if action == "infer" else ""
     option = "" if version is None else f", version={version}"
@@ -210,4 +201,9 @@ def _write_python(url: str, model: str, action: str, content: Any, version: int 
     )
     rows = f"print(client.predict({model!r}, request{option}))"
     call = _INFER.format(model=model, option=option) if action == "infer" else rows
-    return _PYTHON.format(imports=standard + third_party, url=url, request=request, call=call)
+    return {
+        "python": _PYTHON.format(imports=standard + third_party, url=url, request=request, call=call),
+        "javascript": _JAVASCRIPT.format(token=token, imports=imports, url=json.dumps(target), body=body),
+        "curl": f"{curl} -d @{REQUEST_FILE}" if is_long else f"{curl} -d {shlex.quote(text)}",
+        "file": REQUEST_FILE if is_long else "",
+    }

@@ -26,7 +26,8 @@ from urllib.parse import unquote
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.libs.export.runtime.model import FolderModel, read_number
-from shoal.serve.http.response import RestResponse, build_error_response, read_length
+from shoal.serve.http.response import RestResponse, build_error_response
+from shoal.serve.protocol.request_limits import read_length
 
 SOCKET_TIMEOUT_S = 30.0  # of a connection that is idle, or within a request or an answer
 LINGER_S = 10.0  # for the rest of a request that was answered before it was read

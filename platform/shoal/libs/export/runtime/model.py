@@ -20,12 +20,12 @@ from shoal.errors import ConfigError, InferenceError
 from shoal.libs.export.runtime.onnx_session import make_forward, open_session
 from shoal.open_inference.messages import PLATFORM, ModelMetadata, ServerMetadata, TensorMetadata
 from shoal.serve.http.codec import HttpCodec, RowCodec
-from shoal.serve.http.response import RestResponse, build_error_response, build_json_response, read_length
+from shoal.serve.http.response import RestResponse, build_error_response, build_json_response
 from shoal.serve.http.routes import RouteAction, RouteTarget, match_route
-from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.messages.model_errors import failed_model, find_version, to_inference_error, unknown_model
 from shoal.serve.model.output_check import OutputCheck
-from shoal.serve.protocol.request_limits import RequestLimits
+from shoal.serve.protocol.request_limits import RequestLimits, read_length
 
 logger = logging.getLogger(__name__)
 

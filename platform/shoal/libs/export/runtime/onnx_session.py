@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import ConfigError, InferenceError, WeightsError
-from shoal.serve.messages.decoded_request import Arrays
+from shoal.serve.messages.infer_call import Arrays
 
 _PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 

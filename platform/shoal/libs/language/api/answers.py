@@ -7,9 +7,10 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from shoal.errors import InferenceError
+from shoal.libs.language.api.bodies import Json
 from shoal.libs.language.api.prompt import Job
 from shoal.libs.language.api.tools import ToolCall, ToolCallReader
 from shoal.libs.language.engine.request import TokenEvent
@@ -112,13 +113,18 @@ class Answers:
         async for number, event in self.rest:
             yield self._take(number, event)
 
+    async def finish(self) -> None:
+        """Read them to their end. Raises InferenceError."""
+        async for _ in self.read():
+            pass
+
     def _take(self, number: int, event: TokenEvent) -> tuple[TextAnswer, str]:
         answer = self.all[number * self.job.body.n + event.index]
         if event.token is not None:
             self.count()
         return answer, answer.take(event)
 
-    def describe_progress(self, answer: TextAnswer) -> dict[str, Any]:
+    def describe_progress(self, answer: TextAnswer) -> Json:
         """For an event of a stream: what a client sends as `given`, of the tokens since the last one."""
         given, answer.unsent = answer.unsent, []
         return {"shoal": {"given": given}} if given and self.can_resume else {}

@@ -39,7 +39,7 @@ from shoal.extend.serve import (
     to_inference_error,
 )
 from shoal.libs.language.api.answers import begin, merge_events
-from shoal.libs.language.api.bodies import CountBody, EmbeddingBody, read_fields
+from shoal.libs.language.api.bodies import CountBody, EmbeddingBody, Json, read_fields
 from shoal.libs.language.api.chat import CHAT, COMPLETIONS, Api, prepare_embedding, write_embeddings, write_frame
 from shoal.libs.language.api.messages import MESSAGES
 from shoal.libs.language.api.prompt import Job
@@ -59,13 +59,8 @@ _TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 5
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-def make_app(models: TextModels, access: AccessControl, limits: RequestLimits) -> LanguageApp:
-    """The application of the paths below `PREFIX`, behind any root."""
-    return LanguageApp(models, access, limits)
-
-
 class LanguageApp:
-    """Answers stock clients of OpenAI and Anthropic."""
+    """Answers stock clients of OpenAI and Anthropic, at the paths below `PREFIX`, behind any root."""
 
     def __init__(self, models: TextModels, access: AccessControl, limits: RequestLimits) -> None:
         self._models = models
@@ -172,10 +167,10 @@ class LanguageApp:
                 async with aclosing(api.stream(answers)) as frames:
                     await reply.send_stream(frames)
                 return
-            content = await api.write(answers)
-        await reply.send_json(content)
+            await answers.finish()
+        await reply.send_json(api.write(answers))
 
-    def _get(self, path: str, caller: Caller) -> dict[str, Any]:
+    def _get(self, path: str, caller: Caller) -> Json:
         kind, _, name = path.partition("/")
         if kind == "responses":
             raise InferenceError(404, "responses are not stored: send the earlier messages as input")
@@ -239,7 +234,7 @@ class _Reply:
             error = InferenceError(503, f"replica {self._replica} ends this stream: {error.message}. {remedy}")
         return write_frame(self._describe(error), "error" if self._is_anthropic else "")
 
-    def _describe(self, error: InferenceError) -> dict[str, Any]:
+    def _describe(self, error: InferenceError) -> Json:
         kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         if self._is_anthropic:
             return {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -249,7 +244,7 @@ class _Reply:
         return {"error": described | {"status": error.status}}  # of an error within a stream, too
 
 
-def _describe_model(model: TextModel) -> dict[str, Any]:
+def _describe_model(model: TextModel) -> Json:
     """As both APIs have it."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created_s))
     known = {"id": model.name, "object": "model", "created": int(model.created_s), "owned_by": "shoal"}

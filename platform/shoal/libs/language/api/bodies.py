@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from shoal.errors import InferenceError, suggest
 
 T = TypeVar("T")
+Json = dict[str, Any]  # an object
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_PROMPTS = 128
@@ -74,11 +75,11 @@ class Fields(Struct, kw_only=True):
     begin_s: float | None = None
     deadline_s: float | None = None
     given: list[tuple[Version, list[Token]]] = []
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Json = {}
 
 
-Messages = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+Messages = Annotated[list[Json], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Json], Meta(max_length=MAX_TOOLS)]
 
 
 class ChatBody(Fields, kw_only=True):
@@ -87,9 +88,9 @@ class ChatBody(Fields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    response_format: dict[str, Any] = {}
+    response_format: Json = {}
     tools: Tools = []
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
 
 
@@ -97,26 +98,26 @@ class CompletionBody(Fields, kw_only=True):
     prompt: str | list[Any]
     max_tokens: Count = 16
     logprobs: int | None = None
-    response_format: dict[str, Any] = {}
+    response_format: Json = {}
 
 
 class ResponseBody(Fields, kw_only=True):
     input: str | Messages
     instructions: str = ""
     max_output_tokens: Count | None = None
-    text: dict[str, Any] = {}
+    text: Json = {}
     tools: Tools = []
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
 
 
 class MessageBody(Fields, kw_only=True):
     messages: Messages
     max_tokens: Count
-    system: str | list[dict[str, Any]] = ""
+    system: str | list[Json] = ""
     stop_sequences: list[str] = []
     tools: Tools = []
-    tool_choice: dict[str, Any] = {}
+    tool_choice: Json = {}
 
 
 class CountBody(MessageBody, kw_only=True):
@@ -127,6 +128,11 @@ class EmbeddingBody(Struct, kw_only=True):
     model: str
     input: str | list[Any]
     encoding_format: Literal["float", "base64"] = "float"
+
+
+def field_error(field: str, problem: str) -> InferenceError:
+    """The error of a field."""
+    return InferenceError(400, f"{field}: {problem}", field=field)
 
 
 def read_fields(raw: bytes, kind: type[T]) -> T:
@@ -166,7 +172,7 @@ def read_text(content: object, path: str, role: object = "") -> str:
     """The text of a message: a string, or parts of text. Raises InferenceError (400) for other parts, and for none of
     the role `user`."""
     if content is None and role == "user":
-        raise InferenceError(400, f"{path}: is missing, or null", field=path)
+        raise field_error(path, "is missing, or null")
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -174,15 +180,15 @@ def read_text(content: object, path: str, role: object = "") -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             shown = f"{path}[{number}]"
-            raise InferenceError(400, f"{shown}: expected text, got {str(kind)[:40]!r}", field=shown)
+            raise field_error(shown, f"expected text, got {str(kind)[:40]!r}")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def require(value: dict[str, Any], name: str, kind: type[T], path: str) -> T:
+def require(value: Json, name: str, kind: type[T], path: str) -> T:
     """A field of an object. Raises InferenceError (400)."""
     result = value.get(name)
     if not isinstance(result, kind):
         path = f"{path}.{name}"
-        raise InferenceError(400, f"{path}: expected {kind.__name__}, got {str(result)[:40]!r}", field=path)
+        raise field_error(path, f"expected {kind.__name__}, got {str(result)[:40]!r}")
     return result

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from shoal.errors import InferenceError
 from shoal.libs.language.api.answers import Answers, TextAnswer
-from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, require
+from shoal.libs.language.api.bodies import ChatBody, CompletionBody, EmbeddingBody, Fields, Json, field_error, require
 from shoal.libs.language.api.prompt import Job, check_length, encode_prompts, make_chat_job, make_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
-from shoal.libs.language.engine.request import TokenEvent
+from shoal.libs.language.engine.request import TokenEvent, TokenIds
 from shoal.libs.language.text_model import TextModel
 
 
 class Api(NamedTuple):
-    """One path. prepare: without the event loop, may take long; write, stream: read the answers."""
+    """One path. prepare: without the event loop, may take long; write: takes whole answers; stream: reads them."""
 
     body: type[Fields]
     prepare: Callable[[TextModel, Any], Job]
@@ -42,7 +41,7 @@ def make_id(kind: str) -> str:
 def prepare_chat(model: TextModel, body: ChatBody) -> Job:
     """Raises InferenceError (400)."""
     if body.top_logprobs and not body.logprobs:
-        raise InferenceError(400, "top_logprobs: needs logprobs = true", field="top_logprobs")
+        raise field_error("top_logprobs", "needs logprobs = true")
     functions = [require(each, "function", dict, f"tools[{number}]") for number, each in enumerate(body.tools)]
     use = read_tool_use(functions, body.tool_choice, body.parallel_tool_calls)
     wanted = read_format(body.response_format, "response_format")
@@ -52,14 +51,12 @@ def prepare_chat(model: TextModel, body: ChatBody) -> Job:
     )
 
 
-async def write_chat(answers: Answers) -> dict[str, Any]:
+def write_chat(answers: Answers) -> Json:
     """A chat.completion."""
-    async for _ in answers.read():
-        pass
     choices = []
     for answer in answers.all:
         entries = _describe_tokens(answers.job, answer)
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": describe_calls(answer.calls)}
         content = {"content": entries, "refusal": None} if answers.job.body.logprobs else None
@@ -73,7 +70,7 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
     head = _make_head(answers, "chat.completion.chunk", "chatcmpl-")
     begun: set[int] = set()
     async for answer, text in answers.read():
-        delta: dict[str, Any] = {"content": text} if text else {}
+        delta: Json = {"content": text} if text else {}
         if answer.index not in begun:
             begun.add(answer.index)
             delta = {"role": "assistant", "content": text}
@@ -83,7 +80,7 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
         entries = _describe_tokens(answers.job, answer)
         if not (delta or entries or answer.finish):
             continue
-        choice: dict[str, Any] = {"index": answer.index, "delta": delta, "finish_reason": None}
+        choice: Json = {"index": answer.index, "delta": delta, "finish_reason": None}
         if entries:
             choice["logprobs"] = {"content": entries, "refusal": None}
         if answer.finish:
@@ -96,14 +93,12 @@ async def stream_chat(answers: Answers) -> AsyncGenerator[bytes, None]:
 def prepare_completion(model: TextModel, body: CompletionBody) -> Job:
     """Raises InferenceError (400)."""
     prompts, wanted = encode_prompts(model, body.prompt, "prompt"), read_format(body.response_format, "response_format")
-    more: dict[str, Any] = {"max_tokens": body.max_tokens, "top_logprobs": body.logprobs or 0}
+    more: Json = {"max_tokens": body.max_tokens, "top_logprobs": body.logprobs or 0}
     return make_job(model, body, prompts, grammars=[wanted], names={"top_logprobs": "logprobs"}, **more)
 
 
-async def write_completion(answers: Answers) -> dict[str, Any]:
+def write_completion(answers: Answers) -> Json:
     """A text_completion."""
-    async for _ in answers.read():
-        pass
     choices = [
         {"index": each.index, "text": each.text, "logprobs": _list_columns(answers.job, each), **_describe_end(each)}
         for each in answers.all
@@ -125,7 +120,7 @@ async def stream_completion(answers: Answers) -> AsyncGenerator[bytes, None]:
         yield frame
 
 
-def prepare_embedding(model: TextModel, body: EmbeddingBody) -> list[tuple[int, ...]]:
+def prepare_embedding(model: TextModel, body: EmbeddingBody) -> list[TokenIds]:
     """The prompts. Raises InferenceError (400)."""
     prompts = encode_prompts(model, body.input, "input")
     for prompt in prompts:
@@ -144,7 +139,7 @@ def write_embeddings(body: EmbeddingBody, num_tokens: int, vectors: Sequence[np.
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
 
-def describe_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def describe_calls(calls: Sequence[ToolCall]) -> list[Json]:
     """Calls as the chat API has them."""
     return [
         {"id": make_id("call_"), "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
@@ -152,15 +147,15 @@ def describe_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     ]
 
 
-def _make_head(answers: Answers, kind: str, prefix: str) -> dict[str, Any]:
+def _make_head(answers: Answers, kind: str, prefix: str) -> Json:
     return {"id": make_id(prefix), "object": kind, "created": int(time.time()), "model": answers.job.body.model}
 
 
-def _describe_end(answer: TextAnswer) -> dict[str, Any]:
+def _describe_end(answer: TextAnswer) -> Json:
     return {"finish_reason": answer.finish, "shoal": {"spans": answer.spans}}
 
 
-def _end_stream(answers: Answers, head: dict[str, Any]) -> list[bytes]:
+def _end_stream(answers: Answers, head: Json) -> list[bytes]:
     usage = {**head, "choices": [], "usage": answers.count_usage()}
     return [write_frame(usage)] * answers.job.body.stream_options.include_usage + [b"data: [DONE]\n\n"]
 
@@ -170,7 +165,7 @@ def _take_shown(answer: TextAnswer, wanted: object) -> list[TokenEvent]:
     return events if wanted else []
 
 
-def _describe_tokens(job: Job, answer: TextAnswer) -> list[dict[str, Any]]:
+def _describe_tokens(job: Job, answer: TextAnswer) -> list[Json]:
     """The log-probabilities of the tokens since the last call; empty where none are wanted."""
     described = []
     for event in _take_shown(answer, job.body.logprobs):
@@ -179,13 +174,13 @@ def _describe_tokens(job: Job, answer: TextAnswer) -> list[dict[str, Any]]:
     return described
 
 
-def _describe_token(job: Job, token: int | None, logprob: float) -> dict[str, Any]:
+def _describe_token(job: Job, token: int | None, logprob: float) -> Json:
     text = job.model.tokenizer.decode([token])
     known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text, and no bytes here
     return {"token": text, "logprob": logprob, "bytes": known}
 
 
-def _list_columns(job: Job, answer: TextAnswer) -> dict[str, Any] | None:
+def _list_columns(job: Job, answer: TextAnswer) -> Json | None:
     """The same as /v1/completions has it; None for none."""
     decode, names = job.model.tokenizer.decode, ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     rows = [

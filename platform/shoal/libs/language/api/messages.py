@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from shoal.errors import InferenceError
 from shoal.libs.language.api.answers import Answers, TextAnswer
-from shoal.libs.language.api.bodies import MessageBody, read_text, require
+from shoal.libs.language.api.bodies import Json, MessageBody, read_text, require
 from shoal.libs.language.api.chat import Api, make_id, write_frame
 from shoal.libs.language.api.prompt import Job, make_chat_job
 from shoal.libs.language.api.tools import read_tool_use
@@ -34,20 +33,20 @@ def prepare_message(model: TextModel, body: MessageBody) -> Job:
     choice = body.tool_choice if kind == "tool" else _CHOICES.get(str(kind), str(kind))
     use = read_tool_use(functions, choice, not body.tool_choice.get("disable_parallel_tool_use", False))
     continues = body.messages[-1].get("role") == "assistant" and "tool_calls" not in messages[-1]
-    more: dict[str, Any] = {"max_tokens": body.max_tokens}
+    more: Json = {"max_tokens": body.max_tokens}
     more |= {"stop": tuple(body.stop_sequences)} if body.stop_sequences else {}
     names = {"stop": "stop_sequences"}
     return make_chat_job(model, body, messages, use, "messages", names=names, continues=continues, **more)
 
 
-def _divide(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
+def _divide(message: Json, path: str) -> list[Json]:
     """A message of blocks as messages of the chat API."""
     role, content = require(message, "role", str, path), message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": read_text(content, f"{path}.content", role)}]
     texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
+    calls: list[Json] = []
+    results: list[Json] = []
     for number, block in enumerate(content):
         where = f"{path}.content[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
@@ -64,10 +63,8 @@ def _divide(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
     return results + [rest] * bool(texts or calls or not results)
 
 
-async def write_message(answers: Answers) -> dict[str, Any]:
+def write_message(answers: Answers) -> Json:
     """A message."""
-    async for _ in answers.read():
-        pass
     (answer,) = answers.all
     text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
     tools = [{**_begin_tool(call.name), "input": json.loads(call.arguments)} for call in answer.calls]
@@ -106,11 +103,11 @@ def _write(kind: str, **more: object) -> bytes:
     return write_frame({"type": kind, **more}, kind)
 
 
-def _make_head(answers: Answers) -> dict[str, Any]:
+def _make_head(answers: Answers) -> Json:
     return {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": answers.job.body.model}
 
 
-def _begin_tool(name: str) -> dict[str, Any]:
+def _begin_tool(name: str) -> Json:
     return {"type": "tool_use", "id": make_id("toolu_"), "name": name, "input": {}}
 
 
@@ -118,7 +115,7 @@ def _count_usage(answers: Answers) -> dict[str, int]:
     return {"input_tokens": answers.job.num_prompt_tokens, "output_tokens": answers.num_new_tokens}
 
 
-def _describe_end(answer: TextAnswer) -> dict[str, Any]:
+def _describe_end(answer: TextAnswer) -> Json:
     """Why it ended."""
     met = answer.stopped if answer.finish == "stop" else None
     reason = "stop_sequence" if met else _STOPS.get(answer.finish, "end_turn")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import InferenceError, needs_extra, summarize_error
-from shoal.libs.language.api.bodies import MAX_ANSWERS, MAX_PROMPTS, Fields, read_text, require
+from shoal.libs.language.api.bodies import MAX_ANSWERS, MAX_PROMPTS, Fields, Json, field_error, read_text, require
 from shoal.libs.language.api.tools import ToolUse
-from shoal.libs.language.engine.request import GrammarKind, Sampling, TextRequest
+from shoal.libs.language.engine.request import GrammarKind, Sampling, TextRequest, TokenIds
 from shoal.libs.language.text_model import TextModel
 
 MAX_CHARS_PER_TOKEN = 64  # a longer text than the context's times this is refused before it is divided into tokens
@@ -43,12 +43,12 @@ class Job:
         return sum(len(each.prompt) for each in self.requests)
 
 
-def make_job(model: TextModel, body: Fields, prompts: Sequence[tuple[int, ...]], **more: Any) -> Job:
+def make_job(model: TextModel, body: Fields, prompts: Sequence[TokenIds], **more: Any) -> Job:
     """`more`: fields of the Job; the others of TextRequest. Raises InferenceError (400)."""
     if (num_answers := len(prompts) * body.n) > MAX_ANSWERS:
         raise InferenceError(400, f"n = {body.n}: {num_answers} answers, expected {MAX_ANSWERS} at most", field="n")
     if body.stream_options.include_usage and not body.stream:
-        raise InferenceError(400, "stream_options: needs stream = true", field="stream_options")
+        raise field_error("stream_options", "needs stream = true")
     names = {"num_answers": "n", "prompt": "prompt", "end_s": "deadline_s", **more.pop("names", {})}
     grammars: list[tuple[str, Grammar | None]] = [
         *more.pop("grammars", ()),
@@ -80,12 +80,12 @@ def make_job(model: TextModel, body: Fields, prompts: Sequence[tuple[int, ...]],
     for prompt in prompts:
         check_length(model, prompt, names["prompt"])
     if body.given and len(prompts) * body.n > 1:
-        raise InferenceError(400, "given: one answer alone can be continued", field="given")
+        raise field_error("given", "one answer alone can be continued")
     return Job(model, body, [replace(request, prompt=prompt) for prompt in prompts], names=names, **more)
 
 
 def make_chat_job(
-    model: TextModel, body: Fields, messages: Sequence[dict[str, Any]], use: ToolUse, name: str, **more: Any
+    model: TextModel, body: Fields, messages: Sequence[Json], use: ToolUse, name: str, **more: Any
 ) -> Job:
     """A job of a conversation; `name`: the API's field that has it. `more`: as `make_job` has it, and `continues` as
     `render_chat` has it. Raises InferenceError (400)."""
@@ -108,29 +108,29 @@ def _read_sampling(body: Fields) -> Sampling:
     return Sampling(logit_bias=bias, **{name: getattr(body, name) for name in names})
 
 
-def check_length(model: TextModel, prompt: tuple[int, ...], name: str) -> None:
+def check_length(model: TextModel, prompt: TokenIds, name: str) -> None:
     """Raises InferenceError (400)."""
     if not prompt:
-        raise InferenceError(400, f"{name}: has no token", field=name)
+        raise field_error(name, "has no token")
     if len(prompt) >= model.context:
         problem = f"has {len(prompt)} tokens, and an answer needs room in the context of {model.context}"
-        raise InferenceError(400, f"{name}: {problem}", field=name)
+        raise field_error(name, problem)
 
 
-def encode(model: TextModel, text: str, name: str, **options: Any) -> tuple[int, ...]:
+def encode(model: TextModel, text: str, name: str, **options: Any) -> TokenIds:
     """The tokens of a text. Raises InferenceError (400)."""
     if len(text) > MAX_CHARS_PER_TOKEN * model.context:
         problem = f"has {len(text)} characters, too many for the context of {model.context} tokens"
-        raise InferenceError(400, f"{name}: {problem}", field=name)
+        raise field_error(name, problem)
     return tuple(model.tokenizer.encode(text, **options))
 
 
-def encode_prompts(model: TextModel, given: str | list[Any], name: str) -> list[tuple[int, ...]]:
+def encode_prompts(model: TextModel, given: str | list[Any], name: str) -> list[TokenIds]:
     """A text, texts, tokens, or lists of tokens. Raises InferenceError (400)."""
     if isinstance(given, str) or (given and all(type(each) is int for each in given)):
         given = [given]
     if not 1 <= len(given) <= MAX_PROMPTS:
-        raise InferenceError(400, f"{name}: expected 1 to {MAX_PROMPTS} texts, got {len(given)}", field=name)
+        raise field_error(name, f"expected 1 to {MAX_PROMPTS} texts, got {len(given)}")
     prompts = []
     for number, each in enumerate(given):
         if isinstance(each, str):
@@ -143,8 +143,8 @@ def encode_prompts(model: TextModel, given: str | list[Any], name: str) -> list[
 
 
 def render_chat(
-    model: TextModel, messages: Sequence[dict[str, Any]], use: ToolUse, name: str, *, continues: bool, own: Any
-) -> tuple[tuple[int, ...], str]:
+    model: TextModel, messages: Sequence[Json], use: ToolUse, name: str, *, continues: bool, own: Any
+) -> tuple[TokenIds, str]:
     """The tokens of a conversation, and the template that made them.
 
     continues: the answer continues the last message; own: fields of the template's own
@@ -171,7 +171,7 @@ def render_chat(
     return encode(model, text, name, add_special_tokens=False), template
 
 
-def read_messages(messages: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def read_messages(messages: Sequence[Json], name: str) -> list[Json]:
     """Messages of the chat API as templates take them: texts as strings, arguments as objects. Raises InferenceError
     (400)."""
     results = []
@@ -181,19 +181,19 @@ def read_messages(messages: Sequence[dict[str, Any]], name: str) -> list[dict[st
         if role not in (roles := ("system", "developer", "user", "assistant", "tool")):
             problem = f"{path}.role: {role[:40]!r} is unknown: expected {', '.join(roles)}"
             raise InferenceError(400, problem, field=f"{path}.role")
-        each: dict[str, Any] = {"role": "system" if role == "developer" else role}
+        each: Json = {"role": "system" if role == "developer" else role}
         each["content"] = read_text(message.get("content"), f"{path}.content", role)
         each |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list):
-            raise InferenceError(400, f"{path}.tool_calls: expected a list", field=f"{path}.tool_calls")
+            raise field_error(f"{path}.tool_calls", "expected a list")
         if calls:
             each["tool_calls"] = [_read_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
         results.append(each)
     return results
 
 
-def _read_call(call: Any, path: str) -> dict[str, Any]:
+def _read_call(call: Any, path: str) -> Json:
     function = require(call if isinstance(call, dict) else {}, "function", dict, path)
     text = require(function, "arguments", str, f"{path}.function")
     try:
@@ -202,12 +202,12 @@ def _read_call(call: Any, path: str) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         where = f"{path}.function.arguments"
-        raise InferenceError(400, f"{where}: expected a JSON object as text", field=where)
+        raise field_error(where, "expected a JSON object as text")
     name = require(function, "name", str, f"{path}.function")
     return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_format(given: dict[str, Any], name: str) -> tuple[str, Grammar | None]:
+def read_format(given: Json, name: str) -> tuple[str, Grammar | None]:
     """The grammar of a response_format (or `text.format`), by the name of its field. Raises InferenceError (400)."""
     match given.get("type", "text"):
         case "text":

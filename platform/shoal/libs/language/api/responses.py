@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from shoal.errors import InferenceError
 from shoal.libs.language.api.answers import Answers, TextAnswer
-from shoal.libs.language.api.bodies import ResponseBody, read_text, require
+from shoal.libs.language.api.bodies import Json, ResponseBody, field_error, read_text, require
 from shoal.libs.language.api.chat import Api, make_id, write_frame
 from shoal.libs.language.api.prompt import Job, make_chat_job, read_format
 from shoal.libs.language.api.tools import ToolCall, read_tool_use
@@ -22,7 +21,7 @@ def prepare_response(model: TextModel, body: ResponseBody) -> Job:
     for number, tool in enumerate(body.tools):
         if tool.get("type") != "function":
             path = f"tools[{number}].type"
-            raise InferenceError(400, f"{path}: expected function, got {str(tool.get('type'))[:40]!r}", field=path)
+            raise field_error(path, f"expected function, got {str(tool.get('type'))[:40]!r}")
     names = ("name", "description", "parameters")
     functions = [{name: each[name] for name in names if each.get(name) is not None} for each in body.tools]
     use = read_tool_use(functions, body.tool_choice, body.parallel_tool_calls)
@@ -30,9 +29,9 @@ def prepare_response(model: TextModel, body: ResponseBody) -> Job:
     return make_chat_job(model, body, _list_messages(body), use, "input", grammars=[wanted], max_tokens=most)
 
 
-def _list_messages(body: ResponseBody) -> list[dict[str, Any]]:
+def _list_messages(body: ResponseBody) -> list[Json]:
     """Items as messages of the chat API. Calls of one turn are one message."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for number, item in enumerate(items):
         path, kind = f"input[{number}]", item.get("type", "message")
@@ -49,14 +48,12 @@ def _list_messages(body: ResponseBody) -> list[dict[str, Any]]:
             text = read_text(item.get("output"), f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": require(item, "call_id", str, path), "content": text})
         else:
-            raise InferenceError(400, f"{path}.type: {str(kind)[:40]!r} is not offered here", field=f"{path}.type")
+            raise field_error(f"{path}.type", f"{str(kind)[:40]!r} is not offered here")
     return messages
 
 
-async def write_response(answers: Answers) -> dict[str, Any]:
+def write_response(answers: Answers) -> Json:
     """A response."""
-    async for _ in answers.read():
-        pass
     (answer,) = answers.all
     output = [_make_message(make_id("msg_"), answer.text)] if answer.text or not answer.calls else []
     return _make_response(answers, make_id("resp_"), answer, output + [_make_call(call) for call in answer.calls])
@@ -76,7 +73,7 @@ async def stream_response(answers: Answers) -> AsyncGenerator[bytes, None]:
 
     yield write("created", response=_make_response(answers, head))
     yield write("in_progress", response=_make_response(answers, head))
-    output: list[dict[str, Any]] = []
+    output: list[Json] = []
     is_open = False
     async for answer, text in answers.read():
         if not is_open and (text or (answer.finish and not answer.calls)):
@@ -106,25 +103,25 @@ async def stream_response(answers: Answers) -> AsyncGenerator[bytes, None]:
     yield write(response["status"], response=response)
 
 
-def _make_message(name: str, text: str) -> dict[str, Any]:
+def _make_message(name: str, text: str) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [part]}
 
 
-def _make_call(call: ToolCall) -> dict[str, Any]:
+def _make_call(call: ToolCall) -> Json:
     item = {"type": "function_call", "id": make_id("fc_"), "call_id": make_id("call_"), "status": "completed"}
     return item | {"name": call.name, "arguments": call.arguments}
 
 
 def _make_response(
-    answers: Answers, name: str, answer: TextAnswer | None = None, output: list[dict[str, Any]] | None = None
-) -> dict[str, Any]:
+    answers: Answers, name: str, answer: TextAnswer | None = None, output: list[Json] | None = None
+) -> Json:
     """answer: None while it runs"""
     body: ResponseBody = answers.job.body
     is_cut = answer is not None and answer.finish == "length"
     status = "in_progress" if answer is None else "incomplete" if is_cut else "completed"
     copied = ("model", "temperature", "top_p", "max_output_tokens", "parallel_tool_calls", "tool_choice", "tools")
-    response: dict[str, Any] = {"id": name, "object": "response", "created_at": int(time.time()), "status": status}
+    response: Json = {"id": name, "object": "response", "created_at": int(time.time()), "status": status}
     response |= {each: getattr(body, each) for each in copied}
     response |= {"instructions": body.instructions or None, "text": body.text or {"format": {"type": "text"}}}
     response |= {"store": False, "previous_response_id": None, "error": None, "output": output or []}
@@ -132,7 +129,7 @@ def _make_response(
     if answer is None:
         return response
     before, new, total = answers.count_usage().values()
-    usage: dict[str, Any] = {"input_tokens": before, "output_tokens": new, "total_tokens": total}
+    usage: Json = {"input_tokens": before, "output_tokens": new, "total_tokens": total}
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     return response | {"usage": usage, "shoal": {"spans": answer.spans}}
 

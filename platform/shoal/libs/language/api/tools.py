@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.errors import InferenceError, suggest
-from shoal.libs.language.api.bodies import require
+from shoal.libs.language.api.bodies import Json, require
 
 Choice = Literal["none", "auto", "required"]
 _HERMES = "<tool_call>"
@@ -41,7 +41,7 @@ class ToolUse:
     named: the only one that may be called; "" for any
     """
 
-    functions: Sequence[dict[str, Any]] = ()
+    functions: Sequence[Json] = ()
     choice: Choice = "auto"
     named: str = ""
     parallel: bool = True
@@ -50,7 +50,7 @@ class ToolUse:
     def names(self) -> list[str]:
         return [each["name"] for each in self.functions]
 
-    def describe(self) -> list[dict[str, Any]] | None:
+    def describe(self) -> list[Json] | None:
         """What a chat template takes; None for no tools."""
         if not self.functions or self.choice == "none":
             return None
@@ -80,7 +80,7 @@ class ToolUse:
         return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *lines])
 
 
-def read_tool_use(functions: Sequence[dict[str, Any]], choice: str | dict[str, Any], parallel: bool) -> ToolUse:
+def read_tool_use(functions: Sequence[Json], choice: str | Json, parallel: bool) -> ToolUse:
     """From functions of the chat API, and its tool_choice. Raises InferenceError (400)."""
     for number, each in enumerate(functions):
         require(each, "name", str, f"tools[{number}]")

@@ -15,6 +15,8 @@ Swap = Literal["continue", "finish", "refuse"]
 GrammarKind = Literal["json_schema", "regex", "lark", "choice"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "swapped", "error"]
 
+TokenIds = tuple[int, ...]
+
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_CHOICES = 128
@@ -66,13 +68,13 @@ class TextRequest:
     begin_s, end_s: seconds from now within which the first and the last token must come; None: no limit
     """
 
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     num_answers: int = 1
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] | None = None
-    given: tuple[int, ...] = ()
+    stop_tokens: TokenIds | None = None
+    given: TokenIds = ()
     grammar: tuple[GrammarKind, Any] | None = None
     top_logprobs: int = 0
     adapter: str = ""
@@ -169,7 +171,7 @@ def check_request(request: TextRequest, limits: Limits) -> None:
     _check_sampling(request.sampling, limits.num_tokens)
 
 
-def _check_tokens(name: str, tokens: tuple[int, ...], num_tokens: int) -> None:
+def _check_tokens(name: str, tokens: TokenIds, num_tokens: int) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < num_tokens):
         raise ConfigError(name, f"{len(tokens)} tokens", f"holds one outside of 0 to {num_tokens - 1}")
 

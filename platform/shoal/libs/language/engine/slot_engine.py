@@ -31,7 +31,15 @@ from shoal.libs.language.engine.answer import AnswerState
 from shoal.libs.language.engine.cells import CacheCells, TokenSegment, Work
 from shoal.libs.language.engine.grammar import GrammarCompiler
 from shoal.libs.language.engine.models import CausalModel, open_model
-from shoal.libs.language.engine.request import FinishReason, Limits, Observation, TextRequest, TokenEvent, check_request
+from shoal.libs.language.engine.request import (
+    FinishReason,
+    Limits,
+    Observation,
+    TextRequest,
+    TokenEvent,
+    TokenIds,
+    check_request,
+)
 from shoal.libs.language.engine.sampling import Sampled, sample
 from shoal.libs.language.engine.slots import SlotTable
 from shoal.libs.language.engine.text import TextStream, remember
@@ -61,7 +69,7 @@ class SlotEngine:
         model: nn.Module,
         version: int | str = 0,
         tokenizer: Any = None,
-        stop_tokens: tuple[int, ...] = (),
+        stop_tokens: TokenIds = (),
         slots: int = 16,
         length: int | None = None,
         chunk: int = 128,

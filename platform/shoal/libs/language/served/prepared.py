@@ -29,6 +29,7 @@ from shoal.extend.models import Decoder
 from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.serve import LoadedModel, ModelOptions
 from shoal.libs.language.engine.models import TransformersModel, open_model
+from shoal.libs.language.engine.request import TokenIds
 
 logger = logging.getLogger(__name__)
 CACHE_SHARE = 0.5  # of the memory, for the cache of a model without `text.length`
@@ -47,7 +48,7 @@ class PreparedVersion:
 
     module: nn.Module
     tokenizer: Any
-    stop_tokens: tuple[int, ...]
+    stop_tokens: TokenIds
     context: int
     created_s: float
     source: ModelVersion | None
@@ -58,7 +59,7 @@ class VersionPreparation:
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[LoadedModel, PreparedVersion] = WeakKeyDictionary()
-        self._tokenizers: dict[object, tuple[Any, tuple[int, ...]]] = {}  # by the digests of their files
+        self._tokenizers: dict[object, tuple[Any, TokenIds]] = {}  # by the digests of their files
         self._contexts: dict[tuple[str, type], tuple[int | None, int]] = {}  # that verified models know, and that fit
         self._lock = threading.Lock()
 
@@ -106,7 +107,7 @@ class VersionPreparation:
 
     def _read_tokenizer(
         self, name: str, registry: str, options: ModelOptions, version: int
-    ) -> tuple[Any, tuple[int, ...], ModelVersion | None] | None:
+    ) -> tuple[Any, TokenIds, ModelVersion | None] | None:
         """The tokenizer, the tokens that end an answer, and the registered version; None without a tokenizer."""
         given = options.text.tokenizer
         files: Mapping[str, Path] = {}
@@ -165,7 +166,7 @@ def share_module(module: nn.Module) -> nn.Module | None:
     return copied
 
 
-def embed(module: nn.Module, prompt: tuple[int, ...]) -> torch.Tensor:
+def embed(module: nn.Module, prompt: TokenIds) -> torch.Tensor:
     """The mean of the last hidden states over a prompt, of length 1: float32 [D]."""
     ids = torch.tensor([prompt], device=next(module.parameters()).device)
     with torch.inference_mode():
@@ -178,7 +179,7 @@ def embed(module: nn.Module, prompt: tuple[int, ...]) -> torch.Tensor:
     return vector
 
 
-def _load_tokenizer(files: Mapping[str, Path]) -> tuple[Any, tuple[int, ...]]:
+def _load_tokenizer(files: Mapping[str, Path]) -> tuple[Any, TokenIds]:
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:  # a store may have each file elsewhere, by its digest
@@ -191,7 +192,7 @@ def _load_tokenizer(files: Mapping[str, Path]) -> tuple[Any, tuple[int, ...]]:
     return tokenizer, (*_list_tokens(defaults.get("eos_token_id")), *_list_tokens(tokenizer.eos_token_id))
 
 
-def _list_tokens(given: int | list[int] | None) -> tuple[int, ...]:
+def _list_tokens(given: int | list[int] | None) -> TokenIds:
     if given is None:
         return ()
     return (given,) if isinstance(given, int) else tuple(given)

@@ -23,10 +23,10 @@ from shoal.extend.serve import (
     Track,
 )
 from shoal.libs.language.engine import SlotEngine, TextRequest, TokenEvent
+from shoal.libs.language.engine.request import TokenIds
 from shoal.libs.language.served.prepared import VersionPreparation, embed
 from shoal.libs.language.served.registered_adapters import AdapterFinder, RegisteredAdapter
-from shoal.libs.language.served.text_engine import RequestStream, TextEngine
-from shoal.libs.language.served.text_shadow import TextShadow
+from shoal.libs.language.served.text_engine import RequestStream, TextEngine, TextShadow
 from shoal.libs.language.served.text_statistics import TextStatistics
 from shoal.libs.language.text_model import TextCall, TextModel
 
@@ -112,7 +112,7 @@ class ServedText:
     def generate(self, request: TextRequest, call: TextCall) -> AsyncGenerator[TokenEvent]:
         return self.texts.open(self.name.partition(":")[0]).generate(replace(request, adapter=self.adapter), call)
 
-    async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+    async def embed(self, prompts: Sequence[TokenIds], call: TextCall) -> tuple[list[np.ndarray], int]:
         if self.adapter:
             raise InferenceError(400, "model: embeddings are those of the model without an adapter", field="model")
         return await self.texts.open(self.name).embed(prompts, call)
@@ -174,7 +174,7 @@ class ModelTexts:
             engine.release(stream)
             self._count(stream, status if stream.error or not stream.running else CLIENT_GONE, arrived_s)
 
-    async def embed(self, prompts: Sequence[tuple[int, ...]], call: TextCall) -> tuple[list[np.ndarray], int]:
+    async def embed(self, prompts: Sequence[TokenIds], call: TextCall) -> tuple[list[np.ndarray], int]:
         """See `TextModel`."""
         arrived_s, engine = time.monotonic(), self._choose(call)
         loaded = engine.track.model

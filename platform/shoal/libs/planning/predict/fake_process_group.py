@@ -77,10 +77,45 @@ def fake_world(rank: int, size: int, device: torch.device, play: SimulatedRanks)
         raise PlanError("workers", size, "the cost of a plan is told before a process joins a group", "ask earlier")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     originals = DistributedDataParallel.__init__, ShmAllReduce.try_create, ShmP2P.try_create, dist.send, dist.recv
-    DistributedDataParallel.__init__ = _add_comm_hook(originals[0])  # type: ignore[method-assign]
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        dist.all_reduce(bucket.buffer(), group=group)
+        answer: torch.futures.Future[Tensor] = torch.futures.Future()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        originals[0](self, *args, **kwargs)
+        self.register_comm_hook(self.process_group, lambda state, bucket: reduce(state, bucket))
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     ShmAllReduce.try_create = partial(_FakeAllReduce, sums=play.shared_sums)  # type: ignore[method-assign]
     ShmP2P.try_create = _FakeP2P  # type: ignore[method-assign]
-    dist.send, dist.recv = _make_send_recv(rank, play)
+    for pair in [pair for pair in play.messages if pair[0] == rank]:
+        del play.messages[pair]  # this rank is simulated again
+    num_read: dict[int, int] = defaultdict(int)
+
+    def send(
+        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> None:
+        if group_dst is not None:
+            play.messages[rank, dist.get_global_rank(group, group_dst)].append(tensor.detach().clone())
+
+    def recv(
+        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> int:
+        if group_src is None:  # schedules vote this way whether shapes are known, which they are
+            tensor.fill_(1)
+            return int(src or 0)
+        sender = dist.get_global_rank(group, group_src)
+        messages = play.messages.get((sender, rank), [])
+        if num_read[sender] == len(messages):
+            raise NotYetSent
+        tensor.copy_(messages[num_read[sender]])
+        num_read[sender] += 1
+        return sender
+
+    dist.send, dist.recv = send, recv
     try:
         yield _FakeWorld(rank, size, device, play=play)
     finally:
@@ -156,48 +191,3 @@ class _FakeP2P(ShmP2P):
 class _Arrived:
     def wait(self) -> bool:
         return True
-
-
-def _add_comm_hook(original: Callable[..., None]) -> Callable[..., None]:
-    """DDP expects the reduced tensors, which the fake group does not return."""
-
-    def reduce(group: Any, bucket: Any) -> Any:
-        dist.all_reduce(bucket.buffer(), group=group)
-        answer: torch.futures.Future[Tensor] = torch.futures.Future()
-        answer.set_result(bucket.buffer())
-        return answer
-
-    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.register_comm_hook(self.process_group, lambda state, bucket: reduce(state, bucket))
-
-    return init
-
-
-def _make_send_recv(rank: int, play: SimulatedRanks) -> tuple[Callable[..., None], Callable[..., int]]:
-    """`send` and `recv` of single messages, by which stages exchange shapes; schedules use other calls."""
-    for pair in [pair for pair in play.messages if pair[0] == rank]:
-        del play.messages[pair]  # this rank is simulated again
-    num_read: dict[int, int] = defaultdict(int)
-
-    def send(
-        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
-    ) -> None:
-        if group_dst is not None:
-            play.messages[rank, dist.get_global_rank(group, group_dst)].append(tensor.detach().clone())
-
-    def recv(
-        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
-    ) -> int:
-        if group_src is None:  # schedules vote this way whether shapes are known, which they are
-            tensor.fill_(1)
-            return int(src or 0)
-        sender = dist.get_global_rank(group, group_src)
-        messages = play.messages.get((sender, rank), [])
-        if num_read[sender] == len(messages):
-            raise NotYetSent
-        tensor.copy_(messages[num_read[sender]])
-        num_read[sender] += 1
-        return sender
-
-    return send, recv

@@ -8,7 +8,7 @@ Legend: k members of a chunk, B samples of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ _POINTWISE: tuple[type[nn.Module], ...] = (
 class VmapEngine(DifferentiableEngine):
     """torch.vmap of the model over the members."""
 
-    name: ClassVar[str] = "vmap"
+    name = "vmap"
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__(objective)
@@ -65,7 +65,7 @@ class StackedEngine(DifferentiableEngine):
     other models.
     """
 
-    name: ClassVar[str] = "stacked"
+    name = "stacked"
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__(objective)

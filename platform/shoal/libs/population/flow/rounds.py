@@ -211,7 +211,11 @@ class PopulationRun(ABC, Generic[SpecT]):
         began_s, state = time.monotonic(), self.state
         step = (state.round + 1) * self.spec.steps_per_round
         scores, metrics = self.train_round(step)
-        self._log_scores(step, scores, metrics)
+        finite, name = [score for score in scores if math.isfinite(score)], self.spec.metric
+        values = {f"validation/{each}": value for each, value in metrics.items()}
+        values[f"population/mean_{name}"] = sum(finite) / len(finite) if finite else math.nan
+        values |= {f"member/{member:02}/{name}": score for member, score in enumerate(scores)}
+        self._log.log(step, values)
         state.round += 1
         details = {
             "round": state.round,
@@ -233,13 +237,6 @@ class PopulationRun(ABC, Generic[SpecT]):
         saved |= {"evolution": self._evolution.state_dict(), **self.save_members()}
         checkpoint.save(self._folder, step, saved, self.spec.keep_checkpoints)
         self._log.record_event("round", **state.rounds[-1])
-
-    def _log_scores(self, step: int, scores: Sequence[float], metrics: Mapping[str, float]) -> None:
-        finite, name = [score for score in scores if math.isfinite(score)], self.spec.metric
-        values = {f"validation/{each}": value for each, value in metrics.items()}
-        values[f"population/mean_{name}"] = sum(finite) / len(finite) if finite else math.nan
-        values |= {f"member/{member:02}/{name}": score for member, score in enumerate(scores)}
-        self._log.log(step, values)
 
     def _remember_best(self, scores: Sequence[float]) -> None:
         """Keep the best member of all rounds: every later one may be worse."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 from shoal.extend.flows import MEAN_RETURN
 from shoal.extend.registry import AliasNames
 from shoal.extend.rl import RLSpec
-from shoal.libs.population.evolution.spec import EvolutionSpec
+from shoal.libs.population.evolution import EvolutionSpec
 from shoal.libs.population.spec import flatten_space
 from shoal.network_address import is_loopback
 from shoal.search.space import Options, SearchSpace, nest
@@ -33,13 +33,13 @@ class RLPopulationSpec(RLSpec):
     model_name:      of the best member's policy in the registry; "": none is registered
     """
 
-    recorded_always: ClassVar = ("space",)
+    recorded_always = ("space",)
 
-    main_fields: ClassVar = (
+    main_fields = (
         *("env", "members", "actors", "rounds", "steps_per_round"),
         *("space", "algorithm.name", "model_name"),
     )
-    page: ClassVar = "libs/population.md"
+    page = "libs/population.md"
 
     members: int = Field(default=4, ge=1)
     actors: int = Field(default=1, ge=1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError, summarize_error
-from shoal.serve.model.formats.host_copy import copy_to_host
+from shoal.serve.model.formats.torch_forward import copy_to_host
 
 NUM_CAPTURE_WARM_UPS = 3  # libraries allocate and choose their kernels in the first calls
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ COMPILE_TIMEOUT_S = 600
 class LanesEngine(DifferentiableEngine):
     """Raises EngineMisfit, at the first batch too, for a model that is no chain of known layers, with the reason."""
 
-    name: ClassVar[str] = "lanes"
+    name = "lanes"
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__(objective)
@@ -124,7 +124,13 @@ class LaneNetwork:
         for index, block in enumerate(self.plan.blocks):
             if isinstance(block.operation, DropoutLayer) and generators is not None:
                 tensors[f"{index}.mask"] = draw_mask(block.operation, k, batch, generators)
-        others = self._statistics(k, buffers, generators is not None)
+        others = {}  # statistics of batch normalisation
+        for index, block in enumerate(self.plan.blocks):
+            if block.norm is None:
+                continue
+            for kind, suffix in (("mean", "mean"), ("variance", "var")):
+                running = buffers[f"{block.norm.name}.running_{suffix}"]
+                others[f"{index}.{kind}"] = torch.empty(running.shape) if generators is not None else running
         if generators is not None:
             arguments = (self, is_own, inputs, others, list(tensors), *tensors.values())
             features: Tensor = _Blocks.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -141,17 +147,6 @@ class LaneNetwork:
                 call.run("evaluate", start, min(self.num_lanes, k - start), space)
             self.give_space(1, space)
         return apply_head(self.plan.head, features, parameters, buffers, generators)
-
-    def _statistics(self, k: int, buffers: Mapping[str, Tensor], is_training: bool) -> dict[str, Tensor]:
-        """Return batch norm's: in training tensors [k, C] that the kernels fill, else the running ones."""
-        statistics = {}
-        for index, block in enumerate(self.plan.blocks):
-            if block.norm is None:
-                continue
-            for kind, suffix in (("mean", "mean"), ("variance", "var")):
-                running = buffers[f"{block.norm.name}.running_{suffix}"]
-                statistics[f"{index}.{kind}"] = torch.empty(running.shape) if is_training else running
-        return statistics
 
     def take_space(self, batch: int) -> Tensor:
         """A workspace for a batch; what it stores between samples' borders is zero, and stays so."""
@@ -359,7 +354,17 @@ def load_kernels(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
     make_folder(folder)
     with file_lock(folder / "compile.lock", 2 * COMPILE_TIMEOUT_S):  # threads and processes need the same one
         if not path.exists():
-            _compile(source, [*compiler, *options], path)
+            command = [*compiler, *options]
+            with tempfile.TemporaryDirectory(dir=folder) as drafts:
+                draft = Path(drafts, "kernels.so")
+                arguments = [*command, "-w", "-I", str(KERNELS), "-x", "c++", "-", "-o", str(draft)]
+                done = subprocess.run(
+                    arguments, input=source, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
+                )
+                if done.returncode:
+                    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+                    raise EngineMisfit(f"cannot be lanes because the compiler failed: {' '.join(command)}: {lines[:1]}")
+                os.replace(draft, path)
     return ctypes.CDLL(str(path))
 
 
@@ -374,18 +379,6 @@ def find_compiler() -> list[str]:
         if path := shutil.which(name):
             return [path]
     raise EngineMisfit("cannot be lanes because there is no C++ compiler: install g++, or set CXX")
-
-
-def _compile(source: str, command: list[str], path: Path) -> None:
-    """Compile to a draft that then takes the library's name: a reader sees all of it or nothing."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        draft = Path(folder, "kernels.so")
-        arguments = [*command, "-w", "-I", str(KERNELS), "-x", "c++", "-", "-o", str(draft)]
-        done = subprocess.run(arguments, input=source, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise EngineMisfit(f"cannot be lanes because the compiler failed: {' '.join(command)}: {lines[:1]}")
-        os.replace(draft, path)
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What REST and gRPC do alike with an inference: its trace, head, call and codec, and large tensors off the loop.
+"""The pipeline of an inference, whatever its protocol: trace, head, tensors, deadline, answer; what is large off the
+loop. A protocol reads a call before it, and writes an answer or an error after it.
 
 Called by both applications, on the event loop, with headers or metadata, which have the same names. Knows the models
 only through `ServedModelProtocol`. Errors are InferenceErrors: 400 for an invalid value, 404 for an unknown version.
@@ -19,23 +20,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
-import msgspec
 import numpy as np
 
 from shoal.batching.batcher import Prediction
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.decoded_request import DecodedRequest
+from shoal.serve.messages.infer_call import InferCall
 from shoal.serve.messages.inference import (
     Caller,
-    InferCall,
     Outputs,
     RequestTraceProtocol,
     ServedModelProtocol,
@@ -46,6 +45,7 @@ from shoal.serve.protocol.model_metadata import to_tensor_metadata
 from shoal.serve.spec.model_options import ModelOptions
 
 T = TypeVar("T")
+CallT = TypeVar("CallT", bound=InferCall)
 CodecT = TypeVar("CodecT")
 MakeCodec = Callable[[str, list[TensorMetadata], list[TensorMetadata], int, Mapping[str, int | None]], CodecT]
 
@@ -94,77 +94,43 @@ def start_trace(
     return tracer.start_request(name, model, *parent) or _NO_TRACE
 
 
-class CallHead(msgspec.Struct, frozen=True, gc=False):
-    """The head of an inference, checked before its tensors are read. Made by `read_head`."""
-
-    model: ServedModelProtocol
-    headers: Mapping[bytes, bytes]
-    tenant: str
-    trace: RequestTraceProtocol | None
-    arrived_s: float
-    version: int | None
-    track: str
-    sticky: str
-
-    def complete(self, request: DecodedRequest, called_s: float | None = None) -> InferCall:
-        """The call with the tensors of its request.
-
-        called_s: the deadline of the call that carries the request; None without one
-        Raises InferenceError (400) for a deadline that is none.
-        """
-        default_s = self.model.options.deadline_s
-        return InferCall(
-            request.inputs,
-            request.num_rows,
-            request.outputs,
-            request.id,
-            request.timeout_us,
-            request.action,
-            request.seed,
-            request.binary,
-            request.binary_of,
-            self.version,
-            compute_deadline(self.arrived_s, request.timeout_us, self.headers, default_s, called_s),
-            self.tenant,
-            self.sticky,
-            self.track,
-            self.trace,
-        )
-
-    async def answer(
-        self, request: DecodedRequest, encode: Callable[[Outputs, int], T], *, raw: bool, called_s: float | None = None
-    ) -> tuple[T, Prediction[Outputs]]:
-        """Have the model answer, and encode that, in the thread if it is large. Raises InferenceError.
-
-        encode:   takes the outputs and their version; `raw`: whether it sends numbers as bytes
-        called_s: as for `complete`
-        """
-        call = self.complete(request, called_s)
-        prediction = await self.model.infer(call)
-        if self.trace is not None:
-            self.trace.record_prediction(prediction, call.num_rows)
-        outputs, version = prediction.outputs, prediction.version
-        if has_large_arrays(outputs, raw=raw):
-            return await run_in_thread(encode, outputs, version), prediction
-        return encode(outputs, version), prediction
-
-
-def read_head(
+async def answer_inference(
     model: ServedModelProtocol,
     version: str | None,
     headers: Mapping[bytes, bytes],
     caller: Caller,
     trace: RequestTraceProtocol | None,
+    decode: Callable[[], Awaitable[CallT]],
     arrived_s: float,
-) -> CallHead:
-    """Check the head of an inference. Raises InferenceError: 400 for an invalid value, 404 for an unknown version.
+    called_s: float | None = None,
+) -> tuple[CallT, Prediction[Outputs]]:
+    """Have the model answer a request, whose tensors are read once its head is checked.
 
     version:   as requested; None or "" leaves it to the rollout
+    decode:    reads the tensors
     arrived_s: by `time.monotonic()`
+    called_s:  the deadline of the call that carries the request; None without one
+    Raises InferenceError: 400 for an invalid value, 404 for an unknown version, and the model's.
     """
     number = resolve_version(model, version)
     track, sticky = read_side(headers)
-    return CallHead(model, headers, caller.name, trace, arrived_s, number, track, sticky)
+    call = await decode()
+    call.deadline_s = compute_deadline(arrived_s, call.timeout_us, headers, model.options.deadline_s, called_s)
+    call.version = number
+    call.tenant = caller.name
+    call.sticky = sticky
+    call.track = track
+    call.trace = trace
+    prediction = await model.infer(call)
+    if trace is not None:
+        trace.record_prediction(prediction, call.num_rows)
+    return call, prediction
+
+
+async def encode_sized(encode: Callable[[Outputs, int], T], prediction: Prediction[Outputs], *, raw: bool) -> T:
+    """Encode the outputs and their version: at once, or in the thread. `raw`: whether numbers are sent as bytes."""
+    work = encode, prediction.outputs, prediction.version
+    return await run_in_thread(*work) if has_large_arrays(prediction.outputs, raw=raw) else encode(*work[1:])
 
 
 def read_side(headers: Mapping[bytes, bytes]) -> tuple[str, str]:
