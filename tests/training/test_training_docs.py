@@ -71,7 +71,7 @@ def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]
 
 def test_the_python_of_the_page_of_tests_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    for block in blocks("testing.md", "python"):
+    for block in [each for each in blocks("testing.md", "python") if "my_task" in each]:
         names: dict[str, Any] = {"shoal": shoal, "torch": torch}
         exec(compile(block, "testing.md", "exec"), names)
         for name, test in [*names.items()]:
