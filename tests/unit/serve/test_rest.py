@@ -10,7 +10,11 @@ from serving.asgi import Client, client, refused
 from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import Closed, InferenceError, error_summary, summarize_error
 from shoal.open_inference.episodes import EPISODES_PATH
+from shoal.serve.http.app import RestApp
 from shoal.serve.http.response import build_error_response
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
