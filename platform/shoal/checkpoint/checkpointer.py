@@ -10,6 +10,8 @@ at the same points of the program. Needs a store, or a folder shared by all rank
 of models and optimisers. docs/checkpoints.md has the format.
 """
 
+from __future__ import annotations
+
 import contextlib
 import operator
 import shutil

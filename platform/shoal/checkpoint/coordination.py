@@ -4,6 +4,8 @@ Called by `checkpointer`, also from its background thread, which needs the separ
 is gone, or silent for longer than the timeout, raises RankLost on all the others.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta

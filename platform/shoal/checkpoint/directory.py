@@ -9,6 +9,8 @@ Other entries of the folder, such as copies under other names, are ignored and l
 Called by both kinds of checkpoint, `files` and `checkpointer`; knows nothing of their contents.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re

@@ -6,6 +6,8 @@
 Called by the RL learner. Never unpickles arbitrary objects; knows nothing of what it saves.
 """
 
+from __future__ import annotations
+
 import hashlib
 import io
 import json

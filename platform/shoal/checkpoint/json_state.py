@@ -4,6 +4,8 @@ Called by `checkpointer`. Supports only numbers, strings, bytes, None, lists, tu
 reading a checkpoint never runs code.
 """
 
+from __future__ import annotations
+
 import base64
 import math
 from collections.abc import Iterator

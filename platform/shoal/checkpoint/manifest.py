@@ -3,6 +3,8 @@
 Called by `checkpointer`; does not communicate. Disk errors are returned as a reason, which all ranks must receive.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import shutil

@@ -4,6 +4,8 @@ Called by the learner, which runs in one process. The newest checkpoint is uploa
 while another is in flight are skipped, but for the last one.
 """
 
+from __future__ import annotations
+
 import json
 import secrets
 import threading

@@ -7,6 +7,8 @@ with a reader's parts. The bytes are ours: a shard is a safetensors file, the in
 Called by `checkpointer`. Of files it reads shards, of which it copies the required chunks; it does not communicate.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import mmap

@@ -4,6 +4,8 @@ Files of a stored checkpoint are read from the folder, into which those are down
 `checkpointer`; does not communicate, except for `probe_folder` and `probe_store`.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import socket

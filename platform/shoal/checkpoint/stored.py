@@ -9,6 +9,8 @@ A checkpoint exists if its manifest does. No object is overwritten while a manif
 ends at any byte leaves the earlier checkpoints complete. Called by `sources` and `uploads`; does not communicate.
 """
 
+from __future__ import annotations
+
 import json
 import secrets
 from collections.abc import Iterable, Mapping

@@ -5,6 +5,8 @@ ranks communicate only when the training thread saves or ends, so that an upload
 `checkpointer`.
 """
 
+from __future__ import annotations
+
 import json
 import threading
 import time

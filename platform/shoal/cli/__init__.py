@@ -1,5 +1,7 @@
 """The command line: parse, call, print. One module per command; each is loaded only when used."""
 
+from __future__ import annotations
+
 import importlib
 import os
 import signal

@@ -6,6 +6,8 @@ removes the entries of drivers that have ended. Ray itself decides whether the p
 also asks an autoscaler for nodes. Called by the flows of training, sweeps, populations and the loop.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from collections import Counter

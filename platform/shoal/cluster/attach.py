@@ -4,6 +4,8 @@ Called by the CLI before it starts an embedded cluster. Owns `$SHOAL_HOME/cluste
 `shoal up`, and the lock under which that record changes. Starts and stops nothing.
 """
 
+from __future__ import annotations
+
 import os
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path

@@ -1,6 +1,8 @@
 """Check the cluster's capacity before starting anything that would wait for it; choose hosts for workers that reserve
 nothing; find the head node, for workers that live as long as the cluster."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

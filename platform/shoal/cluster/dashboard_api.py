@@ -3,6 +3,8 @@
 Called by `jobs` and by `shoal status`; needs the token of the cluster and never imports ray.
 """
 
+from __future__ import annotations
+
 import ssl
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -5,6 +5,8 @@ listens on loopback, asks for a token, and lies in one folder with a short path.
 of the machine.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import json

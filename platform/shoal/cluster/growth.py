@@ -6,6 +6,8 @@ others the autoscaler's own configuration is read, on the head: the file that it
 does not fit on the present nodes.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os

@@ -4,6 +4,8 @@ Called by the setup commands of `cluster.yaml` on every host, before Ray starts 
 environment, with the same ports on every host, and without the settings that restrict it to this machine.
 """
 
+from __future__ import annotations
+
 import os
 import shlex
 import stat

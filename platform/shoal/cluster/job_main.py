@@ -4,6 +4,8 @@ Called by the files in `jobs/` and `serve_apps/`, and by flows that run as modul
 `ray job stop` sends it) ends a job like Ctrl-C.
 """
 
+from __future__ import annotations
+
 import atexit
 import logging
 import os

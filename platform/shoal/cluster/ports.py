@@ -3,6 +3,8 @@
 Called before Ray or an endpoint starts; imports no Ray.
 """
 
+from __future__ import annotations
+
 import itertools
 import secrets
 import socket

@@ -5,6 +5,8 @@ embedded cluster, by the head process when its parent has died, and by `shoal do
 that it belongs to the cluster (see `find_cluster_processes`), and never the calling process.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shutil

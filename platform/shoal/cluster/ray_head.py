@@ -6,6 +6,8 @@ and starts the dashboard before the raylet instead of in parallel. It never touc
 folder, ports and address file are its own.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re

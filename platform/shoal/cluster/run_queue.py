@@ -3,6 +3,8 @@
 Called by `admission`, which writes the entries and does what these functions decide. Knows no clock and no Ray.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

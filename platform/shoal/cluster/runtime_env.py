@@ -4,6 +4,8 @@ Called by `shoal run`, which hands it to `jobs.submit`. Ray makes the environmen
 Values of variables are secrets here: no message and no command line has them.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,8 @@
 """The types of a spec's fields, as annotations have them. Pure functions; called by
 `shoal.config`, whose Spec they do not know."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args, get_origin
@@ -71,9 +73,5 @@ def find_field_owner(owner: FieldOwner, name: str) -> FieldOwner:
     if owner is None or name not in owner.model_fields:
         return None
     annotation = owner.model_fields[name].annotation
-    inner = get_args(annotation)
-    is_mapping = get_origin(annotation) is dict
-    for candidate in (annotation, *inner):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return SpecMapping(candidate) if is_mapping else candidate
-    return None
+    spec = find_spec_type(annotation)
+    return SpecMapping(spec) if spec is not None and get_origin(annotation) is dict else spec

@@ -5,6 +5,8 @@ tensors. Called where a model is looked at before a run: by `predict`, by `shoal
 trains anything.
 """
 
+from __future__ import annotations
+
 import copy
 import warnings
 from collections.abc import Callable, Iterator

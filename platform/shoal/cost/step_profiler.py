@@ -15,6 +15,8 @@ schedule lasts as long as on the rank that is in it for longest.
         log.record_event(MEASURED, **profiler.collect_table().to_details())
 """
 
+from __future__ import annotations
+
 import statistics
 import time
 import weakref

@@ -3,6 +3,8 @@
 Owns `Data` and the distinction of the kinds. Called by Tasks and by the loader. Opens nothing.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

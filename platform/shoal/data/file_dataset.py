@@ -3,6 +3,8 @@
 Called by the formats. Never keeps a file open across a pickle or a fork.
 """
 
+from __future__ import annotations
+
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -12,6 +12,8 @@ A dataset with `fingerprint() -> str` supplies its own. Changes between the read
 sample that are not a number, text, array or dataclass count by their class only.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

@@ -4,6 +4,8 @@ Owns the data position, counted in samples over all ranks, and the time spent wa
 communicates: every rank computes its own share.
 """
 
+from __future__ import annotations
+
 import operator
 import time
 from collections import deque

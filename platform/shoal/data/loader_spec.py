@@ -1,5 +1,7 @@
 """The `loader` part of a TrainSpec. Used by specs and by the loader."""
 
+from __future__ import annotations
+
 from pydantic import Field
 
 from shoal.config import Spec

@@ -4,6 +4,8 @@ Each one has a lifeline: it ends when its standard input closes, so that none ou
 however that ends. Called by `shoal run --actors`, by trials of a sweep and by members of a population.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

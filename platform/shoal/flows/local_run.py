@@ -3,6 +3,8 @@
 The trials of a sweep and the members of a population are such runs. Imports no Ray.
 """
 
+from __future__ import annotations
+
 import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -3,6 +3,8 @@
 Called by `actor_learner`, which has one for each policy.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -3,6 +3,8 @@
 Called by the loop's flow at each poll. Pure except for the memory of earlier counts, from which it computes rates.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import statistics

@@ -3,6 +3,8 @@
 Used by the flow of a run, by its endpoint and by the registry; starts nothing.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 from collections.abc import Mapping, Sequence

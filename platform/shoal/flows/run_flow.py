@@ -12,6 +12,8 @@
 `shoal run fit.py degree=3` runs it as a job, with its record; so does `python fit.py degree=3` in its own process.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar

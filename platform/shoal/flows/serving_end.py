@@ -3,6 +3,8 @@
 Called by `shoal serve delete`, as a job of the cluster. An endpoint that a driver keeps up ends with it instead.
 """
 
+from __future__ import annotations
+
 from shoal.cluster.job_main import job_main
 from shoal.config import Spec
 

@@ -3,6 +3,8 @@
 Called by the command line before a job starts, and by the flow in it. Starts nothing, and imports no Ray.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Sequence
 from pathlib import Path

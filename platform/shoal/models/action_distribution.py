@@ -3,6 +3,8 @@
 Called by the models, for what an endpoint answers, and by the algorithms' losses. Legend: N steps, A action numbers.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

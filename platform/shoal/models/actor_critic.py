@@ -4,6 +4,8 @@ Called by the learner, which trains it, and by the endpoint, which serves `predi
 its tensors is `policy_spec` of `rl.spec`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

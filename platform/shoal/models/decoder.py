@@ -5,6 +5,8 @@ cut between any two of them; queries, keys, values and outputs are layers of the
 columns or rows. Legend: B sequences, T tokens, D width, H heads.
 """
 
+from __future__ import annotations
+
 import math
 from collections import OrderedDict
 

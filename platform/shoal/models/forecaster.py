@@ -4,6 +4,8 @@ Called by the recipe jobs/forecaster.py and by benchmarks. A sequence of layers,
 it can be cut between any two of them. Legend: B windows, T steps.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 
 from torch import Tensor, nn

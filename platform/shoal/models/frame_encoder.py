@@ -1,5 +1,7 @@
 """A small residual convolutional network over frames. Called by the models; an actor computes the same in NumPy."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -6,6 +6,8 @@ serve_apps/image_classifier.yaml.
 Legend: B images, C channels.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Mapping
 

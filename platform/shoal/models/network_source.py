@@ -4,6 +4,8 @@ Part of the spec of a run. A file is read once, where it is named: from then on 
 run's record and in the registry, and travels to every process. Imports no torch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated

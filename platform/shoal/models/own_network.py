@@ -3,6 +3,8 @@
 Called by these models, which train and serve it; the actors get it as a graph (`rl.policy_graph`).
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
 from typing import Self

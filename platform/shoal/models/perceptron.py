@@ -1,5 +1,7 @@
 """A multilayer perceptron: a sequence of linear layers, GELU and dropout."""
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Sequence
 

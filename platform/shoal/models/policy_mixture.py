@@ -3,6 +3,8 @@
 Called by an endpoint, through a version that a run of self-play has registered with `action=average`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, cast
 

@@ -3,6 +3,8 @@
 An actor computes the same in NumPy, by what `policy_spec` of `rl.spec` says of its tensors.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Mapping, Sequence

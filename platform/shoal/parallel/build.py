@@ -3,6 +3,8 @@
 Called by the Trainer. Checks without a process group are in `validate`, which the launcher calls beforehand.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

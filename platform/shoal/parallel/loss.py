@@ -4,6 +4,8 @@ Owns `Mean`, and the sums that make one mean of the parts of a batch. Called by 
 outside training. Communicates nothing itself.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -6,6 +6,8 @@ a `Mean`. Any other loss stays as it is: the check of split losses judges it. Ca
 nothing; changes no other function's result.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

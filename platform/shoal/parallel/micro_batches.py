@@ -1,5 +1,7 @@
 """The division of a batch into micro-batches. Called by every plan."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

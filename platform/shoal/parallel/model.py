@@ -4,6 +4,8 @@ The rule for every implementation: after `train_step` the gradients are those of
 as one process would compute them. Called by the Trainer; knows no optimiser's schedule, no file and no record.
 """
 
+from __future__ import annotations
+
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping

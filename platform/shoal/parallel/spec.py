@@ -4,6 +4,8 @@ Owns the preset names (`ddp`, `fsdp`, ...), the arithmetic of degrees and worker
 TrainSpec, by the CLI and by `parallelize`. Knows no model and no process group.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple

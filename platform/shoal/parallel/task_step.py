@@ -3,6 +3,8 @@
 Owns what such a step may return. Called by `SpmdModel`, and by what runs a model before training. Computes no gradient.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

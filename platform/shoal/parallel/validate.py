@@ -1,5 +1,7 @@
 """Checks of a plan before any process starts. Called by launchers, and again by `parallelize`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import nn

@@ -3,6 +3,8 @@
 A pure function of manifests, which the registry applies.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

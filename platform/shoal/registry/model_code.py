@@ -5,6 +5,8 @@ begins. Follows import statements in the text of modules, and never runs one: wh
 time is not found. `code_import` loads what is stored.
 """
 
+from __future__ import annotations
+
 import ast
 import base64
 import hashlib

@@ -4,6 +4,8 @@ Owns the format of modules, and finds the others: of a library, or a `ModelForma
 `shoal models add FILE --format my_format:FORMAT` (see `shoal.extend`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

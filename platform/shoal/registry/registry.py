@@ -15,6 +15,8 @@ Called by jobs that register trained models, by endpoints, and by the CLI. Any n
 once: a version appears complete or not at all, and never changes. Never runs or builds a model.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re

@@ -4,6 +4,8 @@ So what an endpoint would refuse is known at once, while the code is at hand, an
 by the registry.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """One registered version: its manifest, and its payload as a file of this host or in memory."""
 
+from __future__ import annotations
+
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

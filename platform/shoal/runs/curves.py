@@ -3,6 +3,8 @@
 Called by what draws a run live. A run of a million values is read in a second; its sample in some hundredths.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

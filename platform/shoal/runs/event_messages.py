@@ -1,5 +1,7 @@
 """Warnings of a run in progress, in words for people. Pure functions of events."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Mapping
 from typing import Any

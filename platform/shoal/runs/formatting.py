@@ -1,6 +1,8 @@
 """Numbers and times for people, the same in the report and on the terminal, and durations as people write them. Pure
 functions."""
 
+from __future__ import annotations
+
 import math
 import re
 import time

@@ -4,6 +4,8 @@ Each line that the driver prints or logs becomes one object: `time` (ISO 8601, U
 for an exception `exception`. Workers get Ray's own JSON by `job_main.connect`.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import logging

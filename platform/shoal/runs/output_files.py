@@ -4,6 +4,8 @@ The driver of a job copies its own output and that of its workers on its host, a
 themselves, and a training in its caller's process what it says of itself. `shoal logs` reads all of it.
 """
 
+from __future__ import annotations
+
 import codecs
 import logging
 import threading

@@ -5,6 +5,8 @@ run in its extensions, in the group PANELS. They are drawn by `shoal.cli.display
 `shoal.runs.figures` in a PNG, and by the console's JavaScript on a page.
 """
 
+from __future__ import annotations
+
 import base64
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

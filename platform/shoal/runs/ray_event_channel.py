@@ -4,6 +4,8 @@ Rank 0 numbers messages from 0. A sender or reader without an answer asks again;
 Called by `train.launch.ray_train`; knows nothing of training, and loads no torch: the mailbox is a separate process.
 """
 
+from __future__ import annotations
+
 import threading
 from typing import Any
 

@@ -8,6 +8,8 @@ Ray drops a value that is not finite, and one that was not set again for two of 
 sets all of them with each heartbeat, and the series of a run end with it, however it ends.
 """
 
+from __future__ import annotations
+
 import logging
 import re
 from collections.abc import Collection, Iterable

@@ -3,6 +3,8 @@
 Called at the end of runs.
 """
 
+from __future__ import annotations
+
 import logging
 from pathlib import Path
 

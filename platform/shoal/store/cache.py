@@ -1,5 +1,7 @@
 """Objects of a store as files of this host: each version of an object is downloaded once."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import secrets

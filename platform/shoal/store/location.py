@@ -1,5 +1,7 @@
 """Where durable files lie: `$SHOAL_STORE`, else the folder `$SHOAL_HOME`."""
 
+from __future__ import annotations
+
 import os
 from functools import lru_cache
 from pathlib import Path

@@ -4,6 +4,8 @@ Owns what a callback sees and may do. The Trainer calls a `CallbackRunner`, on e
 need none: evaluations, checkpoints, schedules and stopping criteria are fields of the spec.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,6 +4,8 @@ Called where a network is built: by the Trainer's parts, by the check of a run, 
 checkpoints: those continue a run, and win over these.
 """
 
+from __future__ import annotations
+
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What a Task may know of its run. Made where a run is checked or built; knows no spec."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

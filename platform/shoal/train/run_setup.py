@@ -1,5 +1,7 @@
 """What a spec and the data of its Task make together, before the model is built. Called by the check and by workers."""
 
+from __future__ import annotations
+
 from shoal.data import Data
 from shoal.errors import ConfigError
 from shoal.parallel import ParallelDims

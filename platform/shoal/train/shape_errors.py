@@ -3,6 +3,8 @@
 Called by the check of a run, and after a step that raised. Runs the model again to find the layer, in evaluation mode.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -3,6 +3,8 @@
 Owns the protocol, which the metrics of torchmetrics follow, and one evaluation's use of it. Called by `evaluate`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 

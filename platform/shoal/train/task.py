@@ -4,6 +4,8 @@ Owns the base class that users subclass, and finds a Task by its word (a file, a
 Trainer and by everything that examines a task before it runs. Knows nothing of plans, processes and steps.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import inspect
 import re

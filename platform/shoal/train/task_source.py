@@ -7,6 +7,8 @@ constants, as literals or pickled. Any other object, such as a DataLoader, stays
 training calls may use it there.
 """
 
+from __future__ import annotations
+
 import ast
 import base64
 import builtins

@@ -5,6 +5,8 @@ releases wrote them; beside them lie `optimizer`, `lr_scheduler`, `train_state` 
 Format: torch/distributed/checkpoint. Of `.metadata`, a pickle, only the classes of such a checkpoint are loaded.
 """
 
+from __future__ import annotations
+
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,12 +24,23 @@ from shoal.weights.tensor_files import LazyTensors, TensorTypes
 METADATA = ".metadata"
 _OTHERS = frozenset({"optimizer", "lr_scheduler", "train_state", "dataloader"})
 _HOME = "torch.distributed.checkpoint"
+_METADATA_CLASSES = (
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
 _CLASSES = {
-    *((f"{_HOME}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((f"{_HOME}.metadata", name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
-    *((f"{_HOME}.metadata", name) for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    *((f"{_HOME}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")),
-    *(("collections", "OrderedDict"), ("pathlib", "PosixPath")),
+    *((f"{_HOME}.metadata", name) for name in _METADATA_CLASSES),
+    (f"{_HOME}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
 }
 
 

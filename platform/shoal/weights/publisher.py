@@ -4,6 +4,8 @@ Owns one slot and one thread. Called by learners through a transport's shell (`r
 it is given `send`, and `stored_version` to notice that a restarted store has forgotten what it was sent.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time

@@ -5,6 +5,8 @@ within a second and publishes again; sources meanwhile return None and ask again
 rules of publishing are in `publisher`, those of storing in `store`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Mapping

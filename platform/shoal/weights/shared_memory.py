@@ -5,6 +5,8 @@ it is. They open it through /proc and map it: nothing is sent, copied or hashed 
 The memory is freed when the last process that has mapped it lets go of it, however each ends. Knows no transport.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 import stat

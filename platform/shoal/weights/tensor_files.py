@@ -6,6 +6,8 @@ Written at the end of a training run; read whole where a network is filled, and 
 (https://huggingface.co/docs/safetensors).
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math

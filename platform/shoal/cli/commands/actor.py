@@ -1,5 +1,7 @@
 """`shoal actor`: the bundled actor of `python -m shoal.actor`, as a command of this program."""
 
+from __future__ import annotations
+
 import sys
 
 import click

@@ -3,6 +3,8 @@
 Parse, call, print: `shoal.cluster` starts and stops. `down` ends only what `up` has started.
 """
 
+from __future__ import annotations
+
 import contextlib
 import shlex
 import time

@@ -3,6 +3,8 @@
 Parse, call, print: `shoal.registry` does the work.
 """
 
+from __future__ import annotations
+
 import difflib
 import json
 import math

@@ -1,5 +1,7 @@
 """`shoal run`: a job with its cluster and actors. Parse and call."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import click

@@ -4,6 +4,8 @@ It owns the processes that it starts and always ends them all; an existing clust
 `shoal sweep`.
 """
 
+from __future__ import annotations
+
 import os
 import statistics
 import sys

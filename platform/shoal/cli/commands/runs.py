@@ -3,6 +3,8 @@
 Parse, call, print: `shoal.runs` reads and removes.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shlex

@@ -4,6 +4,8 @@ Parse, call, print. Endpoints are found in the run record and called over HTTP w
 `deploy` and `delete`, `serve_display` renders a status.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence

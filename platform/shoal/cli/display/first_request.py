@@ -3,6 +3,8 @@
 Called by `shoal serve deploy`, and by libraries that try a model. Functions of a signature, which send nothing.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os

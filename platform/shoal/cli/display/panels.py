@@ -4,6 +4,8 @@
 its panels and its facts, and reads both from the run record alone. Called by the displays.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import time

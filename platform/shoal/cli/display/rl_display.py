@@ -1,5 +1,7 @@
 """The display of a running actor-learner run. Called by `run_view`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

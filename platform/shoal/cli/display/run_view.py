@@ -4,6 +4,8 @@ Reads only the run record, so it shows the same for a run of this process, of an
 own tools. Called by `shoal run` and by `shoal runs --follow`.
 """
 
+from __future__ import annotations
+
 import importlib
 import time
 from collections.abc import Sequence

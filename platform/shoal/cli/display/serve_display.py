@@ -4,6 +4,8 @@ Reads only the endpoint's status document. Called by `shoal serve`; `render` and
 of the document.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 

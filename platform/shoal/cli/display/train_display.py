@@ -1,5 +1,7 @@
 """The display of a running training run: progress, speed, waiting times, metrics. Called by `run_view`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

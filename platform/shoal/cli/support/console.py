@@ -4,6 +4,8 @@ The console is for names, paths and words of others: `[a]` and `:b:` stand there
 verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup in a string.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Sequence
 

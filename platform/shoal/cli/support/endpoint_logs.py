@@ -3,6 +3,8 @@
 Called by `shoal serve logs`. Asks the cluster's dashboard, which reads the files on every host that is up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import httpx2

@@ -1,5 +1,7 @@
 """Groups of verbs that name the nearest one for a verb that there is not. Light: every command loads it."""
 
+from __future__ import annotations
+
 import click
 
 from shoal.errors import suggest

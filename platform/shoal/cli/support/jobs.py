@@ -3,6 +3,8 @@
 Called by the commands that start jobs. Reads a job's log; starts and stops nothing but the check of a job's words.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import signal

@@ -1,5 +1,7 @@
 """The options that several verbs have, and the numbers that options take."""
 
+from __future__ import annotations
+
 import math
 import os
 from pathlib import Path

@@ -3,6 +3,8 @@
 Called by commands that measure. Never overwrites a file of another second.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import tempfile

@@ -5,6 +5,8 @@ standard library (importing `shoal.cluster` would cost more than it saves). If t
 server runs, this process becomes Ray's own script. See docs/decisions/012-forked-workers.md.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import resource

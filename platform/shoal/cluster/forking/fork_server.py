@@ -9,6 +9,8 @@ A forked worker behaves like a fresh one: its own environment, folder, streams, 
 seeds. Its imports follow its own `sys.path` (see `PreloadedModuleFinder`).
 """
 
+from __future__ import annotations
+
 import gc
 import importlib
 import json

@@ -6,6 +6,8 @@ CPU, reduce-scatters by an all-reduce of a copy, of which each rank keeps its pa
 (torch 2.13). Called by the operator counter for each operator; knows nothing of plans.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -8,6 +8,8 @@ Errors of torch's `FlopCounterMode` (2.13): LSTM and fused attention count 0 on 
 and distances count 0 everywhere; products in place and custom operators silently count 0.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,6 +4,8 @@ Owns the two sources: CUDA's statistics, and on the CPU the allocations that tor
 operators included. Called by the dry run and by the profiler, around single steps.
 """
 
+from __future__ import annotations
+
 import gc
 import time
 from collections.abc import Iterable, Iterator

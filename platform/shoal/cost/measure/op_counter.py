@@ -4,6 +4,8 @@ Owns a dispatch mode that is entered for single steps, in a dry run and in a run
 unaffected. Never changes results, and keeps no tensor alive but mapped files.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 import weakref

@@ -3,6 +3,8 @@
 Called once by the Trainer, to report a run's utilisation. Takes some hundredths of a second.
 """
 
+from __future__ import annotations
+
 import torch
 
 from shoal.parallel.comm.world import read_clock_s

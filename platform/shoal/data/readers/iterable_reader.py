@@ -14,6 +14,8 @@ Random numbers of `shard` itself are the same on every rank and worker, so that 
 iterables follow from the position of this rank's part in the epoch.
 """
 
+from __future__ import annotations
+
 import copy
 from abc import ABC, abstractmethod
 from collections import deque

@@ -3,6 +3,8 @@
 Called by the loader in the training process, or by a worker process, with the same result.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 

@@ -9,6 +9,8 @@ what was not acknowledged comes again, and what the checkpoint has learnt is dro
 Called by the Loader, in the training process. One process reads a stream.
 """
 
+from __future__ import annotations
+
 import logging
 import uuid
 from collections import deque

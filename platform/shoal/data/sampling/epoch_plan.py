@@ -3,6 +3,8 @@
 Called by the loader. Reads nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any, Protocol
 

@@ -6,6 +6,8 @@ that bit stream for all time, which it does not for `Generator.permutation`. Ste
 much as the others rather than as many. Called by the loader.
 """
 
+from __future__ import annotations
+
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple

@@ -3,6 +3,8 @@
 Called by `Data`, and by the loader's MapOrder. Reads no sample.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 

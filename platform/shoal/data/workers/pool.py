@@ -7,6 +7,8 @@
 Called by the loader. Starts processes without forking, which is safe with threads and process groups.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal

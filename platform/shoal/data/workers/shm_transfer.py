@@ -8,6 +8,8 @@ closed after mapping: many retained batches use memory, but no descriptors. An a
 (`numpy.memmap`) is mapped from there again, whatever its size. Called by the pool and by the worker processes.
 """
 
+from __future__ import annotations
+
 import io
 import mmap
 import os

@@ -4,6 +4,8 @@ The pool starts it with `python -c`, so that the training script does not run ag
 which has the other end of the socket.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import os

@@ -8,6 +8,8 @@ controller's process. Sources: SSP, 1302.0079 (Ho et al., 2013); backup workers,
     τ of an update     how many updates came between the pull and the update
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,6 +4,8 @@ Owns a worker's two connections with the controller: for calls that are answered
 may be awaited for long. The base of those for parameter servers, elastic training and rounds of peers.
 """
 
+from __future__ import annotations
+
 import time
 from typing import NoReturn
 

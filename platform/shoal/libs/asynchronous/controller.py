@@ -4,6 +4,8 @@ Owns the clock, the lives of workers, and the calls that wait for an answer. Ser
 thread. Each kind has one of its own, derived from it: for servers, for elastic training, for rounds of peers.
 """
 
+from __future__ import annotations
+
 import itertools
 import time
 from abc import ABC, abstractmethod

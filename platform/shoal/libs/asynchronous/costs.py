@@ -4,6 +4,8 @@ Called by `shoal plan`, which finds it by `SyncConfig.probe`: the copies into an
 updates in one process, and exchanges between several.
 """
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence

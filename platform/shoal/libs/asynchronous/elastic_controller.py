@@ -11,6 +11,8 @@ While a worker has no state yet, no step can be taken, so the state that is writ
 state, worker 0 begins with the newest checkpoint, and the others take its state: the restart of the whole group.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any, cast
 

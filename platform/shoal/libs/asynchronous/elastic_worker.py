@@ -5,6 +5,8 @@ gradients in the same order, and take the step with an optimiser of their own, s
 another host than the memory, a worker sends its gradient with its push, and the answer has the sum.
 """
 
+from __future__ import annotations
+
 import time
 
 import torch

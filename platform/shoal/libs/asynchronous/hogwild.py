@@ -9,6 +9,8 @@ others are threads of its process. What an optimiser stores (momentum, say) is e
 | lanes' counts | a number per lane | nothing     |                        | ends all lanes, within a step |
 """
 
+from __future__ import annotations
+
 import threading
 import traceback
 

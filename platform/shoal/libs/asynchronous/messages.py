@@ -5,6 +5,8 @@ modules of their controllers, those of the run's journal in `replicas`. `incarna
 a server, `version` that of weights: how many updates are in them.
 """
 
+from __future__ import annotations
+
 import msgspec
 
 from shoal.extend.sync import RankSignals, Request

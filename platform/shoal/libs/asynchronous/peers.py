@@ -5,6 +5,8 @@ once all have given theirs. `PeerController` is in the process that starts the r
 that dies is waited for no more; its replacement begins with the chief's weights after its newest round.
 """
 
+from __future__ import annotations
+
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Sequence

@@ -4,6 +4,8 @@ Owns the processes, and who takes part. Called by `replicas`, in the process tha
 range of workers, they join when they have a place to run, and leave, while the others go on.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import threading

@@ -4,6 +4,8 @@ Called by `flows.training` for asynchronous and elastic training. Reserves what 
 the host that `replica_placement` chooses.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The metrics of a run over its steps, its epochs or its running time, and what is compared of them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

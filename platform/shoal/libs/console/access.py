@@ -5,6 +5,8 @@ another site that leads here), or that another site's page has caused; each answ
 from elsewhere, to run no text as a script, and to show the page in no frame.
 """
 
+from __future__ import annotations
+
 import hmac
 import secrets
 import time

@@ -1,5 +1,7 @@
 """What the console reads of a request, and how it answers."""
 
+from __future__ import annotations
+
 import math
 from contextlib import AbstractContextManager
 from typing import Any

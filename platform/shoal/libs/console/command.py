@@ -1,5 +1,7 @@
 """`shoal console`: serve the pages."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

@@ -1,5 +1,7 @@
 """The curves of the runs that are looked at, in memory: read once, extended as values come."""
 
+from __future__ import annotations
+
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """The films of a run and sheets of its predictions: files of its folder, sent by their names and as nothing else."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 from typing import Any

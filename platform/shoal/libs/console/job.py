@@ -3,6 +3,8 @@
 The verb and the job open the same console. The job's record has its address, which `shoal status` shows.
 """
 
+from __future__ import annotations
+
 import os
 import socket
 import ssl

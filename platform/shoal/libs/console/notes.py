@@ -3,6 +3,8 @@
 They stay on this host: the record is the runs' own, and each is copied to the store as its run writes it.
 """
 
+from __future__ import annotations
+
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,6 +4,8 @@ Called by the verb `shoal report` and at the end of runs. Reads the run and writ
 changes the record. It needs no server, nor the packages of one.
 """
 
+from __future__ import annotations
+
 import base64
 import json
 import re

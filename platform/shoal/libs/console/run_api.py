@@ -1,5 +1,7 @@
 """One run: what it is, its curves, its panels, its events, what its processes printed, and who is in quarantine."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 

@@ -1,5 +1,7 @@
 """What the page of a run shows, as data: a console answers with it, and a report has it inside."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections import OrderedDict

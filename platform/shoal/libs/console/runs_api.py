@@ -1,5 +1,7 @@
 """The list of runs: all of this host's record and of the store, a row each; and their notes."""
 
+from __future__ import annotations
+
 import asyncio
 from dataclasses import asdict
 from typing import Any

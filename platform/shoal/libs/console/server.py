@@ -4,6 +4,8 @@ Each part of the console has a module with its ROUTES, whose functions read the 
 threads, and a file of `static/pages/` that draws them.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import logging

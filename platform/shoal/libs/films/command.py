@@ -1,5 +1,7 @@
 """`shoal play`: plays episodes of a game by registered policies, and takes their films."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

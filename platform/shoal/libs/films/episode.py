@@ -3,6 +3,8 @@
 Legend: N steps, K choices.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise

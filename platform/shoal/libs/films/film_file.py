@@ -4,6 +4,8 @@ A film has the episode's pictures, or a chart of what was observed; beneath, the
 Each picture of a film is a still background, drawn once for an episode, and what moves. Legend: N steps, K choices.
 """
 
+from __future__ import annotations
+
 import io
 from collections.abc import Iterator, Sequence
 from itertools import chain

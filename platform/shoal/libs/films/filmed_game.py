@@ -1,5 +1,7 @@
 """Films of an actor's own episodes, written on its host while a run learns. Called by the bundled actor."""
 
+from __future__ import annotations
+
 import logging
 import math
 import re

@@ -1,5 +1,7 @@
 """What plays: a registered version in this process, or a model of an endpoint, one answer for each step."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Mapping
 from typing import Any, Literal, Protocol
 

@@ -5,6 +5,8 @@ knows four forms of outputs and targets: classes, those of pixels, those of toke
 Legend: B samples, K classes, H, W pixels, T tokens.
 """
 
+from __future__ import annotations
+
 import io
 import logging
 from collections.abc import Mapping, Sequence

@@ -3,6 +3,8 @@
 Parse, call, print: `shoal.libs.planning.ablation` trains and counts, in this process. Imports no Ray.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import json

@@ -4,6 +4,8 @@ Owns those processes. Each times the Task's own steps, alone and together with t
 memory and over sockets, and calls of a service. Called by `planner`. Nothing is stored.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import statistics
 import sys

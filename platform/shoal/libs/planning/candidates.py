@@ -3,6 +3,8 @@
 Pure functions of specs. Whether a model and a batch fit a plan is found later, by running it. Called by `planner`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """What is known of one plan: its step time, memory and communication, or why it cannot run. Called by the planners."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

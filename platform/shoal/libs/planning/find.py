@@ -3,6 +3,8 @@
 Parse, call, print: `shoal.libs.planning.finders` does the work, in this process. Imports no Ray.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import sys

@@ -4,6 +4,8 @@ Called by `shoal find`. Each finder builds the Task's network in this process wi
 no run, and no random state of the caller, is changed. `plots` draws the results.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """The hardware that a plan is made for: hosts, devices, network, with their units. Pure values."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from typing import Annotated

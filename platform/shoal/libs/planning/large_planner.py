@@ -6,6 +6,8 @@ in the shares of a layer and of a state. Times are those of the operations at th
 links' rates. Called by `planner`. Runs nothing, measures no link.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -3,6 +3,8 @@
 Parse, call, print. No Ray, no worker: fake process groups simulate a plan of many ranks.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from contextlib import redirect_stdout

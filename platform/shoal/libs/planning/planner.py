@@ -5,6 +5,8 @@ other comes from a calibration of this machine and from the hardware's network. 
 calibration's processes; leaves random numbers and threads as they were.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

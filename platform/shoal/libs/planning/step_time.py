@@ -10,6 +10,8 @@ bytes of parameters.
     local steps     compute + the optimiser + (push + update + pull) / every
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,6 +5,8 @@ images of any dtype, with or without channels; a member's draws come from its ow
 its solo run. Legend: K members, B images, H and W pixels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 

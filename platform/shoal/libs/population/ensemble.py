@@ -9,6 +9,8 @@ Called by the flow of a population; `build` and `preprocess` are called by name 
 Legend: k members, N samples, C classes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

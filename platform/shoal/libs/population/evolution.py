@@ -4,6 +4,8 @@ Called by flows after each round. Evolutions are pure: they draw from generators
 so that a run that was killed decides again what it had decided. They never touch weights.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

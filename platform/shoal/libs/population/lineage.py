@@ -13,6 +13,8 @@ A flow records one event `round` after each round, so that a killed run has a ro
 The report draws it. Plain data: no arrays, no files. Legend: K members.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ from its threads: one thread a chunk. Decides nothing about members.
 Legend: K members, k of a chunk, B samples of a batch.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import queue

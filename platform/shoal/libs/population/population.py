@@ -12,6 +12,8 @@ Owns the members. Called by flows and by users. Never opens data, decides who co
 Legend: K members, k of a chunk, B samples of a batch.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

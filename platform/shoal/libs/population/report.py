@@ -1,5 +1,7 @@
 """The panels of a population: its members, who descends from whom, and the schedules that were found."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

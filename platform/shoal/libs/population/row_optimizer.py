@@ -6,6 +6,8 @@ engine wrote the gradients, which are scratch thereafter.
 Legend: k members of a chunk, P parameters of each.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

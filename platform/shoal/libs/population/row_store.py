@@ -9,6 +9,8 @@ a CPU in a thread. No files. Called by MemberGroup; a chunk is opened by one thr
 | free slots | two a thread, or as many as fit | the loader, when all are in use | a chunk that ends | ends the loader |
 """
 
+from __future__ import annotations
+
 import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

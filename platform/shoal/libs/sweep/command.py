@@ -1,5 +1,7 @@
 """`shoal sweep`: many trials of a task, over a search space. Parse and call; the job is `jobs/sweep.py`."""
 
+from __future__ import annotations
+
 import json
 import re
 from contextlib import suppress

@@ -3,6 +3,8 @@
 Called by `run_view`.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

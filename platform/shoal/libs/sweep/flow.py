@@ -4,6 +4,8 @@ Called by `jobs/sweep.py`, in a process connected to a Ray cluster. `ray_sweep` 
 its record: finished trials are not repeated, others go on from their checkpoints.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -4,6 +4,8 @@ Owns the spec of such a trial, where it comes from, and the checks before a swee
 `api`. Imports no Ray.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Collection

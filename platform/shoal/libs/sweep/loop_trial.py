@@ -5,6 +5,8 @@ its budget. Called by the worker of a trial (`ray_trial`), and at the end of a s
 Imports no Ray.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import time

@@ -6,6 +6,8 @@ again. Ray Tune's own `OptunaSearch` is not used: it has to be restored from Ray
 nothing of the evaluations at which a trial was ended. Imports Optuna, which is of the extra `sweep`.
 """
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Mapping

@@ -7,6 +7,8 @@ A searcher decides which values a trial has, and a scheduler which trials go on.
 replays the trials of its record.
 """
 
+from __future__ import annotations
+
 import copy
 import logging
 import math

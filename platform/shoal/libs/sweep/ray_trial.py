@@ -4,6 +4,8 @@ Ray Tune creates it with the parameters of a trial, asks for one evaluation afte
 trials. A trial of one worker trains in this process; one of several starts Ray workers, as any training run.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Mapping

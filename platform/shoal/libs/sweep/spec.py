@@ -4,6 +4,8 @@ A sweep trains one Task several times; each trial is a `TrainSpec` with values f
 loop (`loop_spec`). Called by `flow` and `shoal sweep`. Imports no Ray.
 """
 
+from __future__ import annotations
+
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass

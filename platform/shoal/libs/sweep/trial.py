@@ -5,6 +5,8 @@ trial that was interrupted goes on from its checkpoint, and one that has finishe
 training run, `loop_trial` has those of the loop. Imports no Ray.
 """
 
+from __future__ import annotations
+
 import math
 import shutil
 import socket

@@ -4,6 +4,8 @@ Owns the names by which a sweep records its trials. The flow writes through `Tri
 resumed sweep read.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping

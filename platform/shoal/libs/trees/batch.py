@@ -4,6 +4,8 @@ Owns the constructors and their checks. Called by collate functions, mostly in a
 endpoints. Legend: T trees, N nodes of all trees.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

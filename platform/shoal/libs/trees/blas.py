@@ -4,6 +4,8 @@ The wheels of both bring libraries of their own (OpenBLAS and MKL), and which on
 by a factor of two on some. Called by the cells that are written in NumPy.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Iterator

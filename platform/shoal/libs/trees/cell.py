@@ -4,6 +4,8 @@ Owns the base class and what a cell sees of a level. Called by `TreeRNN`. Knows 
 Legend: m nodes that are computed at once, e their children, P features of `project`, S units of a state.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

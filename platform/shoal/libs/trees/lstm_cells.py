@@ -15,6 +15,8 @@ and e edges in a piece of a level; w = H for child-sum, K H for N-ary, of which 
 H. W [4H, D] and b [4H] in the gate order f i o u; U [w + 3H, w]: f (N-ary: H rows for each child), then i o u.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -4,6 +4,8 @@ Called where a function with a backward of its own does not serve (see `differen
 Legend: see `cell`; E edges.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,6 +5,8 @@ Called by jobs/trees.py; `check_trees` is the preprocessing of an endpoint.
 Legend: B trees, N nodes of all trees, T nodes of the largest tree, C classes.
 """
 
+from __future__ import annotations
+
 import ast
 from collections.abc import Mapping
 

@@ -5,6 +5,8 @@ nodes lie in one buffer each; a level reads its children as a slice and writes i
 buffers too, so autograd never joins or adds levels. Called by models. Legend: see `cell`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar

@@ -9,6 +9,8 @@ thread would run: neither the user's, nor gloo's own when it releases a tensor. 
 calls.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections import deque

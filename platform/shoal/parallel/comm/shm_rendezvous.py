@@ -3,6 +3,8 @@
 Called by `shm_all_reduce` and `shm_p2p`, which define the messages and use of memory.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
 import socket

@@ -4,6 +4,8 @@ A tensor is known by its storage and its region there, so that views, `.data` an
 own. Recorded by `build`, replayed by `weights`. Knows no module.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

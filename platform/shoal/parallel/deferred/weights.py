@@ -4,6 +4,8 @@ Made by `build`; filled into a sharded model by its plan. No more than one full 
 those that the draw of another needs. `decide_plan` finds such a plan, while the model runs with arbitrary values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar

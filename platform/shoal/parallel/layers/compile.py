@@ -1,5 +1,7 @@
 """torch.compile of a module in place, with an error where it would silently run eagerly."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

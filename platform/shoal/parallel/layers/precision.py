@@ -4,6 +4,8 @@ Parameters, gradients and the optimiser stay in fp32 in every plan; autocast com
 fp16. With `bf16_params` the forward pass also has its weights in bf16, see `spmd.fsdp_layout`. Called by every plan.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 

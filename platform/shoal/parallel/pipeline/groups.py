@@ -3,6 +3,8 @@
 Owns the process groups. Every rank forms all of them, in the same order. Called by `pipeline`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import product
 

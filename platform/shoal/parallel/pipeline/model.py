@@ -6,6 +6,8 @@ is on the rank of each, and its gradients are summed over them, so that the copi
 those of a micro-batch, over all data ranks. Called by `parallelize`.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial

@@ -3,6 +3,8 @@
 Called by `pipeline`. The model is unchanged when it returns or raises.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -3,6 +3,8 @@
 Called by `model`, which runs them, and by what predicts them. Forms no group and runs nothing.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (

@@ -6,6 +6,8 @@ sequential can be split, at any depth, with any code between its modules, and no
 `partition`. Knows no process group; leaves the model's weights, buffers, gradients and random state unchanged.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -4,6 +4,8 @@ stages, which are sharded over data ranks, or compiled.
 Called by `pipeline` when it is built. Frees the other stages' weights.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

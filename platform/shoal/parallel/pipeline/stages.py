@@ -3,6 +3,8 @@
 Called by `pipeline`. A stage computes the model's own forward, see `stage_forward`.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator

@@ -4,6 +4,8 @@ Owns which layers those are, and what `selective` keeps. PyTorch's non-reentrant
 layers' own `forward`: names of parameters stay. Called by `SpmdModel`, and by `validate`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

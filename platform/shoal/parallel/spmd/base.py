@@ -3,6 +3,8 @@
 `DdpModel` and `FsdpModel` change the calls and the time of exchanging gradients. Called by `parallelize`.
 """
 
+from __future__ import annotations
+
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping

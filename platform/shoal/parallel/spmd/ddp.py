@@ -10,6 +10,8 @@ so buckets, which overlap sending and computing, would only add cost. Also for a
 of the model.
 """
 
+from __future__ import annotations
+
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

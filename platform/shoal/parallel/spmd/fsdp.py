@@ -5,6 +5,8 @@ gradients are averaged and scattered just after. Over a mesh of [replicate, shar
 with one rank for each copy this is plain data parallel, for layers that are already split. Called by `parallelize`.
 """
 
+from __future__ import annotations
+
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence

@@ -4,6 +4,8 @@ are freed.
 Called by `fsdp` and `pipeline`, by `validate`, and by `placement`. Loads none of torch's sharding.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

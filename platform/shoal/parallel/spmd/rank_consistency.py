@@ -5,6 +5,8 @@ blocks, or used different parameters of one, one parameter's values would be tak
 shard, at the end of a step, before its gradients are used. Buffers are compared before they are saved or evaluated.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest

@@ -3,6 +3,8 @@
 Called by every plan. Supports DTensors: a part that several ranks have is counted once.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import chain

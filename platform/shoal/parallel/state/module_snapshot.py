@@ -4,6 +4,8 @@ A forward pass may change, replace, grow or create a buffer (running statistics,
 record it: they are restored together. Called by plans, and by code that tries a model.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

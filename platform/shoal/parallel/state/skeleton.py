@@ -5,6 +5,8 @@ Buffers are real, also those that no file has. Called by an endpoint's replicas 
 plan is found for a model that was built without memory.
 """
 
+from __future__ import annotations
+
 import gc
 import math
 import sys

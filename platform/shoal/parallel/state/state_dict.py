@@ -4,6 +4,8 @@ Called by every plan. The states fit torch's distributed checkpoint (DCP): they 
 or DTensors of them, so that reading a checkpoint into them fills the model; `load` copies the rest.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,6 +4,8 @@ PyTorch's DTensor styles do the work, by the plan of `plan`. With several data r
 split layers. Called by `parallelize`.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -4,6 +4,8 @@ It runs twice, in this process alone, and is left unchanged: in evaluation mode 
 with a graph that shows the flow of gradients. Called by `plan`.
 """
 
+from __future__ import annotations
+
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -6,6 +6,8 @@ With write-ahead logging, readers do not wait for a run that writes, and committ
 SQLite has no NaN: a metric that is not a number is stored as NULL and read back as NaN.
 """
 
+from __future__ import annotations
+
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

@@ -4,6 +4,8 @@
 (`runs.ray_event_channel`), and nowhere on other ranks. Called by the Trainer; never answers.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress

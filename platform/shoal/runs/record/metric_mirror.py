@@ -1,5 +1,7 @@
 """The interface of what copies the metrics of a run to files of another program, such as TensorBoard."""
 
+from __future__ import annotations
+
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

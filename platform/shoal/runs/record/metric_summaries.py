@@ -4,6 +4,8 @@ Called by the recorder, which alone writes the rows of its run: `compute_summari
 rest within them.
 """
 
+from __future__ import annotations
+
 import math
 import sqlite3
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ Called once when a run is created, and when a job is submitted: other users see 
 dashboard, `ps`), so words with secrets travel in its environment. Never fails: unknown values are None.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import pwd

@@ -3,6 +3,8 @@
 Called by the command line. Never removes a run in progress, nor registered models.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import sqlite3

@@ -3,6 +3,8 @@
 Called by the recorder before anything is queued: a row that can never be written would block all later ones.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from functools import lru_cache

@@ -4,6 +4,8 @@ Called by the reader and the recorder, where `$SHOAL_STORE` is set. Never writes
 store, and never compares two hosts' clocks: how old a heartbeat is, follows from times of the store alone.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import queue

@@ -4,6 +4,8 @@ Owns the names and the format of what the store has of a run. Called by `store_m
 on, and by `store_copies`, which reads the runs of other hosts. Each change of a head is conditional: one writer wins.
 """
 
+from __future__ import annotations
+
 import msgspec
 
 from shoal.atomic_file import is_newer_format

@@ -4,6 +4,8 @@ Owns the run's head and record in the store. Called by the recorder, where `$SHO
 wait for the store, except `close`, and for a bounded time.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import socket

@@ -4,6 +4,8 @@ Owns the entry (factory, signature, source of the Task). Called at the end of a 
 registered model is loaded, and needs no file of the user's: the source is part of the entry.
 """
 
+from __future__ import annotations
+
 import logging
 import re
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 Called before a run ends, so that an endpoint knows the format of requests.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Mapping
 from typing import Any

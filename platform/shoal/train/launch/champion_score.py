@@ -5,6 +5,8 @@ the Task, the rows, the loss and the metrics of this run, each network with the 
 other argument may change how inputs are prepared, so only those that say where the data lie may differ.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import time

@@ -4,6 +4,8 @@
 the variable to them for the job on the cluster. The job uses them if they are those of its spec and source.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

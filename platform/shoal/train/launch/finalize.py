@@ -3,6 +3,8 @@
 Called by the launchers, in the process that writes the record, after the Trainer has returned.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 

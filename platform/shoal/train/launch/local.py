@@ -3,6 +3,8 @@
 Called by `python -m shoal.train`, by `shoal ablate`, and by tests. The record is written by rank 0.
 """
 
+from __future__ import annotations
+
 import os
 import socket
 from collections.abc import Callable, Iterator

@@ -3,6 +3,8 @@
 Called by every program that takes `a.b=c` words for a training run.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import shoal.runs

@@ -4,6 +4,8 @@ Called by the launchers and by `shoal inspect`, in a process without a process g
 it loads torch's modules for every plan.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,6 +3,8 @@
 Called by the flow before and during an attempt.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import ray

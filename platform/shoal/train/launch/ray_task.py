@@ -5,6 +5,8 @@ Called by `flows.training` before a run's workers begin and after they have ende
 process for a Task.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import traceback

@@ -4,6 +4,8 @@
 because only the owner of the run knows which failures deserve another attempt. Called by flows.
 """
 
+from __future__ import annotations
+
 import os
 import threading
 from collections.abc import Mapping

@@ -5,6 +5,8 @@ Builds the Task, its data and its network once, and releases them again; a large
 step.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import pickle

@@ -4,6 +4,8 @@ Owns the contents of a checkpoint (network, optimiser, average, data position, r
 Trainer, on every rank at the same step. `shoal.checkpoint` writes the files.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field

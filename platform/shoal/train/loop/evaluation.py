@@ -3,6 +3,8 @@
 Called by the Trainer, the launchers and the CLI. Does not change the model.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -10,6 +10,8 @@ Called by the Trainer and by evaluations with every batch; `judge` is collective
 signals.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple

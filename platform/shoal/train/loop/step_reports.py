@@ -5,6 +5,8 @@ ranks exchange signals, so that no step waits for it. Histograms are of this ran
 of a pipeline its stages.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

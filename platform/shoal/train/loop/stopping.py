@@ -5,6 +5,8 @@ to all: clocks differ). The first criterion that is met counts. At the same step
 before a limit: a run that reaches its target in the evaluation after its last step has reached its target.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ Owns the order of events. `components` has the model, optimiser and loaders, `ch
 `ray_train`), which supply a world, a folder and an event log. Imports no Ray; starts and ends no process.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Mapping

@@ -5,6 +5,8 @@ parameters are float32: a thousandth of a difference is below half precision, an
 the Trainer after each step of the optimiser. Buffers are not averaged: the averaged network has the newest ones.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

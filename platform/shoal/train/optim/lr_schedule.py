@@ -6,6 +6,8 @@ rates of an uninterrupted one. Knows no optimiser: see `optimizers.set_learning_
 Steps are counted when finished: the first step of a run has the rate of step 0.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

@@ -4,6 +4,8 @@ Called by the Trainer and the finders. `make_optimizer` chooses the fastest impl
 fused one unless they mix devices, plain and distributed tensors, or distributed tensors of several meshes.
 """
 
+from __future__ import annotations
+
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping

@@ -13,6 +13,8 @@ are well learnt (the paper: late in training, large images), and where Task.samp
 the loss once per sample.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -3,6 +3,8 @@
 Called by `python -m shoal.train` and the job. Only writes lines.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping
 

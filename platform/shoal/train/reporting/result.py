@@ -1,5 +1,7 @@
 """The outcome of a training run: returned by the Trainer, the same on every rank, and stored in the record."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from pathlib import Path
 

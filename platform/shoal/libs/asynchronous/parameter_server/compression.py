@@ -5,6 +5,8 @@ to the next gradient (error feedback), so nothing is lost, only late: Seide et a
 Stich et al., "Sparsified SGD with memory", 1809.07599, algorithm 1. Called by `worker` and by the server.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
 import numpy as np

@@ -4,6 +4,8 @@ Owns the connections to the servers, their lives, and the updates that one of th
 pass through it: a message is a few hundred bytes.
 """
 
+from __future__ import annotations
+
 import heapq
 import statistics
 from collections import Counter, deque

@@ -10,6 +10,8 @@ With fragments, each part of the model has rounds of its own, at staggered steps
 steps before it uses what was merged: θ ← α θ + (1 - α) θ_merged (Streaming DiLoCo, 2501.18512, algorithm 2).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import cast
 

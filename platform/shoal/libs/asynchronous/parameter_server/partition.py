@@ -4,6 +4,8 @@ All parameters lie one after the other in one flat vector, by dtype float32. Wit
 by itself, a server owns a range of that vector, whatever tensors it cuts; with another, whole tensors. Pure functions.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass

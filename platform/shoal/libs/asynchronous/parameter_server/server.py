@@ -5,6 +5,8 @@ worker asks for them. Updates come in one order, the same on every server, so ve
 Called by the process that serves it; knows no sockets. Elements are float32.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import torch

@@ -5,6 +5,8 @@ snapshots of a version that is still to come are answered when it has come. The 
 in the background, so that a server that died begins again from there, while workers wait for it and the others go on.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable

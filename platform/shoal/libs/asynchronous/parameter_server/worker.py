@@ -8,6 +8,8 @@ them, whatever updates come meanwhile.
 A ServerLink is the connection with one server. A gradient is compressed once, whatever must be sent again.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,5 +1,7 @@
 """Requests that change something, or show what is for the owner of the access token alone."""
 
+from __future__ import annotations
+
 from collections.abc import Awaitable, Callable
 from typing import Any
 

@@ -3,6 +3,8 @@
 Their dashboards are asked, over HTTP: the console joins no cluster and imports no Ray.
 """
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from typing import Any
 

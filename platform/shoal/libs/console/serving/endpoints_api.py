@@ -4,6 +4,8 @@ The endpoint's own interface is asked, with the access token, which no browser g
 has them with the caller `administrator (console)`.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Mapping
 from functools import partial

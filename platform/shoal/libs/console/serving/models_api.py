@@ -3,6 +3,8 @@
 A promotion moves an alias of the registry, as `shoal models promote` does; endpoints that follow it serve the version.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import threading

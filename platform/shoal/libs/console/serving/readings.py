@@ -3,6 +3,8 @@
 A page never waits long: it gets the newest reading, with its age, or why there is none.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Sequence

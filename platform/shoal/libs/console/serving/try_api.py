@@ -3,6 +3,8 @@
 The endpoint gets exactly the request that the page shows, at the path that the code names.
 """
 
+from __future__ import annotations
+
 import json
 import shlex
 import time

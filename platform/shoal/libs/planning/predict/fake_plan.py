@@ -5,6 +5,8 @@ plan: an equal part of the repeated blocks, half of the rest, and the activation
 by `predict` and by `shoal plan`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import torch

@@ -4,6 +4,8 @@ Collectives return at once, with this rank's values as everybody's; rank 0's bro
 shapes, are kept from rank to rank. Entered by `rank_step` alone. Everything is restored afterwards.
 """
 
+from __future__ import annotations
+
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator

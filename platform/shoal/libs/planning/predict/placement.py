@@ -3,6 +3,8 @@
 Uses the model alone: no process group, and nothing runs (the tensor plan is computed where a batch exists).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,6 +5,8 @@ samples and scaled. Called by `shoal inspect` and by the launchers: on a cluster
 otherwise before it. Leaves random numbers, threads and process groups unchanged.
 """
 
+from __future__ import annotations
+
 import socket
 import statistics
 import threading

@@ -3,6 +3,8 @@
 Pure arithmetic over the order of torch's own schedules. Called by `predict` and `fake_plan`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace

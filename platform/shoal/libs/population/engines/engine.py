@@ -5,6 +5,8 @@ never chooses members. Two threads never share an engine; they may share the row
 Legend: k members of a chunk, B samples of a batch.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

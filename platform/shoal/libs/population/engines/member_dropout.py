@@ -6,6 +6,8 @@ CUDA device, where nn.Dropout has a kernel of its own, masks are the same for ev
 Legend: k members of a chunk, B samples of a batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,6 +6,8 @@ The loop over members, which fits every model, is the engine that others must eq
 Legend: k members of a chunk.
 """
 
+from __future__ import annotations
+
 import copy
 import importlib
 import math

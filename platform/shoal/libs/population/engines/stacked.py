@@ -5,6 +5,8 @@ nearly always; convolutions on a CPU lose (grouped convolutions are slow there).
 Legend: k members of a chunk, B samples of a batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -4,6 +4,8 @@ Called by `run` for members of this process, and by `ray_members` in workers tha
 Legend: K members, k of a share.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -6,6 +6,8 @@ the spec has more than one worker, or members on a GPU. The workers decide nothi
 Legend: K members, k of a share.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

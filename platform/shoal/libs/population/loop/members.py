@@ -4,6 +4,8 @@ A member's learner pauses between two rounds. Then another's weights and optimiz
 and its algorithm gets other numbers; the learner and its actors go on without a restart. Called by `run`.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence

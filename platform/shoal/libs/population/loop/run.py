@@ -4,6 +4,8 @@ Called by `jobs/rl_population.py`, and by tests without a cluster: nothing here 
 learners are threads of this process; actors are processes. `rounds` has the order of events.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import sys

@@ -9,6 +9,8 @@ Names in the source, for block i: xi its input (s0: one that members share), yi 
 numbers a pooling chose, gi the gradient of xi, di that of what the convolution gives.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from math import prod
 

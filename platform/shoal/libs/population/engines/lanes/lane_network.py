@@ -6,6 +6,8 @@ PATH; libraries are stored in the home's folder, by a hash of source, options, c
 Legend: k members, B samples, L lanes.
 """
 
+from __future__ import annotations
+
 import ctypes
 import hashlib
 import os

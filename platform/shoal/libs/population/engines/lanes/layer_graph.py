@@ -4,6 +4,8 @@ Owns which layers can be lanes, and the sentence that a user reads when one cann
 nothing but shapes.
 """
 
+from __future__ import annotations
+
 import copy
 import operator
 from collections.abc import Iterable

@@ -4,6 +4,8 @@ Read from a module by `layer_graph`; the sources and the head are made from them
 what the layer is or has. Legend: C channels, H, W image, F features.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self
