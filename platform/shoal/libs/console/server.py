@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.libs.console import films_api, live, run_api, runs_api
+from shoal.libs.console import films_api, live, runs_api
 from shoal.libs.console.access import Access, Guard
 from shoal.libs.console.answers import answer_json
 from shoal.libs.console.serving import cluster_api, endpoints_api, models_api, try_api
@@ -53,7 +53,6 @@ def build_app(access: Access) -> Guard:
         Route("/", lambda request: HTMLResponse(page)),
         Route("/api/session", _describe_session),
         *runs_api.ROUTES,
-        *run_api.ROUTES,
         *films_api.ROUTES,
         *live.ROUTES,
         Mount(f"/static/{version}", LastingFiles(directory=STATIC)),
