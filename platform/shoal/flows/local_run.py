@@ -11,14 +11,27 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from shoal.errors import RunError
+from shoal.errors import ConfigError, RunError
 from shoal.flows.actor_processes import ActorProcesses
+from shoal.network_address import is_loopback
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
 MEAN_RETURN = "mean_return"  # what such runs are compared by
 ACTORS_END_S = 5.0  # after the gateway has ended their sessions
+
+
+def require_local(spec: RLSpec) -> None:
+    """Raise ConfigError for what such a run cannot have."""
+    if spec.learn_from_endpoint:
+        problem = "such a run has no endpoint"
+        raise ConfigError("learn_from_endpoint", True, problem, "leave it out: its own actors teach it")
+    if spec.learner.replicas > 1:
+        raise ConfigError("learner.replicas", spec.learner.replicas, "such a run is one process", "use 1")
+    if spec.gateway.curve or not is_loopback(spec.gateway.host) or spec.gateway.port or spec.gateway.advertise:
+        problem = "such a run has a gateway of its own, at a free port of its own machine"
+        raise ConfigError("gateway", spec.gateway.host, problem, "leave out host, port, curve and advertise")
 
 
 class LocalRun:

@@ -39,7 +39,7 @@ def spec_of(**fields: Any) -> RLPopulationSpec:
         ({"space": {"hidden": "choice(8,16)"}}, "cannot change 'hidden' while it learns"),
         ({"space": {"algorithm.entropy_cost": "uniform(-1,1)"}}, "entropy_cost = -1.0"),
         ({"members": 1}, "needs 2 at least"),
-        ({"learner": {"replicas": 2}}, "share one process"),
+        ({"learner": {"replicas": 2}}, "is one process"),
         ({"gateway": {"port": 5555}}, "a free port"),
         ({"learn_from_endpoint": True}, "no endpoint"),
     ],

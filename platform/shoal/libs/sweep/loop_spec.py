@@ -15,11 +15,10 @@ from pydantic import Field
 
 from shoal.config import Spec
 from shoal.errors import ConfigError
-from shoal.extend.flows import MEAN_RETURN, ActorLearnerSpec, is_loop_job
+from shoal.extend.flows import MEAN_RETURN, ActorLearnerSpec, is_loop_job, require_local
 from shoal.extend.registry import AliasNames
 from shoal.extend.rl import RLSpec
 from shoal.extend.train import find_source_file, load_task_file, unload_if_changed
-from shoal.network_address import is_loopback
 from shoal.search.space import SearchSpace
 
 # Where a trial runs, how long, and what it leaves.
@@ -100,13 +99,7 @@ def require_loop_fields(loop: LoopTrialSpec, space: SearchSpace) -> None:
     if loop.stop == LoopStopSpec():
         problem = "has no number of steps or seconds: nothing says when to end a trial"
         raise ConfigError("stop", None, problem, "give stop.steps=100000, or stop.wall_s=60")
-    if loop.learn_from_endpoint:
-        raise ConfigError("learn_from_endpoint", True, "a trial has no endpoint", "leave it out: actors teach a trial")
-    if loop.learner.replicas > 1:
-        raise ConfigError("learner.replicas", loop.learner.replicas, "a trial is one process", "use 1")
-    if loop.gateway.curve or not is_loopback(loop.gateway.host) or loop.gateway.port or loop.gateway.advertise:
-        problem = "each trial has a gateway of its own, at a free port of its own machine"
-        raise ConfigError("gateway", loop.gateway.host, problem, "leave out host, port, curve and advertise")
+    require_local(loop)
     for path in space:
         if path.split(".")[0] in _SAME or path in _SAME_INNER:
             raise ConfigError(path, str(space[path]), "is the same in all trials of a sweep", "fix its value instead")

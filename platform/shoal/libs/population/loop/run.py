@@ -28,7 +28,7 @@ from shoal.libs.population.flow.rounds import (
     require_continuation,
 )
 from shoal.libs.population.loop.members import LoopMember, LoopMembers
-from shoal.libs.population.loop.spec import RLPopulationSpec, require_local
+from shoal.libs.population.loop.spec import RLPopulationSpec, require_members
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 
@@ -48,7 +48,7 @@ def check_rl_population(spec: RLPopulationSpec) -> ExperienceSpec:
     """Raises ConfigError with field, value and remedy for a run that could not work, SpecMismatch for another run's."""
     if spec.resume:
         require_continuation(spec, UNCHANGED)
-    require_local(spec)
+    require_members(spec)
     build_evolution(spec.evolution, spec.search_space, spec.members, num_rounds=spec.rounds)
     experience, _ = inspect_environment(spec)
     return experience

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pydantic import Field, model_validator
 
 from shoal.errors import ConfigError
-from shoal.extend.flows import MEAN_RETURN
+from shoal.extend.flows import MEAN_RETURN, require_local
 from shoal.extend.registry import AliasNames
 from shoal.extend.rl import RLSpec
 from shoal.libs.population.evolution import EvolutionSpec
 from shoal.libs.population.spec import Space
-from shoal.network_address import is_loopback
 from shoal.search.space import Options, SearchSpace, nest
 
 ALGORITHM = "algorithm."
@@ -99,17 +98,11 @@ class RLPopulationSpec(RLSpec):
         return spec.update(nest({**values, "learner.seed": self.learner.seed + member, "learner.device": device}))
 
 
-def require_local(spec: RLPopulationSpec) -> None:
-    """Raise ConfigError for what members in one process cannot have, and for values out of range."""
-    if spec.learn_from_endpoint:
-        raise ConfigError("learn_from_endpoint", True, "members have no endpoint", "leave it out")
+def require_members(spec: RLPopulationSpec) -> None:
+    """Raise ConfigError for what members cannot have, and for values out of range."""
+    require_local(spec)
     if spec.self_play.is_on:
         problem = "scores a member by opponents of its own, so that members cannot be compared"
         raise ConfigError("self_play", str(spec.self_play), problem, "leave it out")
-    if spec.learner.replicas > 1:
-        raise ConfigError("learner.replicas", spec.learner.replicas, "members share one process", "use 1")
-    if spec.gateway.curve or not is_loopback(spec.gateway.host) or spec.gateway.port or spec.gateway.advertise:
-        problem = "each member has a gateway of its own, at a free port of this machine"
-        raise ConfigError("gateway", spec.gateway.host, problem, "leave out host, port, curve and advertise")
     for unit in (0.0, 1.0):
         spec.make_member_spec(0, spec.search_space.from_unit([unit] * len(spec.space)))
