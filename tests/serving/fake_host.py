@@ -20,7 +20,7 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
-from shoal.open_inference.messages import BatchStatistics, InferenceStatistics, VersionStatistics
+from shoal.open_inference.messages import BatchStatistics, Duration, InferenceStatistics, VersionStatistics
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.messages.infer_call import Arrays, InferCall
 from shoal.serve.messages.inference import Prediction, RepositoryEntry
@@ -122,13 +122,14 @@ class FakeModel:
         done.last_inference = int(time.time() * 1000)
         done.inference_count += num_rows
         done.execution_count += 1
-        for duration in (done.inference_stats.success, done.inference_stats.compute_infer):
-            duration.count, duration.ns = duration.count + 1, duration.ns + ns
+        stats = done.inference_stats
+        stats.success = Duration(stats.success.count + 1, stats.success.ns + ns)
+        stats.compute_infer = Duration(stats.compute_infer.count + 1, stats.compute_infer.ns + ns)
         batch = next((each for each in done.batch_stats if each.batch_size == num_rows), None)
         if batch is None:
             batch = BatchStatistics(num_rows)
             done.batch_stats.append(batch)
-        batch.compute_infer.count, batch.compute_infer.ns = batch.compute_infer.count + 1, batch.compute_infer.ns + ns
+        batch.compute_infer = Duration(batch.compute_infer.count + 1, batch.compute_infer.ns + ns)
 
 
 class FakeHost:
