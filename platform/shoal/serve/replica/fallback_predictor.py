@@ -84,10 +84,6 @@ class FallbackPredictor:
         return self.now.loaded.size_limits
 
     @property
-    def newest(self) -> LoadedModel:
-        return self.now.loaded
-
-    @property
     def is_proven(self) -> bool:
         """Whether `now` has answered a request; without a version before it, it is the first one or has returned."""
         return self.before is None or self._requests > self._num_fallbacks

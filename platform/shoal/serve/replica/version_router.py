@@ -35,7 +35,7 @@ class Track:
         """The version itself, without its fallback; of a track that answers."""
         loaded = self.loaded
         assert loaded is not None
-        return loaded.newest if isinstance(loaded, FallbackPredictor) else loaded
+        return loaded.now.loaded if isinstance(loaded, FallbackPredictor) else loaded
 
 
 class BatchGroup(NamedTuple):
