@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from registered import LINEAR, SIGNATURE, constant, register
 from serving.faulty_models import NAN, RAISE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
-from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, tally, until
+from serving.replica_set import ReplicaSet, tally, until
 from shoal.batching.batcher import Batch
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
