@@ -22,8 +22,7 @@ from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES, bf16_bits
 from shoal.registry import Registry
 from shoal.serve.messages.counts import VersionCounts, merge
-from shoal.serve.messages.infer_call import InferCall
-from shoal.serve.messages.inference import Outputs
+from shoal.serve.messages.infer_call import InferCall, Outputs
 from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.shadow import ShadowTraffic

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from shoal.serve.http.routes import ADMIN_ACTIONS, UNAUTHENTICATED_ACTIONS, RouteAction, RouteTarget
     from shoal.serve.http.stream_guard import guard_stream
     from shoal.serve.messages.counts import SECONDS, Histogram, LibraryMetric
-    from shoal.serve.messages.infer_call import InferCall
+    from shoal.serve.messages.infer_call import InferCall, Outputs
     from shoal.serve.messages.inference import (
         ANONYMOUS,
         CLIENT_GONE,
         Caller,
         Disconnected,
         ModelManagerProtocol,
-        Outputs,
         ServedModelProtocol,
         TracerProtocol,
         format_origin,

@@ -188,11 +188,11 @@ class GrpcApp:
             self._limits.check_head(scope["path"], scope["headers"])
             if name not in UNAUTHENTICATED_METHODS:
                 self._servicer.require_known_key(call)
-            if method.streams:
-                with StreamLifecycle(self._in_progress, receive) as stream:
-                    await self._answer_stream(stream, call, reply)
-            else:
-                with RequestLifecycle(self._in_progress, receive) as progress:
+            with (StreamLifecycle if method.streams else RequestLifecycle)(self._in_progress, receive) as progress:
+                _apply_deadline(progress, call)
+                if isinstance(progress, StreamLifecycle):
+                    await self._answer_stream(progress, call, reply)
+                else:
                     reply.last_message = await self._answer_unary(progress, method, call)
         except Disconnected:
             return
@@ -206,7 +206,6 @@ class GrpcApp:
                 await reply.finish()
 
     async def _answer_unary(self, progress: RequestLifecycle, method: GrpcMethod, call: GrpcCall) -> bytes:
-        _apply_deadline(progress, call)
         body = await progress.read_body(None)
         if len(body) < HEAD_BYTES or len(body) - HEAD_BYTES != int.from_bytes(body[1:HEAD_BYTES], "big"):
             raise InferenceError(400, f"not one message of gRPC: a body of {len(body)} bytes")
@@ -217,8 +216,6 @@ class GrpcApp:
         return await self._servicer.model_infer(content, call)
 
     async def _answer_stream(self, progress: StreamLifecycle, call: GrpcCall, reply: _ResponseWriter) -> None:
-        _apply_deadline(progress, call)
-
         async def requests() -> AsyncGenerator[bytes, None]:
             while (frame := await progress.read_frame()) is not None:
                 yield await self._decompress(frame, call)

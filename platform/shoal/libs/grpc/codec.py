@@ -30,7 +30,7 @@ from shoal.extend.serve import REFUSED_PARAMETERS, RequestSchema, format_tensor_
 from shoal.libs.grpc import inference_pb2 as pb
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.infer_call import Arrays, InferCall
 
 # The field of InferTensorContents that holds the elements; FP16 and BF16 travel raw only.
 FIELDS = {
@@ -111,16 +111,25 @@ class GrpcCodec:
         names = tuple([output.name for output in request.outputs])  # never more than present: checked above
         for output in request.outputs:
             _reject_parameters(output.parameters, f"output {output.name!r}")
-        parameters = (
+        timeout_us, action, seed = (
             parameter_value(request.parameters[name]) if name in request.parameters else None
             for name in ("timeout", "action", "seed")
         )
         num_rows = self._schema.check_complete(arrays)
         return GrpcInferCall(
-            arrays, num_rows, wanted, request.id, *parameters, bool(raw), names=names, raw_sizes=tuple(sizes)
+            arrays,
+            num_rows,
+            wanted,
+            request.id,
+            timeout_us,
+            action,
+            seed,
+            bool(raw),
+            names=names,
+            raw_sizes=tuple(sizes),
         )
 
-    def encode(self, call: GrpcInferCall, outputs: Mapping[str, np.ndarray], version: int) -> bytes:
+    def encode(self, call: GrpcInferCall, outputs: Arrays, version: int) -> bytes:
         """Encode a ModelInferResponse with the requested outputs, in their order, or all in the model's."""
         names = call.names or tuple(self._datatypes)
         arrays = [(name, self._datatypes[name], outputs[name]) for name in names]

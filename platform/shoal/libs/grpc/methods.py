@@ -102,16 +102,17 @@ METHODS = {
     )
     for each in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
 }
-# Of those that are no inferences: what REST does, and the JSON of the message around the JSON of its answer.
+# Of those that are no inferences: what REST does, and the JSON of the message, where it is around that of the answer.
 ACTIONS = {
-    "ServerLive": (RouteAction.LIVE, b"%b"),
-    "ServerReady": (RouteAction.READY, b"%b"),
-    "ServerMetadata": (RouteAction.SERVER, b"%b"),
-    "ModelReady": (RouteAction.MODEL_READY, b"%b"),
-    "ModelMetadata": (RouteAction.MODEL, b"%b"),
-    "ModelConfig": (RouteAction.MODEL_CONFIG, b'{"config": %b}'),
-    "ModelStatistics": (RouteAction.STATISTICS, b"%b"),
-    "RepositoryIndex": (RouteAction.INDEX, b'{"models": %b}'),
-    "RepositoryModelLoad": (RouteAction.LOAD, b"%b"),
-    "RepositoryModelUnload": (RouteAction.UNLOAD, b"%b"),
+    "ServerLive": RouteAction.LIVE,
+    "ServerReady": RouteAction.READY,
+    "ServerMetadata": RouteAction.SERVER,
+    "ModelReady": RouteAction.MODEL_READY,
+    "ModelMetadata": RouteAction.MODEL,
+    "ModelConfig": RouteAction.MODEL_CONFIG,
+    "ModelStatistics": RouteAction.STATISTICS,
+    "RepositoryIndex": RouteAction.INDEX,
+    "RepositoryModelLoad": RouteAction.LOAD,
+    "RepositoryModelUnload": RouteAction.UNLOAD,
 }
+FORMS = {"ModelConfig": b'{"config": %b}', "RepositoryIndex": b'{"models": %b}'}

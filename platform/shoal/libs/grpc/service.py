@@ -57,7 +57,7 @@ from shoal.libs.grpc.codec import (
     encode_field_head,
     parameter_value,
 )
-from shoal.libs.grpc.methods import ACTIONS, GrpcCall, GrpcMethod
+from shoal.libs.grpc.methods import ACTIONS, FORMS, GrpcCall, GrpcMethod
 
 M = TypeVar("M", bound=Message)
 
@@ -94,7 +94,7 @@ class InferenceServicer:
 
     async def describe(self, method: GrpcMethod, request: Any, call: GrpcCall) -> Message:
         """Answer a method that is no inference, as REST does. What is unknown is not ready; that is no error here."""
-        action, form = ACTIONS[method.name]
+        action, form = ACTIONS[method.name], FORMS.get(method.name, b"%b")
         fields = {each.name for each in request.DESCRIPTOR.fields}
         name = request.name if "name" in fields else request.model_name if "model_name" in fields else None
         target = RouteTarget(action, "POST", name or None, request.version if "version" in fields else None)

@@ -47,6 +47,9 @@ class AdminApi:
 
     def __init__(self, controller: EndpointController, registry: str, options: Callable[[str], ModelOptions]) -> None:
         self._controller = controller
+        self._models = controller.state.models
+        self._live = controller.live
+        self._wait_until = controller.wait_until
         self._registry = registry
         self._options = options
 
@@ -70,7 +73,7 @@ class AdminApi:
                 await self._delete(change, by)
             case "metric":
                 self._record_metric(change)
-        await self._controller.wait_until(self._controller.is_applied_everywhere, change.timeout_s)
+        await self._wait_until(self._controller.is_applied_everywhere, change.timeout_s)
         return change.model
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
@@ -95,7 +98,7 @@ class AdminApi:
 
     async def _deploy(self, change: ChangeRequest, by: str, kind: str = "deploy") -> None:
         controller, name = self._controller, change.model
-        model = controller.state.models.get(name)
+        model = self._models.get(name)
         before = model.deployment if model else Deployment(name, self._registry)
         if before.is_live:
             problem = f"model {name!r} follows the weights of a run, which selects its versions and its options"
@@ -122,7 +125,7 @@ class AdminApi:
         try:
             await self._wait_until_stable(change, version, deployment.options)
         except InferenceError:
-            now = controller.state.models.get(name)
+            now = self._models.get(name)
             if now is not None and model is None and not now.rollout.stable:
                 controller.remove_model(name, by, "it could not be loaded")
             raise
@@ -154,7 +157,7 @@ class AdminApi:
             self._controller.record_event(change.action, name, version, rollout.stable, by, reason)
             self._controller.adjust_rollout(name, adjusted)
         elif version == NEWEST:
-            self._controller.live.share(name, shares, change.action, by, append_shares(change.reason, shares))
+            self._live.share(name, shares, change.action, by, append_shares(change.reason, shares))
         else:
             self._controller.begin_rollout(
                 name, version, Goal.CANARY, kind=change.action, by=by, why=change.reason, shares=shares
@@ -189,7 +192,7 @@ class AdminApi:
             if model.rollout.stable == NEWEST and not model.rejected:
                 problem = f"model {name!r} follows the weights of its run already, and none are rejected"
                 raise InferenceError(409, problem)
-            self._controller.live.follow(name, by, change.reason)
+            self._live.follow(name, by, change.reason)
             return
         rollout = model.rollout
         version = (
@@ -216,17 +219,16 @@ class AdminApi:
 
     async def _wait_until_staged(self, change: ChangeRequest, model: ModelState) -> None:
         """Wait for replicas that joined after the candidate was opened and still stage it."""
-        models = self._controller.state.models
         candidate = model.rollout.candidate
         attempt = model.rollout.attempt
 
         def over() -> bool:
-            is_open = models.get(change.model) is model and model.rollout.phase is Phase.CANARY
+            is_open = self._models.get(change.model) is model and model.rollout.phase is Phase.CANARY
             return not is_open or self._controller.has_candidate(change.model)
 
-        if not await self._controller.wait_until(over, change.timeout_s):
+        if not await self._wait_until(over, change.timeout_s):
             raise InferenceError(503, f"not every replica had staged version {candidate} after {change.timeout_s:g} s")
-        if models.get(change.model) is not model:
+        if self._models.get(change.model) is not model:
             raise InferenceError(409, f"model {change.model!r} was deleted meanwhile")
         if model.rollout.phase is not Phase.CANARY or model.rollout.attempt != attempt:
             raise InferenceError(409, f"version {candidate} of {change.model!r} is no candidate any more")
@@ -251,7 +253,7 @@ class AdminApi:
         if rollout.phase is Phase.CANARY:
             self._controller.drop_candidate(name, "rollback", by, reason)
             self._controller.tick()  # begin the alias's present version, and wait for it
-            await self._controller.wait_until(lambda: self._is_idle(name), change.timeout_s)
+            await self._wait_until(lambda: self._is_idle(name), change.timeout_s)
             return
         if rollout.phase is Phase.STAGING:
             self._controller.abandon_candidate(name, by, reason)
@@ -276,37 +278,32 @@ class AdminApi:
         stay: pin the version that answers
         """
         name = change.model
-        live = self._controller.live
-        models = self._controller.state.models
-        with live.freeze(name):
-            if not await self._controller.wait_until(self._controller.is_applied_everywhere, change.timeout_s):
+        with self._live.freeze(name):
+            if not await self._wait_until(self._controller.is_applied_everywhere, change.timeout_s):
                 raise InferenceError(503, f"not every replica reported its versions after {change.timeout_s:g} s")
-            if name not in models:
+            if name not in self._models:
                 raise InferenceError(409, f"model {name!r} was deleted meanwhile")
-            require_from_version(change, max(live.answering(name), default=0))
-            version = (
-                max(live.answering(name), default=0) if stay else self._select_pinned_version(name, change.version_ref)
-            )
+            require_from_version(change, self._live.find_newest(name))
+            version = self._live.find_newest(name) if stay else self._select_pinned_version(name, change.version_ref)
             if not version:
                 raise InferenceError(409, f"model {name!r} has no weights yet")
-            live.pin(name, version, by, reason)
+            self._live.pin(name, version, by, reason)
 
         def everywhere() -> bool:
-            return name not in models or set(live.answering(name)) == {version}
+            return name not in self._models or set(self._live.answering(name)) == {version}
 
-        if not await self._controller.wait_until(everywhere, change.timeout_s):
-            late = sorted(set(live.answering(name)) - {version})
+        if not await self._wait_until(everywhere, change.timeout_s):
+            late = sorted(set(self._live.answering(name)) - {version})
             problem = f"version {version} of {name!r} did not answer everywhere after {change.timeout_s:g} s"
             raise InferenceError(503, f"{problem}: some replicas still answer with {late}")
 
     def _select_pinned_version(self, name: str, requested: str) -> int:
         """The named version, or the one before the version that answers. Raises InferenceError (409)."""
-        live = self._controller.live
-        available, answering = live.available(name), max(live.answering(name), default=0)
+        available, answering = self._live.available(name), self._live.find_newest(name)
         there = ", ".join(map(str, available)) or "none"
         if requested and requested not in map(str, available):
             raise InferenceError(409, f"version {requested} of {name!r} is not available; available: {there}")
-        version = int(requested) if requested else live.before(name, answering)
+        version = int(requested) if requested else self._live.before(name, answering)
         if not version:
             raise InferenceError(
                 409,
@@ -323,7 +320,7 @@ class AdminApi:
         def gone() -> bool:
             return all(change.model not in report.models for report in reports.values())
 
-        if not await self._controller.wait_until(gone, change.timeout_s):
+        if not await self._wait_until(gone, change.timeout_s):
             raise InferenceError(503, f"model {change.model!r} is still answering what it has; it will then be gone")
 
     def _record_metric(self, change: ChangeRequest) -> None:
@@ -345,25 +342,24 @@ class AdminApi:
     def _judge_newest(self, change: ChangeRequest, model: ModelState, reason: str) -> None:
         """Judge the version that answers, an earlier one (no rollback then returns to it), or the newest."""
         name = change.model
-        live = self._controller.live
         rollout = model.rollout
-        candidates = live.candidates(name) if rollout.phase is Phase.CANARY else []
+        candidates = self._live.candidates(name) if rollout.phase is Phase.CANARY else []
         version = (
             int(change.version_ref)
             if change.version_ref.isdigit()
-            else max(candidates or live.answering(name), default=0)
+            else max(candidates or self._live.answering(name), default=0)
         )
         is_pinned = rollout.stable == version or (rollout.stable != NEWEST and rollout.phase is Phase.STEADY)
-        if reason and version in live.available(name) and not is_pinned:
-            if version in live.answering(name) and not live.before(name, version):
+        if reason and version in self._live.available(name) and not is_pinned:
+            if version in self._live.answering(name) and not self._live.before(name, version):
                 raise InferenceError(409, f"{reason}; but no version of {name!r} before {version} is available")
-            live.reject(name, version, reason)
+            self._live.reject(name, version, reason)
 
     async def _wait_until_stable(
         self, change: ChangeRequest, version: int, options: Mapping[str, Any] | None = None
     ) -> None:
         def is_done() -> bool:
-            model = self._controller.state.models.get(change.model)
+            model = self._models.get(change.model)
             if model is None or not model.rollout.is_open or model.rollout.stable != version:
                 return False
             return options is None or model.deployment.options == options
@@ -382,25 +378,25 @@ class AdminApi:
     async def _wait_for_end(self, change: ChangeRequest, succeeded: Callable[[], bool], version: int) -> None:
         """Wait for the end of a rollout. Raises InferenceError: 409 with the reason of a failure, 503 after the
         timeout."""
-        models, name = self._controller.state.models, change.model
-        if not await self._controller.wait_until(lambda: succeeded() or self._is_idle(name), change.timeout_s):
+        name = change.model
+        if not await self._wait_until(lambda: succeeded() or self._is_idle(name), change.timeout_s):
             problem = f"version {version} of {name!r} was not ready after {change.timeout_s:g} s: see status"
             raise InferenceError(503, problem)
-        if name not in models:  # by another, or by a tick, since it could not be loaded
+        if name not in self._models:  # by another, or by a tick, since it could not be loaded
             events = [each for each in self._controller.state.events if (each.kind, each.model) == ("delete", name)]
             raise InferenceError(409, f"model {name!r} was deleted meanwhile: {events[-1].reason if events else ''}")
         if not succeeded():
-            raise InferenceError(409, f"version {version} of {name!r} was not taken: {models[name].rollout.reason}")
+            raise InferenceError(
+                409, f"version {version} of {name!r} was not taken: {self._models[name].rollout.reason}"
+            )
 
     def _is_idle(self, name: str) -> bool:
-        models = self._controller.state.models
-        return name not in models or models[name].rollout.is_open
+        return name not in self._models or self._models[name].rollout.is_open
 
     def _get_model(self, name: str) -> ModelState:
-        models = self._controller.state.models
-        if name not in models:
-            raise unknown_model(name, models)
-        return models[name]
+        if name not in self._models:
+            raise unknown_model(name, self._models)
+        return self._models[name]
 
     def _require_open(self, model: ModelState) -> None:
         rollout = model.rollout

@@ -65,8 +65,9 @@ class Assignments:
         self._store = store
         self._clock = store.clock
         self._state, self._reports = store.state, store.reports
+        self._models, self._placement = store.state.models, store.state.placement
         store.has_peers = memory_bytes is not None
-        holders = [(name, each) for name, replicas in self._state.placement.items() for each in replicas]
+        holders = [(name, each) for name, replicas in self._placement.items() for each in replicas]
         self._since_s = dict.fromkeys(holders, self._clock())
         self._known: dict[tuple[str, str, int], VersionDescription] = {}
         self._has_unread = False  # a version that the registry does not describe now
@@ -90,19 +91,19 @@ class Assignments:
         if not self.is_on_demand(model):
             return replace(plan, size_bytes=size_bytes)
         staged = (plan.stable,) if model.rollout.phase is Phase.FLIPPING else plan.staged
-        replicas = tuple(self._state.placement.get(plan.name, ()))
+        replicas = tuple(self._placement.get(plan.name, ()))
         signature = model.described.signature if model.described is not None else None
         return replace(plan, staged=staged, replicas=replicas, size_bytes=size_bytes, signature=signature)
 
     def select(self, name: str, reports: Iterable[ReplicaReport]) -> list[ReplicaReport]:
-        model = self._state.models[name]
+        model = self._models[name]
         if not self.is_on_demand(model):
             return list(reports)
-        replicas = self._state.placement.get(name, ())
+        replicas = self._placement.get(name, ())
         return [report for report in reports if report.replica in replicas]
 
     def list_models(self, report: ReplicaReport) -> list[str]:
-        return [name for name in self._state.models if self.select(name, [report])]
+        return [name for name in self._models if self.select(name, [report])]
 
     def find_error(self, name: str) -> str:
         """The reason why a model could not be loaded; "" if it could."""
@@ -119,12 +120,12 @@ class Assignments:
             self._store.commit()
         now_s = self._clock()
         for name, model in report.models.items():
-            if name in self._state.models:
+            if name in self._models:
                 self._receive_model(name, report.replica, model, now_s)
         self._shrink(report.replica)
 
     def _receive_model(self, name: str, replica: str, model: ModelReport, now_s: float) -> None:
-        key, rollout = (name, replica), self._state.models[name].rollout
+        key, rollout = (name, replica), self._models[name].rollout
         for rejected in model.rejected:
             if rejected.version == rollout.stable and rollout.is_open and key in self._since_s:
                 self._fail(name, replica, rejected.reason)
@@ -144,18 +145,18 @@ class Assignments:
     def count_lost(self, replica: str) -> None:
         """Count a lost replica against the rollouts of its models, and against the models that it was loading."""
         self._state.count_lost_replica(self.list_models(self._reports[replica]))
-        for name in list(self._state.placement):
+        for name in list(self._placement):
             self._count_lost_load(name, replica)
 
     def _count_lost_load(self, name: str, replica: str) -> None:
         """A load may kill its replica, as by its memory: requests for the model would then kill one after the other."""
         is_loading = (name, replica) in self._since_s and not self._has_loaded(name, replica)
-        if not is_loading or not self._state.models[name].rollout.is_open:  # a rollout counts them itself
+        if not is_loading or not self._models[name].rollout.is_open:  # a rollout counts them itself
             return
         lost = self._lost_loading[name]
         lost.add(replica)
         if len(lost) >= MAX_LOST_LOADING:
-            for other in lost.intersection(self._state.placement[name]) - {replica}:
+            for other in lost.intersection(self._placement[name]) - {replica}:
                 self._unassign(name, other)
             self._fail(name, replica, f"{len(lost)} replicas were lost while they loaded it")
 
@@ -191,10 +192,10 @@ class Assignments:
 
         def is_loaded() -> bool:
             reports = self.select(name, self._reports.values()) if self.request(name) else []
-            stable = self._state.models[name].rollout.stable
+            stable = self._models[name].rollout.stable
             return any(report.models[name].version == stable for report in reports if name in report.models)
 
-        model = self._state.models.get(name)
+        model = self._models.get(name)
         if model is not None and self.is_on_demand(model) and not await self._store.wait_until(is_loaded, timeout_s):
             problem = f"model {name!r} was not loaded after {timeout_s:g} s: every replica uses what it has"
             raise InferenceError(503, problem, retry_after_s=5.0)
@@ -206,16 +207,16 @@ class Assignments:
 
         Raises InferenceError: 404 for an unknown model, 503 for one that does not load or is too large.
         """
-        model = self._state.models.get(name)
+        model = self._models.get(name)
         if model is None:
-            raise unknown_model(name, self._state.models)
+            raise unknown_model(name, self._models)
         for replica in lost:
             self._count_lost_load(name, replica)
         failed, now_s = self._failed.get(name), self._clock()
         if failed is not None and now_s < failed.until_s:
             problem = f"model {name!r} cannot be loaded: the endpoint's status has why"
             raise InferenceError(503, problem, retry_after_s=failed.until_s - now_s)
-        holders, reachable = set(self._state.placement.get(name, ())), {caller, *self._state.addresses} - set(lost)
+        holders, reachable = set(self._placement.get(name, ())), {caller, *self._state.addresses} - set(lost)
         if not self.is_on_demand(model) or holders & reachable:
             return True
         size_bytes, memory = self._total_bytes(name, model), self._build_memory(holders)
@@ -236,11 +237,11 @@ class Assignments:
         endpoint was deployed with), or it replaces a version that cannot be loaded, or alongside which it does not fit.
         Returns None where the next step depends on the replicas' reports.
         """
-        model = self._state.models[name]
+        model = self._models[name]
         rollout = model.rollout
         if not self.is_on_demand(model) or rollout.phase is not Phase.STAGING:
             return None
-        holders = list(self._state.placement.get(name, ()))
+        holders = list(self._placement.get(name, ()))
         if not holders and not rollout.stable and not model.is_added:
             return Proceed()
         self._failed.pop(name, None)  # another version may load
@@ -273,14 +274,14 @@ class Assignments:
         if self._has_unread:
             self._has_unread = False
             self._store.commit()
-        for name in [each for each in self._state.placement if not self.is_on_demand(self._state.models[each])]:
+        for name in [each for each in self._placement if not self.is_on_demand(self._models[each])]:
             self._forget_placement(name)  # it is pinned by now
         now_s = self._clock()
         if self._memory_bytes is None or now_s - self._spread_s < SPREAD_EVERY_S:
             return
         self._spread_s = now_s
-        for name, replicas in list(self._state.placement.items()):
-            model = self._state.models[name]
+        for name, replicas in list(self._placement.items()):
+            model = self._models[name]
             if not replicas or len(replicas) >= len(self._reports) or not model.rollout.is_open:
                 continue
             rate = sum(use.requests_per_s for (each, _), use in self._uses.items() if each == name)
@@ -297,18 +298,18 @@ class Assignments:
     def _assign(self, name: str, replica: str, evicted: Iterable[str]) -> None:
         for each in evicted:
             self._unassign(each, replica)
-        self._state.placement.setdefault(name, []).append(replica)
+        self._placement.setdefault(name, []).append(replica)
         self._since_s[name, replica] = self._clock()
         self._store.commit()
 
     def _unassign(self, name: str, replica: str) -> None:
         del self._since_s[name, replica]
-        self._state.placement[name].remove(replica)
-        if not self._state.placement[name]:
-            del self._state.placement[name]
+        self._placement[name].remove(replica)
+        if not self._placement[name]:
+            del self._placement[name]
 
     def _forget_placement(self, name: str) -> None:
-        for replica in list(self._state.placement.get(name, ())):
+        for replica in list(self._placement.get(name, ())):
             self._unassign(name, replica)
 
     def _fail(self, name: str, replica: str, reason: str) -> None:
@@ -343,7 +344,7 @@ class Assignments:
         return {name: ReplicaMemory(capacity_bytes, each) for name, each in models.items()}
 
     def _build_resident(self, name: str, replica: str) -> ResidentModel:
-        now_s, model = self._clock(), self._state.models[name]
+        now_s, model = self._clock(), self._models[name]
         since_s, use = self._since_s[name, replica], self._uses.get((name, replica))
         report = self._reports[replica].models.get(name)
         waiting = 0 if report is None or report.residency is None else report.residency.waiting + report.queued_rows
@@ -353,7 +354,7 @@ class Assignments:
             idle_s=now_s - max(since_s, use.used_s if use is not None else since_s),
             age_s=now_s - since_s,
             is_in_use=not self._has_loaded(name, replica) or waiting > 0 or not model.rollout.is_open,
-            has_copy=len(self._state.placement[name]) > 1,
+            has_copy=len(self._placement[name]) > 1,
         )
 
     def _has_loaded(self, name: str, replica: str) -> bool:
@@ -364,7 +365,7 @@ class Assignments:
     def _capacity_bytes(self) -> int:
         """The memory of a replica beyond the models that it always has."""
         pinned_bytes = 0
-        for name, model in self._state.models.items():
+        for name, model in self._models.items():
             if not (model.deployment.is_live or self.is_on_demand(model)):
                 pinned_bytes += self._total_bytes(name, model)
         return (self._memory_bytes or 0) - pinned_bytes

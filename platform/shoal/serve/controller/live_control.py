@@ -88,6 +88,10 @@ class LiveControl:
         """The versions with which the replicas answer."""
         return [model.version for model in self._store.list_reports(name) if model.version]
 
+    def find_newest(self, name: str) -> int:
+        """The newest of these; 0 for none."""
+        return max(self.answering(name), default=0)
+
     def candidates(self, name: str) -> list[int]:
         return [model.candidate for model in self._store.list_reports(name) if model.candidate]
 
@@ -117,7 +121,7 @@ class LiveControl:
         """Let every replica answer with an available version until `follow` is called."""
         model = self._models[name]
         model.retained = version
-        self._store.record_event("pin", name, version, max(self.answering(name), default=0) or None, by, reason)
+        self._store.record_event("pin", name, version, self.find_newest(name) or None, by, reason)
         self._store.set_rollout(name, repoint(model.rollout, version, None, time.time()))
 
     def follow(self, name: str, by: str, reason: str) -> None:

@@ -105,7 +105,7 @@ class EndpointPlan:
     """
 
     generation: int = 0
-    models: tuple[ModelPlan, ...] = field(default=())
+    models: tuple[ModelPlan, ...] = ()
     certificate_expires_at: float = 0.0
     addresses: Mapping[str, str] = field(default_factory=dict)
     peer_token: str = field(default="", repr=False)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
+Outputs = dict[str, np.ndarray]
 
 
 class InferCall(msgspec.Struct, gc=False):

@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, Protocol, Self
 
-import numpy as np
-
 from shoal.batching.batcher import PendingBatch, Prediction
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.auth_failures import MAX_CHARS
-from shoal.serve.messages.infer_call import Arrays, InferCall
+from shoal.serve.messages.infer_call import Arrays, InferCall, Outputs
 from shoal.serve.spec.model_options import ModelOptions
 
-Outputs = dict[str, np.ndarray]
 EMPTY_BYTES = getsizeof(b"")
 CLIENT_GONE = 499  # the status of a request whose client has disconnected
 _FROM = " from "

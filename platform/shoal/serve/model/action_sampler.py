@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.errors import ConfigError, InferenceError
 from shoal.registry.manifest import ModelFactory, Signature
-from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.infer_call import InferCall, Outputs
 
 ACTIONS = ("best", "sampled")
 MAX_SEED = 2**63
@@ -31,7 +31,7 @@ class ActionSampler:
         self._splits = np.cumsum(kwargs.get("action_sizes") or [0])[:-1]
         self._low, self._high = (np.array(kwargs.get(name), np.float64) for name in ("action_low", "action_high"))
 
-    def act(self, outputs: dict[str, np.ndarray], call: InferCall) -> dict[str, np.ndarray]:
+    def act(self, outputs: Outputs, call: InferCall) -> Outputs:
         """The outputs of a call, where it samples with other actions, drawn by its seed. A call without a seed gets one
         here, so that its shadow draws the same."""
         if call.action == "best" or (call.action is None and not self.is_default):

@@ -10,7 +10,7 @@ import numpy as np
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorMetadata
-from shoal.serve.messages.infer_call import Arrays
+from shoal.serve.messages.infer_call import Arrays, Outputs
 
 _BF16_EXPONENT = 0x7F80  # all ones: infinite or NaN
 
@@ -47,7 +47,7 @@ class OutputCheck:
             for spec in outputs
         ]
 
-    def validate(self, given: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+    def validate(self, given: Arrays, num_rows: int) -> Outputs:
         """Return the signature's outputs in its order. Raises InferenceError (500)."""
         outputs = {}
         for spec, dtype, dimension, is_finite in self._specs:
@@ -63,7 +63,7 @@ class OutputCheck:
             outputs[name] = array
         return outputs
 
-    def make_empty_outputs(self) -> dict[str, np.ndarray]:
+    def make_empty_outputs(self) -> Outputs:
         """Build the answer to a request without rows."""
         return {
             spec.name: np.empty([max(size, 0) for size in _insert_rows(spec.shape, dimension, 0)], dtype)

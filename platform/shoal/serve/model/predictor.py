@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +23,7 @@ from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.code_import import activate_code
 from shoal.registry.manifest import ModelFactory, Signature
 from shoal.runs.formatting import format_size
-from shoal.serve.messages.infer_call import Arrays
+from shoal.serve.messages.infer_call import Arrays, Outputs
 from shoal.serve.model.action_sampler import ActionSampler, make_sampler
 from shoal.serve.model.column_drift import ColumnDrift, CountColumns
 from shoal.serve.model.device import devices, is_device_lost, select_fastest, time_forwards
@@ -233,14 +232,12 @@ class LoadedModel:
         if steps.preprocess is None:  # a hook's arrays are no request's
             self.size_limits = getattr(forward, "limits", None)
 
-    def predict(self, request: Arrays) -> dict[str, np.ndarray]:
+    def predict(self, request: Arrays) -> Outputs:
         """Answer one request as `predict_batch` does, without its counts."""
         inputs = {name: request[name] for name in self._input_names}
         return self._predict(inputs, len(inputs[self._input_names[0]]))
 
-    def predict_batch(
-        self, requests: Sequence[Arrays], count_columns: CountColumns | None = None
-    ) -> list[dict[str, np.ndarray]]:
+    def predict_batch(self, requests: Sequence[Arrays], count_columns: CountColumns | None = None) -> list[Outputs]:
         """Answer several requests of one bucket as one batch along the first dimension, or as several where that saves
         more padding than it costs (see `padding_cost`).
 
@@ -252,7 +249,7 @@ class LoadedModel:
         cost = self._steps.padding_cost
         if cost is None:
             return self._predict_collated(requests, count_columns)
-        answers: dict[int, dict[str, np.ndarray]] = {}
+        answers: dict[int, Outputs] = {}
         for part in cost.split_batch(requests):
             chosen = [requests[index] for index in part]
             began_s = time.perf_counter()
@@ -260,9 +257,7 @@ class LoadedModel:
             cost.observe(chosen, time.perf_counter() - began_s)
         return [answers[index] for index in range(len(requests))]
 
-    def _predict_collated(
-        self, requests: Sequence[Arrays], count_columns: CountColumns | None
-    ) -> list[dict[str, np.ndarray]]:
+    def _predict_collated(self, requests: Sequence[Arrays], count_columns: CountColumns | None) -> list[Outputs]:
         drift = self._steps.drift
         if len(requests) == 1:
             inputs = requests[0]
@@ -281,7 +276,7 @@ class LoadedModel:
             count_columns(self.version, drift.count(inputs))
         return answers
 
-    def _predict(self, rows: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+    def _predict(self, rows: Outputs, num_rows: int) -> Outputs:
         steps, layout = self._steps, self._layout
         if num_rows == 0:
             return layout.to_batch_first(steps.check.make_empty_outputs(), 0)

@@ -32,10 +32,9 @@ from shoal.batching.batcher import Prediction
 from shoal.errors import InferenceError
 from shoal.open_inference.messages import TensorMetadata
 from shoal.registry.manifest import Signature
-from shoal.serve.messages.infer_call import InferCall
+from shoal.serve.messages.infer_call import InferCall, Outputs
 from shoal.serve.messages.inference import (
     Caller,
-    Outputs,
     RequestTraceProtocol,
     ServedModelProtocol,
     TracerProtocol,

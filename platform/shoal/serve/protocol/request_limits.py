@@ -62,22 +62,23 @@ class RequestLimits:
 
         Raises InferenceError: 415 for another encoding, 413 when too large, 400 when damaged or incomplete.
         """
-        window_bits = WINDOW_BITS.get(encoding.strip().lower())
+        window_bits, name = WINDOW_BITS.get(encoding.strip().lower()), encoding.decode("latin-1")
         if window_bits is None:
-            shown = encoding[:40].decode("latin-1")
-            raise InferenceError(415, f"Content-Encoding {shown!r} is not supported; gzip, deflate and identity are")
+            raise InferenceError(
+                415, f"Content-Encoding {name[:40]!r} is not supported; gzip, deflate and identity are"
+            )
         decompressor = zlib.decompressobj(window_bits)
         try:
             plain = decompressor.decompress(body, self.max_body_bytes + 1)
         except zlib.error as error:
-            raise InferenceError(400, f"the body is not {encoding.decode('latin-1')}: {error}") from None
+            raise InferenceError(400, f"the body is not {name}: {error}") from None
         if len(plain) > self.max_body_bytes:
             raise InferenceError(413, f"the body is larger than the limit of {self.max_body_bytes} bytes")
         if not decompressor.eof:
-            raise InferenceError(400, f"the body ends before its {encoding.decode('latin-1')} does")
+            raise InferenceError(400, f"the body ends before its {name} does")
         if decompressor.unused_data:
             behind = len(decompressor.unused_data)
-            raise InferenceError(400, f"there are {behind} bytes after the end of the {encoding.decode('latin-1')}")
+            raise InferenceError(400, f"there are {behind} bytes after the end of the {name}")
         return plain
 
 

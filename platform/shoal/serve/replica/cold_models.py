@@ -27,8 +27,8 @@ from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.counts import merge
 from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
-from shoal.serve.messages.infer_call import InferCall
-from shoal.serve.messages.inference import Outputs, Relayed, size_bytes
+from shoal.serve.messages.infer_call import InferCall, Outputs
+from shoal.serve.messages.inference import Relayed, size_bytes
 from shoal.serve.messages.model_errors import undescribed_model, unknown_model
 from shoal.serve.messages.replica_report import ModelReport, PeerReport, Residency
 from shoal.serve.protocol.pipeline import (

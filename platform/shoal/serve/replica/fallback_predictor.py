@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from shoal.errors import InferenceError
 from shoal.serve.controller.canary_guard import NUM_COMPARED, Evidence, judge, latency_ratio
-from shoal.serve.messages.infer_call import Arrays
+from shoal.serve.messages.infer_call import Arrays, Outputs
 from shoal.serve.model.column_drift import CountColumns
 from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.predictor import LoadedModel
@@ -32,7 +30,7 @@ class Answered(NamedTuple):
     is_alone: no other version has computed the batch, so its time is this version's
     """
 
-    outputs: list[dict[str, np.ndarray]]
+    outputs: list[Outputs]
     version: int
     is_alone: bool
 
@@ -84,10 +82,6 @@ class FallbackPredictor:
     @property
     def size_limits(self) -> InputLimits | None:
         return self.now.loaded.size_limits
-
-    @property
-    def newest(self) -> LoadedModel:
-        return self.now.loaded
 
     @property
     def is_proven(self) -> bool:

@@ -22,7 +22,6 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 
 from shoal.batching.batcher import Prediction
 from shoal.errors import ConnectionLost, InferenceError, RequestLost
@@ -30,8 +29,7 @@ from shoal.network_address import watch_host
 from shoal.open_inference.binary_tensors import from_binary, to_binary
 from shoal.open_inference.messages import Error, InferRequest, InferResponse, InputTensor, Parameters, RequestedOutput
 from shoal.serve.http.routes import PEERS_PATH
-from shoal.serve.messages.infer_call import InferCall
-from shoal.serve.messages.inference import Outputs
+from shoal.serve.messages.infer_call import InferCall, Outputs
 from shoal.serve.protocol.pipeline import BATCH_HEADER, GENERATION_HEADER, PEER_HEADER, TENANT_HEADER
 from shoal.serve.protocol.request_lifecycle import Send
 
@@ -225,7 +223,7 @@ def decode_answer(status: int, headers: Mapping[str, str], body: bytes) -> Predi
             raise InferenceError(status, error.error, wait_s, error.field)
         length = int(headers["inference-header-content-length"])
         head, rest = _decode(body[:length]), memoryview(body)[length:]
-        outputs: dict[str, np.ndarray] = {}
+        outputs: Outputs = {}
         for tensor in head.outputs:
             size = int((tensor.parameters or {})["binary_data_size"])
             outputs[tensor.name] = from_binary(tensor.name, tensor.datatype, tensor.shape, rest[:size], role="output")

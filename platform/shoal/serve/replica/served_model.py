@@ -22,8 +22,8 @@ from shoal.open_inference.messages import VersionStatistics
 from shoal.registry.manifest import Signature
 from shoal.serve.messages.counts import LibraryMetric, merge
 from shoal.serve.messages.desired_state import ModelPlan
-from shoal.serve.messages.infer_call import InferCall
-from shoal.serve.messages.inference import CLIENT_GONE, Outputs, ServedModelProtocol, TracerProtocol, size_bytes
+from shoal.serve.messages.infer_call import InferCall, Outputs
+from shoal.serve.messages.inference import CLIENT_GONE, ServedModelProtocol, TracerProtocol, size_bytes
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters

@@ -15,8 +15,8 @@ import numpy as np
 
 from shoal.errors import Closed, InferenceError
 from shoal.open_inference.datatypes import bf16_values
-from shoal.serve.messages.infer_call import Arrays, InferCall
-from shoal.serve.messages.inference import Outputs, size_bytes
+from shoal.serve.messages.infer_call import Arrays, InferCall, Outputs
+from shoal.serve.messages.inference import size_bytes
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
 from shoal.serve.replica.model_statistics import ModelStatistics

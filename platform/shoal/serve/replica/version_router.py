@@ -14,8 +14,7 @@ from typing import NamedTuple
 from shoal.batching.batcher import Batcher, PendingBatch
 from shoal.errors import InferenceError
 from shoal.serve.messages.desired_state import NO_SHARES, TrafficShares
-from shoal.serve.messages.infer_call import InferCall
-from shoal.serve.messages.inference import Outputs
+from shoal.serve.messages.infer_call import InferCall, Outputs
 from shoal.serve.messages.model_errors import unknown_version
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.fallback_predictor import FallbackPredictor
@@ -36,7 +35,7 @@ class Track:
         """The version itself, without its fallback; of a track that answers."""
         loaded = self.loaded
         assert loaded is not None
-        return loaded.newest if isinstance(loaded, FallbackPredictor) else loaded
+        return loaded.now.loaded if isinstance(loaded, FallbackPredictor) else loaded
 
 
 class BatchGroup(NamedTuple):

@@ -22,7 +22,7 @@ from shoal.open_inference.messages import PLATFORM, ModelMetadata, ServerMetadat
 from shoal.serve.http.codec import HttpCodec, RowCodec
 from shoal.serve.http.response import RestResponse, build_error_response, build_json_response
 from shoal.serve.http.routes import RouteAction, RouteTarget, match_route
-from shoal.serve.messages.infer_call import Arrays
+from shoal.serve.messages.infer_call import Arrays, Outputs
 from shoal.serve.messages.model_errors import failed_model, find_version, to_inference_error, unknown_model
 from shoal.serve.model.output_check import OutputCheck
 from shoal.serve.protocol.request_limits import RequestLimits, read_length
@@ -77,7 +77,7 @@ class FolderModel:
         self._check = OutputCheck(description.outputs, dimensions, finite=description.finite)
         self.limits = RequestLimits()
 
-    def predict(self, inputs: Arrays, num_rows: int) -> dict[str, np.ndarray]:
+    def predict(self, inputs: Arrays, num_rows: int) -> Outputs:
         """Compute the outputs. Raises InferenceError (422, 500), and errors of onnxruntime."""
         return self._check.validate(self._forward({name: inputs[name] for name in self._input_names}), num_rows)
 

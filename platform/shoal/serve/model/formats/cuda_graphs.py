@@ -43,19 +43,12 @@ class GraphedModule:
             module = copy.deepcopy(self._module)
             slot = _Slot(module, self._get_callable(module), self._pool)
         slot.assign(state)
-        version = _SlotLease(slot)
-        weakref.finalize(version, self._free.append, slot)
-        return version
 
+        def run(*args: Tensor, **inputs: Tensor) -> Any:
+            return slot.run(args, inputs)
 
-class _SlotLease:
-    """One version's claim to a slot, which is free again once the claim is garbage."""
-
-    def __init__(self, slot: _Slot) -> None:
-        self._slot = slot
-
-    def __call__(self, *args: Tensor, **inputs: Tensor) -> Any:
-        return self._slot.run(args, inputs)
+        weakref.finalize(run, self._free.append, slot)  # the version's claim to it is garbage then
+        return run
 
 
 class _Slot:
