@@ -38,7 +38,7 @@ class Chase:
         if seed is not None:
             self._random = np.random.default_rng(seed)
         self.agents, self._steps = list(self.possible_agents), 0
-        self._place()
+        self._set_positions()
         return self._observe(), {agent: {} for agent in self.agents}
 
     def step(self, actions: Mapping[str, int]) -> tuple[dict[str, Any], ...]:
@@ -60,7 +60,7 @@ class Chase:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _place(self) -> None:
+    def _set_positions(self) -> None:
         raise NotImplementedError
 
     def _move(self, actions: Mapping[str, int]) -> bool:

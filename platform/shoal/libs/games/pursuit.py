@@ -28,7 +28,7 @@ class Pursuit(Chase):
         """The same for both."""
         return gymnasium.spaces.Box(-1, 1, (4,), np.float32)
 
-    def _place(self) -> None:
+    def _set_positions(self) -> None:
         """The prey is not caught yet."""
         while True:
             positions = self._random.integers(0, SIZE, (3, 2)).tolist()

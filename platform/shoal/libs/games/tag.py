@@ -29,7 +29,7 @@ class Tag(Chase):
     def observation_space(self, agent: str) -> gymnasium.spaces.Box:
         return gymnasium.spaces.Box(-1, 1, (7 if agent == PREY else 6,), np.float32)
 
-    def _place(self) -> None:
+    def _set_positions(self) -> None:
         """On fields of their own."""
         fields = self._random.choice(SIZE * SIZE, len(self.agents), replace=False)
         self._positions = {
