@@ -61,7 +61,10 @@ def watch_host(opened: socket.socket, lost_s: int) -> None:
     A dead process closes its connections by itself, a lost host none.
     """
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, lost_s - 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_s * 1000)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, lost_s - 1),
+        (socket.TCP_USER_TIMEOUT, lost_s * 1000),
+    ):
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -54,9 +54,9 @@ def to_binary(datatype: str, array: np.ndarray) -> memoryview | bytes:
 def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
     """Decode the elements of BYTES. Each takes at least four bytes, so a false size is detected before any
     allocation."""
+    expected = f"{role} {name!r}: expected {size} elements of BYTES"
     if size * _LENGTH.size > len(data):
-        problem = f"{role} {name!r}: expected {size} elements of BYTES, each after its length in 4 bytes"
-        raise InferenceError(422, f"{problem}, got {len(data)} bytes")
+        raise InferenceError(422, f"{expected}, each after its length in 4 bytes, got {len(data)} bytes")
     elements = np.empty(size, dtype=object)
     content, end = bytes(data), len(data)  # slicing bytes takes a third of the time of slicing views
     offset = 0
@@ -66,10 +66,8 @@ def _elements(name: str, size: int, data: memoryview, role: str) -> np.ndarray:
         start = offset + width
         offset = start + length_at(content, offset)[0] if start <= end else start
         if offset > end:
-            problem = f"{role} {name!r}: expected {size} elements of BYTES"
-            raise InferenceError(422, f"{problem}, got {end} bytes, which end within element {number}")
+            raise InferenceError(422, f"{expected}, got {end} bytes, which end within element {number}")
         elements[number] = content[start:offset]
     if offset != end:
-        problem = f"{role} {name!r}: expected {size} elements of BYTES in {offset} bytes"
-        raise InferenceError(422, f"{problem}, got {end} bytes")
+        raise InferenceError(422, f"{expected} in {offset} bytes, got {end} bytes")
     return elements

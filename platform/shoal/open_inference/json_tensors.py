@@ -37,7 +37,7 @@ _ORDER = "<" if sys.byteorder == "little" else ">"  # with an order, it raises O
 
 
 def from_json(
-    name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, role: str = "input", *, has_gaps: bool = False
+    name: str, datatype: str, shape: Sequence[int], data: msgspec.Raw, *, has_gaps: bool = False
 ) -> np.ndarray:
     """Decode an array from `data`; `has_gaps`: a flat one, null in which is NaN or b"". Raises InferenceError (422)."""
     size = math.prod(shape)
@@ -60,11 +60,11 @@ def from_json(
         if datatype == "BYTES" and array.size <= size:
             array = _encode_texts(array)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:  # a UnicodeError is a ValueError
-        problem = f"{role} {name!r}: expected {size} values of {format_tensor_type(datatype, shape)}: {error}"
+        problem = f"input {name!r}: expected {size} values of {format_tensor_type(datatype, shape)}: {error}"
         raise InferenceError(422, problem) from None
     if array.size != size or (array.ndim > 1 and list(array.shape) != list(shape)):
         problem = (
-            f"{role} {name!r}: expected {size} values of {format_tensor_type(datatype, shape)}, got {list(array.shape)}"
+            f"input {name!r}: expected {size} values of {format_tensor_type(datatype, shape)}, got {list(array.shape)}"
         )
         raise InferenceError(422, problem)
     return array if array.ndim > 1 else array.reshape(shape)

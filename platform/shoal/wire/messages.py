@@ -48,7 +48,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class Hello(TaggedStruct, tag="hello", omit_defaults=True):
+class Hello(TaggedStruct, frozen=True, tag="hello", omit_defaults=True):
     """actor → gateway, first on every connection. `incarnation` grows with every start of the same actor id.
     `inference`: "local", or "remote" for a session of `act` and `action`. `acknowledged`: how many segments gateways
     of the run `run_id` have acknowledged to this incarnation. `offers`: the spaces of the game, see `given_spaces`.
@@ -66,7 +66,7 @@ class Hello(TaggedStruct, tag="hello", omit_defaults=True):
     behaviour: str = ""
 
 
-class Welcome(TaggedStruct, tag="welcome", omit_defaults=True):
+class Welcome(TaggedStruct, frozen=True, tag="welcome", omit_defaults=True):
     """gateway → actor. `next_seq` is the first sequence number that the gateway still needs; segments with
     `seq < send_limit` may be sent. `synchronous`: the actor pauses without credit, and sends no step of older weights.
     `settings`: what the run tells the game, as of `settings_version`.
@@ -87,7 +87,7 @@ class Welcome(TaggedStruct, tag="welcome", omit_defaults=True):
     settings_version: int = 0
 
 
-class SettingsMessage(TaggedStruct, tag="settings"):
+class SettingsMessage(TaggedStruct, frozen=True, tag="settings"):
     """gateway → actor, when the settings have changed: all of them, and their version."""
 
     version: int
@@ -104,7 +104,7 @@ class EpisodeSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     success: bool | None = None
 
 
-class SegmentMessage(TaggedStruct, tag="segment"):
+class SegmentMessage(TaggedStruct, frozen=True, tag="segment"):
     """actor → gateway. Consecutive steps of one episode; `tensors` describes the frames that follow. `opponent`: with
     self-play, the version that the other agents had. `unrecorded`: episodes that ended before, without credit.
     `success`: whether the episode that ended here reached its goal, where the environment says so. `settings`: the
@@ -125,7 +125,7 @@ class SegmentMessage(TaggedStruct, tag="segment"):
     assisted: bool | msgspec.UnsetType = msgspec.UNSET
 
 
-class Ack(TaggedStruct, tag="ack"):
+class Ack(TaggedStruct, frozen=True, tag="ack"):
     """gateway → actor, once for every segment. status: "accepted", "dropped" (with reason) or "duplicate"."""
 
     seq: int
@@ -136,13 +136,13 @@ class Ack(TaggedStruct, tag="ack"):
     detail: str = ""
 
 
-class Credit(TaggedStruct, tag="credit"):
+class Credit(TaggedStruct, frozen=True, tag="credit"):
     """gateway → actor, when slots became free: segments with `seq < send_limit` may be sent."""
 
     send_limit: int
 
 
-class Pull(TaggedStruct, tag="pull", omit_defaults=True):
+class Pull(TaggedStruct, frozen=True, tag="pull", omit_defaults=True):
     """actor → gateway. Answered by `weights` as soon as a version above `newer_than` exists; one is open at a time.
     `memory`: the actor is on the gateway's machine, and can map its memory."""
 
@@ -150,7 +150,7 @@ class Pull(TaggedStruct, tag="pull", omit_defaults=True):
     memory: bool = False
 
 
-class WeightsMessage(TaggedStruct, tag="weights", omit_defaults=True):
+class WeightsMessage(TaggedStruct, frozen=True, tag="weights", omit_defaults=True):
     """gateway → actor. One frame follows: safetensors, whose SHA-256 is given in hex. With a `size` none follows: the
     bytes are in memory, in the file `fd` of the process `pid`, which has this `inode`."""
 
@@ -162,14 +162,14 @@ class WeightsMessage(TaggedStruct, tag="weights", omit_defaults=True):
     size: int = 0
 
 
-class PullOpponent(TaggedStruct, tag="pull_opponent"):
+class PullOpponent(TaggedStruct, frozen=True, tag="pull_opponent"):
     """actor → gateway, in a run with self-play. Answered by `opponent` with the oldest version of the pool above
     `newer_than`, as soon as there is one; one is open at a time."""
 
     newer_than: int
 
 
-class OpponentMessage(TaggedStruct, tag="opponent"):
+class OpponentMessage(TaggedStruct, frozen=True, tag="opponent"):
     """gateway → actor. A version of the pool; one frame follows, as of `weights`. `members`: all versions of the pool
     now; the actor may forget others. Empty: unknown."""
 
@@ -178,26 +178,26 @@ class OpponentMessage(TaggedStruct, tag="opponent"):
     members: tuple[int, ...] = ()
 
 
-class Ping(TaggedStruct, tag="ping"):
+class Ping(TaggedStruct, frozen=True, tag="ping"):
     """Either way; answered by `pong` with the same `nonce`."""
 
     nonce: int = 0
 
 
-class Pong(TaggedStruct, tag="pong"):
+class Pong(TaggedStruct, frozen=True, tag="pong"):
     """The answer to `ping`."""
 
     nonce: int = 0
 
 
-class Bye(TaggedStruct, tag="bye"):
+class Bye(TaggedStruct, frozen=True, tag="bye"):
     """Either way, last. From the gateway: `finished` means that the run is over, so reconnecting is useless."""
 
     reason: str = ""
     finished: bool = False
 
 
-class ErrorMessage(TaggedStruct, tag="error"):
+class ErrorMessage(TaggedStruct, frozen=True, tag="error"):
     """gateway → actor. `fatal` means: do not retry unchanged. `seq` is the segment that it is about, if any."""
 
     code: str
@@ -206,7 +206,7 @@ class ErrorMessage(TaggedStruct, tag="error"):
     seq: int | None = None
 
 
-class ActMessage(TaggedStruct, tag="act"):
+class ActMessage(TaggedStruct, frozen=True, tag="act"):
     """actor → gateway; one frame follows: the observation before step `step` of `episode`. `reward` is that of the step
     before; at step 0, the return until then. `terminated` or `truncated`: the episode ended after the step before, and
     the observation is its last; `success` and, at step 0, `settings` as of a segment. `taken`: the action of the step
@@ -222,7 +222,7 @@ class ActMessage(TaggedStruct, tag="act"):
     taken: int | float | list[int | float] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ActionMessage(TaggedStruct, tag="action"):
+class ActionMessage(TaggedStruct, frozen=True, tag="action"):
     """gateway → actor, once for every `act`. `action`: a number, or an array's in C order; None after the last
     observation, and when `reason` says why the step was not taken; `detail` is that for people."""
 
@@ -234,7 +234,7 @@ class ActionMessage(TaggedStruct, tag="action"):
     detail: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class ActsMessage(TaggedStruct, tag="acts"):
+class ActsMessage(TaggedStruct, frozen=True, tag="acts"):
     """actor → gateway: an `act` for each of N episodes, in rows. Frames follow: observations [N, *obs], rewards float32
     [N], flags uint8 [N] (`ROW_TERMINATED`, ...), and in a run with masks: masks uint8 [N, K]. `settings`: as of `act`;
     0: the newest that were sent."""
@@ -254,7 +254,7 @@ class RefusedRow(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class ActionsMessage(TaggedStruct, tag="actions"):
+class ActionsMessage(TaggedStruct, frozen=True, tag="actions"):
     """gateway → actor, once for every `acts`. A frame follows: the actions [N, *act] of these episodes and steps.
     `version`: the newest one that chose any. `ended`: the episodes that end with rows of the `acts`."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -89,10 +89,9 @@ class TableEncoder:
                 if place < len(words) and len(found[at].known) > 2 and free:
                     extra[at], free = extra[at] + 1, free - 1
         self._columns = [
-            each if each.kind != "word" or each.is_ordered else
-            FittedColumn(each.name, "word", each.levels[: 1 + more], each.known)
+            each if each.kind != "word" or each.is_ordered else replace(each, levels=each.levels[: 1 + more])
             for each, more in zip(found, extra, strict=True)
-        ]  # fmt: skip
+        ]
 
     def encode(self, field: str, rows: Any) -> np.ndarray:
         """Numbers [rows, columns]; columns with names in any order. Raises DataError."""

@@ -12,7 +12,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.config import MASKED
 from shoal.extend.runs import Status, Tracker, is_secret_name
@@ -211,5 +211,4 @@ def list_facts(run: Run) -> dict[str, str]:
 
 def list_models(run: Run) -> list[str]:
     """The registered models, as NAME@VERSION."""
-    models: Any = run.to_dict()["models"]
-    return [f"{model['name']}@{model['version']}" for model in models]
+    return [f"{name}@{version}" for name, version, *_ in run.list_models()]
