@@ -146,8 +146,6 @@ def test_the_target_of_dqn_values_an_allowed_action() -> None:
     np.testing.assert_allclose(algorithm._compute_targets(sample), expected, rtol=1e-6)
 
 
-
-
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
