@@ -25,7 +25,7 @@ from shoal.rl.algorithm_config import find_algorithm_config_type
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.local_loop import LocalLoop
-from shoal.rl.spec import RLSpec
+from shoal.testing import Loop
 from shoal.weights import WeightSnapshot
 from shoal.wire import EpisodeSummary, Segment, TensorSpec
 from waiting import wait_for
@@ -269,9 +269,7 @@ def test_a_resumed_run_has_the_opponents_that_it_began_with() -> None:
 
 
 def test_who_cannot_draw_opponents_is_refused(tmp_path: Path) -> None:
-    spec = RLSpec(env=POKER).override(["self_play.snapshot_every=100"])
-    experience, _ = inspect_environment(spec)
-    with LocalLoop(spec, experience, tmp_path, TOKEN) as loop:
+    with Loop(POKER, tmp_path, "self_play.snapshot_every=100") as loop:
         with (
             pytest.raises(ConfigError, match="a game that owns its loop cannot"),
             ActorClient(loop.address, TOKEN, "actor-0", timeout_s=20) as client,
