@@ -13,15 +13,15 @@ from shoal.cli import cli
 from shoal.errors import ShoalError
 
 
-def typed(line: str, *words: str, stdin: str | None = None) -> Result:
+def typed(line: str, *words: str, stdin: str | None = None, is_caught: bool = True) -> Result:
     """What became of `shoal LINE`."""
-    return CliRunner().invoke(cli, [*shlex.split(line), *words], input=stdin)
+    return CliRunner().invoke(cli, [*shlex.split(line), *words], input=stdin, catch_exceptions=is_caught)
 
 
 def said(line: str, *words: str, stdin: str | None = None) -> str:
-    """What a command prints that succeeds."""
-    result = typed(line, *words, stdin=stdin)
-    assert result.exit_code == 0, (result.output, result.exception)
+    """What a command prints that succeeds. Raises what the command raises."""
+    result = typed(line, *words, stdin=stdin, is_caught=False)
+    assert result.exit_code == 0, result.output
     return result.stdout
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.replica_set import register
+from registered import register
 from shoal.errors import InferenceError, RegistryError
 from shoal.registry import Registry
 from shoal.testing import Endpoint

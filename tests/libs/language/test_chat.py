@@ -17,7 +17,7 @@ from tests.libs.language.tiny_served import CHATML, Models, make_tokenizer, serv
 from tiny_language import continue_greedily
 
 import shoal.runs
-from serving.replica_set import register
+from registered import register
 from shoal.cli import cli
 from shoal.cli.commands.runs import list_views
 from shoal.cli.display.first_request import suggest_text_commands
