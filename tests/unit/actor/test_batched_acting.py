@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.actor.policy import MlpPolicy, make_policy
+from shoal.errors import WeightsError
 from shoal.wire import PolicySpec
 
 LAYERS = (("w0", "b0"), ("w1", "b1"))
@@ -104,6 +105,8 @@ def test_each_stream_explores_in_its_own_way() -> None:
             seen[stream].add(round(math.exp(log_probability), 6))
     for stream, epsilon in ((0, 0.5), (1, 0.5**1.5)):
         assert seen[stream] == {round(epsilon / 3, 6), round(1 - epsilon + epsilon / 3, 6)}
+    with pytest.raises(WeightsError, match="'e'"):
+        policy.load(2, {})
 
 
 def test_a_batch_of_one_is_acting_alone() -> None:
