@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,9 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.experience.segment_log import SegmentLog
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.opponent_pool import OpponentPool
-from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.gateway.remote_episodes import Answers
+from shoal.rl.gateway.remote_inference import RemoteInference
+from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.part_specs import DemonstrationsSpec, GatewaySpec
 from shoal.store import Store
 from shoal.weights import WeightSnapshot, WeightStore
@@ -61,6 +64,67 @@ def random_batch(
         "terminated": random.random(len(lengths)) < 0.5 if terminated is None else np.array(terminated),
     }
     return ExperienceBatch(1, **{**drawn, **arrays})
+
+
+class RecordingClient:
+    """An actor's connection without a gateway: it takes every segment."""
+
+    actor_id = "actor-0"
+    run_id = "run.policy"
+    behaviour = ""
+    finished = is_synchronous = False
+    has_credit = True
+    settings_version = 0
+
+    def __init__(self, spec: ExperienceSpec = EXPERIENCE, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        self.spec = spec
+        self.arrays = dict(arrays or weights(1).tensors())
+        self.offers: dict[str, Any] = {}
+        self.segments: list[Segment] = []
+
+    def wait_for_weights(self, *_: Any) -> tuple[int, dict[str, np.ndarray]]:
+        return 1, self.arrays
+
+    def newer_weights(self, than: int) -> Any:
+        """None: there are no others."""
+
+    def received_weights(self, than: int) -> Any:
+        """None, too."""
+
+    def wait_for_opponents(self) -> None:
+        """They have come."""
+
+    def send(self, segment: Segment, timeout_s: float | None = None) -> None:
+        self.segments.append(segment)
+
+    def close(self, drain_timeout_s: float) -> None:
+        """Nothing waits."""
+
+
+class RemoteRounds:
+    """Remote inference without a gateway: its rounds are run here. segments: that it has stored"""
+
+    def __init__(
+        self, experience: ExperienceSpec, newest: WeightSnapshot | None = None, seed: int | None = None
+    ) -> None:
+        self.state = GatewayState(GatewaySetting(GatewaySpec(), experience, TOKEN), ExperienceQueue(64, Ledger()))
+        self.state.weights = newest
+        self.segments: list[Segment] = []
+        self._woken = threading.Event()
+        self.inference = RemoteInference(
+            self.state, lambda key, progress, segment: self.segments.append(segment), self._woken.set, seed
+        ).start()
+
+    def settle(self) -> Answers:
+        """What is answered until nothing but the queue is waited for."""
+        found: Answers = []
+        while True:
+            self._woken.clear()
+            found += self.inference.run_round()
+            counts = self.inference._queue.counts()
+            if counts.submitted == counts.answered + counts.failed:
+                return found
+            assert self._woken.wait(60.0)
 
 
 class Parts:

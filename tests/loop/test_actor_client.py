@@ -401,18 +401,6 @@ def test_what_an_actor_says_of_itself_is_cut_and_cleaned_before_it_is_logged() -
         assert not any(kind == "actor_lost" for _, kind, _ in events)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"episode_return": 1000.0, "episode_length": 1}, {"terminated": True}, {"truncated": True, "episode_return": 1.0}],
-)
-def test_an_episodes_return_is_given_if_and_only_if_it_ended(changes: dict[str, Any]) -> None:
-    with serving() as parts, client(parts) as actor:
-        actor.send(segment(1, **changes))
-        assert actor.drain(60)
-        assert actor.drops == {"invalid_range": 1}
-        assert parts.gateway.stats()["episodes"] == 0
-
-
 def test_a_client_that_waits_pings_whenever_it_has_heard_nothing_for_a_heartbeat() -> None:
     """Also when the beats before have been answered; a gateway may call it dead after two."""
     with serving(queue_capacity=2) as parts, client(parts) as actor:

@@ -142,13 +142,6 @@ def test_a_loop_without_a_job_follows_no_rules_and_says_so(tmp_path: Path) -> No
         LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN)
 
 
-def test_the_first_game_has_the_settings_with_which_a_run_begins(tmp_path: Path) -> None:
-    for _ in range(2):  # also after a restart
-        with serving(tmp_path, setting={"settings": {"gravity": 9}}) as parts:
-            stats = parts.gateway.stats()
-        assert (stats["settings"], stats["settings_version"]) == ({"gravity": 9}, 1)
-
-
 def test_settings_are_typed() -> None:
     assert parse_settings(("a=1", "b=1.5", "c=true", "d=moon", 'e="1"')) == {
         "a": 1,

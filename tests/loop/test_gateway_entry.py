@@ -204,13 +204,3 @@ def test_an_actor_that_left_does_not_lag() -> None:
             wait_for(lambda: parts.gateway.stats()["weights_version"] == 7)
             lags = {actor["actor_id"]: actor["lag"] for actor in parts.gateway.stats()["actors"]}
         assert lags == {"gone": 0, "here": 7}
-
-
-def test_closing_as_finished_tells_the_actors_that_the_run_is_over() -> None:
-    with serving() as parts:
-        actor = client(parts)
-        actor.connect()
-        parts.gateway.close(finished=True)
-        parts.gateway.close()
-        wait_for(lambda: actor.newer_weights(10**9) is None and actor.finished)
-        actor.close()

@@ -17,7 +17,7 @@ from shoal.checkpoint import files
 from shoal.checkpoint.mirror import CheckpointMirror
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import CheckpointError, Closed, SpecMismatch, StoreError
-from shoal.rl import batch_checks, published_versions
+from shoal.rl import batch_checks
 from shoal.rl import learner as learner_module
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.experience.queue import ExperienceQueue
@@ -161,24 +161,6 @@ def test_another_model_than_the_checkpoints_is_refused_by_name(tmp_path: Path) -
         Bench(tmp_path, "hidden=[16]")
 
 
-def test_a_batch_of_nonsense_changes_no_weights_and_one_actor_s_nonsense_keeps_none_from_being_learnt_from(
-    tmp_path: Path,
-) -> None:
-    bench = Bench(tmp_path)
-    ledger, before = bench.queue.ledger, bench.learner.snapshot().payload
-    bench.put(segment(16, rewards=np.full(16, 1e38, np.float32)))
-    assert bench.learner.step()
-    assert bench.learner.snapshot().payload == before
-    assert ledger.get_account(A).dropped == {"non_finite": 1}
-    for number in range(3):
-        bench.put(segment(8, version=number + 1))
-        bad = segment(8, version=number + 1, rewards=np.full(8, 1e38, np.float32))
-        assert bench.queue.put(("bad", 1), ledger.get_account(("bad", 1)).next_seq, bad)
-        assert bench.learner.step()
-    assert bench.learner.updates == 3
-    assert (ledger.get_account(A).consumed, ledger.get_account(("bad", 1)).dropped) == (3, {"non_finite": 3})
-
-
 def test_a_loss_that_stays_not_finite_ends_the_run_with_the_last_good_state_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,20 +210,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     with monkeypatch.context() as full:
         full.setattr(atomic_file, "replace_synced", refuse)
         yield refused
-
-
-def test_a_version_that_cannot_be_reserved_is_published_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published_versions, "VERSIONS_RESERVED", 4)
-    bench = Bench(tmp_path)
-    with full_disk(monkeypatch):
-        for version in range(2, 12):
-            bench.put(segment(16, version=min(version, bench.store.version)))
-            assert bench.learner.step()
-    stopped_at = bench.store.version
-    assert stopped_at == 4 + 1
-    bench.put(segment(16, version=stopped_at))
-    assert bench.learner.step()
-    assert bench.store.version == stopped_at + 1
 
 
 def test_a_batch_of_one_step_can_be_learnt_from_with_normalised_advantages(tmp_path: Path) -> None:

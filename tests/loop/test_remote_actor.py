@@ -17,15 +17,14 @@ from loop.test_local_loop import EXPERIENCE as OF_SIGNS
 from loop.test_local_loop import SPEC, SignGame
 from rl_setting import EXPERIENCE, TOKEN, Parts, serving, weights
 from shoal.actor import RemoteActor, RemoteClient
-from shoal.actor.other_games import flatten_environment
 from shoal.actor.remote import run_remote_actor
 from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
-from shoal.flows.rl_policy import inspect_environment
 from shoal.libs.games.tictactoe import TicTacToe
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.learner import Learner
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
+from shoal.testing import Loop
 from shoal.weights import WeightSnapshot
 from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import ActMessage
@@ -269,15 +268,10 @@ class LegalTicTacToe(TicTacToe):
 
 @pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.soak)])
 def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: str) -> None:
-    words = [f"algorithm={algorithm}", "env=shoal.libs.games:TicTacToe-v0", "segment_length=3"]
-    spec = RLSpec().override([*words, "learner.batch_steps=64"])
-    experience, _ = inspect_environment(spec, "remote")
-    with LocalLoop(spec, experience, tmp_path / "run", TOKEN) as loop:
-        with RemoteClient(loop.address, TOKEN, "game") as client:
-            assert (
-                run_remote_actor(flatten_environment(LegalTicTacToe(), "tictactoe"), client, seed=0, max_steps=400)
-                == 400
-            )
+    words = f"algorithm={algorithm}", "segment_length=3", "learner.batch_steps=64"
+    with Loop(f"{__name__}:LegalTicTacToe", tmp_path, *words, inference="remote") as loop:
+        loop.start_actor(seed=0)
+        loop.learn(2)
         with RemoteClient(loop.address, TOKEN, "careless") as client:
             actor = RemoteActor(client)
             board, allowed = np.zeros(18, np.uint8), np.eye(9, dtype=np.int8)[4]
@@ -289,7 +283,6 @@ def test_action_masks_travel_with_the_observations(tmp_path: Path, algorithm: st
             for mask in (None, np.zeros(9, np.bool_).tobytes(), b"\2" * 9):  # of a client that does not check
                 client.ask(ActMessage(10_000, 0), board.tobytes(), mask)
                 assert client.wait_for_action(10_000, 0).reason == "invalid"
-        wait_for(lambda: loop.ledger.get_totals().consumed > 60)
     totals = loop.ledger.get_totals()
     assert totals.is_balanced
     assert set(totals.dropped) <= {"shutdown", "stale_admission", "stale_consumption"}

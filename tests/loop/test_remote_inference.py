@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from gateway_asking import Raw
@@ -16,8 +12,6 @@ from shoal.rl.gateway import sessions
 from shoal.wire import encode, pack_segment
 from shoal.wire.messages import ActionMessage, ActMessage, ErrorMessage, Hello
 from waiting import wait_for
-
-BARE = Path(__file__).parent / "bare_remote_actor.py"
 
 
 def ask(raw: Raw, episode: int, step: int, value: float = 0.5, **fields: object) -> ActionMessage:
@@ -105,14 +99,3 @@ def test_a_completed_segment_waits_for_room_and_takes_no_credit_of_others(monkey
         assert raw.hear(ActionMessage).reason == ""
         assert parts.ledger.get_account(("raw", 1)).received == 1
         assert not parts.ledger.get_totals().dropped
-
-
-def test_a_client_without_numpy_and_torch_plays_episodes_of_several_at_once() -> None:
-    with serving() as parts:
-        done = subprocess.run(
-            [sys.executable, BARE, parts.address, TOKEN], capture_output=True, text=True, timeout=600, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        batch = parts.take()
-        assert batch.lengths.tolist() == [5, 5]
-        assert parts.ledger.get_totals().received == 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 from benchmarks.ours.kuhn_poker import KuhnPoker
 
-from rl_setting import EXPERIENCE, TOKEN, Parts, segment, serving, weights
+from rl_setting import EXPERIENCE, TOKEN, Parts, RecordingClient, segment, serving, weights
 from shoal.actor import ActorClient, GameActor, RemoteClient, play
 from shoal.errors import ConfigError, Refused, RegistryError, SpecMismatch
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
@@ -25,7 +25,7 @@ from shoal.rl.algorithm_config import find_algorithm_config_type
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.local_loop import LocalLoop
-from shoal.rl.spec import RLSpec
+from shoal.testing import Loop
 from shoal.weights import WeightSnapshot
 from shoal.wire import EpisodeSummary, Segment, TensorSpec
 from waiting import wait_for
@@ -125,32 +125,16 @@ def wait_for_member(client: ActorClient, version: int) -> None:
     wait_for(lambda: client._wait(lambda: True, 1, "") or version in client.opponents)
 
 
-class StubbornClient:
+class StubbornClient(RecordingClient):
     """Two opponents: version 1 always passes, version 2 always bets. The newest policy always bets."""
 
-    actor_id = "actor-0"
-    finished = False
-    is_synchronous = False
-    spec = KUHN
-    settings_version = 0
-
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        super().__init__(KUHN, self._make(1))
         self.opponents = {1: self._make(0), 2: self._make(1)}
 
     def _make(self, action: int) -> dict[str, np.ndarray]:
         bias = np.array([100.0, -100.0] if action == 0 else [-100.0, 100.0], np.float32)
         return {"policy.0.weight": np.zeros((2, 7), np.float32), "policy.0.bias": bias}
-
-    def wait_for_weights(self) -> tuple[int, dict[str, np.ndarray]]:
-        return 9, self._make(1)
-
-    def wait_for_opponents(self) -> None: ...
-
-    def newer_weights(self, than: int) -> None: ...
-
-    def send(self, segment: Segment, timeout_s: float | None) -> None:
-        self.segments.append(segment)
 
 
 class RecordedKuhn(KuhnPoker):
@@ -170,7 +154,7 @@ def test_one_agent_of_each_episode_learns_and_any_member_plays_the_other() -> No
     client, game = StubbornClient(), RecordedKuhn()
     play(game, client, seed=4, max_steps=1000)  # type: ignore[arg-type]
     assert len(client.segments) == 1000  # one step of the learner in each episode
-    assert {tuple(each.versions) for each in client.segments} == {(9,)}
+    assert {tuple(each.versions) for each in client.segments} == {(1,)}
     assert all(each.terminated for each in client.segments)
     opponents = Counter(each.opponent for each in client.segments)
     assert opponents.keys() == {1, 2}
@@ -285,9 +269,7 @@ def test_a_resumed_run_has_the_opponents_that_it_began_with() -> None:
 
 
 def test_who_cannot_draw_opponents_is_refused(tmp_path: Path) -> None:
-    spec = RLSpec(env=POKER).override(["self_play.snapshot_every=100"])
-    experience, _ = inspect_environment(spec)
-    with LocalLoop(spec, experience, tmp_path, TOKEN) as loop:
+    with Loop(POKER, tmp_path, "self_play.snapshot_every=100") as loop:
         with (
             pytest.raises(ConfigError, match="a game that owns its loop cannot"),
             ActorClient(loop.address, TOKEN, "actor-0", timeout_s=20) as client,

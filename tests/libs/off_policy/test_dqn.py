@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 
 import msgspec
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE, POLICY, random_batch, segment
+from rl_setting import EXPERIENCE, random_batch, segment
 from shoal.actor.policy import EpsilonGreedyPolicy, find_ladder_position, make_policy
-from shoal.errors import WeightsError
 from shoal.libs.off_policy.dqn import DQN, double_targets, dqn_loss
 from shoal.libs.off_policy.q_network import QNetwork
 from shoal.rl.algorithms.algorithm import make_algorithm
@@ -29,7 +27,6 @@ SPEC = RLSpec(
     algorithm={"name": "dqn", "replay_mb": 0.1, "epsilon_exponent": 7, "huber_delta": 1, "batch_size": 128},
 )
 
-NUM_ACTIONS = 2
 
 
 def make_dqn(folder: Path | None = None, **fields: object) -> DQN:
@@ -156,19 +153,6 @@ def test_each_actor_explores_by_its_id_alone() -> None:
     assert len(set(others)) == 3
     assert all(0 <= u < 1 for u in others)
     assert find_ladder_position("actor-99999999999999999999") < 1
-
-
-def test_actions_have_the_probabilities_that_are_sent() -> None:
-    """Three actions, ε = 0.3: the best one with 0.8, each other with 0.1. 20,000 draws: within five deviations."""
-    policy = make_policy(msgspec.structs.replace(POLICY, kind="mlp_epsilon_greedy", epsilon="e"), 0, "actor-0")
-    bias = np.array([0.0, 2.0, 1.0], np.float32)
-    policy.load(1, {"policy.0.weight": np.zeros((3, 4)), "policy.0.bias": bias, "e": np.float32(0.3)})
-    drawn = [policy.act(np.zeros(4)) for _ in range(20_000)]
-    counts = np.bincount([action for action, _ in drawn]) / 20_000
-    np.testing.assert_allclose(counts, [0.1, 0.8, 0.1], atol=5 * math.sqrt(0.16 / 20_000))
-    assert {(action, round(math.exp(log), 6)) for action, log in drawn} == {(0, 0.1), (1, 0.8), (2, 0.1)}
-    with pytest.raises(WeightsError, match="'e'"):
-        policy.load(2, {"policy.0.weight": np.zeros((3, 4)), "policy.0.bias": bias})
 
 
 def test_exploration_falls_with_the_steps_of_all_actors() -> None:

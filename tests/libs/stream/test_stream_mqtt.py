@@ -31,7 +31,6 @@ from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
 from shoal.libs.stream.mqtt_source import parse_address
 from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
-from shoal.sources.deduplicator import Deduplicator
 from shoal.sources.source import MalformedPayload, StreamState
 from stream_contract import check_source
 from waiting import wait_for
@@ -112,24 +111,6 @@ def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: Se
     assert [message.sequence for message in poll(third, 1)] == [12]
     third.close()
     third.close()
-
-
-def test_equal_readings_without_a_time_are_told_apart_by_the_broker(spec: SensorTopicSpec) -> None:
-    begin_session(spec)
-    publish(spec, [("s", b"21.5", None)] * 4)
-    deduplicator = Deduplicator()
-
-    def poll_new(source: SensorSource, count: int) -> list[bool]:
-        source.open(StreamState())
-        return [deduplicator.admit(message, message.is_first) for message in poll(source, count)]
-
-    first, second = SensorSource(spec, 1), SensorSource(spec, 1)
-    assert poll_new(first, 4) == [True] * 4
-    first.commit(StreamState(num_delivered=1))
-    first.close()
-    publish(spec, [("s", b"21.5", None)])
-    assert poll_new(second, 4) == [False, False, False, True]
-    second.close()
 
 
 def test_messages_of_qos_0_are_taken_and_not_acknowledged(spec: SensorTopicSpec) -> None:

@@ -66,20 +66,28 @@ def load(model: ActorCritic, experience: ExperienceSpec = BOX, seed: int = 0, **
     return policy
 
 
-def act_repeatedly(model: ActorCritic, experience: ExperienceSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def act_repeatedly(
+    model: ActorCritic, experience: ExperienceSpec, are_together: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     policy, observations = load(model, experience), np.random.default_rng(1).normal(size=(300, 4)).astype(np.float32)
-    actions, log_probabilities = zip(*(policy.act(each) for each in observations), strict=True)
+    if are_together:
+        actions, log_probabilities = policy.act_batch(observations, range(300))
+    else:
+        actions, log_probabilities = zip(*(policy.act(each) for each in observations), strict=True)
     return observations, np.array(actions), np.array(log_probabilities)
 
 
 @pytest.mark.parametrize(
     ("name", "log_std"), [("box", -3.0), ("box", 0.0), ("box", 2.0), ("choices", 0.0), ("grid", 0.0), ("binary", 0.0)]
 )
-def test_an_actor_chooses_within_the_space_by_the_learners_probabilities(name: str, log_std: float) -> None:
+@pytest.mark.parametrize("are_together", [False, True])
+def test_an_actor_chooses_within_the_space_by_the_learners_probabilities(
+    name: str, log_std: float, are_together: bool
+) -> None:
     """Tolerance: float32 means and log_stds, whose errors a small standard deviation magnifies."""
     space, experience = SPACES[name], SPECS[name]
     model = make_model(experience, log_std)
-    observations, actions, log_probabilities = act_repeatedly(model, experience)
+    observations, actions, log_probabilities = act_repeatedly(model, experience, are_together)
     assert all(space.contains(action.astype(space.dtype)) for action in actions)
     with torch.no_grad():
         outputs, _ = model(torch.from_numpy(observations))

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
-from test_environment_loop import RecordingClient, SynchronousClient
+from test_environment_loop import SynchronousClient
 
 from chase import LENGTHS, Chase
-from rl_setting import EXPERIENCE
+from rl_setting import EXPERIENCE, RecordingClient
 from shoal.actor import play
 from shoal.actor.environment import get_spaces, make_environment, require_matching_spaces, reset_environment
 from shoal.errors import ConfigError
@@ -66,12 +66,12 @@ def test_an_agent_that_waits_while_newer_weights_come_sends_nothing_of_the_older
     class BusyClient(SynchronousClient):
         num_credits, num_pulls = 10**6, 0
 
-        def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+        def newer_weights(self, than: int) -> Any:
             self.num_pulls += 1
             self.version += self.num_pulls % 19 == 0
             return super().newer_weights(than)
 
-        def send(self, segment: Segment, timeout_s: float | None) -> None:
+        def send(self, segment: Segment, timeout_s: float | None = None) -> None:
             if segment.episode_length is None:  # the last one is sent in any case: it has the return
                 super().send(segment, timeout_s)  # which compares the versions
 

@@ -9,45 +9,34 @@ import numpy as np
 import pytest
 
 from shoal.actor.policy import MlpPolicy, make_policy
+from shoal.errors import WeightsError
 from shoal.wire import PolicySpec
-from shoal.wire.experience_spec import ConvolutionSpec
 
 LAYERS = (("w0", "b0"), ("w1", "b1"))
 NUM_DRAWS = 8000
 RANDOM = np.random.default_rng(3)
-SIZES = {"mlp_multi_categorical": 5, "mlp_squashed_gaussian": 2}
+GREEDY: dict[str, Any] = {"kind": "mlp_epsilon_greedy", "epsilon": "e", "epsilon_exponent": 1.0}
 
 
-def make(kind: str, observation_size: int = 4, **fields: Any) -> MlpPolicy:
+def make(kind: str, num_outputs: int = 3, **fields: Any) -> MlpPolicy:
     """A policy of large random weights: far from the uniform one, which would hide a mistake."""
-    if kind == "mlp_squashed_gaussian":
-        fields.update(action_low=(-2.0, 0.0), action_high=(2.0, 0.5), log_std="log_std")
-    if kind == "mlp_multi_categorical":
-        fields.update(action_sizes=(3, 2))
-    if kind == "mlp_epsilon_greedy":
-        fields.update(epsilon="e", epsilon_exponent=1.0)
-    spec = PolicySpec(kind, "tanh", LAYERS, **fields)
-    shape = (2,) if kind in SIZES else ()
-    weights = {"e": np.float32(0.5), "log_std": np.array([-1.0, 0.3], np.float32)}
-    for index, (rows, columns) in enumerate(((8, observation_size), (SIZES.get(kind, 3), 8))):
+    policy = make_policy(PolicySpec(kind, "tanh", LAYERS, **fields), 0, "actor-0", (2,) if num_outputs == 5 else ())
+    weights = {"e": np.float32(0.5)}
+    for index, (rows, columns) in enumerate(((8, 4), (num_outputs, 8))):
         weights[f"w{index}"] = RANDOM.normal(0, 0.7, (rows, columns)).astype(np.float32)
         weights[f"b{index}"] = RANDOM.normal(0, 0.7, rows).astype(np.float32)
-    for index, channels in enumerate((2, 3) if "convolutions" in fields else ()):
-        weights[f"k{index}"] = RANDOM.normal(0, 0.4, (3, channels, 3, 3)).astype(np.float32)
-        weights[f"c{index}"] = RANDOM.normal(0, 0.4, 3).astype(np.float32)
-    policy = make_policy(spec, 0, "actor-0", shape)
     policy.load(1, weights)
     return policy
 
 
-def draw_alone(policy: MlpPolicy, observation: np.ndarray, num_draws: int = NUM_DRAWS) -> list[tuple[Any, float]]:
-    return [policy.act(observation) for _ in range(num_draws)]
+def draw_alone(policy: MlpPolicy, observation: np.ndarray) -> list[tuple[Any, float]]:
+    return [policy.act(observation) for _ in range(NUM_DRAWS)]
 
 
-def draw_last(policy: MlpPolicy, observations: np.ndarray, num_draws: int = NUM_DRAWS) -> list[tuple[Any, float]]:
+def draw_last(policy: MlpPolicy, observations: np.ndarray) -> list[tuple[Any, float]]:
     """The action of the last observation, which is that of stream 0."""
     drawn = []
-    for _ in range(num_draws):
+    for _ in range(NUM_DRAWS):
         actions, log_probabilities = policy.act_batch(observations, range(len(observations))[::-1])
         drawn.append((actions[-1], log_probabilities[-1]))
     return drawn
@@ -65,12 +54,17 @@ def count(drawn: list[tuple[Any, float]]) -> dict[tuple[int, ...], tuple[int, fl
 
 
 @pytest.mark.parametrize(  # as arrays from 8 rows on
-    ("kind", "num_rows"), [("mlp_categorical", 12), ("mlp_multi_categorical", 3), ("mlp_epsilon_greedy", 12)]
+    ("fields", "num_rows"),
+    [
+        ({"kind": "mlp_categorical"}, 12),
+        ({"kind": "mlp_multi_categorical", "num_outputs": 5, "action_sizes": (3, 2)}, 3),
+        (GREEDY, 12),
+    ],
 )
-def test_choices_have_the_probabilities_of_acting_alone(kind: str, num_rows: int) -> None:
+def test_choices_have_the_probabilities_of_acting_alone(fields: dict[str, Any], num_rows: int) -> None:
     """Frequencies: within five standard deviations of the probability. Log-probabilities:
     float32 sums in another order."""
-    policy, observations = make(kind), RANDOM.normal(0, 0.3, (num_rows, 4)).astype(np.float32)
+    policy, observations = make(**fields), RANDOM.normal(0, 0.3, (num_rows, 4)).astype(np.float32)
     alone, together = count(draw_alone(policy, observations[-1])), count(draw_last(policy, observations))
     for action in alone.keys() & together.keys():
         assert together[action][1] == pytest.approx(alone[action][1], abs=1e-5)
@@ -100,43 +94,10 @@ def test_masked_rows_have_the_probabilities_of_the_allowed_actions() -> None:
         assert seen[row].get(action, math.exp(log_probability)) == pytest.approx(math.exp(log_probability), abs=1e-5)
 
 
-def test_a_squashed_gaussian_has_the_density_of_acting_alone() -> None:
-    """Means and deviations of atanh: within five standard errors of those of acting alone; densities by the formula."""
-    policy, observations = make("mlp_squashed_gaussian"), RANDOM.normal(0, 0.3, (3, 4)).astype(np.float32)
-    stds = np.exp([-1.0, 0.3])
-    num_draws = 4000
-    found = []
-    for drawn in (draw_alone(policy, observations[2], num_draws), draw_last(policy, observations, num_draws)):
-        actions = np.array([action for action, _ in drawn], np.float64)
-        assert actions.shape == (num_draws, 2)
-        assert (actions[:, 1] >= 0).all()
-        assert (actions[:, 1] <= 0.5).all()
-        u = np.arctanh(np.clip((actions - [0, 0.25]) / [2, 0.25], -1 + 1e-6, 1 - 1e-6))
-        noise = (u - u.mean(0)) / stds
-        expected = -0.5 * (noise**2).sum(1) - np.log(stds).sum() - math.log(2 * math.pi)
-        np.testing.assert_allclose([each for _, each in drawn], expected, atol=0.2)  # the sample's mean is not exact
-        found.append(u)
-    error = np.sqrt(2 / num_draws)
-    assert (np.abs(found[0].mean(0) - found[1].mean(0)) < 5 * stds * error).all()
-    assert (np.abs(np.log(found[0].std(0) / found[1].std(0))) < 5 * error).all()
-
-
-def test_frames_give_the_log_probabilities_of_acting_alone() -> None:
-    convolutions = (ConvolutionSpec("k0", "c0", 2), ConvolutionSpec("k1", "c1", 1, True))
-    policy = make("mlp_categorical", 27, convolutions=convolutions, channels_last=True, observation_scale=1 / 255)
-    frames = RANDOM.integers(0, 256, (4, 6, 5, 2), np.uint8)
-    for row in range(4):
-        alone = dict(draw_alone(policy, frames[row], 200))
-        for _ in range(50):
-            actions, log_probabilities = policy.act_batch(list(frames), range(4))
-            if actions[row] in alone:
-                assert log_probabilities[row] == pytest.approx(alone[actions[row]], abs=1e-4)
-
-
 def test_each_stream_explores_in_its_own_way() -> None:
     """ε is 0.5 ^ (1 + u), and u is 0 and 1/2 for the streams 0 and 1 of actor-0: an action that is not the best has the
     probability ε / 3."""
-    policy = make("mlp_epsilon_greedy")
+    policy = make(**GREEDY)
     seen: dict[int, set[float]] = {0: set(), 1: set()}
     for _ in range(200):
         _, log_probabilities = policy.act_batch(np.zeros((2, 4), np.float32), (0, 1))
@@ -144,6 +105,8 @@ def test_each_stream_explores_in_its_own_way() -> None:
             seen[stream].add(round(math.exp(log_probability), 6))
     for stream, epsilon in ((0, 0.5), (1, 0.5**1.5)):
         assert seen[stream] == {round(epsilon / 3, 6), round(1 - epsilon + epsilon / 3, 6)}
+    with pytest.raises(WeightsError, match="'e'"):
+        policy.load(2, {})
 
 
 def test_a_batch_of_one_is_acting_alone() -> None:

@@ -8,33 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_setting import EXPERIENCE, weights
+from rl_setting import EXPERIENCE, RecordingClient, weights
 from shoal.actor import play
-from shoal.wire import ExperienceSpec, Segment
+from shoal.wire import Segment
 from shoal.wire.action_masks import describe_masks
 from sign_game import SignGame
 
 
-class RecordingClient:
-    """A connection that takes every segment; newer weights come at once."""
+class RenewingClient(RecordingClient):
+    """Newer weights come at once."""
 
-    actor_id = "actor-0"
-    finished = False
-    is_synchronous = False
-    settings_version = 0
-
-    def __init__(self, spec: ExperienceSpec = EXPERIENCE) -> None:
-        self.spec = spec
-        self.segments: list[Segment] = []
-
-    def wait_for_weights(self) -> tuple[int, dict[str, np.ndarray]]:
-        return 1, weights(1).tensors()
-
-    def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+    def newer_weights(self, than: int) -> Any:
         return than + 1, weights(than + 1).tensors()
-
-    def send(self, segment: Segment, timeout_s: float | None) -> None:
-        self.segments.append(segment)
 
 
 class SynchronousClient(RecordingClient):
@@ -43,10 +28,10 @@ class SynchronousClient(RecordingClient):
     is_synchronous = True
     num_credits, version = 3, 1
 
-    def newer_weights(self, than: int) -> tuple[int, dict[str, np.ndarray]] | None:
+    def newer_weights(self, than: int) -> Any:
         return (self.version, weights(self.version).tensors()) if self.version > than else None
 
-    def send(self, segment: Segment, timeout_s: float | None) -> None:
+    def send(self, segment: Segment, timeout_s: float | None = None) -> None:
         assert (segment.versions == self.version).all()
         self.num_credits -= 1
         assert self.num_credits >= 0
@@ -76,7 +61,7 @@ class CountingGame(SignGame):
 @pytest.mark.parametrize("num_environments", [1, 2, 5])
 def test_each_environment_has_segments_of_its_own(num_environments: int) -> None:
     """The reward of a step tells the action and the observation that it belongs to."""
-    client, games = RecordingClient(), [CountingGame(number) for number in range(num_environments)]
+    client, games = RenewingClient(), [CountingGame(number) for number in range(num_environments)]
     assert play(games, client, seed=3, max_steps=200 * num_environments) == 200 * num_environments  # type: ignore[arg-type]
     for segment in client.segments:
         right = segment.actions == (segment.observations[:-1, 0] > 0)
@@ -112,7 +97,7 @@ class ReusingGame(CountingGame):
 
 @pytest.mark.parametrize("num_environments", [1, 3])
 def test_a_reused_array_and_masks_stay_with_their_steps(num_environments: int) -> None:
-    client = RecordingClient(msgspec.structs.replace(EXPERIENCE, extras=(describe_masks(EXPERIENCE.action, ()),)))
+    client = RenewingClient(msgspec.structs.replace(EXPERIENCE, extras=(describe_masks(EXPERIENCE.action, ()),)))
     games = [ReusingGame(number) for number in range(num_environments)]
     play(games, client, seed=3, max_steps=150 * num_environments)  # type: ignore[arg-type]
     for segment in client.segments:
@@ -128,7 +113,7 @@ def test_a_reused_array_and_masks_stay_with_their_steps(num_environments: int) -
 @pytest.mark.parametrize(("pull_interval_s", "versions"), [(0.0, range(40)), (3600.0, [0] * 40)])
 def test_one_environment_applies_newer_weights_between_two_steps(pull_interval_s: float, versions: list[int]) -> None:
     """Also within a segment: each step has the version that acted. It ends after the steps that were asked for."""
-    client, game = RecordingClient(), CountingGame(0)
+    client, game = RenewingClient(), CountingGame(0)
     assert play(game, client, seed=3, max_steps=47, pull_interval_s=pull_interval_s) == 47  # type: ignore[arg-type]
     assert len(game.seeds) == 3
     found = np.concatenate([segment.versions for segment in client.segments])

@@ -11,8 +11,8 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Space
-from test_environment_loop import RecordingClient
 
+from rl_setting import RecordingClient
 from shoal.actor import play
 from shoal.actor.environment import make_environment, pick_action, reset_environment
 from shoal.cluster.job_main import job_main

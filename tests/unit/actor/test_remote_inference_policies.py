@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_setting import EXPERIENCE, TOKEN
+from rl_setting import EXPERIENCE, RemoteRounds
 from shoal.actor.policy import make_policy
 from shoal.actor.recurrent_policy import NUM_GATES, RecurrentPolicy
-from shoal.rl.experience.queue import ExperienceQueue
-from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.rl.gateway.remote_inference import RemoteInference
-from shoal.rl.gateway.state import GatewaySetting, GatewayState
-from shoal.rl.part_specs import GatewaySpec
 from shoal.weights import WeightSnapshot
-from shoal.wire import ExperienceSpec, PolicySpec, Segment, TensorSpec
+from shoal.wire import ExperienceSpec, PolicySpec, TensorSpec
 from shoal.wire.experience_spec import STATE, ConvolutionSpec, ExtraSpec
-from shoal.wire.messages import ActionMessage, ActMessage
+from shoal.wire.messages import ActMessage
 
 LAYERS = (("w", "b"),)
 RANDOM = np.random.default_rng(3)
@@ -90,33 +85,19 @@ CASES: dict[str, tuple[ExperienceSpec, dict[str, np.ndarray]]] = {
 }
 
 
-class Desk:
-    """Remote inference without a gateway: its rounds are run here."""
+class Desk(RemoteRounds):
+    """Of a policy with these weights."""
 
     def __init__(self, experience: ExperienceSpec, arrays: dict[str, np.ndarray]) -> None:
-        state = GatewayState(GatewaySetting(GatewaySpec(), experience, TOKEN), ExperienceQueue(64, Ledger()))
-        state.weights = WeightSnapshot.of(7, arrays)
-        self._woken = threading.Event()
-        self.segments: list[Segment] = []
-        self.inference = RemoteInference(
-            state, lambda key, progress, segment: self.segments.append(segment), self._woken.set, seed=5
-        ).start()
+        super().__init__(experience, WeightSnapshot.of(7, arrays), seed=5)
 
-    def act(self, rows: dict[str, bytes], step: int, **fields: object) -> dict[str, ActionMessage]:
+    def act(self, rows: dict[str, bytes], step: int, **fields: Any) -> dict[str, Any]:
         """One step of each actor's episode 0, by its id."""
-        answers = {}
         for name, frame in rows.items():
             key = (name, 1)
             self.inference.add_client(key, ActorProgress(*key))
-            found = self.inference.take_act(key, ActMessage(0, step, 1.0, **fields), [frame])  # type: ignore[arg-type]
-            if found is not None:
-                answers[name] = found
-        while len(answers) < len(rows):
-            answers.update({key[0]: answer for key, answer, _ in self.inference.run_round()})
-            if len(answers) < len(rows):
-                assert self._woken.wait(20), "no answer came"
-                self._woken.clear()
-        return answers
+            self.inference.take_act(key, ActMessage(0, step, 1.0, **fields), [frame])
+        return {key[0]: answer for key, answer, _ in self.settle()}
 
 
 @pytest.mark.parametrize("name", CASES)

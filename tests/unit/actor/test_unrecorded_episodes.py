@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_setting import EXPERIENCE
+from rl_setting import EXPERIENCE, POLICY, RecordingClient
 from shoal.actor import play
 from shoal.actor.remote import run_remote_actor
 from shoal.errors import ConfigError, InvalidSegment, RunChanged
@@ -21,7 +21,6 @@ from shoal.wire import (
     EpisodeSummary,
     ExperienceSpec,
     MessageLimits,
-    PolicySpec,
     Segment,
     SegmentMessage,
     TensorSpec,
@@ -32,32 +31,23 @@ from shoal.wire import (
 from shoal.wire.messages import ActionMessage
 from shoal.wire.segment import MAX_UNRECORDED, estimate_segment_bytes, largest_segment_bytes
 
-POLICY = PolicySpec("mlp_categorical", "tanh", (("policy.0.weight", "policy.0.bias"),))
 WEIGHTS = {"policy.0.weight": np.zeros((2, 1), np.float32), "policy.0.bias": np.zeros(2, np.float32)}
 
 
-class CountedClient:
+class CountedClient(RecordingClient):
     """A connection to a gateway that counts what comes. A synchronous one gives credit for a segment now and then."""
-
-    actor_id = "actor-0"
-    finished = False
-    run_id = "run.policy"
-    settings_version = 0
 
     def __init__(self, agent: str, is_synchronous: bool) -> None:
         observation, action = TensorSpec("float32", (1,), -1.0, 1.0), TensorSpec("int64", (), 0, 1)
-        self.spec = ExperienceSpec(observation, action, 32, POLICY, (), False, (agent,))
+        super().__init__(ExperienceSpec(observation, action, 32, POLICY, (), False, (agent,)), WEIGHTS)
         self.is_synchronous, self.num_credits = is_synchronous, 0
         self.progress, self._random = RunProgress(returns=deque(), lengths=deque()), random.Random(1)
-
-    def wait_for_weights(self) -> tuple[int, dict[str, np.ndarray]]:
-        return 1, WEIGHTS
 
     def newer_weights(self, than: int) -> None:
         if self.is_synchronous and not self.num_credits and self._random.random() < 0.02:
             self.num_credits = 1
 
-    def send(self, segment: Segment, timeout_s: float | None) -> None:
+    def send(self, segment: Segment, timeout_s: float | None = None) -> None:
         if self.is_synchronous:
             assert self.num_credits > 0
             self.num_credits -= 1

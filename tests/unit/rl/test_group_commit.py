@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from abandoned_ledgers import ledgers_may_stay_open  # noqa: F401
-from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from rl_setting import EXPERIENCE, segment
 from shoal.errors import ConfigError, RunError, StoreError
 from shoal.rl.batch_lease import BatchLease
@@ -22,8 +21,8 @@ from shoal.rl.experience import group_commit
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey, Ledger
-from shoal.rl.experience.segment_log import SegmentLog, open_log, require_store
-from shoal.store import Store, open_store
+from shoal.rl.experience.segment_log import SegmentLog, require_store
+from shoal.store import Store
 from shoal.store.folder import FolderStore
 from waiting import wait_for
 
@@ -384,21 +383,6 @@ def test_durable_store_needs_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_STORE", raising=False)
     with pytest.raises(ConfigError, match=r"gateway\.durable.*SHOAL_STORE is not set"):
         require_store()
-
-
-def test_a_bucket_has_the_log_too(bucket_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setenv("SHOAL_STORE", open_bucket(bucket_environment, monkeypatch).url)
-    first = Host(open_log("run-1", EXPERIENCE)._store)
-    first.put_logged(A, *range(10))
-    assert values_of(lease(first, 5).take(0, 64)) == [0, 1, 2, 3, 4]
-    abandoned = first.commit._log
-    second = Host(open_log("run-1", EXPERIENCE)._store)
-    assert abandoned is not second.commit._log
-    assert values_of(lease(second).take(0, 64))[-5:] == [5, 6, 7, 8, 9]
-    first.queue.close()
-    second.queue.close()
-    names = [each.key for each in open_store().list_entries("runs/run-1/experience")]
-    assert len(names) == 1
 
 
 def test_groups_are_read_by_several_threads_in_a_process_that_has_read_none() -> None:

@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rl_setting import EXPERIENCE, random_batch, segment
+from rl_setting import random_batch
 from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithm_config import ImpalaConfig
 from shoal.rl.algorithms.actor_critic import Losses, compute_losses, estimate_targets
-from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.algorithms.impala import Impala
 from shoal.rl.algorithms.segments import SegmentBatch, build_batch, make_grid
 from shoal.rl.algorithms.vtrace import vtrace
-from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.spec import RLSpec
 
 # float32 sums over at most 50 steps in another order than the oracle's float64
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
@@ -240,19 +237,3 @@ def test_experience_pushes_no_further_than_the_trust_region(behaviour: float, is
     losses.policy.backward()
     assert bool(logits.grad.abs().sum() > 0) == is_pushed
     assert float(losses.clip_fraction) == (not is_pushed)
-
-
-def make_impala(learning_rate: float) -> Impala:
-    torch.manual_seed(0)
-    words = ["algorithm=impala", f"algorithm.learning_rate={learning_rate}"]
-    return Impala(RLSpec(hidden=(16,)).override(words), EXPERIENCE)
-
-
-def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
-    impala = make_impala(0.1)
-    before = {name: value.clone() for name, value in impala.model.state_dict().items()}
-    batch = ExperienceBatch.from_segments(1, [segment(3, rewards=np.array([0, np.inf, 1], np.float32))])
-    assert not impala.is_usable(batch)
-    with pytest.raises(NonFiniteLoss, match="learning_rate"):
-        list(impala.update(batch))
-    assert all(torch.equal(value, before[name]) for name, value in impala.model.state_dict().items())

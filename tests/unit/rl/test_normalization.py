@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +57,10 @@ def draw_segment(random: np.random.Generator, spec: RLSpec, **changes: object) -
     observations[:, 3] = 0.1
     made = segment(16, observations=observations.astype(np.float32), rewards=np.full(16, 100, np.float32), **changes)
     if spec.algorithm.name == "sac":
-        made = change(made, actions=random.uniform(-0.9, 0.9, (16, 2)).astype(np.float32))
+        made = replace(made, actions=random.uniform(-0.9, 0.9, (16, 2)).astype(np.float32))
     if spec.state_size:
-        made = change(made, extras={"state": np.zeros((1, spec.state_size), np.float32)})
+        made = replace(made, extras={"state": np.zeros((1, spec.state_size), np.float32)})
     return made
-
-
-def change(made: Segment, **changes: object) -> Segment:
-    return Segment(**{**vars(made), **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("huge", [1e12, -1e12, 1e30])
@@ -204,7 +201,7 @@ def learn_scaled(name: str, scale: float) -> Algorithm:
     random = np.random.default_rng(1)
     for _ in range(3):
         rewards = (scale * random.normal(size=16)).astype(np.float32)
-        batch = ExperienceBatch.from_segments(0, [change(draw_segment(random, spec), rewards=rewards)] * 2)
+        batch = ExperienceBatch.from_segments(0, [replace(draw_segment(random, spec), rewards=rewards)] * 2)
         assert list(algorithm.update(algorithm.prepare(batch)))
         algorithm.normalizer.learn(batch, np.ones(2, bool))
     return algorithm
@@ -240,9 +237,9 @@ def test_what_is_dropped_and_what_is_first_do_not_spoil_the_statistics(tmp_path:
     queue = ExperienceQueue(64, Ledger())
     learner = Learner(spec, experience, queue, WeightStore(), tmp_path, used_version=500)
     good = [draw_segment(random, spec, version=500) for _ in range(6)]
-    stale = change(draw_segment(random, spec), observations=np.full((17, 4), 1e4, np.float32))
+    stale = replace(draw_segment(random, spec), observations=np.full((17, 4), 1e4, np.float32))
     nan = draw_segment(random, spec, version=500)
-    nan = change(nan, observations=np.full((17, 4), 1e4, np.float32), rewards=np.full(16, np.nan, np.float32))
+    nan = replace(nan, observations=np.full((17, 4), 1e4, np.float32), rewards=np.full(16, np.nan, np.float32))
     for seq, each in enumerate([good[0], stale, *good[1:3], *good[3:], nan]):
         assert queue.put(A, seq, each)
         if seq % 4 == 3:

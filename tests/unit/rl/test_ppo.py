@@ -13,7 +13,7 @@ from shoal.models.action_distribution import Categorical
 from shoal.models.actor_critic import ActorCritic
 from shoal.rl.algorithm_config import PPOConfig
 from shoal.rl.algorithms.actor_critic import StepTargets, compute_losses
-from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
+from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.algorithms.ppo import PPO
 from shoal.rl.algorithms.segments import compute_moments, explain_variance, to_tensors
 from shoal.rl.experience.queue import ExperienceBatch
@@ -99,17 +99,6 @@ def test_an_update_has_a_step_for_each_minibatch_of_each_epoch() -> None:
     assert len(list(ppo.update(random_batch(0, [8, 8])))) == 12
     assert len(list(ppo.update(random_batch(0, [6])))) == 6  # 1.5 minibatches are two
     assert len(list(ppo.update(random_batch(0, [1])))) == 1  # a quarter of a minibatch, three times
-
-
-def test_what_is_not_finite_changes_nothing() -> None:
-    ppo, batch = make_ppo(), random_batch(0, [5, 5])
-    before = {name: value.clone() for name, value in ppo.model.state_dict().items()}
-    batch.rewards[2] = np.inf
-    assert not ppo.is_usable(batch)
-    with pytest.raises(NonFiniteLoss, match=r"algorithm\.learning_rate"):
-        next(ppo.update(batch))
-    assert all(torch.equal(value, before[name]) for name, value in ppo.model.state_dict().items())
-    assert ppo.is_usable(random_batch(1, [4]))
 
 
 def test_the_explained_variance_is_that_of_the_whole_batch_whoever_has_its_parts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -15,15 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rl_setting import EXPERIENCE, TOKEN, weights
+from rl_setting import EXPERIENCE, RemoteRounds, weights
 from shoal.errors import ProtocolViolation
-from shoal.rl.experience.queue import ExperienceQueue
-from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.remote_episodes import OpenEpisodes
-from shoal.rl.gateway.remote_inference import RemoteInference
-from shoal.rl.gateway.state import GatewaySetting, GatewayState
-from shoal.rl.part_specs import GatewaySpec
 from shoal.wire import ExtraSpec, Segment, TensorSpec
 from shoal.wire.act_rows import RowReader
 from shoal.wire.action_masks import describe_masks
@@ -77,28 +71,22 @@ class FakePolicy:
         return [int(value * 8) % 2 for value in first], log_probabilities
 
 
-class Side:
-    """An inference without a gateway, and all that it has answered and stored."""
+class Side(RemoteRounds):
+    """Of a game, with all that is answered to it."""
 
     def __init__(self, name: str) -> None:
         self._experience = SPACES[name]
         self._has_masks = name == "masked"
         self._has_space = True
         self._taken = [0.5, -0.5] if name == "box" else 1
-        self.segments: list[Segment] = []
-        setting = GatewaySetting(GatewaySpec(), self._experience, TOKEN, "run")
-        self._state = GatewayState(setting, ExperienceQueue(8, Ledger()))
-        self._state.sessions.count_free = lambda: 2**20 * self._has_space  # type: ignore[method-assign]
-        self._woken = threading.Event()
-        self.inference = RemoteInference(
-            self._state, lambda key, progress, segment: self.segments.append(segment), self._woken.set
-        ).start()
+        super().__init__(self._experience)
+        self.state.sessions.count_free = lambda: 2**20 * self._has_space  # type: ignore[method-assign]
         self.inference._policy = FakePolicy(name == "box")  # type: ignore[assignment]
         self.inference.add_client(KEY, ActorProgress(*KEY, settings=7))
 
     def run(self, version: int, event: str, rows: Sequence[Row], are_together: bool) -> Answers:
         """What is answered to rows after an event. When the queue is full, they are sent twice before it has room."""
-        self._state.weights = weights(version)
+        self.state.weights = weights(version)
         if event == "expiry":
             self.inference.expire(math.inf)
         found: Answers = {}
@@ -107,20 +95,9 @@ class Side:
             for part in [together, *[[row] for row in rows if row not in together]]:
                 if part and not (event == "full" and self._has_space):
                     self._send(part, part is together)
-            found |= self._settle()
-        return found
-
-    def _settle(self) -> Answers:
-        """What is answered until nothing but the queue is waited for."""
-        found: Answers = {}
-        while True:
-            self._woken.clear()
-            for _, answer, frames in self.inference.run_round():
+            for _, answer, frames in self.settle():
                 found |= read_answer(answer, frames, self._experience.action)
-            counts = self.inference._queue.counts()
-            if counts.submitted == counts.answered + counts.failed:
-                return found
-            assert self._woken.wait(60.0)
+        return found
 
     def _send(self, rows: Sequence[Row], are_together: bool) -> None:
         episodes, steps, values, rewards, flags = zip(*rows, strict=True)
@@ -144,7 +121,7 @@ class Side:
         """Open episodes, and the segments that were dropped."""
         counts = self.inference.get_counts()
         assert counts is not None
-        return counts["open_episodes"], self._state.queue.ledger.get_totals().dropped
+        return counts["open_episodes"], self.state.queue.ledger.get_totals().dropped
 
     def close(self) -> None:
         self.inference.close()

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from shoal.extend.rl import DemonstrationSite, RecordSpec
-from shoal.libs.demonstrations.files import EPISODES, SUFFIX, Demonstration, open_shared
+from shoal.libs.demonstrations.files import EPISODES, PER_STEP, SUFFIX, Demonstration, open_shared
 from shoal.libs.demonstrations.recorder import CLOSE_S, BoundedFolder
 from shoal.store import open_store
 from shoal.wire import Segment
@@ -163,20 +163,10 @@ class EpisodeCollector:
 
 
 def _list_arrays(segment: Segment) -> list[np.ndarray]:
-    named = (segment.observations, segment.actions, segment.rewards, segment.log_probabilities, segment.versions)
-    return [*named, *segment.extras.values()]
+    return [segment.observations, *(getattr(segment, name) for name in PER_STEP), *segment.extras.values()]
 
 
 def _copy(segment: Segment) -> Segment:
     """The arrays are parts of larger ones, of a message or of all agents."""
-    observations, actions, rewards, log_probabilities, versions = (each.copy() for each in _list_arrays(segment)[:5])
-    extras = {name: each.copy() for name, each in segment.extras.items()}
-    return replace(
-        segment,
-        observations=observations,
-        actions=actions,
-        rewards=rewards,
-        log_probabilities=log_probabilities,
-        versions=versions,
-        extras=extras,
-    )
+    copies: dict[str, Any] = {name: getattr(segment, name).copy() for name in ("observations", *PER_STEP)}
+    return replace(segment, **copies, extras={name: each.copy() for name, each in segment.extras.items()})

@@ -31,7 +31,8 @@ SUFFIX = ".safetensors"
 FORMAT = 1
 _INFO = "demonstration"  # in the metadata
 _EXTRA = "extra."  # before the name of an extra
-_PER_STEP = ("actions", "rewards", "log_probabilities", "versions")
+_FACTS = ("terminated", "truncated", "episode_return", "episode_length", "behaviour", "assisted", "success", "settings")
+PER_STEP = ("actions", "rewards", "log_probabilities", "versions")
 _log = logging.getLogger(__name__)
 
 
@@ -77,20 +78,13 @@ class Demonstration(NamedTuple):
     @classmethod
     def of(cls, actor: tuple[str, int], seq: int, segment: Segment, run_steps: int) -> Demonstration:
         info = Info(
-            behaviour=segment.behaviour,
             actor_id=actor[0],
             incarnation=actor[1],
             seq=seq,
             num_steps=segment.num_steps,
             run_steps=run_steps,
             created_at=time.time(),
-            terminated=segment.terminated,
-            truncated=segment.truncated,
-            episode_return=segment.episode_return,
-            episode_length=segment.episode_length,
-            assisted=segment.assisted,
-            success=segment.success,
-            settings=segment.settings,
+            **{name: getattr(segment, name) for name in _FACTS},
         )
         return cls(info, segment)
 
@@ -117,15 +111,8 @@ class Demonstration(NamedTuple):
                 rewards,
                 arrays.get("log_probabilities", np.zeros(len(rewards), np.float32)),
                 arrays.get("versions", np.zeros(len(rewards), np.int64)),
-                info.terminated,
-                info.truncated,
-                info.episode_return,
-                info.episode_length,
-                extras,
-                behaviour=info.behaviour,
-                assisted=info.assisted,
-                success=info.success,
-                settings=info.settings,
+                extras=extras,
+                **{name: getattr(info, name) for name in _FACTS},
             )
             if sum(info.lengths) not in (0, len(rewards)) or len(info.behaviours) != len(info.lengths):
                 raise ValueError("is no demonstration (its segments are not as long as it is)")
@@ -163,7 +150,7 @@ class Demonstration(NamedTuple):
         joined = replace(
             last,
             observations=np.concatenate([each.observations[:end] for each, end in zip(pieces, ends, strict=True)]),
-            **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in _PER_STEP},
+            **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in PER_STEP},
             extras=extras,
             behaviour="",
         )
@@ -187,7 +174,7 @@ class Demonstration(NamedTuple):
             piece = replace(
                 whole,
                 observations=whole.observations[begin : end + 1],
-                **{name: getattr(whole, name)[begin:end] for name in _PER_STEP},
+                **{name: getattr(whole, name)[begin:end] for name in PER_STEP},
                 extras={
                     name: each[begin : end + 1] if len(each) == whole.num_steps + 1 else each[index : index + 1]
                     for name, each in whole.extras.items()
