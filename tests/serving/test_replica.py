@@ -1,7 +1,5 @@
 """Whole replicas in one process: spec, models, batcher, plan and application together; no Ray, no socket."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """The page about tests of a user's own: its block is a test that passes, and an endpoint is what it says."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

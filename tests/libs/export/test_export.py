@@ -1,7 +1,5 @@
 """`shoal export`: what a folder answers, compared with an endpoint; what it runs; and what cannot be exported."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
