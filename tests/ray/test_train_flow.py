@@ -40,11 +40,11 @@ from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
 
 TASK = Path(__file__).parents[1] / "train_task.py"
-Said = list[tuple[str, tuple[Any, ...]]]
+Said = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
 def logged(step: int) -> Said:
-    return [("log", (step, {"train/step": float(step), "train/loss": 1.0 / step}))]
+    return [("log", (step, {"train/step": float(step), "train/loss": 1.0 / step}), {})]
 
 
 class FakeFit:
@@ -349,7 +349,7 @@ def test_a_busy_cluster_is_waited_for_and_the_run_says_so(
     free = iter([{"CPU": 1.0}] * 3)
     monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 4.0}))
     monkeypatch.setattr(run_admission, "QUIET_S", 0.0)
-    begun = [("event", ("training", {"step": 0}))]
+    begun = [("record_event", ("training",), {"step": 0})]
     fit.script = [([begun, logged(1)], ended(tmp_path))]
     found = run(spec_of(wait="30m", priority=3))
     first, last = [details for kind, details in found.list_events("waiting")]
@@ -381,72 +381,57 @@ def test_workers_that_the_autoscaler_may_add_nodes_for_are_waited_for(
         run(spec_of(workers=16, batch_size=32))
 
 
-def _on_a_smaller_cluster(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the first group is lost, and every look counts."""
+def _lose_hosts(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the first group is lost, the cluster is smaller."""
     import ray
 
-    monkeypatch.setattr("shoal.flows.training.HEARTBEAT_S", 0.0)
+    fit.script = [([logged(1)], RankLost("its host"))]
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0 if len(fit.made) == 2 else 4.0})
 
 
-def test_a_group_that_no_host_has_room_for_is_told_of_once(
-    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    _on_a_smaller_cluster(fit, monkeypatch)
-    fit.script = [([logged(1)], RankLost("its host")), ([[], [], [], logged(2), []], ended(tmp_path))]
-    found = run(spec_of())
-    assert found.events()["kind"].tolist().count("hosts_missing") == 1
-    assert found.last_events()["hosts_missing"] | {"wait_s": 0} == {"workers": 2, "fit": 1, "wait_s": 0}
-
-
-def test_a_group_that_no_host_has_room_for_is_given_up(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
-    _on_a_smaller_cluster(fit, monkeypatch)
-    monkeypatch.setattr("shoal.flows.training.SHORTAGE_TIMEOUT_S", 0.0)
-    fit.script = [([logged(1)], RankLost("its host")), ([[], [], [], []], RankLost("never asked"))]
-    with pytest.raises(
-        ClusterError, match=r"2 workers have no room on the hosts that are left: go on with resume=.* workers=1"
-    ):
-        run(spec_of())
-    assert all(each.was_closed for each in fit.made)
-
-
-def _beside_what_runs(monkeypatch: pytest.MonkeyPatch, *states: str) -> None:
-    """Where one place is free once the workers are to begin, and every look counts, and is told at once."""
+def _take_room(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place is free once the workers are to begin. Ray Train makes the group anew each minute: between, none."""
     import ray
 
     from shoal.flows import training
 
-    monkeypatch.setattr(training, "HEARTBEAT_S", 0.0)
-    monkeypatch.setattr(
-        training, "OCCUPIED_CAPACITY", dataclasses.replace(training.OCCUPIED_CAPACITY, report_after_s=0.0)
-    )
-    monkeypatch.setattr(FakeGroup, "states", states)
+    told_at_once = dataclasses.replace(training.OCCUPIED_CAPACITY, report_after_s=0.0)
+    monkeypatch.setattr(training, "OCCUPIED_CAPACITY", told_at_once)
+    monkeypatch.setattr(FakeGroup, "states", ("", "PENDING", "PENDING", "", "PENDING", "CREATED"))
     free = iter([{"CPU": 4.0}] * 2)  # it looks again when it has taken them
     monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 1.0}))
 
 
-def test_a_group_whose_room_something_else_has_taken_is_told_of_once(
-    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("prepare", "kind", "remedy"),
+    [
+        (_lose_hosts, "hosts_missing", r"on the hosts that are left: go on with resume=.* workers=1"),
+        (_take_room, "room_taken", r"beside what runs: go on with resume=.* that has ended.* workers=1"),
+    ],
+)
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_group_without_room_is_told_of_once_and_given_up_in_time(
+    fit: type[FakeFit],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    prepare: Callable[..., None],
+    kind: str,
+    remedy: str,
+    is_given_up: bool,
 ) -> None:
-    """Ray Train makes it anew each minute: between two there is none."""
-    _beside_what_runs(monkeypatch, "", "PENDING", "PENDING", "", "PENDING", "CREATED")
-    fit.script = [([[], [], [], [], [], [], logged(2), []], ended(tmp_path))]
+    monkeypatch.setattr("shoal.flows.training.HEARTBEAT_S", 0.0)
+    prepare(fit, monkeypatch)
+    if is_given_up:
+        monkeypatch.setattr("shoal.flows.training.SHORTAGE_TIMEOUT_S", 0.0)
+        fit.script.append(([[]] * 6, RankLost("never asked")))
+        with pytest.raises(ClusterError, match=f"2 workers have no room {remedy}"):
+            run(spec_of())
+        assert all(each.was_closed for each in fit.made)
+        return
+    fit.script.append(([*[[]] * 6, logged(2), []], ended(tmp_path)))
     found = run(spec_of())
-    assert found.events()["kind"].tolist().count("room_taken") == 1
-    assert found.last_events()["room_taken"] == {"workers": 2, "fit": 1, "wait_s": 600.0}
-
-
-def test_a_group_whose_room_something_else_has_taken_is_given_up(
-    fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _beside_what_runs(monkeypatch, "PENDING")
-    monkeypatch.setattr("shoal.flows.training.SHORTAGE_TIMEOUT_S", 0.0)
-    fit.script = [([[], [], []], RankLost("never asked"))]
-    with pytest.raises(
-        ClusterError, match=r"2 workers have no room beside what runs: go on with resume=.* that has ended.* workers=1"
-    ):
-        run(spec_of())
-    assert all(each.was_closed for each in fit.made)
+    assert found.events()["kind"].tolist().count(kind) == 1
+    assert found.last_events()[kind] | {"wait_s": 0} == {"workers": 2, "fit": 1, "wait_s": 0}
 
 
 def test_workers_get_gpus_where_there_are_enough(fit: type[FakeFit], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +450,7 @@ def test_the_files_of_a_recipe_are_in_the_drivers_folder(tmp_path: Path, monkeyp
     (tmp_path / "worker").mkdir()
     monkeypatch.chdir(tmp_path / "worker")  # as Ray Train does
     monkeypatch.setattr(sys, "path", [])
-    change_to_task_folder(TrainSpec(task="table"), tmp_path)
+    change_to_task_folder("table", tmp_path)
     assert Path.cwd() == tmp_path
-    change_to_task_folder(TrainSpec(task="table"), tmp_path / "of another host")
+    change_to_task_folder("table", tmp_path / "of another host")
     assert Path.cwd() == tmp_path

@@ -242,7 +242,7 @@ async def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monk
 
 
 def seen(endpoint: LiveSet) -> ModelStatus:
-    return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint())).models[0]
+    return msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus).models[0]
 
 
 def candidates(endpoint: LiveSet) -> list[int]:

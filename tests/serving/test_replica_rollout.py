@@ -151,7 +151,7 @@ async def test_shadowed_answers_are_compared_and_reach_no_client(endpoint: Repli
     assert shadowed()["track"] == "shadow"
 
     def status() -> EndpointStatus:
-        return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint()))
+        return msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus)
 
     assert format_shares(status().models[0]).startswith("100% by 1 (stable), shadowed by 2 (shadow)")
     assert "differ 100.00%" in "".join(format_plain_lines(status(), ""))

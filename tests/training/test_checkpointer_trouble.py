@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shoal.checkpoint import Checkpointer, directory
 from shoal.errors import CheckpointError, Closed, ConfigError
@@ -173,21 +170,6 @@ def test_a_disk_without_room_for_the_note_of_the_best_one_refuses_all_of_it(
     assert sorted(path.name for path in newest(checkpointer).path.iterdir()) == [
         "index.json", "manifest.json", "shard-00000-of-00001.safetensors",
     ]  # fmt: skip
-
-
-def test_a_disk_that_fills_up_in_the_middle_of_a_shard(checkpointer: Checkpointer) -> None:
-    checkpointer.save(1, state_of(1))
-    checkpointer.wait()
-    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        checkpointer.save(2, state_of(2) | {"big": torch.zeros(5 << 20, dtype=torch.uint8)})
-        with pytest.raises(CheckpointError, match="step 2 could not be saved"):
-            checkpointer.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert names(checkpointer) == ["step-000000001"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -43,11 +43,6 @@ class LossOfOne(Toy):
         return super().loss(outputs, batch).reshape(1)
 
 
-class MetricOfOne(Toy):
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        return {"accuracy": super().metrics(outputs, batch)["accuracy"].reshape(1)}
-
-
 class NoMetrics(Toy):
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return None  # type: ignore[return-value]
@@ -349,10 +344,6 @@ def test_a_back_end_that_this_torch_has_not() -> None:
     assert (error.field, error.value) == ("parallel.backend", "cpu:gloo,cuda:nobody")
     assert (error.problem, error.remedy) == ("is not in this torch", "use gloo, or leave it out")
     validate_run(spec_of(parallel={"backend": "cpu:gloo", "data": 2}, workers=2))
-
-
-def test_a_metric_of_one_element_is_a_scalar() -> None:
-    assert validate_run(spec_of("MetricOfOne")).metric_names == ("loss", "accuracy")
 
 
 @pytest.mark.parametrize("task", ["Huge", "Wordless"])

@@ -17,13 +17,13 @@ from shoal.runs import RunRecorder, Status
 from shoal.runs.event_messages import format_warning
 from shoal.runs.record import recorder
 from shoal.runs.record import recorder as recording
+from shoal.runs.record.event_log import NullLog, RecordLog
 from shoal.train.__main__ import main
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting import console
 from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import NullLog, RecordLog
 from train_task import Toy
 from training.toy_run import spec_of
 
@@ -49,15 +49,6 @@ def test_what_finds_no_room_while_the_disk_is_full_ends_no_training(monkeypatch:
     recorder.finish("finished")
     recorder.close()
     assert shoal.runs.load(recorder.id).metrics()["train/loss"].tolist() == [1.0, 1 / 2, 1 / 3]
-
-
-def test_who_was_superseded_hears_of_it() -> None:
-    recorder = shoal.runs.create("train", "")
-    take_over(recorder)
-    with pytest.raises(RunError, match="was resumed by another process"):
-        RecordLog(recorder).record_event("checkpoint_failed", step=3, error="no space")
-    with pytest.raises(RunError, match="was resumed by another process"):
-        RecordLog(recorder).flush()
 
 
 def test_a_run_that_was_taken_over_makes_no_more_checkpoints() -> None:

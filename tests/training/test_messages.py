@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -45,20 +46,32 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateBroker]:
         yield started
 
 
-def publish(broker: PrivateBroker, topic: str, numbers: range) -> None:
-    """Picture `number` has its number in the first pixels; its class is its last digit."""
+@contextmanager
+def connect(broker: PrivateBroker) -> Iterator[paho.Client]:
     client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
     client.connect("127.0.0.1", broker.port)
     client.loop_start()
-    for number in numbers:
-        properties = Properties(PacketTypes.PUBLISH)
-        properties.UserProperty = [("publisher", "camera"), ("sequence", str(number))]
-        pixels = np.zeros(IMAGE_BYTES, np.uint8)
-        pixels[:2] = divmod(number, 256)
-        sent = client.publish(f"{topic}/{number % 10}", pixels.tobytes(), 1, properties=properties)
-        sent.wait_for_publish(600)
+    yield client
     client.disconnect()
     client.loop_stop()
+
+
+def publish(broker: PrivateBroker, topic: str, numbers: range) -> None:
+    """Picture `number` has its number in the first pixels; its class is its last digit."""
+    with connect(broker) as client:
+        for number in numbers:
+            properties = Properties(PacketTypes.PUBLISH)
+            properties.UserProperty = [("publisher", "camera"), ("sequence", str(number))]
+            pixels = np.zeros(IMAGE_BYTES, np.uint8)
+            pixels[:2] = divmod(number, 256)
+            sent = client.publish(f"{topic}/{number % 10}", pixels.tobytes(), 1, properties=properties)
+            sent.wait_for_publish(600)
+
+
+def publish_retained(broker: PrivateBroker, topic: str) -> None:
+    """A message that everybody gets who subscribes later."""
+    with connect(broker) as client:
+        client.publish(topic, bytes(IMAGE_BYTES), 1, retain=True).wait_for_publish(600)
 
 
 def begin_session(broker: PrivateBroker, name: str) -> None:
@@ -262,13 +275,3 @@ def test_a_message_that_the_broker_holds_is_an_example_and_stays(broker: Private
     source.open(StreamState())
     assert [each.value[2] for each in source.poll(10, 600).messages] == [7]
     source.close()
-
-
-def publish_retained(broker: PrivateBroker, topic: str) -> None:
-    """A message that everybody gets who subscribes later."""
-    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
-    client.connect("127.0.0.1", broker.port)
-    client.loop_start()
-    client.publish(topic, bytes(IMAGE_BYTES), 1, retain=True).wait_for_publish(600)
-    client.disconnect()
-    client.loop_stop()

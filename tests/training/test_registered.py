@@ -112,18 +112,6 @@ def test_what_is_registered_is_the_source_that_was_trained(
         assert make_factory(spec_of(task=f"{copy}:Toy")).kwargs["source"] == text
 
 
-def test_a_run_trains_what_the_file_says_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook, where one process trains, the file is changed, and it trains again."""
-    monkeypatch.delitem(sys.modules, "shoal_task_again", raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    file, text = tmp_path / "again.py", "from train_task import Toy\nclass Again(Toy): RATE: int = 1\n"
-    for rate, renews, expected in ((1, False, 1), (2, False, 1), (3, True, 3)):  # the same length, within one second
-        file.write_text(text.replace("1", str(rate)))
-        fit_locally(spec_of(task=f"{file}:Again", name="again"), renews=renews)
-        assert expected == find_task(f"{file}:Again").RATE  # type: ignore[attr-defined]
-        assert f"RATE: int = {expected}" in Registry().get("again").manifest.model.kwargs["source"]
-
-
 def test_a_run_trains_and_registers_the_modules_of_its_file_as_they_are_when_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

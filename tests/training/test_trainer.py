@@ -23,8 +23,6 @@ from shoal.train.loop.step_reports import find_remedy
 from train_task import Points, Toy, seen
 from training.toy_run import assert_same, spec_of, train_toy
 
-STEPS_PER_EPOCH = 8
-
 
 def test_the_optimizer_waits_until_its_moments_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = StagingBuffer.finish_copy

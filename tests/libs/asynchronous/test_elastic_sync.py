@@ -22,7 +22,7 @@ from shoal.libs.asynchronous.elastic_worker import ElasticSync
 from shoal.libs.asynchronous.messages import GetWorkers, LeaveRun
 from shoal.libs.asynchronous.shared_memory import RunAddress
 from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import Connection, ReplicaState
+from shoal.sync.synchronizer import Connection, StateAccess
 
 TIMEOUT_S = 120.0
 NUM_SAMPLES = 4
@@ -62,7 +62,7 @@ class Member:
         self.is_noticed = self.dies_giving = False
         self.num_samples, self.factor = NUM_SAMPLES, 1.0
         self._thread = ThreadPoolExecutor(1)
-        state = ReplicaState(self._get_state, self._load_state, self._get_weights)
+        state = StateAccess(self._get_state, self._load_state, self._get_weights)
         connection = Connection(worker, num_workers, address, [], TIMEOUT_S, is_noticed=lambda: self.is_noticed)
         self.sync = ElasticSync(self.optimizer, state, connection)
         if is_elsewhere:
@@ -182,6 +182,16 @@ def train_alone(steps: list[dict[int, int]], make_optimizer: MakeOptimizer) -> l
     return [each.detach() for each in network.parameters()]
 
 
+def replace(group: Group, members: list[Member], step: int) -> tuple[Member, list[Future[int]]]:
+    """Worker 1 anew, which begins within this step of the others; and what they come to."""
+    new = group.make(1)
+    begun = new.begin()
+    group.wait_for(3)
+    futures = [members[0].step(step), members[2].step(step)]
+    assert begun.result(TIMEOUT_S) == step
+    return new, futures
+
+
 def assert_equal(members: list[Member]) -> None:
     for each in members[1:]:
         assert all(torch.equal(*pair) for pair in zip(members[0].weights, each.weights, strict=True))
@@ -216,33 +226,26 @@ def test_a_gradient_counts_by_its_samples_and_by_what_its_loss_divides_by(group:
     assert all(each.isfinite().all() for each in members[0].weights)
 
 
-def test_who_dies_before_it_pushes_is_not_in_the_step(group: Group) -> None:
-    members = group.begin(0, 1, 2)
-    take_steps(members, range(2))
-    futures = [each.step(2) for each in members[:2]]
-    group.bury(members[2])
-    assert [each.result(TIMEOUT_S) for each in futures] == [3, 3]
-    take_steps(members[:2], range(3, 5))
-    assert_equal(members[:2])
-    every, living = dict.fromkeys(range(3), NUM_SAMPLES), dict.fromkeys(range(2), NUM_SAMPLES)
-    torch.testing.assert_close(members[0].weights, train_alone([every, every, living, living, living], make_adam))
-
-
-def test_who_dies_after_its_push_has_a_part_in_the_step_or_none(group: Group) -> None:
-    """Buried before the last push: none. Afterwards: its gradient counts for all, though it reads none."""
+@pytest.mark.parametrize("has_pushed", [False, True])
+def test_who_dies_has_a_part_in_the_step_if_it_has_pushed_and_none_otherwise(group: Group, has_pushed: bool) -> None:
+    """Its gradient counts for all, though it reads none."""
     members = group.begin(0, 1, 2)
     take_steps(members, range(2))
     dying, others = members[2], members[:2]
     dying.sync._take_mean = _die  # type: ignore[method-assign]
-    futures = [each.step(2) for each in members]
+    futures = [each.step(2) for each in (members if has_pushed else others)]
+    if not has_pushed:
+        group.bury(dying)
     assert [each.result(TIMEOUT_S) for each in futures[:2]] == [3, 3]
-    with pytest.raises(SystemExit):
-        futures[2].result(TIMEOUT_S)
-    group.bury(dying)
-    take_steps(others, range(3, 4))
+    if has_pushed:
+        with pytest.raises(SystemExit):
+            futures[2].result(TIMEOUT_S)
+        group.bury(dying)
+    take_steps(others, range(3, 5))
     assert_equal(others)
     every, living = dict.fromkeys(range(3), NUM_SAMPLES), dict.fromkeys(range(2), NUM_SAMPLES)
-    torch.testing.assert_close(others[0].weights, train_alone([every, every, every, living], make_adam))
+    steps = [every, every, every if has_pushed else living, living, living]
+    torch.testing.assert_close(others[0].weights, train_alone(steps, make_adam))
 
 
 def _die(*arguments: Any) -> None:
@@ -254,11 +257,7 @@ def test_a_replacement_has_the_weights_and_the_optimiser_of_the_others(group: Gr
     take_steps(members, range(3))
     group.bury(members[1])
     take_steps([members[0], members[2]], range(3, 5))
-    new = group.make(1)
-    begun = new.begin()
-    group.wait_for(3)
-    futures = [members[0].step(5), members[2].step(5)]
-    assert begun.result(TIMEOUT_S) == 5
+    new, futures = replace(group, members, 5)
     futures.append(new.step(5))
     assert [each.result(TIMEOUT_S) for each in futures] == [6, 6, 6]
     members[1] = new
@@ -275,11 +274,7 @@ def test_who_was_taken_for_dead_ends_and_changes_nothing(group: Group) -> None:
     members = group.begin(0, 1, 2)
     take_steps(members, range(3))
     group.bury(members[1])
-    new = group.make(1)
-    begun = new.begin()
-    group.wait_for(3)
-    futures = [members[0].step(3), members[2].step(3)]
-    assert begun.result(TIMEOUT_S) == 3
+    new, futures = replace(group, members, 3)
     with pytest.raises(WorkerDeparted, match="taken for dead") as found:
         members[1].step(777).result(TIMEOUT_S)
     assert found.value.is_over, "the run goes on"

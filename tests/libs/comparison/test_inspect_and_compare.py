@@ -171,13 +171,6 @@ def test_settings_that_differ_come_first_with_their_defaults_data_and_code(
     assert settings_of("run-1", "rl") == {}  # of another kind, that has none of them
 
 
-def test_a_long_setting_is_cut_in_the_table_alone() -> None:
-    for number in (1, 2):
-        train(f"run-{number}", [0.5], args={"knots": [number] * 2000})
-    assert len(typed(compare, "run-1", "run-2").splitlines()) < 40
-    assert json.loads(settings_of("run-1", "run-2")["args.knots"][0]) == [1] * 2000
-
-
 def test_metrics_are_compared_by_step_epoch_and_running_time(shoal_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with runs.create("train", "workers: 1\n", "run-1") as run:
         run.log(10, {"validation/loss": 0.000123, "train/epoch": 1.0})
@@ -284,9 +277,3 @@ def test_no_word_of_the_picture_is_cut_or_lies_over_another() -> None:
         assert box.x0 >= 0
         assert box.x1 <= figure.bbox.width
     assert not any(one.overlaps(other) for one, other in itertools.combinations(headings, 2))
-
-
-def test_runs_without_a_curve_have_a_heading_that_says_so() -> None:
-    (panel,) = build_panels(columns({"odd": math.nan}, {"odd": math.nan}))
-    assert (panel.title, panel.lines) == ("no run has logged what it could be judged by", [])
-    draw_panels([panel])

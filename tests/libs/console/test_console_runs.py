@@ -284,13 +284,6 @@ def test_nothing_else_is_sent(console: TestClient, folder: Path, name: str) -> N
     assert console.get(f"/api/runs/filmed/films/{name}").status_code == 404
 
 
-def test_a_run_without_films_has_none(console: TestClient) -> None:
-    with shoal.runs.recording("", "job", begun="started", kind=shoal.runs.RunKind.LOOP, run_id="plain"):
-        pass
-    assert console.get("/api/runs/plain/films").json() == []
-    assert console.get("/api/runs/nowhere/films").status_code == 404
-
-
 def test_sheets_of_predictions_are_listed_and_sent(console: TestClient, folder: Path) -> None:
     samples = folder.parent / "samples"
     samples.mkdir()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,59 +109,6 @@ def test_files_are_downloaded_once_and_pictures_when_they_are_read(
         pictures.batch(np.array([0, 2, 0]))
         Parquet(f"{bucket.url}/parquet", ["x"]).batch(np.array([0]))
         assert sorted(downloads) == ["0.parquet", "0.png", "1.parquet", "2.png"]
-
-
-def test_a_copy_that_was_removed_or_truncated_is_downloaded_again(
-    bucket: Store, tmp_path: Path, downloads: list[str]
-) -> None:
-    write_all(tmp_path)
-    upload(tmp_path, bucket)
-    dataset = NumpyFiles([f"{bucket.url}/x.npy"])
-    (path,) = dataset.paths
-    path.unlink()
-    assert dataset.batch(INDICES)[0].tolist() == IMAGES[INDICES].tolist()
-    path.write_bytes(path.read_bytes()[:-1])
-    assert NumpyFiles([f"{bucket.url}/x.npy"]).batch(INDICES)[0].tolist() == IMAGES[INDICES].tolist()
-    assert downloads == ["x.npy"] * 3
-
-
-_FETCH = """
-import sys
-from shoal.store import fetch, locate
-from shoal.store.objects import ObjectStore
-download = ObjectStore.download
-ObjectStore.download = lambda *arguments: (print("downloads", flush=True), download(*arguments))[1]
-path = locate(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-fetch([path])
-assert path.stat().st_size == path.size_bytes
-"""
-
-
-def test_several_processes_of_a_host_download_a_file_once(bucket: Store) -> None:
-    bucket.write("large", os.urandom(1 << 20) * 32)
-    command = [sys.executable, "-c", _FETCH, f"{bucket.url}/large"]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    try:
-        for child in children:
-            assert child.stdout.readline() == "ready\n"
-        for child in children:
-            child.stdin.write("\n")
-            child.stdin.flush()
-        outputs = [child.communicate(timeout=120)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert sorted(outputs) == ["", "", "downloads\n"]
-    assert [child.returncode for child in children] == [0, 0, 0]
-
-
-def test_a_new_content_is_another_file(bucket: Store, tmp_path: Path) -> None:
-    for value in (1, 2):
-        np.save(tmp_path / "x.npy", np.full(4, value))
-        upload(tmp_path, bucket)
-        assert NumpyFiles([f"{bucket.url}/x.npy"])[0][0] == value
 
 
 @pytest.mark.parametrize("change", ["changed", "removed"])

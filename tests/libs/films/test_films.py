@@ -13,20 +13,20 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from random_policy import register_random
 from shoal.actor.environment import make_environment
 from shoal.client import Answer
 from shoal.errors import ConfigError, MissingExtra
 from shoal.extend.registry import LocalModel, find_version
 from shoal.extend.rl import make_policy
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.rl_policy import check, describe_policy_model, inspect_environment, register_policy
+from shoal.flows.rl_policy import check, describe_policy_model, inspect_environment
 from shoal.libs.films import filmed_game
 from shoal.libs.films.command import PlayedGame, play
 from shoal.libs.films.episode import MAX_FRAMES, WIDTH, Camera
 from shoal.libs.films.film_file import draw_film
 from shoal.libs.films.filmed_game import FilmedGame
 from shoal.libs.films.players import EndpointPlayer, LocalPlayer, describe_outputs
-from shoal.weights import WeightSnapshot
 
 LENGTH = 60
 
@@ -67,21 +67,6 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
 
 
-def register(env: str, *overrides: str) -> ActorLearnerSpec:
-    """Register a policy with weights at random as `game@1`."""
-    import torch
-
-    spec = ActorLearnerSpec(env=env).override(["endpoint.name=game", "algorithm=ppo", "hidden=[8]", *overrides])
-    experience, _ = inspect_environment(spec)
-    torch.manual_seed(3)
-    model: Any = describe_policy_model(spec, experience)[0].build()
-    for each in model.parameters():
-        torch.nn.init.normal_(each)
-    weights = {name: each.detach().numpy() for name, each in model.state_dict().items()}
-    register_policy(spec, experience, WeightSnapshot.of(1, weights), "run", {"mean_return": 1, "steps": 1})
-    return spec
-
-
 def read_film(path: Path) -> tuple[list[np.ndarray], int]:
     """Its pictures, and its milliseconds."""
     film = Image.open(path)
@@ -96,7 +81,7 @@ def read_film(path: Path) -> tuple[list[np.ndarray], int]:
 
 
 def test_play_films_the_game_of_a_registered_policy_and_prints_its_returns(tmp_path: Path) -> None:
-    register(BLINKS)
+    register_random(BLINKS, "algorithm=ppo", "hidden=[8]")
     film = tmp_path / "film.webp"
     plain = CliRunner().invoke(play, ["game", "--episodes", "2"], catch_exceptions=False)
     filmed = CliRunner().invoke(play, ["game@1", "--episodes", "2", "--record", str(film)], catch_exceptions=False)
@@ -115,7 +100,7 @@ def test_play_films_the_game_of_a_registered_policy_and_prints_its_returns(tmp_p
 
 def test_an_endpoint_plays_as_the_registered_version_does() -> None:
     """A recurrent policy: its states are the player's to keep, and begin with each episode."""
-    register("CartPole-v1", "core=gru")
+    register_random("CartPole-v1", "core=gru", "algorithm=ppo", "hidden=[8]")
     served, asked = LocalModel(find_version("game")), list[Any]()
 
     class Served:
@@ -143,7 +128,7 @@ def test_an_endpoint_plays_as_the_registered_version_does() -> None:
 
 def test_agents_may_have_policies_of_their_own() -> None:
     env = "shoal.libs.games.pursuit:Pursuit"
-    register(env)
+    register_random(env, "algorithm=ppo", "hidden=[8]")
     words = ["game", "--episodes", "1", "--max-steps", "7"]
     ran = CliRunner().invoke(play, [*words, "--agent", "second=game@1"], catch_exceptions=False)
     assert "first " in ran.output
@@ -193,7 +178,7 @@ def test_a_film_is_bounded_whatever_is_played(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_played_or_written_is_refused_first(words: list[str], says: str) -> None:
-    register(BLINKS)
+    register_random(BLINKS, "algorithm=ppo", "hidden=[8]")
     with pytest.raises(ConfigError, match=says):
         CliRunner().invoke(play, ["game", *words], catch_exceptions=False)
 
@@ -342,7 +327,9 @@ def test_an_episode_without_end_is_filmed_as_far_as_it_fits(tmp_path: Path, monk
         game.step(1)
     (film,) = tmp_path.iterdir()
     assert "-r10-" in film.name
-    player = LocalPlayer(LocalModel(find_version(register(BLINKS) and "game")), "best")
+    player = LocalPlayer(
+        LocalModel(find_version(register_random(BLINKS, "algorithm=ppo", "hidden=[8]") and "game")), "best"
+    )
     played = PlayedGame(BLINKS, Blinks(), player).play(0, 0, 50)
     assert played.num_steps == LENGTH
     assert (played.outcome, played.film.num_steps, played.film.outcome) == ("terminated", 10, "")

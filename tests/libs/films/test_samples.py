@@ -18,7 +18,6 @@ from shoal.libs.films import samples
 from shoal.libs.films.samples import SampleSheet, to_picture
 from shoal.train.launch.local import fit_locally
 from shoal.train.spec import TrainSpec
-from shoal.train.stateful_metric import MetricSet
 
 
 def write(folder: Path, batches: list[tuple[Any, Any]], task: Any = None, count: int = 4) -> dict[str, Any]:
@@ -117,16 +116,6 @@ def test_pictures_of_any_order_become_one() -> None:
     assert (first.min(), first.max()) == (0, 255)
     assert to_picture(np.zeros((9, 12, 7))) is None
     assert to_picture(np.zeros(5)) is None
-
-
-def test_an_evaluation_shows_its_batches_to_the_sheet() -> None:
-    world: Any = SimpleNamespace(device=torch.device("cpu"))
-    seen = list[Any]()
-    for counts in (True, False):
-        metrics = MetricSet({}, lambda *_: None, world, counts)
-        metrics.watch.append(lambda outputs, batch: seen.append(batch))
-        metrics.observe(None, counts)
-    assert seen == [True]
 
 
 def test_a_training_run_writes_a_sheet_for_each_epoch() -> None:

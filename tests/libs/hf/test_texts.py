@@ -18,7 +18,6 @@ from shoal.libs.hf.tasks import CausalLM, SequenceClassification, TokenClassific
 from shoal.libs.hf.texts import Record, TextSpec, encode_language, find_label, read_records
 
 YES = {"role": "assistant", "content": "yes"}
-REVIEWS = [{"text": "good", "label": "good"}, {"text": "bad", "label": "bad"}]
 
 
 @pytest.fixture

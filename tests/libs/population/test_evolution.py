@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,31 +29,6 @@ def build(name: str, space: SearchSpace = RATE, members: int = 8, rounds: int = 
 def apply(decisions: Decisions, values: Values) -> Values:
     """The hyper-parameters of the next round."""
     return [dict(decisions.changes.get(member, each)) for member, each in enumerate(values)]
-
-
-class World:
-    """A population without networks: a member's score rises by what its hyper-parameters are worth."""
-
-    def __init__(self, evolution: Evolution, worth: Callable[[Mapping[str, Any]], float]) -> None:
-        self.evolution, self.worth = evolution, worth
-        self.values: Values = evolution.sample()
-        self.scores = np.zeros(evolution.num_members)
-        self.round = 0
-
-    def step(self) -> Decisions:
-        self.round += 1
-        self.scores += [self.worth(values) for values in self.values]
-        decisions = self.evolution.next(self.round, self.scores, self.values)
-        for loser, winner in decisions.copies:
-            self.scores[loser] = self.scores[winner]
-        self.scores[list(decisions.fresh)] = 0.0
-        self.values = apply(decisions, self.values)
-        return decisions
-
-
-def near(optimum: float) -> Callable[[Mapping[str, Any]], float]:
-    """Worth 1 at the optimum of the rate, and less with the distance in decades."""
-    return lambda values: 1.0 - abs(math.log10(values["optimizer.learning_rate"] / optimum))
 
 
 # -- the toy problem (1711.09846, figure 2) ---------------------------------------------------------------------------

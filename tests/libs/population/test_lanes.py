@@ -116,12 +116,6 @@ def test_lenet_equals_its_members_alone(lenet: LaneNetwork, k: int | None) -> No
     check_members(lenet, build_members(LeNet, k), torch.randn(4, 1, 28, 28))
 
 
-def test_own_batches_and_a_batch_of_one(lenet: LaneNetwork) -> None:
-    models = build_members(LeNet, 3)
-    check_members(lenet, models, torch.randn(3, 2, 1, 28, 28), is_own=True)
-    check_members(lenet, models, torch.randn(1, 1, 28, 28))
-
-
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norm and pooling": (
         lambda: nn.Sequential(

@@ -58,11 +58,6 @@ def test_ancestry_follows_the_copies_to_the_start() -> None:
     assert lineage.trace_ancestry(2) == [stretch(2, 4, 5, 0.9, None)]
 
 
-def test_changes_without_a_copy_go_on_with_the_same_weights() -> None:
-    lineage = Lineage.from_events([make_round(1, [0.1]), make_round(2, [0.2])])
-    assert lineage.trace_ancestry(0) == [stretch(0, 0, 1, 0.1, None), stretch(0, 1, 2, 0.2, 0)]
-
-
 def test_a_stopped_member_has_no_stretches_after_it() -> None:
     lineage = Lineage.from_events([make_round(1, [0.1, 0.2], stopped=[1]), make_round(2, [0.1, 0.2])])
     assert lineage.list_stretches() == [stretch(0, 0, 2, 0.1, None), stretch(1, 0, 1, 0.2, None)]
@@ -73,11 +68,6 @@ def test_rounds_of_a_resumed_run_replace_what_was_given_up() -> None:
     lineage = Lineage.from_events(events)
     assert lineage.num_rounds == 3
     assert lineage.list_copies() == [(2, 0, 2), (3, 2, 1)]
-
-
-def test_a_record_without_rounds_has_an_empty_lineage() -> None:
-    lineage = Lineage.from_events([("resumed", {}), ("round", {"round": 3})])
-    assert (lineage.num_rounds, lineage.num_members, lineage.paths, lineage.list_stretches()) == (0, 0, [], [])
 
 
 @pytest.mark.parametrize("name", ["pbt", "halving"])

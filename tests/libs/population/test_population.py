@@ -288,12 +288,10 @@ def test_a_loss_that_is_no_scalar_is_a_typed_error(wrong: Any, kind: str) -> Non
 
 def test_a_restored_population_chooses_anew_where_its_engine_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = make_batches(2, NUM_SAMPLES)
-    population = make_population(engine="auto", chunk=None)
+    population = make_population(engine="stacked", chunk=None)
     population.step(batches[0])
-    state = population.state_dict()
-    assert state["groups"][0]["engine"][0] == "stacked"
     restored = make_population(engine="auto", chunk=None)
-    restored.load_state_dict(state)
+    restored.load_state_dict(population.state_dict())
 
     def refuse(*_: Any) -> None:
         raise EngineMisfit("there is no compiler")

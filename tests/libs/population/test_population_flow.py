@@ -196,13 +196,6 @@ def test_a_run_without_any_finite_score_fails_with_the_remedy() -> None:
     assert shoal.runs.load("latest").status is Status.FAILED
 
 
-@pytest.mark.usefixtures("folder")
-def test_members_with_batches_of_their_own_see_different_ones() -> None:
-    fixed = {"optimizer.learning_rate": "choice(0.1, 0.1000001)"}
-    result = run_population(make_spec(order="own", rounds=1, ensemble=0, space=fixed, metric="loss"), registers=False)
-    assert len(set(result.scores)) == 4
-
-
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [

@@ -14,8 +14,7 @@ from shoal import runs
 from shoal.cli.display import run_view
 from shoal.extend.runs import Panel
 from shoal.libs.population.display import PopulationView, make_view
-from shoal.libs.population.lineage import Lineage
-from shoal.libs.population.report import build_panels, trace_descent
+from shoal.libs.population.report import build_panels
 from shoal.libs.population.spec import PopulationSpec
 from shoal.runs import RunKind
 from shoal.runs.run_kind import infer_kind
@@ -66,11 +65,6 @@ def test_a_population_has_its_members_genealogy_and_schedules() -> None:
     assert table.header == ["member", "accuracy", "learning rate", "copied"]
     assert [row[0] for row in table.rows] == ["1", "2", "0"]
     assert table.rows[0][1:3] == [("0.6", "best"), "0.01"]
-
-
-def test_a_genealogy_links_copies_to_their_source() -> None:
-    lineage = Lineage.from_events([("round", {"round": k, **each}) for k, each in enumerate(ROUNDS, start=1)])
-    assert trace_descent(lineage.trace_ancestry(0)) == ([0, 1, 1, 1, 1.5, 3, 3], [2, 2, None, 2, 0, 0, None])
 
 
 def test_the_spec_of_a_population_says_what_it_is() -> None:
@@ -136,12 +130,6 @@ def test_the_table_has_the_best_members_with_values_and_lineage(width: int) -> N
     numbers = [int(row[1]) for row in rows if len(row) > 2 and row[1].isdigit()]
     assert numbers == list(range(28, 13, -1))  # the best first, and those without a score not among them
     assert {len(line) for line in text.splitlines()} == {width}
-
-
-def test_less_is_better_where_the_metric_says_so() -> None:
-    view = dataclasses.replace(VIEW, setting={**SETTING, "metric": "loss", "is_higher_better": False})
-    assert view.rank_members()[:2] == [0, 1]
-    assert view.rank_members()[-1] == 29
 
 
 def test_a_line_names_the_best_member_and_its_values() -> None:

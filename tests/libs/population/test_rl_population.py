@@ -13,7 +13,6 @@ import shoal.runs
 from leftovers import children_of
 from shoal.errors import ConfigError
 from shoal.flows.rl_policy import inspect_environment
-from shoal.libs.population.flow.rounds import choose_spec
 from shoal.libs.population.lineage import Lineage
 from shoal.libs.population.loop import run
 from shoal.libs.population.loop.members import LoopMember, is_finite
@@ -31,11 +30,6 @@ def spec_of(**fields: Any) -> RLPopulationSpec:
     small = {"members": 3, "rounds": 3, "steps_per_round": 1500, "model_name": "sign"}
     space = {"algorithm.learning_rate": "log(1e-5,5e-2)", "algorithm.entropy_cost": "log(1e-4,1e-1)"}
     return RLPopulationSpec.parse({**LEARN, "space": space, **small, **fields})
-
-
-def test_a_fixed_value_of_what_the_space_has_too_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"add space.algorithm.learning_rate=null"):
-        choose_spec(spec_of(), ["algorithm.learning_rate=0.01"])
 
 
 @pytest.mark.parametrize(

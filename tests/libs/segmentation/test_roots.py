@@ -316,24 +316,31 @@ def test_a_client_sends_a_picture_of_any_size_and_gets_a_mask(run_id: str, plant
         assert caught.value.status == 422
 
 
-def test_the_client_writes_masks_and_names_the_file_that_is_none(
-    run_id: str, plants: list[Photograph], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def _found_endpoint(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The registered network answers where a client looks for its endpoint."""
     signature, loaded = predictor_of("roots")
     model = FakeModel("roots", signature.inputs, signature.outputs, lambda inputs: loaded.predict_batch([inputs])[0])
-    Image.fromarray(plants[0].picture.transpose(1, 2, 0)).save("a.jpg")
-    Path("b.jpg").write_bytes(b"no picture")
     with served(FakeHost(model)) as (url, _):
         monkeypatch.setattr("shoal.client.discovery.find_endpoint", lambda: SimpleNamespace(url=url))
         monkeypatch.setattr("shoal.client.discovery.token_for", lambda url: TOKEN)
-        for words, message in (
-            (["a.jpg", "b.jpg"], r"^error: b\.jpg: row 0, 10 bytes: is no picture"),
-            (["c.jpg"], r"^error: .*No such file.*c\.jpg"),
-            ([], "2"),  # the usage
-        ):
-            monkeypatch.setattr("sys.argv", ["roots_client.py", *words])
-            with pytest.raises(SystemExit, match=message):
-                runpy.run_path(str(ROOT / "serve_apps" / "roots_client.py"), run_name="__main__")
+        yield
+
+
+@pytest.mark.usefixtures("_found_endpoint")
+def test_the_client_writes_masks_and_names_the_file_that_is_none(
+    plants: list[Photograph], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(plants[0].picture.transpose(1, 2, 0)).save("a.jpg")
+    Path("b.jpg").write_bytes(b"no picture")
+    for words, message in (
+        (["a.jpg", "b.jpg"], r"^error: b\.jpg: row 0, 10 bytes: is no picture"),
+        (["c.jpg"], r"^error: .*No such file.*c\.jpg"),
+        ([], "2"),  # the usage
+    ):
+        monkeypatch.setattr("sys.argv", ["roots_client.py", *words])
+        with pytest.raises(SystemExit, match=message):
+            runpy.run_path(str(ROOT / "serve_apps" / "roots_client.py"), run_name="__main__")
     assert "a.mask.png: lengths" in capsys.readouterr().out
     with Image.open("a.mask.png") as mask:
         assert mask.size == SIZE[::-1]
@@ -355,17 +362,13 @@ def test_the_recipe_says_how_it_is_trained_and_what_can_be_left_out() -> None:
         assert sum(each.numel() for each in make_task(str(RECIPE), dict(args)).model().parameters()) > 0
 
 
-def test_the_python_of_the_page_runs(run_id: str, plants: list[Photograph], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_found_endpoint")
+def test_the_python_of_the_page_runs(plants: list[Photograph]) -> None:
     page = (ROOT / "docs" / "libs" / "segmentation.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2
-    signature, loaded = predictor_of("roots")
-    model = FakeModel("roots", signature.inputs, signature.outputs, lambda inputs: loaded.predict_batch([inputs])[0])
     Image.fromarray(plants[0].picture.transpose(1, 2, 0)).save("photograph.jpg")
-    with served(FakeHost(model)) as (url, _):
-        monkeypatch.setattr("shoal.client.discovery.find_endpoint", lambda: SimpleNamespace(url=url))
-        monkeypatch.setattr("shoal.client.discovery.token_for", lambda url: TOKEN)
-        for block in blocks:
-            exec(compile(block, "roots.md", "exec"), {})
+    for block in blocks:
+        exec(compile(block, "roots.md", "exec"), {})
     with Image.open("mask.png") as mask:
         assert mask.size == (SIZE[1], SIZE[0])

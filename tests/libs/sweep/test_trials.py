@@ -150,17 +150,6 @@ def test_anothers_network_replaces_those_of_the_trial_also_in_the_store(
     assert record.latest()["train/learning_rate"] == 0.5
 
 
-def test_a_trials_own_copy_changes_nothing(tmp_path: Path) -> None:
-    trial = make_trial("t", tmp_path)
-    trial.next_report()
-    trial.copy_checkpoint(tmp_path / "copy")
-    trial.stop()
-    again = make_trial("t", tmp_path)
-    again.start_from(tmp_path / "copy")
-    read_all(again)
-    assert "copied" not in shoal.runs.load("t").last_events()
-
-
 def test_what_a_trial_cannot_do_is_its_end_and_not_the_sweeps(tmp_path: Path) -> None:
     notes = {"notes": str(tmp_path), "fault": "nan", "fault_step": 12}
     last = read_all(make_trial("t", tmp_path, args=notes))[-1]

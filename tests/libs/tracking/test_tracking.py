@@ -26,7 +26,7 @@ from shoal.runs import Run, RunRecorder, Status
 from shoal.runs.event_messages import format_warning
 from shoal.runs.record.removal import remove_runs
 from shoal.runs.run_reader import MetricValue
-from shoal.runs.tracker import find_trackers, load_tracker
+from shoal.runs.tracker import find_trackers
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 
@@ -417,13 +417,6 @@ def test_a_tracker_without_its_library_is_refused_before_anything_is_recorded(mo
         runs.create("job", "track: [wandb]\n", "two")
     with pytest.raises(RunError):
         runs.load("two")
-
-
-def test_a_folder_of_the_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trackio").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="not installed"):
-        load_tracker("trackio")
 
 
 def test_the_field_is_one_of_the_trackers_or_a_list_of_them() -> None:

@@ -65,21 +65,31 @@ def test_the_probability_of_a_miss_is_the_binomial_one_where_there_are_two_retur
     assert found == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / NUM_RESAMPLES))
 
 
-class Scripted(gymnasium.Env):  # type: ignore[type-arg]
-    """One step an episode; what it returns depends on the seed."""
+class Still(gymnasium.Env):  # type: ignore[type-arg]
+    """Shows zeros, whatever is done."""
 
     observation_space, action_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
+    reward, ends = 0.0, False
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        return np.zeros(4, np.float32), self.reward, self.ends, False, {}
+
+
+class Scripted(Still):
+    """One step an episode; what it returns depends on the seed."""
+
+    ends = True
     return_of: ClassVar[dict[int, float]] = {}
     seeds: ClassVar[list[int]] = []
 
     def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
         assert seed is not None
         Scripted.seeds.append(seed)
-        self._return = Scripted.return_of.get(seed, 500.0)
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
-        return np.zeros(4, np.float32), self._return, True, False, {}
+        self.reward = Scripted.return_of.get(seed, 500.0)
+        return super().reset()
 
 
 @pytest.fixture
@@ -215,22 +225,18 @@ def test_episodes_that_do_not_end_are_given_up() -> None:
         play_alone(AlwaysLeft(), "CartPole-v1", 2, 1, max_rows=64, timeout_s=0.0)
 
 
-class Held(gymnasium.Env):  # type: ignore[type-arg]
+class Held(Still):
     """Holds something (a window, a port, a process) from its making to its `close`. Never ends."""
 
-    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
     num_open, fault = 0, ""
 
     def __init__(self) -> None:
         Held.num_open += 1
 
-    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict[str, object]]:
-        return np.zeros(4, np.float32), {}
-
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
         if Held.fault:
             raise OSError(Held.fault)
-        return np.zeros(4, np.float32), 0.0, False, False, {}
+        return super().step(action)
 
     def close(self) -> None:
         Held.num_open -= 1

@@ -18,12 +18,10 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import shoal
+from random_policy import register_random
 from shoal.errors import ConfigError
-from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.rl_policy import describe_policy_model, inspect_environment, register_policy
 from shoal.loaded.policy import NumPyNetwork, TorchNetwork
 from shoal.registry import Registry
-from shoal.weights import WeightSnapshot
 from shoal.wire.spaces import describe_space, flatten_rows
 
 PARTS = {"b": spaces.Tuple([spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(4)]), "a": spaces.Discrete(3)}
@@ -68,22 +66,6 @@ for _shown in SPACES:
         gymnasium.register(f"{_shown}-{_taken}-v0", Game, kwargs={"shown": _shown, "taken": _taken})
 
 
-def register(env: str, *overrides: str, members: int = 0) -> ActorLearnerSpec:
-    """Register a policy with weights at random as the version of a model `game`; returns the spec."""
-    import torch
-
-    spec = ActorLearnerSpec(env=env).override(["endpoint.name=game", *overrides])
-    experience, _ = inspect_environment(spec)
-    model: Any = describe_policy_model(spec, experience)[0].build()
-    torch.manual_seed(3)
-    for each in model.parameters():
-        torch.nn.init.normal_(each, std=0.5)
-    weights = {name: each.detach().numpy() for name, each in model.state_dict().items()}
-    pool = [WeightSnapshot.of(number, weights) for number in range(members)]
-    register_policy(spec, experience, WeightSnapshot.of(1, weights), "run", {"mean_return": 1, "steps": 1}, pool=pool)
-    return spec
-
-
 CASES = [
     ("box-four-v0", "algorithm=impala"),
     ("nested-four-v0", "algorithm=ppo"),
@@ -99,7 +81,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_every_policy_acts_as_its_model_does(case: tuple[str, ...]) -> None:
     """For eight steps, of which the fifth begins an episode: a recurrent policy has a state of its own."""
-    register(*case)
+    register_random(*case)
     here = shoal.load("game@champion", seed=1)
     served = shoal.load("game", seed=1)
     served._policy._network = TorchNetwork(served._version, served._opened)
@@ -131,7 +113,7 @@ def test_observations_become_flat_as_gymnasium_makes_them(name: str) -> None:
 
 
 def test_a_batch_of_games_has_a_state_for_each() -> None:
-    register("nested-four-v0", "algorithm=ppo", "core=gru")
+    register_random("nested-four-v0", "algorithm=ppo", "core=gru")
     games = SyncVectorEnv([lambda: gymnasium.make("nested-four-v0") for _ in range(3)])
     together, alone = shoal.load("game"), [shoal.load("game") for _ in range(3)]
     observations, _ = games.reset(seed=1)
@@ -147,7 +129,9 @@ def test_a_batch_of_games_has_a_state_for_each() -> None:
 
 
 def test_sampled_actions_follow_the_distribution_and_its_mask() -> None:
-    register("masked-four-v0", "algorithm=ppo", "model=" + str(Path(__file__).with_name("matrix_net.py")) + ":Net")
+    register_random(
+        "masked-four-v0", "algorithm=ppo", "model=" + str(Path(__file__).with_name("matrix_net.py")) + ":Net"
+    )
     policy = shoal.load("game", seed=0)
     observation = {"observation": np.ones((2, 3), np.float32), "action_mask": np.array([0, 1, 0, 1], np.int8)}
     arrays = {"observation": observation["observation"][None], "action_mask": observation["action_mask"][None] == 1}
@@ -161,7 +145,7 @@ def test_sampled_actions_follow_the_distribution_and_its_mask() -> None:
 
 
 def test_a_policy_that_was_registered_as_sampled_samples() -> None:
-    register("box-four-v0", "algorithm=ppo")
+    register_random("box-four-v0", "algorithm=ppo")
     version = Registry().get("game")
     factory = version.manifest.model.update({"action": "sampled"})
     files = {name: version.fetch_file(name).read_bytes() for name in version.manifest.files}
@@ -172,7 +156,7 @@ def test_a_policy_that_was_registered_as_sampled_samples() -> None:
 
 
 def test_a_mixture_draws_a_member_for_each_episode() -> None:
-    register("box-four-v0", "algorithm=ppo", members=3)
+    register_random("box-four-v0", "algorithm=ppo", members=3)
     policy = shoal.load("game")
     policy.act(np.zeros(3, np.float32))
     (state,) = policy._policy._network._states.values()
@@ -190,7 +174,9 @@ REFUSED = [
 
 
 def test_what_is_not_the_games_is_refused_by_name() -> None:
-    register("masked-four-v0", "algorithm=ppo", "model=" + str(Path(__file__).with_name("matrix_net.py")) + ":Net")
+    register_random(
+        "masked-four-v0", "algorithm=ppo", "model=" + str(Path(__file__).with_name("matrix_net.py")) + ":Net"
+    )
     policy = shoal.load("game")
     for observation, mask, words in REFUSED:
         with pytest.raises(ConfigError) as raised:
@@ -199,7 +185,7 @@ def test_what_is_not_the_games_is_refused_by_name() -> None:
 
 
 def test_a_policy_acts_where_neither_torch_nor_ray_is() -> None:
-    register("nested-four-v0", "algorithm=ppo")
+    register_random("nested-four-v0", "algorithm=ppo")
     program = """
 import sys
 class Missing:

@@ -10,7 +10,11 @@ from serving.asgi import Client, client, refused
 from serving.fake_host import FakeHost, FakeModel
 from shoal.errors import Closed, InferenceError, error_summary, summarize_error
 from shoal.open_inference.episodes import EPISODES_PATH
+from shoal.serve.http.app import RestApp
 from shoal.serve.http.response import build_error_response
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -270,13 +274,18 @@ def test_lifespan() -> None:
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
+def below(root: str) -> Client:
+    host, access, limits = two_models(), AccessControl(None, []), RequestLimits()
+    return Client(EndpointApp(RestApp(host, access), host, access, limits, root=root))  # type: ignore[arg-type]
+
+
 def test_an_endpoint_below_a_path_of_its_own_has_all_of_its_paths_there() -> None:
-    subject = client(two_models(), root="/second")
+    subject = below("/second")
     assert subject.get("/second/v2/models/m").body["name"] == "m"
     assert subject.infer(ROW, "/second/v2/models/m/infer").status == 200
     assert subject.get("/v2/models/m").body["name"] == "m"  # what has come without it
     assert subject.get("/other/v2/models/m").status == 404
-    mounted = client()
+    mounted = below("")
     mounted.root_path = "/cartpole"
     assert mounted.get("/v2/models/m").status == mounted.infer(ROW).status == 200
 
