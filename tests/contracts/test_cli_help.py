@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from shoal.cli import COMMANDS, HEADINGS, cli, find_commands, main
+from shoal.cli import COMMANDS, HEADINGS, find_commands, main
 from shoal.config import Spec
 from shoal.config.field_help import choose_main, list_field_help
 from shoal.errors import ConfigError
@@ -16,13 +15,14 @@ from shoal.libs.population.loop.spec import RLPopulationSpec
 from shoal.libs.stream.spec import StreamSpec
 from shoal.libs.sweep.spec import SweepSpec
 from shoal.train.spec import TrainSpec
+from typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_help_of_every_verb_has_an_example(verb: str, capfd: pytest.CaptureFixture[str]) -> None:
-    result = CliRunner().invoke(cli, [verb, "--help"])
+    result = typed("", verb, "--help")
     text = result.output + capfd.readouterr().out
     assert result.exit_code == 0
     assert "shoal" in text
@@ -30,7 +30,7 @@ def test_help_of_every_verb_has_an_example(verb: str, capfd: pytest.CaptureFixtu
 
 
 def test_the_program_without_words_lists_its_verbs() -> None:
-    result = CliRunner().invoke(cli, ["--help"])
+    result = typed("--help")
     assert all(verb in result.output for verb in COMMANDS)
 
 
@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line_with_a_remedy(
 
 @pytest.mark.parametrize("verb", ["serve", "find", "models"])
 def test_the_list_of_a_groups_verbs_cuts_no_sentence(verb: str) -> None:
-    result = CliRunner().invoke(cli, [verb, "--help"])
+    result = typed("", verb, "--help")
     listed = result.output.partition("Commands:")[2]
     assert listed
     assert "..." not in listed

@@ -4,8 +4,6 @@ What can be shown without Ray (models that raise, leak or answer nonsense; versi
 tests/serving. The load is the benchmarks' own driver: it sends at Poisson times whatever becomes of the answers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Noise at a living gateway: whatever arrives, it answers or ignores it, and whoever behaves is served as ever."""
 
-from __future__ import annotations
-
 import random
 import socket
 import struct

@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner
 from test_local_loop import actor
 from torch import Tensor
 
 import shoal.runs
 from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN
-from shoal.cli import cli
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError
 from shoal.extend.contracts import AlgorithmContract
@@ -37,6 +35,7 @@ from shoal.train.loop.components import BatchStream
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
 from shoal.weights import WeightSnapshot
+from typed import typed
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 FILES = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
@@ -89,7 +88,7 @@ def test_a_kind_of_run_of_a_file_has_a_record_and_a_report(
     run = shoal.runs.load("latest")
     assert (run.kind, run.status) == ("curve", shoal.runs.Status.FINISHED)
     assert "fit/error" in (run.folder / "report.html").read_text()
-    shown = CliRunner().invoke(cli, ["runs", run.id])
+    shown = typed("runs", run.id)
     assert shown.exit_code == 0, shown.output
     monkeypatch.setattr(sys, "argv", ["fit_curve.py", "degree=60"])
     with pytest.raises(SystemExit):
@@ -237,7 +236,7 @@ def test_a_source_of_a_file_trains_a_task_and_goes_on_where_it_was(folder: Path)
 def test_a_format_of_a_module_travels_with_the_version_that_it_opens(folder: Path) -> None:
     weight, bias = np.arange(6.0).reshape(3, 2), np.array([1.0, -1.0])
     np.savez(folder / "model.npz", weight=weight, bias=bias)
-    told = CliRunner().invoke(cli, ["models", "add", "model.npz", "--format", "numpy_linear:FORMAT"])
+    told = typed("models add model.npz --format numpy_linear:FORMAT")
     assert "model@champion is model@1 now." in told.output, (told.output, told.exception)
     found = Registry().get("model@champion")
     model = Predictor(found.manifest.model, found.manifest.signature, ModelOptions()).load(found.snapshot())
@@ -249,7 +248,7 @@ def test_a_format_of_a_module_travels_with_the_version_that_it_opens(folder: Pat
 
     os.remove(folder / "numpy_linear.py")
     sys.modules.pop("numpy_linear")
-    shown = CliRunner().invoke(cli, ["models", "show", "model@1"])
+    shown = typed("models show model@1")
     assert "numpy_linear:FORMAT" in shown.output, (shown.output, shown.exception)
     model = Predictor(found.manifest.model, found.manifest.signature, ModelOptions()).load(found.snapshot())
     np.testing.assert_allclose(model.predict_batch([{"x": x}])[0]["y"], x @ weight + bias)
@@ -273,6 +272,6 @@ def test_a_registry_is_read_where_the_package_of_a_format_is_not_installed(
 def test_a_format_that_nobody_has_is_refused(folder: Path) -> None:
     (folder / "model.npz").touch()
     for word in ("numpy_linear", "numpy_linear:Template"):
-        refused = CliRunner().invoke(cli, ["models", "add", "model.npz", "--format", word]).exception
+        refused = typed("models add model.npz --format", word).exception
         assert isinstance(refused, ConfigError)
         assert refused.field == "format"

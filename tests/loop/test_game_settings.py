@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import shoal
 from loop.test_local_loop import EXPERIENCE, SPEC, SignGame
 from rl_setting import TOKEN, segment, serving
 from shoal.actor import ActorClient, play
 from shoal.actor.remote import RemoteClient, run_remote_actor
-from shoal.cli.commands.runs import set_settings
 from shoal.errors import ConfigError
 from shoal.rl.gateway.actor_stats import ActorProgress, RunProgress
 from shoal.rl.gateway.game_settings import advance_settings, begin_settings, parse_settings, read_settings
@@ -25,6 +23,7 @@ from shoal.rl.spec import RLSpec
 from shoal.runs.event_messages import format_warning
 from shoal.wire import MessageLimits, Segment, decode, pack_segment, unpack_segment
 from shoal.wire.messages import SegmentMessage
+from typed import typed
 from waiting import wait_for
 
 
@@ -164,13 +163,13 @@ def test_settings_are_typed() -> None:
 def test_settings_are_changed_from_the_command_line() -> None:
     with shoal.runs.create("loop", "", "one") as run:
         begin_settings(run.folder)
-        assert CliRunner().invoke(set_settings, ["one", "gravity=9", "mode=moon"]).exit_code == 0
-        assert CliRunner().invoke(set_settings, ["one", "gravity=8"]).exit_code == 0
+        assert typed("set one gravity=9 mode=moon").exit_code == 0
+        assert typed("set one gravity=8").exit_code == 0
         assert read_settings(run.folder)[0] == {"gravity": 8, "mode": "moon"}
-        wrong = CliRunner().invoke(set_settings, ["one", "gravity"])
+        wrong = typed("set one gravity")
         assert wrong.exit_code == 2
         assert "NAME=VALUE" in wrong.output
-    assert CliRunner().invoke(set_settings, ["one", "gravity=7"]).output == "run one once it is resumed: gravity=7\n"
+    assert typed("set one gravity=7").output == "run one once it is resumed: gravity=7\n"
     with shoal.runs.create("train", "", "two"):
-        refused = CliRunner().invoke(set_settings, ["two", "gravity=9"])
+        refused = typed("set two gravity=9")
         assert "has no games" in str(refused.exception)

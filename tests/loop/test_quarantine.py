@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN, segment
@@ -31,6 +30,7 @@ from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from shoal.runs.event_messages import format_warning
 from sign_game import SignGame
+from typed import typed
 from waiting import wait_for
 
 A = ("a", 1)
@@ -203,8 +203,8 @@ def test_the_command_releases_and_names_who_can_be_released(
     run = type("FakeRun", (), {"folder": folder, "id": "run-1"})()
     monkeypatch.setattr(runs, "load", lambda name: run)
     with pytest.raises(ConfigError, match=r"is not in quarantine in run run-1\. these are: actor 3"):
-        CliRunner().invoke(runs.release, ["latest", "other"], catch_exceptions=False)
-    done = CliRunner().invoke(runs.release, ["latest", "actor 3"], catch_exceptions=False)
+        typed("release latest other", is_caught=False)
+    done = typed("release latest 'actor 3'", is_caught=False)
     assert "actor 3 is released" in done.output
     assert read_run_quarantine(folder) == {}
     warning = format_warning("actor_quarantined", {"actor_id": "actor 3", "reason": "claims too much"})

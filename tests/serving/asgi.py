@@ -1,7 +1,5 @@
 """Calls an ASGI application as a server would: no socket. `from serving.asgi import Client`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The film site: one of this process, which its settings allow once, and copies of it for processes."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from collections.abc import Iterator

@@ -8,8 +8,6 @@
 Like the real one it checks nothing that the protocol has checked, but it fails loudly when the protocol has not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping

@@ -9,8 +9,6 @@
 /any/path?/silent         as if the path were what follows the question mark
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

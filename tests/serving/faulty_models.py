@@ -7,8 +7,6 @@ RAISE  raises          SHAPE  answers with too many columns       NAN  answers w
 HANG   waits until the file that `hold` names is gone             LEAK keeps 64 MB more for each such row
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """The film site for tests: a client in this process, and its commands as processes of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import sqlite3

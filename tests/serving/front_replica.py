@@ -7,8 +7,6 @@ second; any other path with the path, and whether HAProxy has passed the request
 `alone` once HAProxy accepts no more, and `written` after the part of `/stream`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

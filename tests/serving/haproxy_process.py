@@ -1,7 +1,5 @@
 """HAProxy as an endpoint's wrapper starts it, before one replica, without Ray."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import tempfile

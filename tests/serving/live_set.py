@@ -1,7 +1,5 @@
 """An endpoint without Ray that serves a model live, from the weights of a run that a test publishes."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A request without `connection: close` leaves its connection open. `ENDS`: the cl
 that for a client that has gone, unless the answer is there before.
 """
 
-from __future__ import annotations
-
 import json
 
 INFER, SLOW = "/v2/models/m/infer", "/v2/models/slow/infer"

@@ -1,7 +1,5 @@
 """A replica's HTTP server in this process, with the protocols of libraries."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence

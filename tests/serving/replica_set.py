@@ -17,24 +17,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
 from shoal.errors import ConnectionLost, InferenceError, RequestLost
-from shoal.home import home
-from shoal.registry import Registry
-from shoal.serve.controller.admin_api import AdminApi
-from shoal.serve.controller.controller import EndpointController
-from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.controller.status import StatusReporter
+from shoal.serve.controller.config import build_controller_config
+from shoal.serve.controller.service import ControllerService
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import PeerReport, ReplicaReport
 from shoal.serve.replica.loader import VersionLoader
 from shoal.serve.replica.replica import EndpointReplica
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel
+from shoal.serve.spec.model_source import EndpointModel
 from shoal.weights import WeightSnapshot
 
 DEADLINE_S = 60.0
@@ -125,7 +120,6 @@ class ReplicaSet:
         self, *models: EndpointModel, lease_s: float = 20.0, stage_timeout_s: float = 60.0, **spec: Any
     ) -> None:
         self.spec = EndpointSpec.parse({"name": "endpoint", **spec})
-        self.models = models
         self.lease_s, self.stage_timeout_s = lease_s, stage_timeout_s
         self.replicas: dict[str, EndpointReplica] = {}
         self.controller_away = False
@@ -134,7 +128,7 @@ class ReplicaSet:
         self.num_forwarded = 0
         self.giving, self.num_fetched = asyncio.Event(), 0  # of the weights that the controller keeps
         self.giving.set()
-        self._state: Path = home() / "endpoints" / "endpoint.json"
+        self._config, self._live = build_controller_config(self.spec, models)
         self.restart_controller()
 
     async def __aenter__(self) -> ReplicaSet:
@@ -148,22 +142,9 @@ class ReplicaSet:
 
     def restart_controller(self) -> None:
         """Another one in its place, which knows what is in the state file."""
-        deployments = []
-        for model in self.models:
-            options = (model.options or self.spec.options(model.name)).model_dump(mode="json")
-            registry = model.source.registry if isinstance(model.source, RegisteredModel) else ""
-            deployments.append(Deployment(model.name, registry, model.version, options))
-        self.controller = EndpointController(
-            "endpoint",
-            deployments,
-            deployment_id="test",
-            state_file=StateFile(self._state),
-            lease_s=self.lease_s,
-            stage_timeout_s=self.stage_timeout_s,
-            memory_bytes=self.spec.memory,
-        )
-        self.administration = AdminApi(self.controller, Registry().location, lambda name: self.spec.model)
-        self.status = StatusReporter(self.controller)
+        self.service = ControllerService(self._config)
+        self.controller, self.status = self.service._controller, self.service._status
+        self.controller._lease_s, self.controller._stage_timeout_s = self.lease_s, self.stage_timeout_s
 
     async def start(self, num_replicas: int = 1) -> list[EndpointReplica]:
         """Add replicas, and wait until they are ready as Serve would."""
@@ -174,9 +155,8 @@ class ReplicaSet:
     def add(self, name: str = "") -> EndpointReplica:
         """A replica that is not yet waited for."""
         name = name or f"r{len(self.replicas) + 1}"
-        live = {model.name: model.source for model in self.models if isinstance(model.source, LiveModel)}
         replica = self.replicas[name] = EndpointReplica(
-            name, self.spec, live, cast(ControllerClient, LocalController(self, name)), peers=LocalPeers(self)
+            name, self.spec, self._live, cast(ControllerClient, LocalController(self, name)), peers=LocalPeers(self)
         )
         replica.address = name
         return replica
@@ -199,41 +179,20 @@ class ReplicaSet:
         return str(self.controller.state.models[model].rollout.phase)
 
     async def administer(self, **change: Any) -> dict[str, Any]:
-        return self.status.describe_model(await self.administration.administer(change, "tester"))
+        return await self.service.administer(change, "tester")
 
-    # -- what replicas ask of the controller
+    # -- what replicas ask of the controller, where it is not the service's method
 
     async def take_follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None:
         return await self.controller.follow(replica, known_generation, min(timeout_s, 0.1))
 
     async def take_report(self, report: ReplicaReport) -> list[PeerReport]:
-        return [PeerReport.of(each) for each in self.controller.report(report)]
-
-    async def take_request_load(self, *arguments: Any) -> int | None:
-        return await self.controller.assignments.request_load(*arguments)
-
-    async def take_leave(self, replica: str) -> None:
-        self.controller.leave(replica)
-
-    async def take_store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
-        self.controller.live.store_weights(model, snapshot)
+        return [PeerReport.of(each) for each in await self.service.report(report)]
 
     async def take_fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
         self.num_fetched += 1
         await self.giving.wait()
-        return self.controller.live.fetch_weights(model, version)
-
-    async def take_administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
-        return self.status.describe_model(await self.administration.administer(change, by))
-
-    async def take_load(self, *arguments: Any) -> None:
-        await self.administration.load(*arguments)
-
-    async def take_unload(self, *arguments: Any) -> None:
-        await self.administration.unload(*arguments)
-
-    async def take_status(self) -> dict[str, Any]:
-        return self.status.describe_endpoint()
+        return await self.service.fetch_weights(model, version)
 
     async def _tick(self) -> None:
         while True:
@@ -252,7 +211,8 @@ class LocalController:
         async def call(*arguments: Any) -> Any:
             if self._set.controller_away or self._replica in self._set.dead:
                 raise ConnectionLost("the controller is away")
-            return await getattr(self._set, f"take_{method}")(*arguments)
+            service = self._set.service
+            return await getattr(self._set, f"take_{method}", getattr(service, method))(*arguments)
 
         return call
 

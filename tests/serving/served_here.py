@@ -1,7 +1,5 @@
 """The protocol's application on a real port of this process, for whoever speaks to it as a client would."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

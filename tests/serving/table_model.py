@@ -4,8 +4,6 @@ The answer `charge` is 100 for each word's position among those of the version, 
 and 1000 where the balance is. `share` is [0.25, 0.75].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose batch is in another dimension than 0, or nowhere: a module, in all encodings."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """A canary is judged by its own mistakes, and not by those of its callers; what a shadow calls another answer."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """The clients against the protocol's own application over real sockets, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

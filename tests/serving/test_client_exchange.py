@@ -1,7 +1,5 @@
 """The rules of trying again, without a socket, a clock or a wait; proxies and certificates of the environment."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

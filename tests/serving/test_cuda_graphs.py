@@ -1,7 +1,5 @@
 """The slots of CUDA graphs without a device: an eager call into fixed memory stands in for a graph's replay."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

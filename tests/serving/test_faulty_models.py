@@ -1,7 +1,5 @@
 """Models that raise, hang, leak or answer nonsense, in a whole replica: who else asks is answered, all is counted."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """HAProxy, on the configuration that `cluster.haproxy` makes of Serve's, before a replica that fails on request."""
 
-from __future__ import annotations
-
 import hashlib
 import socket
 import stat

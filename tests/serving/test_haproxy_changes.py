@@ -1,7 +1,5 @@
 """HAProxy before a replica that fails while it makes a change: what a client asks of an endpoint's versions."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing

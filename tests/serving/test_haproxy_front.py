@@ -1,7 +1,5 @@
 """HAProxy with a front of its own before a toy replica: TLS, HTTP/2, IPv6, certificates of clients, trusted proxies."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

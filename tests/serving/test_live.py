@@ -1,7 +1,5 @@
 """Models that follow a run, in whole replicas: weights that turn out to be bad, and the newest as a canary."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

@@ -3,8 +3,6 @@
 Over real replicas and a real controller, without Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Whether an endpoint takes a policy's best actions or samples: by the version, the option, or the request."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Networks and hooks that do what most do not: single numbers and bfloat16 as weights, hooks that write in place, and
 weights that a module reaches by functions and lists."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

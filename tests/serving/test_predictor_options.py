@@ -1,7 +1,5 @@
 """What each option of a model does to its answers: precision, compilation, padding, hooks, the device."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar

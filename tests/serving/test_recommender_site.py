@@ -1,7 +1,5 @@
 """The film site: a rating is in the next page, one version a request, a deadline for the towers, a locked database."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

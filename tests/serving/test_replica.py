@@ -1,7 +1,5 @@
 """Whole replicas in one process: spec, models, batcher, plan and application together; no Ray, no socket."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -132,10 +130,10 @@ async def test_a_version_beyond_the_devices_memory_is_rejected_by_name(monkeypat
 async def test_a_replica_with_a_part_of_a_device_has_that_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr("shoal.serve.replica.replica.limit_device_memory", shares.append)
-    async with ReplicaSet(num_gpus=0.25) as endpoint:
-        endpoint.add()
-    async with ReplicaSet() as endpoint:
-        endpoint.add()
+    register()
+    for num_gpus in (0.25, None):
+        async with ReplicaSet(model_from_ref("linear@1"), num_gpus=num_gpus) as endpoint:
+            endpoint.add()
     assert shares == [0.25, 0.0]
 
 

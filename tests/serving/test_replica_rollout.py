@@ -1,7 +1,5 @@
 """Rollouts over real replicas with real models: who answers, what happens when something fails, and what is said."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

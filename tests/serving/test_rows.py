@@ -1,7 +1,5 @@
 """Rows as they are, through a whole replica: each version by its own encoder, errors by field, drift by column."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import io

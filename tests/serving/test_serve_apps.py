@@ -1,7 +1,5 @@
 """The serve apps: their specs are checked, and what they compute before and after a forward is what they say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`shoal serve` against an endpoint of this process: what it sends, what it shows, and what it says when it cannot."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

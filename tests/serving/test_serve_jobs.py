@@ -1,7 +1,5 @@
 """`shoal serve deploy` and `delete` around their job: what is submitted, waited for, stopped and said. No Ray."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The pages on serving: every block of Python and YAML is used, against an endpoint of this process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

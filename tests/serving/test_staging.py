@@ -1,7 +1,5 @@
 """A version that is built in another way than the one before it: what it must show before anybody may ask it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables in and out of models: which columns make an input, and the predictions beside what they were made from."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

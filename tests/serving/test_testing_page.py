@@ -1,7 +1,5 @@
 """An endpoint in a test's process is what its page says; `training/test_training_docs` has the blocks of the page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The output of a batch prediction, in a folder or a bucket: all of it has its name, or none. And the verb."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

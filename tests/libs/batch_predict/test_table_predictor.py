@@ -1,7 +1,5 @@
 """The predictions of a table's rows, beside what they were made from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

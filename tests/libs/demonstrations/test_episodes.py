@@ -13,13 +13,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import shoal
 import shoal.runs
 from rl_setting import EXPERIENCE, TOKEN, segment, serving
 from shoal.errors import ConfigError
-from shoal.libs.demonstrations.command import episodes
 from shoal.libs.demonstrations.episodes import EpisodeCollector
 from shoal.libs.demonstrations.files import Demonstration, DemonstrationFiles
 from shoal.libs.demonstrations.recorder import copy_source
@@ -30,6 +29,7 @@ from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
 from shoal.rl.spec import RLSpec
 from shoal.store import open_store
 from shoal.wire import Segment
+from typed import typed
 from waiting import wait_for
 
 CLIENT = Path(__file__).parents[3] / "clients" / "javascript"
@@ -234,7 +234,7 @@ def recorded() -> str:
 
 
 def call(*words: str) -> Result:
-    return CliRunner().invoke(episodes, list(words))
+    return typed("episodes", *words)
 
 
 def test_the_command_lists_exports_and_takes_the_good_ones_along(tmp_path: Path, recorded: str) -> None:

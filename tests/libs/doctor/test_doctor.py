@@ -16,6 +16,7 @@ from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.home import load_access_token
 from shoal.libs.doctor import command as doctor
 from shoal.libs.doctor.command import GIB, Finding, Level
+from typed import typed
 
 
 def levels(findings: list[Finding]) -> list[Level]:
@@ -192,7 +193,7 @@ def test_the_command_prints_and_its_status_says_whether_all_is_well(monkeypatch:
     assert failed.exit_code == 1
     assert "fail  disk" in failed.output
     assert "make room" in failed.output
-    as_json = CliRunner().invoke(doctor.doctor, ["--json"])
+    as_json = typed("doctor --json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.output)["findings"][1]["remedy"] == "make room"
     monkeypatch.setattr(doctor, "run_checks", lambda: iter([Finding("memory", Level.WARN, "little", "buy")]))

@@ -1,7 +1,5 @@
 """Models that are exported, and the ways to register and export them. `from libs.export.exported import ...`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`shoal export`: what a folder answers, compared with an endpoint; what it runs; and what cannot be exported."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
@@ -40,7 +38,6 @@ from serving import table_model
 from serving.asgi import Client
 from serving.replica_set import ReplicaSet
 from shoal.errors import ConfigError
-from shoal.libs.export import export_model as export_module
 from shoal.libs.export import folder as export_folder
 from shoal.libs.export.formats.exported import read_signature
 from shoal.libs.export.runtime.model import FolderModel
@@ -290,7 +287,7 @@ def test_an_interrupted_export_leaves_the_former_folder(onnx_payload: bytes, mon
     register_file(onnx_payload, "onnx")
     write()
     before = sorted(Path().rglob("*"))
-    monkeypatch.setattr(export_module, "copy_runtime", interrupt)
+    monkeypatch.setattr(export_folder, "copy_runtime", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(to="lambda", replace=True)
     assert sorted(Path().rglob("*")) == before

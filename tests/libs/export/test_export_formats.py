@@ -1,7 +1,5 @@
 """Files of torch.export, ONNX and TorchScript: their signature is read or given, and they answer as their module."""
 
-from __future__ import annotations
-
 import functools
 import io
 import warnings

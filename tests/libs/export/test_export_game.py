@@ -1,7 +1,5 @@
 """`shoal export --to game`: each language's runtime computes what torch does, from one table of vectors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

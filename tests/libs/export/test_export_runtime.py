@@ -1,7 +1,5 @@
 """What an exported folder runs: its own test, the HTTP server, and the handler of AWS Lambda."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import json

@@ -1,7 +1,5 @@
 """The sizes that an exported program or an ONNX file excludes are refused before a forward, by name and range."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from types import SimpleNamespace

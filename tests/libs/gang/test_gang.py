@@ -1,8 +1,6 @@
 """A model on several workers, without Ray: its answers, its memory, versions on all or none, and workers that die."""
 # Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
-from __future__ import annotations
-
 import collections
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Workers that share a model: what a plan does not see, errors of its own, strangers, workers lost in a load."""
 
-from __future__ import annotations
-
 import gc
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The gRPC service in this process, behind HAProxy, and a client that asks it as the test says."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

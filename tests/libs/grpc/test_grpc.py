@@ -1,7 +1,5 @@
 """The protocol over gRPC without Ray: its messages, and what a stock client does not send, or does not see."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The methods of the service, called as `app` calls them: no socket."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

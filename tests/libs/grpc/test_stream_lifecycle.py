@@ -1,7 +1,5 @@
 """The messages of a stream's body, piece by piece, without a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable

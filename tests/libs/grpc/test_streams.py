@@ -1,7 +1,5 @@
 """Streams of gRPC that HAProxy hands on in HTTP/1.1, from a client of gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import time

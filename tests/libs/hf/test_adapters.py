@@ -11,12 +11,10 @@ import peft
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from tiny_models import save_model, write_lines
 
 import shoal
-from shoal.cli import cli
 from shoal.cluster.job_main import job_main
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.libs.hf.finetune import make_spec, translate
@@ -24,6 +22,7 @@ from shoal.libs.hf.tasks import CausalLM
 from shoal.libs.hf.transfer import KINDS, push
 from shoal.registry import Registry
 from shoal.train.initial_weights import load_initial_weights
+from typed import typed
 
 # peft 0.21 asks transformers by a name that 5.x deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -65,7 +64,7 @@ def build(ref: str) -> np.ndarray:
 
 
 def run(*words: str) -> str:
-    ran = CliRunner().invoke(cli, ["models", *words], catch_exceptions=False)
+    ran = typed("models", *words, is_caught=False)
     assert ran.exit_code == 0, ran.output
     return ran.output
 
@@ -163,7 +162,7 @@ def test_what_would_compute_something_else_is_refused(
     values = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base")}
     for field, value in (("use_dora", True), ("peft_type", "LOHA"), ("bias", "all"), ("init_lora_weights", "pissa")):
         (folder / "adapter_config.json").write_text(json.dumps({**values, field: value}))
-        error = CliRunner().invoke(cli, asked).exception
+        error = typed("", *asked).exception
         assert isinstance(error, ConfigError)
         assert (error.field, error.value) == (field, value)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))

@@ -134,7 +134,7 @@ async def test_a_registered_version_writes_text_and_answers_tensors(files: Mappi
 
 async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, bytes]) -> None:
     register_decoder(files, 1)
-    async with ReplicaSet(model_from_ref("tiny@1"), model_from_ref("tiny@1")) as endpoint:
+    async with ReplicaSet(model_from_ref("tiny@1")) as endpoint:
         [replica] = await endpoint.start()
         with pytest.raises(InferenceError, match="top_p") as wrong:
             await write(replica, sampling=Sampling(top_p=2.0))
@@ -152,7 +152,8 @@ async def test_wrong_requests_are_refused_before_a_token(files: Mapping[str, byt
 
 
 async def test_an_endpoint_below_a_root_has_its_texts_there() -> None:
-    async with ReplicaSet(route_prefix="/second") as endpoint:
+    register()
+    async with ReplicaSet(model_from_ref("linear@1"), route_prefix="/second") as endpoint:
         replica = endpoint.add()
         paths = []
 
@@ -427,11 +428,11 @@ async def test_an_unloaded_model_ends_its_streams_by_name_after_the_drain(
     register("linear")
     async with ReplicaSet(model_from_ref("linear@1"), drain_s=0.2) as endpoint:
         [replica] = await endpoint.start()
-        await endpoint.administration.load("tiny", {"version": "1"}, "tester")
+        await endpoint.service.load("tiny", {"version": "1"}, "tester")
         await until(lambda: "tiny" in [each.name for each in find_texts(replica).list(ANYONE)])
         pace.allow(3)
         _, stream = await begin(replica)
-        unloading = asyncio.create_task(endpoint.administration.unload("tiny", "tester"))
+        unloading = asyncio.create_task(endpoint.service.unload("tiny", "tester"))
         with pytest.raises(InferenceError, match="'tiny' is no longer served here") as ended:
             async for _ in stream:
                 pass

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from torch import nn
 
 import shoal.runs
-from shoal.cli import cli
 from shoal.errors import ConfigError, MissingExtra, RegistryError
 from shoal.libs.optimise import measure, search
 from shoal.libs.optimise.entry import build_network
@@ -28,6 +27,7 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot, tensor_files
 from shoal.weights.tensor_files import make_weight_file, write_tensors
+from typed import typed
 
 TASK = '''
 import torch
@@ -165,7 +165,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["optimise", *arguments])
+    return typed("optimise", *arguments)
 
 
 def optimise(*arguments: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from shoal.libs.planning.ablation import PARAMETERS, AblationRun, ablate, build_
 from shoal.train.launch.validate import choose_metric
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
+from typed import typed
 
 TASK = """
 import torch
@@ -166,7 +167,7 @@ def test_a_metric_that_there_is_not_is_refused_before_anything_is_trained(
         raise AssertionError
 
     monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", never)
-    done = CliRunner().invoke(cli, ["ablate", spec.task, "batch_size=8", "stop.steps=3", "--metric", "mean_eror"])
+    done = typed("ablate", spec.task, "batch_size=8", "stop.steps=3", "--metric", "mean_eror")
     assert isinstance(done.exception, ConfigError)
     assert (done.exception.field, done.exception.remedy) == ("--metric", "there is loss, mean_error")
 
@@ -222,7 +223,7 @@ def test_what_is_found_is_printed_before_files_are_written(
     monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", diverge)
     task = spec.task.replace(":Line", ":Loud")
     words = [task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1", "--json"]
-    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")])
+    done = typed("ablate", *words, "--out", str(tmp_path / "out"))
     assert "reading data" in done.stderr  # what a Task prints is no part of the JSON
     assert isinstance(done.exception, ConfigError)
     assert done.exception.field == "--out"

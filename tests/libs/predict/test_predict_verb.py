@@ -1,7 +1,5 @@
 """`shoal predict` against an endpoint of this process: every kind of input, what is printed, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from shoal.cli import cli
 from shoal.errors import ConfigError
 from shoal.libs.start.command import NEXT, PAGES, write_template
+from typed import typed
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -40,7 +39,7 @@ def test_the_files_run_and_their_tests_pass(
     kind: str, name: str, num_tests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["new", kind, name], catch_exceptions=False)
+    result = typed("new", kind, name, is_caught=False)
     assert f"{name}.py is written" in result.output
     assert f"docs/{PAGES[kind]}" in result.output
     assert "my_" not in result.output

@@ -1,7 +1,5 @@
 """Regression from few rows: rows and columns are sets, no label leaks, closed forms, typed errors, an endpoint."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

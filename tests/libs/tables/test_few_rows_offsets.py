@@ -1,7 +1,5 @@
 """Few rows with large offsets and of named frames: the answer of the same table without them, or an error by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

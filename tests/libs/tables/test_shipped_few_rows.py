@@ -1,7 +1,5 @@
 """`shoal.few_rows`: the shipped network on words, dates, gaps, frames and classes; errors that name column and row."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from pathlib import Path

@@ -11,11 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.commands.run import run
 from shoal.cli.commands.run_session import RunArguments
 from shoal.cli.commands.run_session import RunSession as Session
 from shoal.cli.support.console import make_literal_console
@@ -26,7 +24,7 @@ from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
-from typed import said
+from typed import said, typed
 
 
 def record(run_id: str, status: str = "finished") -> None:
@@ -399,6 +397,6 @@ def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_star
     monkeypatch.setattr("shoal.cli.commands.run_session.start_cluster", start)
     monkeypatch.setattr("shoal.cli.commands.run_session.find_cluster", lambda address: None)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    result = CliRunner().invoke(run, [job, *words, "--actors", "1", "--inference", "remote"])
+    result = typed("run", job, *words, "--actors", "1", "--inference", "remote")
     assert isinstance(result.exception, ShoalError)
     assert problem in str(result.exception)

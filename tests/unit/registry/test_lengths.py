@@ -1,7 +1,5 @@
 """Which requests of several lengths share a batch, by what forwards take and what padding costs in memory."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """The code of a registered version: what is found, and that it is run whatever lies here now."""
 # Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Mapping

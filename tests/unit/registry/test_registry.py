@@ -1,8 +1,6 @@
 """Versions are whole, distinct and immutable, and an alias can always go back; in a folder and in a bucket."""
 # Models of format onnx, torch_export and torchscript are opened by shoal.libs.export.
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Weights of several files are one version: whole, named where they are damaged, and held by no process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import signal

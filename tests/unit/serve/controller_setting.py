@@ -4,8 +4,6 @@ The replicas are fakes that keep the contract of `host.ModelManager`; the contro
 administration are real.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Whatever is no value of a field of an endpoint is rejected by the field's name, before anything starts."""
 # Some endpoints here have a port for gRPC, which shoal.libs.grpc answers.
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Iterator

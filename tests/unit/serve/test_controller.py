@@ -1,7 +1,5 @@
 """A controller that is started again, or has lost its file, and replicas that die or come while it changes versions."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import re

@@ -1,7 +1,5 @@
 """What an alias is followed to, also in a bucket that fails, and when what failed once is tried again."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What rolls a candidate back by itself, and what does not."""
 
-from __future__ import annotations
-
 from math import comb
 from typing import Any
 

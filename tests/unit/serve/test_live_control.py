@@ -1,7 +1,5 @@
 """The controller's part in live models: whom it believes, what it writes down, which weights it keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

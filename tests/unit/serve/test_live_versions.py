@@ -1,7 +1,5 @@
 """Which version of a live model answers, whatever comes and fails: no request fails that one of them could answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

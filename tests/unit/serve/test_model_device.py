@@ -1,7 +1,5 @@
 """The devices on which a model may run; outputs on their way to the host, without a device; what a warm-up measures."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

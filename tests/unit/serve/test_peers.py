@@ -1,7 +1,5 @@
 """How replicas call each other: what goes along, what comes back, and connections that stay, close or are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Which replica loads a model and what it drops: decisions of pure functions, and what they come to over a trace."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """The states of a rollout: which moves there are, what replicas are told, and what is decided from what they report."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import tempfile
