@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from click.testing import CliRunner
 
 from certificates import Authority
 from hostile_requests import REQUESTS, RUN, TOKEN
@@ -24,10 +23,10 @@ from shoal.flows.run_flow import RunFlow
 from shoal.libs.console import access as access_module
 from shoal.libs.console import server
 from shoal.libs.console.access import COOKIE, HEADERS, MAX_FAILED_LOGINS, Access, Guard
-from shoal.libs.console.command import console
 from shoal.libs.console.job import ConsoleSpec, ConsoleTls, make_context, run_console
 from shoal.libs.console.notes import change_note, read_notes
 from shoal.libs.console.server import build_app
+from typed import typed
 
 PORT = 8267
 HOST = f"127.0.0.1:{PORT}"
@@ -187,7 +186,7 @@ def test_a_terminated_console_leaves_no_code_behind(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url))
     monkeypatch.setattr(server, "serve", serve)
-    result = CliRunner().invoke(console, ["--port", "0", "--host", "::1", "--open"])
+    result = typed("console --port 0 --host ::1 --open")
     assert result.exit_code == 128 + signal.SIGTERM
     assert "No browser was found" in result.output
     assert opened
@@ -197,9 +196,9 @@ def test_a_terminated_console_leaves_no_code_behind(tmp_path: Path, monkeypatch:
 
 def test_beyond_loopback_the_console_is_encrypted_or_says_that_it_is_not() -> None:
     for words in (["--host", "0.0.0.0"], ["--host", "gpu-7.lab", "--port", "0"]):
-        refused = CliRunner().invoke(console, words)
+        refused = typed("console", *words)
         assert "insecure" in str(refused.exception), words
-    with_key_alone = CliRunner().invoke(console, ["--host", "0.0.0.0", "--key", "web.key"])
+    with_key_alone = typed("console --host 0.0.0.0 --key web.key")
     assert "tls.certificate" in str(with_key_alone.exception)
 
 

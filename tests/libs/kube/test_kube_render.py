@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from kube_schemas import CRDS, find_problems
 
 from shoal.cli.support.jobs import validate_overrides
 from shoal.errors import ConfigError, RunError
-from shoal.libs.console.command import console
 from shoal.libs.kube import command
-from shoal.libs.kube.command import kube
+from typed import said, typed
 
 pytestmark = pytest.mark.skipif(not CRDS.exists(), reason="KubeRay's schemas are not here")
 IMAGE, STORE = "kube.image=example.org/shoal:1", "kube.store=s3://bucket/shoal"
@@ -98,9 +96,8 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def render(out: Path, words: tuple[str, ...]) -> list[dict[str, Any]]:
     """All documents of all files."""
-    said = CliRunner().invoke(kube, ["render", *words, "--out", str(out)], catch_exceptions=False)
-    assert said.exit_code == 0, said.output
-    paths = [Path(line.split()[-1]) for line in said.output.splitlines() if "apply" in line]
+    lines = said("kube render", *words, "--out", str(out)).splitlines()
+    paths = [Path(line.split()[-1]) for line in lines if "apply" in line]
     assert sorted(paths) == sorted(out.iterdir())
     return [each for path in paths for each in yaml.safe_load_all(path.read_text())]
 
@@ -289,7 +286,7 @@ def test_a_console_listens_beyond_its_pod_with_tls_alone(tmp_path: Path) -> None
     _, deployment, service = render(tmp_path / "tls", words)
     programs = [each["spec"]["template"]["spec"]["containers"][0]["command"][4:] for each in (plain, deployment)]
     assert programs[0] == ["--port=8267"]
-    given = CliRunner().invoke(console, programs[1])  # as the verb reads its words: here are no such files
+    given = typed("console", *programs[1])  # as the verb reads its words: here are no such files
     assert "/etc/shoal/tls/tls.crt" in str(given.exception)
     assert {"--name=runs.example.org", "--name=console.lab.svc"} < set(programs[1])
     labels = deployment["spec"]["template"]["metadata"]["labels"]

@@ -12,13 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from click.testing import CliRunner, _NamedTextIOWrapper
+from click.testing import _NamedTextIOWrapper
 from tests.libs.language.tiny_served import CHATML, Models, make_tokenizer, serve_tiny
 from tiny_language import continue_greedily
 
 import shoal.runs
 from serving.replica_set import register
-from shoal.cli import cli
 from shoal.cli.commands.runs import list_views
 from shoal.cli.display.first_request import suggest_text_commands
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
@@ -31,6 +30,7 @@ from shoal.libs.language.command import Conversation
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
+from typed import said, typed
 
 SIZES = {"num_tokens": 259, "context": 512, "width": 32, "depth": 1, "heads": 2}
 TENSORS = {
@@ -220,23 +220,23 @@ def test_a_run_names_the_commands_for_its_language_model(decoder: Decoder) -> No
 def test_a_text_in_a_pipe_is_answered_once(
     decoder: Decoder, models: Models, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["chat", "tiny", "--max-tokens", "5", "--temperature", "0"]
-    done = CliRunner().invoke(cli, words, input="hi\n", catch_exceptions=False)
+    words = "chat tiny --max-tokens 5 --temperature 0"
+    done = typed(words, stdin="hi\n", catch_exceptions=False)
     assert done.stdout == shoal.load("tiny").chat("hi", max_tokens=5, temperature=0).read().text + "\n"
-    served = CliRunner().invoke(cli, [*words, "--endpoint", url], input="hi", catch_exceptions=False)
+    served = said(words, "--endpoint", url, stdin="hi")
     with shoal.Client(url) as client:
-        assert served.stdout == client.chat("tiny", "hi", max_tokens=5, temperature=0).read().text + "\n"
+        assert served == client.chat("tiny", "hi", max_tokens=5, temperature=0).read().text + "\n"
     assert [*models.tiny.requests][-2].sampling.temperature == 0
     with pytest.raises(ConfigError, match=r"no chat template.*--text"):
-        CliRunner().invoke(cli, ["chat", "bare", "--endpoint", url], input="hi", catch_exceptions=False)
+        said("chat bare --endpoint", url, stdin="hi")
     with pytest.raises(InferenceError, match="there is no model 'tiny:poet'"):  # an adapter's name is the endpoint's
-        CliRunner().invoke(cli, ["chat", "tiny:poet", "--endpoint", url], input="hi", catch_exceptions=False)
+        said("chat tiny:poet --endpoint", url, stdin="hi")
     with pytest.raises(ConfigError, match="has no text"):
-        CliRunner().invoke(cli, words, input=" \n", catch_exceptions=False)
+        said(words, stdin=" \n")
     assert "loading" not in done.stderr
     with monkeypatch.context() as patched:
         patched.setattr(_NamedTextIOWrapper, "isatty", lambda _: True)
-        shown = CliRunner().invoke(cli, words, input="hi\n/quit\n", catch_exceptions=False)
+        shown = typed(words, stdin="hi\n/quit\n", catch_exceptions=False)
     assert "loading tiny@1" in shown.stderr
     assert done.stdout in shown.stdout
 
@@ -251,7 +251,7 @@ def test_what_is_suggested_for_a_model_that_writes_is_answered(name: str, verb: 
     _, *words = shlex.split(ask)
     assert words[0] == verb
     words += ["--max-tokens", "5"] * (verb == "chat")
-    assert CliRunner().invoke(cli, words, input="hi", catch_exceptions=False).exit_code == 0
+    said(shlex.join(words), stdin="hi")
 
 
 def test_predict_answers_texts_of_words_and_files(url: str, tmp_path: Path) -> None:
@@ -259,8 +259,7 @@ def test_predict_answers_texts_of_words_and_files(url: str, tmp_path: Path) -> N
     file.write_text('a line\n\n{"prompt": "two"}\n{"messages": [{"role": "user", "content": "three"}]}\n')
 
     def predict(model: str, *words: str) -> str:
-        done = CliRunner().invoke(cli, ["predict", model, "--endpoint", url, *words], catch_exceptions=False)
-        return done.stdout
+        return said("predict", model, "--endpoint", url, *words)
 
     given = ["--text", "one", "--text", f"@{file}", "--with", "max_tokens=4", "--with", "temperature=0"]
     rows = json.loads(predict("tiny", *given, "--output", "json"))
@@ -287,12 +286,12 @@ def test_an_adapter_is_asked_of_an_endpoint(models: Models, url: str, monkeypatc
         for version in ("", "@3"):
             asked = [*words, f"tiny:poet{version}", "--endpoint", url]
             asked += ["--max-tokens", "5"] if words == ["chat"] else ["--with", "max_tokens=5"]
-            assert CliRunner().invoke(cli, asked, input="hi", catch_exceptions=False).exit_code == 0
+            said("", *asked, stdin="hi")
             assert models.tiny.calls[-1].version == (3 if version else None)
     with pytest.raises(ConfigError, match="is not a model reference"):
-        CliRunner().invoke(cli, ["predict", "tiny@3:poet", "--text", "hi", "--endpoint", url], catch_exceptions=False)
+        said("predict tiny@3:poet --text hi --endpoint", url)
     with pytest.raises(ConfigError, match=r"adapter.*beside its base.*`shoal chat ADAPTER`"):
-        CliRunner().invoke(cli, ["chat", "tiny:poet"], input="hi", catch_exceptions=False)
+        said("chat tiny:poet", stdin="hi")
 
 
 def test_batch_prediction_answers_a_column_of_texts_or_messages(decoder: Decoder) -> None:

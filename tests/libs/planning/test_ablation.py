@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from shoal.cli import cli
 from shoal.errors import ConfigError, NotFinite
 from shoal.libs.planning.ablation import PARAMETERS, AblationRun, ablate, build_variants, summarise_variants
 from shoal.train.launch.validate import choose_metric
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
+from typed import typed
 
 TASK = """
 import torch
@@ -166,7 +165,7 @@ def test_a_metric_that_there_is_not_is_refused_before_anything_is_trained(
         raise AssertionError
 
     monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", never)
-    done = CliRunner().invoke(cli, ["ablate", spec.task, "batch_size=8", "stop.steps=3", "--metric", "mean_eror"])
+    done = typed("ablate", spec.task, "batch_size=8", "stop.steps=3", "--metric", "mean_eror")
     assert isinstance(done.exception, ConfigError)
     assert (done.exception.field, done.exception.remedy) == ("--metric", "there is loss, mean_error")
 
@@ -179,7 +178,7 @@ def test_runs_that_all_fail_are_written_and_shown(
 
     monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", diverge)
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1"]
-    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
+    done = typed("ablate", *words, "--out", str(tmp_path / "out"), env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert "bias did not end: NotFinite: the loss is not finite in step 3" in done.output
     files = {path.suffix: path for path in (tmp_path / "out").iterdir()}
@@ -190,7 +189,7 @@ def test_runs_that_all_fail_are_written_and_shown(
 
 def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(spec: TrainSpec, tmp_path: Path) -> None:
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1"]
-    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
+    done = typed("ablate", *words, "--out", str(tmp_path / "out"), env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     assert "mean_error" in done.output
     begins = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
@@ -222,7 +221,7 @@ def test_what_is_found_is_printed_before_files_are_written(
     monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", diverge)
     task = spec.task.replace(":Line", ":Loud")
     words = [task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1", "--json"]
-    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")])
+    done = typed("ablate", *words, "--out", str(tmp_path / "out"))
     assert "reading data" in done.stderr  # what a Task prints is no part of the JSON
     assert isinstance(done.exception, ConfigError)
     assert done.exception.field == "--out"

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli import cli
 from shoal.errors import ConfigError, OutOfMemory
 from shoal.libs.planning import finders
 from shoal.libs.planning.find import parse_bytes
@@ -28,6 +26,7 @@ from shoal.libs.planning.finders import (
     search_largest,
 )
 from shoal.train.spec import TrainSpec
+from typed import typed
 
 TASK = '''
 import torch
@@ -203,7 +202,7 @@ def test_on_a_parabola_it_stops_soon_after_the_rate_at_which_descent_diverges(ta
 
 
 def test_a_first_loss_that_is_not_finite_is_said(task: str) -> None:
-    done = CliRunner().invoke(cli, ["find", "rate", f"{task}:Parabola", "args.curvature=.inf", "threads=1"])
+    done = typed("find rate", f"{task}:Parabola", "args.curvature=.inf", "threads=1")
     assert isinstance(done.exception, ConfigError)  # of which the program prints one line
     assert "its first loss, of fresh weights, is not finite but inf" in str(done.exception)
 
@@ -250,7 +249,7 @@ def test_an_iterable_ends_the_search_where_its_samples_end(task: str) -> None:
 
 def test_shoal_find_writes_a_picture_and_json_and_says_where(task: str, tmp_path: Path) -> None:
     for words in (["rate", f"{task}:Parabola"], ["batch", f"{task}:Wide", "--memory", "2M", "--up-to", "20"]):
-        done = CliRunner().invoke(cli, ["find", *words, "threads=1", "--out", str(tmp_path / words[0])])
+        done = typed("find", *words, "threads=1", "--out", str(tmp_path / words[0]))
         assert done.exit_code == 0, done.output
         picture, text = sorted((tmp_path / words[0]).iterdir(), key=lambda path: path.suffix, reverse=True)
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -267,7 +266,7 @@ def test_a_folder_that_takes_no_files_is_said_before_the_work(
     words: list[str], out: str, task: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a_file").touch()
-    done = CliRunner().invoke(cli, [*words, f"{task}:Loud", "--out", str(tmp_path / out)])
+    done = typed("", *words, f"{task}:Loud", "--out", str(tmp_path / out))
     assert isinstance(done.exception, ConfigError)
     assert (done.exception.field, done.exception.value) == ("--out", str(tmp_path / out))
     assert "reading data" not in done.output
@@ -283,7 +282,7 @@ def test_what_is_found_is_printed_before_files_are_written(
     monkeypatch.setattr(Path, "write_bytes", full)
     few = ["--up-to", "2"] if words[0] == "batch" else []
     words = [*words, *few, f"{task}:{'Loud' if few else 'Parabola'}", "threads=1", "batch_size=8"]
-    done = CliRunner().invoke(cli, ["find", *words, "--out", str(tmp_path)])
+    done = typed("find", *words, "--out", str(tmp_path))
     assert isinstance(done.exception, ConfigError)
     assert "No space left on device" in str(done.exception)
     assert words[0] in done.stdout  # in a heading, or in a name of the JSON

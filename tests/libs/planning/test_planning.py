@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from shoal.errors import ConfigError
 from shoal.libs.planning import planner, step_time
@@ -15,7 +14,6 @@ from shoal.libs.planning.calibration import Calibration, LinkCost, StepTimes, ca
 from shoal.libs.planning.candidates import enumerate_candidates, require_open_choices
 from shoal.libs.planning.estimate import PlanEstimate, sort_estimates
 from shoal.libs.planning.hardware import HardwareSpec
-from shoal.libs.planning.plan import plan as plan_command
 from shoal.libs.planning.planner import Planner
 from shoal.libs.planning.predict import predict
 from shoal.libs.planning.predict.rank_step import CollectiveTraffic, RankStep, StageTimes
@@ -25,6 +23,7 @@ from shoal.sync.costs import ServerCosts
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
+from typed import said, typed
 
 TASK = """
 import torch
@@ -349,17 +348,17 @@ def test_the_command_ranks_and_says_what_to_run(file: Path, monkeypatch: pytest.
     found, rank = list[list[PlanEstimate]](), planner.rank_plans
     monkeypatch.setattr(planner, "rank_plans", lambda *given: found.append(rank(*given)) or found[0])
     words = [f"{file}:Layers", "hosts=1", "devices=2", "batch_size=32", "device_memory=1GB"]
-    result = CliRunner().invoke(plan_command, words, catch_exceptions=False)
-    title, headings, *lines = result.stdout.splitlines()
+    printed = said("plan", *words)
+    title, headings, *lines = printed.splitlines()
     assert title.endswith("batch of 32, 1 host(s)")
     assert headings.split() == ["plan", "workers", "step", "samples/s", "memory", "why"]
     assert any(line.startswith("ddp=2 ") and "communication" in line for line in lines)
     [best] = [line for line in lines if line.startswith("the fastest: shoal run train task=")]
     assert all(word in best for word in ("batch_size=32", "parallel=", "workers="))
-    assert "opening the data" not in result.stdout
+    assert "opening the data" not in printed
     [estimates] = found
     monkeypatch.setattr(planner, "rank_plans", lambda *_: estimates)
-    answer = json.loads(CliRunner().invoke(plan_command, [*words, "--json"], catch_exceptions=False).stdout)
+    answer = json.loads(said("plan", *words, "--json"))
     assert answer["batch_size"] == 32
     steps = [each["step_s"] for each in answer["plans"] if each["is_possible"]]
     assert steps == sorted(steps)
@@ -370,12 +369,12 @@ def test_the_command_ranks_and_says_what_to_run(file: Path, monkeypatch: pytest.
 def test_nothing_fits_into_no_memory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "calibrate", lambda *_, **__: CALIBRATION)
     words = [f"{file}:Layers", "devices=1", "device_memory=1kB"]
-    result = CliRunner().invoke(plan_command, words, catch_exceptions=False)
+    result = typed("plan", *words, catch_exceptions=False)
     assert "does not fit: needs " in result.stdout
     assert "no plan fits" in result.stdout
 
 
 def test_a_mistyped_override_is_a_config_error(file: Path) -> None:
     with pytest.raises(ConfigError, match="host") as error:
-        CliRunner().invoke(plan_command, [f"{file}:Layers", "host=4"], catch_exceptions=False)
+        said("plan", f"{file}:Layers", "host=4")
     assert error.value.field == "host"

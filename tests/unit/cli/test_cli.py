@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from shoal.cli import cli, main
 from shoal.cli.support.jobs import job_environment
 from shoal.cluster.embedded_cluster import _cluster_environment
 from shoal.errors import ConnectionLost
+from typed import typed
 
 
 def test_workers_whose_folder_is_another_find_what_is_found_where_it_is_typed(
@@ -34,7 +34,7 @@ def test_ctrl_c_while_a_verb_is_loaded_ends_as_any_program_does(monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr("importlib.import_module", interrupted)
-    result = CliRunner().invoke(cli, ["runs"])
+    result = typed("runs")
     assert (result.exit_code, result.output) == (130, "")
 
 

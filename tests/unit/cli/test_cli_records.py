@@ -9,18 +9,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
-import click
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
-from shoal.cli.commands.models import models
-from shoal.cli.commands.run import run
 from shoal.cli.commands.run_session import RunArguments
 from shoal.cli.commands.run_session import RunSession as Session
-from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.support.console import make_literal_console
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobHandle
@@ -29,12 +24,7 @@ from shoal.flows.actor_processes import ActorProcesses
 from shoal.home import home
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
-
-
-def typed(command: click.Command, *words: str) -> str:
-    result = CliRunner().invoke(command, list(words), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+from typed import said, typed
 
 
 def record(run_id: str, status: str = "finished") -> None:
@@ -67,30 +57,30 @@ def register(num_versions: int) -> None:
 
 
 def test_without_records_it_says_how_to_make_one() -> None:
-    assert "no runs yet" in typed(runs_command)
-    assert "shoal run --help" in typed(runs_command)
-    assert "no models yet" in typed(models, "list")
-    assert json.loads(typed(runs_command, "--json")) == []
-    assert json.loads(typed(models, "list", "--json")) == []
+    assert "no runs yet" in said("runs")
+    assert "shoal run --help" in said("runs")
+    assert "no models yet" in said("models list")
+    assert json.loads(said("runs --json")) == []
+    assert json.loads(said("models list --json")) == []
 
 
 def test_runs_lists_the_newest_first() -> None:
     for run_id in ("first", "second", "third"):
         record(run_id)
-    lines = typed(runs_command, "--limit", "2").splitlines()
+    lines = said("runs --limit 2").splitlines()
     assert lines[0].split() == ["run", "job", "status", "age", "duration", "best"]
     assert [line.split()[:3] for line in lines[1:3]] == [[name, "cartpole", "finished"] for name in ("third", "second")]
     assert lines[1].endswith("480 return/mean_100")
     assert "shoal runs third" in lines[3]
-    assert [each["id"] for each in json.loads(typed(runs_command, "--json"))] == ["third", "second", "first"]
+    assert [each["id"] for each in json.loads(said("runs --json"))] == ["third", "second", "first"]
     with runs.create("train", "", "trained") as run:
         run.log(1, {"validation/accuracy": 0.5})
-    assert "  0.5 accuracy " in typed(runs_command).splitlines()[1]
+    assert "  0.5 accuracy " in said("runs").splitlines()[1]
 
 
 def test_one_run_is_shown_with_what_to_type_next() -> None:
     record("one", status="failed")
-    shown = typed(runs_command, "one")
+    shown = said("runs one")
     for told in (
         *("failed", "ValueError: [/red]", "return/mean_100", "480", "tcp://127.0.0.1:5600", "cartpole@2", "champion"),
         *("actor.joined", "[bold]a-1[/nonsense]", "seconds=25.51", "returns=[500, 500, 500, 500, ... (20)]"),
@@ -98,21 +88,21 @@ def test_one_run_is_shown_with_what_to_type_next() -> None:
         *("  tensorboard --logdir ", "  shoal run cartpole --actors 4 resume=one a=1\n"),
     ):
         assert told in shown, told
-    told = json.loads(typed(runs_command, "latest", "--json"))
+    told = json.loads(said("runs latest --json"))
     assert (told["id"], told["status"], told["latest"]["learner/loss"]) == ("one", "failed", 0.5)
 
 
 def test_a_run_that_ended_before_its_time_can_be_gone_on_with(shoal_home: Path) -> None:
     record("one")
-    assert "resume=" not in typed(runs_command, "one")
+    assert "resume=" not in said("runs one")
     with runs.create("odd job", "resume: ''\n", "two", command="python jobs/odd.py") as run:
-        assert "resume=" not in typed(runs_command, "two")
+        assert "resume=" not in said("runs two")
         with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as connection, connection:
             connection.execute("UPDATE runs SET heartbeat_at = 0")
-        assert "lost" in typed(runs_command, "two")
-        assert "  shoal console --open\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+        assert "lost" in said("runs two")
+        assert "  shoal console --open\n  shoal run 'odd job' resume=two\n" in said("runs two")
         run.finish("stopped")
-    assert "  shoal console --open\n  shoal run 'odd job' resume=two\n" in typed(runs_command, "two")
+    assert "  shoal console --open\n  shoal run 'odd job' resume=two\n" in said("runs two")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +157,7 @@ def test_what_cannot_be_resumed_begins_again(job: str, spec: str, command: str, 
     with runs.create(job, spec.replace("HOME", str(home())), "one", command=command) as run:
         run.record_event("trained", reason=limit)
         run.finish("not reached" if limit else "stopped")
-    assert f"  shoal console --open\n  {expected}\n" in typed(runs_command, "one")
+    assert f"  shoal console --open\n  {expected}\n" in said("runs one")
 
 
 @pytest.mark.parametrize(
@@ -246,8 +236,8 @@ def test_all_words_are_said_again() -> None:
         session._read_record()
         again.record_model("m", 3, ())
         again.finish("stopped")
-    said = "It has registered m@3. Go on with: shoal run x --actors 2 resume=one target_return=7"
-    assert session.format_resume_hint() == said
+    hint = "It has registered m@3. Go on with: shoal run x --actors 2 resume=one target_return=7"
+    assert session.format_resume_hint() == hint
     with runs.reopen("one"):
         pass
     assert session.format_resume_hint() == "The run has finished: shoal runs one"
@@ -273,10 +263,10 @@ def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.
     session = a_session()
     session._console, session.run_id = make_literal_console(), "one"
     session._print_summary()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
-        assert word in said
-    assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
+        assert word in printed
+    assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in printed
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,15 +357,15 @@ def test_an_interruption_while_a_job_is_submitted_ends_the_job(
 
 def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
     register(3)
-    listed = typed(models, "list").splitlines()
+    listed = said("models list").splitlines()
     assert [line.split()[0] for line in listed] == ["model", "cartpole@1", "cartpole@2", "cartpole@3"]
     assert "champion" in listed[3]
     assert "480.5" in listed[1]
-    assert "cartpole@champion is cartpole@2 now" in typed(models, "rollback", "cartpole")
-    promoted = typed(models, "promote", "cartpole@3", "--alias", "candidate")
+    assert "cartpole@champion is cartpole@2 now" in said("models rollback cartpole")
+    promoted = said("models promote cartpole@3 --alias candidate")
     assert "cartpole@candidate is cartpole@3 now" in promoted
     assert "shoal models rollback cartpole --alias candidate" in promoted
-    shown = typed(models, "show", "cartpole@champion")
+    shown = said("models show cartpole@champion")
     for told in (
         "cartpole@2",
         "weights version 41",
@@ -388,7 +378,7 @@ def test_models_are_listed_shown_promoted_and_rolled_back() -> None:
         "rollback to 2",
     ):
         assert told in shown, told
-    assert json.loads(typed(models, "show", "cartpole", "--json"))["aliases"] == ["candidate"]
+    assert json.loads(said("models show cartpole --json"))["aliases"] == ["candidate"]
 
 
 @pytest.mark.parametrize(
@@ -407,6 +397,6 @@ def test_remote_inference_that_a_run_cannot_have_is_refused_before_anything_star
     monkeypatch.setattr("shoal.cli.commands.run_session.start_cluster", start)
     monkeypatch.setattr("shoal.cli.commands.run_session.find_cluster", lambda address: None)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    result = CliRunner().invoke(run, [job, *words, "--actors", "1", "--inference", "remote"])
+    result = typed("run", job, *words, "--actors", "1", "--inference", "remote")
     assert isinstance(result.exception, ShoalError)
     assert problem in str(result.exception)

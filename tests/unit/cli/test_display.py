@@ -9,18 +9,17 @@ import math
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from shoal import runs
 from shoal.cli.commands import cluster
-from shoal.cli.commands import runs as runs_command
 from shoal.cli.display import rl_display, run_view
 from shoal.cli.display.panels import format_sparkline
 from shoal.cli.display.rl_display import LoopView, make_view
 from shoal.flows.rl_metrics import select_rejections
+from typed import said
 
 METRICS = {
     "return/mean_100": 123.4,
@@ -149,8 +148,8 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
         run.log_group(7, "rejected", select_rejections({"actors": actors}))
         run.flush()
         view = run_view.make_view(runs.load("one"), None)
-        shown = CliRunner().invoke(cluster.status, [], catch_exceptions=False).output
-        found = json.loads(CliRunner().invoke(cluster.status, ["--json"]).output)["runs"][0]
+        shown = said("status")
+        found = json.loads(said("status --json"))["runs"][0]
     assert isinstance(view, LoopView)
     assert "rejected  looper malformed 1,320  one two non_finite 2" in drawn(view)
     assert "drops     non_finite 2  shutdown 1 " in drawn(view)
@@ -175,7 +174,7 @@ def test_a_run_without_an_environment_says_what_it_waits_for_and_who_has_brought
         assert run_view.make_view(runs.load("one"), view).phase == "solved; registering the policy"
     assert view.phase == "starting the endpoint"
     assert 'spaces    {"action": 3}, brought by catch-1' in drawn(view)
-    shown = CliRunner().invoke(runs_command.runs, ["one"], catch_exceptions=False).output
+    shown = said("runs one")
     assert 'spaces    {"action": 3}, brought by catch-1' in shown
 
 

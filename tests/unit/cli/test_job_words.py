@@ -10,13 +10,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
 from shoal import runs
 from shoal.cli.commands.run_session import RunArguments
 from shoal.cli.commands.run_session import RunSession as Session
-from shoal.cli.commands.runs import runs as runs_command
 from shoal.cli.display.run_view import KINDS_WITHOUT_DISPLAY, follow_run, make_view
 from shoal.cli.support.console import make_literal_console
 from shoal.cli.support.jobs import (
@@ -32,6 +30,7 @@ from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.runs import Run, RunKind, Status
 from shoal.train.spec import TrainSpec
+from typed import said, typed
 
 
 class SaysInPieces:
@@ -122,12 +121,6 @@ def test_what_a_program_says_last_is_said(monkeypatch: pytest.MonkeyPatch, capsy
     assert session._take_new_notes() == ["a worker died"]  # and not again what the job has said
 
 
-def typed(*words: str) -> str:
-    result = CliRunner().invoke(runs_command, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with runs.create("x", "target_return: 475", "one") as run:
         run.record_event("gateway_ready", address="tcp://h", env="E", server_key="")
@@ -143,10 +136,10 @@ def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPa
             run.flush()
 
         monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=look, monotonic=time.monotonic))
-        said = typed("latest", "--follow").splitlines()
-    assert "waiting for actors" in said[0]
-    assert "learning: return 100" in said[1]
-    assert "finished" in "".join(said[2:6])
+        lines = said("runs latest --follow").splitlines()
+    assert "waiting for actors" in lines[0]
+    assert "learning: return 100" in lines[1]
+    assert "finished" in "".join(lines[2:6])
 
 
 def test_a_heartbeat_that_is_late_once_does_not_end_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +169,9 @@ def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=enough, monotonic=time.monotonic))
     with runs.create("train", "task: lenet", "one"):
-        said = typed("one", "--follow")
-        assert "starting workers" in said
-        assert said.endswith("one goes on: shoal runs one --follow\n")
+        shown = said("runs one --follow")
+        assert "starting workers" in shown
+        assert shown.endswith("one goes on: shoal runs one --follow\n")
         assert runs.load("one").status.value == "running"
 
 
@@ -206,7 +199,7 @@ def test_what_is_shown_of_a_run_depends_on_what_it_does_and_not_on_its_name(kind
         assert record.kind is kind
         assert type(make_view(record, None)).__name__ == VIEWS.get(kind, "NoneType")
         if kind in KINDS_WITHOUT_DISPLAY:
-            refused = CliRunner().invoke(runs_command, ["one", "--follow"]).exception
+            refused = typed("runs one --follow").exception
             assert isinstance(refused, ConfigError)
             assert KINDS_WITHOUT_DISPLAY[kind] in str(refused)
 

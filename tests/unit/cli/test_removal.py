@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import click
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from shoal import runs
-from shoal.cli.commands.models import models
-from shoal.cli.commands.runs import runs as runs_command
 from shoal.errors import ConfigError, RegistryError, RunError
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.runs.record.database import TABLES
@@ -23,12 +19,7 @@ from shoal.runs.record.removal import TRIAL_STARTED
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.controller.state import ControllerState, Deployment, ModelState, StateFile
 from shoal.weights import WeightSnapshot
-
-
-def typed(command: click.Command, *words: str, answer: str = "") -> str:
-    result = CliRunner().invoke(command, list(words), input=answer, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+from typed import said
 
 
 def record(*names: str) -> None:
@@ -60,28 +51,28 @@ def living() -> Iterator[runs.RunRecorder]:
 def test_a_run_is_removed_with_its_rows_and_files_after_its_name_was_typed(shoal_home: Path) -> None:
     record("one", "two")
     with pytest.raises(ConfigError, match="confirmation = 'on': is not one, so nothing was removed"):
-        typed(runs_command, "rm", "one", answer="on\n")
+        said("runs rm one", stdin="on\n")
     with pytest.raises(ConfigError, match="add --yes"):
-        typed(runs_command, "rm", "one")
+        said("runs rm one")
     assert list_ids() == ["one", "two"]
-    assert "one is removed" in typed(runs_command, "rm", "one", answer="one\n")
+    assert "one is removed" in said("runs rm one", stdin="one\n")
     assert (list_ids(), count_rows(shoal_home)) == (["two"], {1})
     assert [path.name for path in (shoal_home / "runs").iterdir()] == ["two"]
     record("three")
-    typed(runs_command, "rm", "two", "latest", answer="2\n")
+    said("runs rm two latest", stdin="2\n")
     assert (list_ids(), count_rows(shoal_home)) == ([], {0})
 
 
 def test_a_run_that_goes_on_is_not_removed(living: runs.RunRecorder, shoal_home: Path) -> None:
     record("ended")
     with pytest.raises(RunError, match=r"run .living. is still running .*: stop it first"):
-        typed(runs_command, "rm", "ended", "living", "--yes")
+        said("runs rm ended living --yes")
     assert list_ids() == ["ended", "living"]
     (shoal_home / "runs/orphan/checkpoints").mkdir(parents=True)
     (shoal_home / "runs/.removed-earlier").mkdir()
-    assert "ended\n" in typed(runs_command, "prune", "--keep", "0", "--dry-run")
+    assert "ended\n" in said("runs prune --keep 0 --dry-run")
     assert list_ids() == ["ended", "living"]
-    typed(runs_command, "prune", "--keep", "0", "--yes")
+    said("runs prune --keep 0 --yes")
     assert (list_ids(), [path.name for path in (shoal_home / "runs").iterdir()]) == (["living"], ["living"])
     living.log(2, {"loss": 0.25})
     living.flush()
@@ -101,18 +92,18 @@ def test_a_removed_run_records_nothing_in_another_of_its_number(shoal_home: Path
 
 def test_prune_removes_what_is_beyond_the_newest_and_old(shoal_home: Path) -> None:
     record("a", "b", "c")
-    assert "Nothing" in typed(runs_command, "prune", "--keep", "1", "--older-than", "1d", "--dry-run")
+    assert "Nothing" in said("runs prune --keep 1 --older-than 1d --dry-run")
     with closing(sqlite3.connect(shoal_home / "runs.sqlite")) as database, database:
         database.execute("UPDATE runs SET finished_at = finished_at - 7200 WHERE id IN ('b', 'c')")
-    assert typed(runs_command, "prune", "--keep", "1", "--older-than", "1h", "--dry-run") == "These would go:\nb\n"
-    typed(runs_command, "prune", "--older-than", "1h", answer="2\n")
+    assert said("runs prune --keep 1 --older-than 1h --dry-run") == "These would go:\nb\n"
+    said("runs prune --older-than 1h", stdin="2\n")
     assert list_ids() == ["a"]
 
 
 def test_prune_leaves_the_trials_of_a_sweep_that_goes_on(living: runs.RunRecorder) -> None:
     record("trial", "other")
     living.record_event(TRIAL_STARTED, run_id="trial")
-    typed(runs_command, "prune", "--keep", "0", "--yes")
+    said("runs prune --keep 0 --yes")
     assert list_ids() == ["living", "trial"]
 
 
@@ -121,7 +112,7 @@ def test_a_pruned_record_takes_less_of_the_disk(shoal_home: Path) -> None:
         for step in range(2000):
             run.log(step, {"loss": 0.5})
     before = (shoal_home / "runs.sqlite").stat().st_size
-    typed(runs_command, "prune", "--keep", "0", "--yes")
+    said("runs prune --keep 0 --yes")
     assert (shoal_home / "runs.sqlite").stat().st_size < before / 2
 
 
@@ -148,21 +139,21 @@ def test_a_version_is_removed_unless_an_alias_names_it_or_an_endpoint_serves_it(
     register(4)
     serve(shoal_home, 2)
     with pytest.raises(ConfigError, match=r"tiny@4'?: is champion. move it with `shoal models promote tiny@N"):
-        typed(models, "rm", "tiny@1", "tiny@4", "--yes")
+        said("models rm tiny@1 tiny@4 --yes")
     with pytest.raises(ConfigError, match=r"is served by the endpoint of tiny-a\.json.*shoal serve delete"):
-        typed(models, "rm", "tiny@2", "--yes")
+        said("models rm tiny@2 --yes")
     with pytest.raises(ConfigError, match=r"is served by the endpoint of tiny-a\.json"):
-        typed(models, "rm", "tiny", "--yes")
+        said("models rm tiny --yes")
     with pytest.raises(RegistryError, match="is champion"):
         Registry().remove("tiny@4")
     assert len(list_refs()) == 4
-    typed(models, "rm", "tiny@1", answer="tiny@1\n")
+    said("models rm tiny@1", stdin="tiny@1\n")
     assert list_refs() == ["tiny@2", "tiny@3", "tiny@4"]
 
 
 def test_a_model_is_removed_with_its_aliases_and_its_numbers_are_not_used_again(shoal_home: Path) -> None:
     register(2)
-    typed(models, "rm", "tiny", "--yes")
+    said("models rm tiny --yes")
     assert list_refs() == []
     assert not list((shoal_home / "registry/tiny").glob("**/weights.safetensors"))
     register(1)
@@ -173,8 +164,8 @@ def test_the_version_that_an_endpoint_goes_back_to_stays(shoal_home: Path) -> No
     register(4)
     serve(shoal_home, 3, previous=2)
     with pytest.raises(ConfigError, match=r"or is the version that it goes back to.*tiny@N --into tiny`"):
-        typed(models, "rm", "tiny@2", "--yes")
-    assert typed(models, "prune", "--keep", "0", "--dry-run") == "These would go:\ntiny@1\n"
+        said("models rm tiny@2 --yes")
+    assert said("models prune --keep 0 --dry-run") == "These would go:\ntiny@1\n"
 
 
 def test_the_base_of_adapters_stays_as_long_as_they_do(shoal_home: Path) -> None:
@@ -185,14 +176,14 @@ def test_the_base_of_adapters_stays_as_long_as_they_do(shoal_home: Path) -> None
     needs = r"tiny@1 is the base of chat@1 and mail@1.*: first remove them, by `shoal models rm chat@1 mail@1`"
     for word in ("tiny@1", "tiny"):
         with pytest.raises(RegistryError, match=needs):
-            typed(models, "rm", word)  # without a question
+            said("models rm", word)  # without a question
         with pytest.raises(RegistryError, match=needs):
             Registry().remove(word)
     (shoal_home / "registry/mail/1/manifest.json").write_text("{")  # what cannot be loaded needs nothing
-    typed(models, "prune", "tiny", "--keep", "1", "--yes")
+    said("models prune tiny --keep 1 --yes")
     assert [found.ref for found in Registry().list("tiny")] == ["tiny@1", "tiny@3"]
     for word in ("chat", "tiny", "own"):
-        typed(models, "rm", word, "--yes")
+        said("models rm", word, "--yes")
 
 
 def test_nothing_is_removed_while_it_is_not_known_what_an_endpoint_serves(shoal_home: Path) -> None:
@@ -200,7 +191,7 @@ def test_nothing_is_removed_while_it_is_not_known_what_an_endpoint_serves(shoal_
     serve(shoal_home, 1)
     (shoal_home / "endpoints/tiny-a.json").write_text("{")
     with pytest.raises(RunError, match=r"tiny-a\.json cannot be read.*remove it if its cluster is gone"):
-        typed(models, "prune", "--keep", "1", "--yes")
+        said("models prune --keep 1 --yes")
     assert list_refs() == ["tiny@1", "tiny@2"]
 
 
@@ -209,7 +200,7 @@ def test_latest_is_one_version_and_not_the_model(shoal_home: Path) -> None:
     with pytest.raises(RegistryError, match="tiny@3 is champion"):
         Registry().remove("tiny@latest")
     Registry().promote("tiny@1")
-    assert "tiny@3 is removed" in typed(models, "rm", "tiny@latest", "tiny@3", answer="tiny@3\n")
+    assert "tiny@3 is removed" in said("models rm tiny@latest tiny@3", stdin="tiny@3\n")
     assert list_refs() == ["tiny@1", "tiny@2"]
     assert Registry().get("tiny@champion").version == 1
 
@@ -222,9 +213,9 @@ def test_prune_of_models_spares_the_newest_the_aliased_and_the_served(shoal_home
     draft = shoal_home / "registry/tiny/2/.weights.safetensors-0123456789abcdef"
     draft.touch()
     os.utime(draft, (0, 0))
-    shown = typed(models, "prune", "--keep", "1", "--dry-run")
+    shown = said("models prune --keep 1 --dry-run")
     assert shown == "These would go:\nother@1\ntiny@3\ntiny@4\n"
-    assert "Nothing" in typed(models, "prune", "--older-than", "1d")
-    typed(models, "prune", "tiny", "--keep", "1", answer="2\n")
+    assert "Nothing" in said("models prune --older-than 1d")
+    said("models prune tiny --keep 1", stdin="2\n")
     assert list_refs() == ["other@1", "other@2", "tiny@1", "tiny@2", "tiny@5"]
     assert not draft.exists()
