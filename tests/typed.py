@@ -14,15 +14,15 @@ from shoal.cli import cli
 from shoal.errors import ShoalError
 
 
-def typed(line: str, *words: str, stdin: str | None = None, **options: Any) -> Result:
+def typed(line: str, *words: str, stdin: str | None = None, is_caught: bool = True, **options: Any) -> Result:
     """What became of `shoal LINE`."""
-    return CliRunner().invoke(cli, [*shlex.split(line), *words], input=stdin, **options)
+    return CliRunner().invoke(cli, [*shlex.split(line), *words], input=stdin, catch_exceptions=is_caught, **options)
 
 
 def said(line: str, *words: str, stdin: str | None = None) -> str:
-    """What a command prints that succeeds. Raises as the command does."""
-    result = typed(line, *words, stdin=stdin, catch_exceptions=False)
-    assert result.exit_code == 0, (result.output, result.exception)
+    """What a command prints that succeeds. Raises what the command raises."""
+    result = typed(line, *words, stdin=stdin, is_caught=False)
+    assert result.exit_code == 0, result.output
     return result.stdout
 
 

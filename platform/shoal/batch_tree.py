@@ -70,22 +70,21 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 
 def slice_samples(batch: Any, part: slice) -> Any:
     """`part` of the samples of each tensor; a tensor without dimensions stays."""
-
-    def take(leaf: Tensor | SampleBatch) -> Any:
-        if isinstance(leaf, SampleBatch):
-            return leaf.slice_samples(part)
-        return leaf[part] if leaf.ndim else leaf
-
-    return _map_leaves(batch, take)
+    return _take(batch, part, part)
 
 
 def take_samples(batch: Any, rows: list[int]) -> Any:
     """Some of the samples, in this order, each as often as it is named; of a `SampleBatch`, from the first to the
     last."""
+    return _take(batch, rows, slice(rows[0], rows[-1] + 1))
+
+
+def _take(batch: Any, rows: slice | list[int], part: slice) -> Any:
+    """`rows` of tensors; `part` of a `SampleBatch`."""
 
     def take(leaf: Tensor | SampleBatch) -> Any:
         if isinstance(leaf, SampleBatch):
-            return leaf.slice_samples(slice(rows[0], rows[-1] + 1))
+            return leaf.slice_samples(part)
         return leaf[rows] if leaf.ndim else leaf
 
     return _map_leaves(batch, take)

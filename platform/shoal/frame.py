@@ -56,14 +56,14 @@ def to_floats(field: str, values: Any, columns: Sequence[str] | None = None) -> 
     if _is_of("pandas", values, "Series"):
         return _convert_column(field, str(values.name), values)
     names = find_names(values)
-    if names is None and _is_of("pandas", values, "DataFrame"):
-        result = [_convert_column(field, str(at), values.iloc[:, at]) for at in range(values.shape[1])]
-    elif names is None:
-        return _convert_array(field, values)
-    else:
+    if names is not None:
         require_columns(field, names, names if columns is None else columns)
-        read = values.column if _is_arrow(values) else lambda at: values.iloc[:, at]
-        result = [_convert_column(field, name, read(names.index(name))) for name in columns or names]
+    elif _is_of("pandas", values, "DataFrame"):
+        names, columns = [str(at) for at in range(values.shape[1])], None
+    else:
+        return _convert_array(field, values)
+    read = values.column if _is_arrow(values) else lambda at: values.iloc[:, at]
+    result = [_convert_column(field, name, read(names.index(name))) for name in columns or names]
     return np.stack(result, 1) if result else np.zeros((len(values), 0))
 
 
@@ -150,11 +150,9 @@ def _convert_column(field: str, name: str, column: Any) -> np.ndarray:
     if _is_of("pandas", column.dtype, "ArrowDtype"):  # of dates, pandas does not know as much
         return _convert_arrow(field, name, column.array.__arrow_array__())
     kind = getattr(column.dtype, "kind", "O")
-    if kind == "M":
-        column = column.dt.tz_localize(None) if column.dt.tz is None else column.dt.tz_convert(None)
-        return _to_seconds(column.to_numpy())
-    if kind == "m":
-        return _to_seconds(column.to_numpy())
+    if kind in "mM":
+        has_zone = kind == "M" and column.dt.tz is not None
+        return _to_seconds((column.dt.tz_convert(None) if has_zone else column).to_numpy())
     if kind in "biuf":
         return np.array(column.to_numpy(np.float64, na_value=np.nan))
     return _convert_all(field, name, column.tolist())
@@ -187,9 +185,7 @@ def _convert_all(field: str, name: str, values: Iterable[Any]) -> np.ndarray:
 
 def to_number(value: Any) -> float | None:
     """A value that may be missing (NaN), a date or a duration, as a number; None for what has none."""
-    if value is None or value is getattr(sys.modules.get("pandas"), "NA", None):
-        return np.nan
-    if value is getattr(sys.modules.get("pandas"), "NaT", None):
+    if value is None or any(value is getattr(sys.modules.get("pandas"), name, None) for name in ("NA", "NaT")):
         return np.nan
     if isinstance(value, bool | int | float | Decimal | np.bool_ | np.integer | np.floating):
         try:
@@ -250,18 +246,17 @@ def _to_seconds(times: np.ndarray) -> np.ndarray:
     return seconds
 
 
-def _is_of(library: str, values: Any, kind: str) -> bool:
-    """Whether it is an instance of a class of a library that may not be imported."""
-    there = getattr(sys.modules.get(library), kind, None)
-    return there is not None and isinstance(values, there)
+def _is_of(library: str, values: Any, *kinds: str) -> bool:
+    """Whether it is an instance of one of some classes of a library that may not be imported."""
+    return any(isinstance(values, getattr(sys.modules.get(library), kind, ())) for kind in kinds)
 
 
 def _is_arrow(values: Any) -> bool:
-    return _is_of("pyarrow", values, "Table") or _is_of("pyarrow", values, "RecordBatch")
+    return _is_of("pyarrow", values, "Table", "RecordBatch")
 
 
 def _has_index(values: Any) -> bool:
-    return _is_of("pandas", values, "Series") or _is_of("pandas", values, "DataFrame")
+    return _is_of("pandas", values, "Series", "DataFrame")
 
 
 def _show_index(values: Any) -> str:

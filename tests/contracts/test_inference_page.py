@@ -13,7 +13,8 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.controller.change_request import ChangeRequest
@@ -40,8 +41,8 @@ class Iris(FakeModel):
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    outputs = tensors(scores=("FP32", [-1, 3]), label=("BYTES", [-1, 1]))
-    iris = Iris("iris", tensors(x=("FP32", [-1, 4])), outputs, scored, versions=(3, 4))
+    outputs = tensors(scores=[-1, 3], label=("BYTES", [-1, 1]))
+    iris = Iris("iris", tensors(x=[-1, 4]), outputs, scored, versions=(3, 4))
     with served(FakeHost(iris, shelf=(FakeModel("digits"),))) as (address, _):
         yield address
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import CHECKS, CheckFunction, load_all_checks
 
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.open_inference import episodes, messages
 from shoal.open_inference.datatypes import DATATYPES

@@ -12,7 +12,8 @@ import sys
 
 import numpy as np
 
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.haproxy_process import UNCHECKED, HaproxyProcess
 from serving.replica_server import served
 from shoal.cluster.ports import find_free_port
@@ -34,8 +35,8 @@ def host() -> FakeHost:
     mixed = FakeModel("mixed", tensors(**{datatype.lower(): (datatype, [-1, 2]) for datatype in DATATYPES}))
     pair = FakeModel(
         "pair",
-        tensors(left=("FP32", [-1, 3]), right=("INT64", [-1])),
-        tensors(total=("FP32", [-1, 3]), rows=("INT64", [-1]), words=("BYTES", [-1])),
+        tensors(left=[-1, 3], right=("INT64", [-1])),
+        tensors(total=[-1, 3], rows=("INT64", [-1]), words=("BYTES", [-1])),
         _added,
         options=ModelOptions(max_batch_size=8),
     )
@@ -45,7 +46,7 @@ def host() -> FakeHost:
         "raising": RuntimeError("a bug"),
         "late": InferenceError(504, "this would come too late"),
     }
-    models = [*every, mixed, pair, FakeModel("open", tensors(x=("FP32", [-1, -1, 2]))), FakeModel("big")]
+    models = [*every, mixed, pair, FakeModel("open", tensors(x=[-1, -1, 2])), FakeModel("big")]
     models.append(FakeModel("aged", versions=(1, 2, 3)))
     for name, error in failing.items():
         model = FakeModel(name)

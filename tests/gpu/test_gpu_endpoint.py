@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from captures import count_captures
 
-from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, infer, register, until
+from registered import LINEAR, SIGNATURE, constant, register
+from serving.replica_set import ReplicaSet, infer, until
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
 from shoal.weights import WeightStore
 

@@ -65,34 +65,6 @@ def test_who_sends_nothing_but_bad_segments_is_seen(changes: dict[str, object], 
         assert words in told["detail"]
 
 
-@pytest.mark.parametrize(
-    ("header", "num_frames", "code", "seq"),
-    [
-        ({"kind": "segment", "seq": 0}, 0, "malformed", 0),
-        ({"kind": "segment", "seq": -1, "tensors": []}, 0, "malformed", -1),
-        ({"kind": "segment", "seq": 0, "tensors": []}, 40, "too_large", 0),
-        ({"kind": "segment", "seq": 3, "tensors": []}, 0, "sequence_gap", 3),
-        ({"kind": "segment", "seq": 1.5, "tensors": []}, 0, "malformed", None),
-        ({"kind": "segment", "seq": 0, "tensors": [], "x": "x" * 65536}, 0, "too_large", None),
-        ({"kind": "pull"}, 0, "malformed", None),
-        (None, 0, "hello_required", 5),
-    ],
-)
-def test_an_error_names_the_segment_that_it_is_about(
-    header: dict[str, object] | None, num_frames: int, code: str, seq: int | None
-) -> None:
-    """Without a header: of a segment before there is a session."""
-    with serving() as parts, Raw(parts) as raw:
-        if header is None:
-            raw.socket.send_multipart(pack_segment(segment(), 5))
-        else:
-            raw.enter()
-            raw.socket.send_multipart([msgpack.packb(header), *[b""] * num_frames])
-        error = raw.hear(ErrorMessage)
-        assert (error.code, error.seq) == (code, seq)
-        assert parts.ledger.get_totals().received == 0
-
-
 def test_a_segment_that_comes_twice_counts_once_and_one_beyond_the_credit_is_dropped() -> None:
     with serving(queue_capacity=2) as parts, Raw(parts) as raw:
         raw.enter()

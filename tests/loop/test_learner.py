@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from shoal import atomic_file, checkpoint
 from shoal.checkpoint import files
 from shoal.checkpoint.mirror import CheckpointMirror
 from shoal.checkpoint.stored import StoredCheckpoints
-from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, StoreError
+from shoal.errors import CheckpointError, Closed, SpecMismatch, StoreError
 from shoal.rl import batch_checks, published_versions
 from shoal.rl import learner as learner_module
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
@@ -26,7 +26,7 @@ from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
 from shoal.store import Store, open_store
 from shoal.weights import WeightStore
-from shoal.wire import DropReason, Segment
+from shoal.wire import Segment
 from waiting import wait_for
 
 A = ("a", 1)
@@ -297,52 +297,6 @@ def test_a_learner_that_can_reserve_no_version_at_its_end_saves_what_it_has(
         bench.learner.stop()
         bench.learner.run()
     assert Bench(tmp_path).learner.restored_updates == 1
-
-
-def test_a_learner_waits_for_a_ledger_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "UNWRITABLE_PAUSE_S", 0.01)
-    bench = Bench(tmp_path)
-    refusals = 0
-
-    def refuse(lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float]) -> bool:
-        nonlocal refusals
-        refusals += 1
-        raise LedgerUnwritable("the disk is full")
-
-    for _ in range(4):
-        bench.put(segment(8))
-    with monkeypatch.context() as full:
-        full.setattr(bench.queue, "acknowledge", refuse)
-        learning = threading.Thread(target=bench.learner.run)
-        learning.start()
-        wait_for(lambda: refusals >= 3)
-        assert bench.learner.pause().version == 2  # a trial of what has been learnt does not wait for the disk
-        assert bench.learner.updates == 1
-        bench.learner.resume()
-        refusals = 0
-        wait_for(lambda: refusals >= 3)
-    wait_for(lambda: bench.queue.ledger.get_totals().consumed == 4)
-    bench.learner.stop()
-    learning.join(60)
-    assert bench.learner.updates == 2
-
-
-def test_a_learner_that_waits_long_for_a_whole_batch_is_stopped_and_paused_at_once(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "learner.take_timeout_s=3600")
-    bench.put(segment(8))  # half of a batch
-    learning = threading.Thread(target=bench.learner.run, daemon=True)
-    learning.start()
-    wait_for(lambda: bench.learner._lease.request.number >= 1)
-    pausing = threading.Thread(target=bench.learner.pause, daemon=True)
-    pausing.start()
-    pausing.join(60)
-    assert not pausing.is_alive()
-    bench.learner.resume()
-    bench.learner.stop()
-    learning.join(60)
-    assert not learning.is_alive()
-    assert checkpoint.load_latest(tmp_path) is not None
-    assert len(bench.queue) == 1
 
 
 def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from shoal.actor.remote import run_remote_actor
 from shoal.errors import Closed, ConfigError, InvalidSegment, Refused
 from shoal.flows.rl_policy import inspect_environment
 from shoal.libs.games.tictactoe import TicTacToe
-from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.learner import Learner
 from shoal.rl.local_loop import LocalLoop
@@ -31,8 +30,6 @@ from shoal.weights import WeightSnapshot
 from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import ActMessage
 from waiting import wait_for
-
-TAKE_ALL = BatchRequest(1, 10_000, 1_000, 10.0)
 
 
 def connect(parts: Parts, **options: Any) -> RemoteActor:

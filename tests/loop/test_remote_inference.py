@@ -12,13 +12,11 @@ from gateway_asking import Raw
 from msgspec.structs import replace
 
 from rl_setting import EXPERIENCE, TOKEN, segment, serving, weights
-from shoal.rl.experience.queue import BatchRequest
 from shoal.rl.gateway import sessions
 from shoal.wire import encode, pack_segment
-from shoal.wire.messages import ActionMessage, ActionsMessage, ActMessage, ActsMessage, ErrorMessage, Hello
+from shoal.wire.messages import ActionMessage, ActMessage, ErrorMessage, Hello
 from waiting import wait_for
 
-TAKE_ALL = BatchRequest(1, 10_000, 1_000, 5.0)
 BARE = Path(__file__).parent / "bare_remote_actor.py"
 
 
@@ -29,55 +27,6 @@ def ask(raw: Raw, episode: int, step: int, value: float = 0.5, **fields: object)
     answer = raw.hear(ActionMessage)
     assert isinstance(answer, ActionMessage)
     return answer
-
-
-def test_an_episode_becomes_one_segment_with_versions_and_log_probabilities() -> None:
-    with serving() as parts, Raw(parts) as raw:
-        raw.enter(inference="remote")
-        actions = [ask(raw, 7, step, 0.1 * step, reward=float(step)).action for step in range(3)]
-        end = ask(raw, 7, 3, 0.3, reward=3.0, terminated=True)
-        assert (end.action, end.reason) == (None, "")
-        batch = parts.take()
-        assert batch.actions.tolist() == actions
-        assert batch.rewards.tolist() == [1.0, 2.0, 3.0]
-        assert batch.versions.tolist() == [1, 1, 1]
-        assert batch.terminated.tolist() == [True]
-        np.testing.assert_allclose(batch.observations[:, 0], [0.0, 0.1, 0.2, 0.3], rtol=1e-6)
-        # Both rows of the weights are equal: each of two actions has one half.
-        np.testing.assert_allclose(batch.log_probabilities, np.log(0.5), rtol=1e-5)
-
-
-def test_a_step_that_is_sent_again_after_a_reconnect_is_taken_once() -> None:
-    with serving() as parts, Raw(parts) as raw:
-        raw.enter(inference="remote")
-        ask(raw, 0, 0)
-        before = ask(raw, 0, 1, reward=1.0)
-        with Raw(parts) as again:
-            again.enter(inference="remote")
-            assert ask(again, 0, 1, reward=1.0) == before
-            ask(again, 0, 2, reward=1.0, truncated=True)
-            ask(again, 0, 2, reward=1.0, truncated=True)  # its answer was lost
-            batch = parts.take()
-        assert batch.num_steps == 2
-        assert parts.ledger.get_totals().received == 1
-
-
-def test_unknown_ended_and_wrong_steps_and_invalid_observations_are_named() -> None:
-    with serving() as parts, Raw(parts) as raw:
-        raw.enter(inference="remote")
-        assert ask(raw, 4, 9).reason == "unknown_episode"
-        assert ask(raw, 4, 0, float("nan")).reason == "invalid"
-        assert ask(raw, 4, 0, 11.0).reason == "invalid"
-        assert ask(raw, 4, 0, reward=float("inf")).reason == "invalid"
-        assert ask(raw, 4, 0, reward=1e39).reason == "invalid"
-        assert ask(raw, 4, 0).action is not None
-        assert ask(raw, 4, 5).reason == "wrong_step"
-        assert ask(raw, 4, 1, terminated=True).reason == ""
-        assert ask(raw, 4, 0).reason == "ended_episode"  # a number is used once
-        assert ask(raw, 3, 0).reason == "ended_episode"  # and numbers grow
-        assert ask(raw, 5, 0).action is not None
-        assert parts.gateway.stats()["actors"][0]["invalid"] == {"non_finite": 3, "invalid_range": 1}
-        assert ask(raw, 6, 0, reward=1e30).detail == "reward: 1e+30 is above 1000000000000.0"
 
 
 def test_a_session_does_what_its_hello_says() -> None:
@@ -167,22 +116,3 @@ def test_a_client_without_numpy_and_torch_plays_episodes_of_several_at_once() ->
         batch = parts.take()
         assert batch.lengths.tolist() == [5, 5]
         assert parts.ledger.get_totals().received == 2
-
-
-def test_what_others_take_is_checked_and_the_episode_goes_on_in_rows() -> None:
-    with serving() as parts, Raw(parts) as raw:
-        raw.enter(inference="remote")
-        ask(raw, 0, 0)
-        assert ask(raw, 0, 1, taken=2).detail == "taken: 2 is above 1"
-        assert ask(raw, 0, 1, taken=[0, 1]).detail == "taken: (2,), expected ()"
-        assert ask(raw, 0, 1, taken=0.5).detail == "taken: float64, expected int64"
-        assert ask(raw, 0, 1, taken=1).reason == ""
-        frames = [np.zeros(4, np.float32).tobytes(), b"", b""]
-        raw.socket.send_multipart([encode(ActsMessage((0,), (2,))), *frames])
-        answer = raw.hear(ActionsMessage)
-        assert isinstance(answer, ActionsMessage)
-        assert (answer.episodes, answer.steps, answer.refused) == ((0,), (2,), ())
-        assert ask(raw, 0, 3, reward=1.0, truncated=True).reason == ""
-        assert parts.take().rewards.tolist() == [0.0, 1.0]  # the policy's steps alone
-        assert parts.gateway.stats()["episodes"] == 0
-        assert parts.ledger.get_totals().dropped == {"not_stored": 1}  # by a gateway without a folder

@@ -23,12 +23,13 @@ from safetensors.torch import save
 
 from hosts.scale_replicas import scale
 from leftovers import pids_of
+from registered import tensors
 from shoal.client import Client
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import InferenceError
 from shoal.models.decoder import Decoder
 from shoal.plugins.library import collect_extensions
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.spec.endpoint import PREDICTORS, EndpointSpec
 from shoal.serve.spec.model_source import model_from_ref
 from shoal.weights import WeightSnapshot
@@ -51,8 +52,8 @@ def register(seed: int) -> np.ndarray:
     torch.manual_seed(seed)
     model = Decoder(**SIZES).eval()
     signature = Signature(
-        inputs=[TensorSignature(name="tokens", datatype="INT64", shape=[-1, 4])],
-        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 4, 11])],
+        inputs=tensors(tokens=("INT64", [-1, 4])),
+        outputs=tensors(logits=[-1, 4, 11]),
     )
     snapshot = WeightSnapshot.from_payload(1, save({name: each.clone() for name, each in model.state_dict().items()}))
     factory = ModelFactory(factory="shoal.models.decoder:Decoder", kwargs=SIZES)

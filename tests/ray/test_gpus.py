@@ -28,9 +28,9 @@ from shoal.libs.population.spec import PopulationSpec
 from shoal.libs.sweep.loop_spec import LoopTrialSpec
 from shoal.libs.sweep.ray_sweep import count_concurrent_trials
 from shoal.libs.sweep.spec import SweepSpec, check_sweep
+from shoal.runs.record.event_log import NullLog
 from shoal.train.launch.ray_capacity import require_capacity, resolve_device
 from shoal.train.launch.validate import validate_run
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal_program import Program

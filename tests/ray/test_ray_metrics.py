@@ -15,7 +15,7 @@ from shoal.runs.record.opening import create, reopen
 from shoal.runs.run_status import Status
 from shoal.serve.messages.counts import LibraryMetric
 from shoal.serve.protocol.prometheus import METRICS
-from unit.serve.test_prometheus import report, worked
+from unit.serve.test_metrics import report, worked
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

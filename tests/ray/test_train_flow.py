@@ -40,11 +40,11 @@ from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot
 
 TASK = Path(__file__).parents[1] / "train_task.py"
-Said = list[tuple[str, tuple[Any, ...]]]
+Said = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
 def logged(step: int) -> Said:
-    return [("log", (step, {"train/step": float(step), "train/loss": 1.0 / step}))]
+    return [("log", (step, {"train/step": float(step), "train/loss": 1.0 / step}), {})]
 
 
 class FakeFit:
@@ -349,7 +349,7 @@ def test_a_busy_cluster_is_waited_for_and_the_run_says_so(
     free = iter([{"CPU": 1.0}] * 3)
     monkeypatch.setattr(ray, "available_resources", lambda: next(free, {"CPU": 4.0}))
     monkeypatch.setattr(run_admission, "QUIET_S", 0.0)
-    begun = [("event", ("training", {"step": 0}))]
+    begun = [("record_event", ("training",), {"step": 0})]
     fit.script = [([begun, logged(1)], ended(tmp_path))]
     found = run(spec_of(wait="30m", priority=3))
     first, last = [details for kind, details in found.list_events("waiting")]
@@ -450,7 +450,7 @@ def test_the_files_of_a_recipe_are_in_the_drivers_folder(tmp_path: Path, monkeyp
     (tmp_path / "worker").mkdir()
     monkeypatch.chdir(tmp_path / "worker")  # as Ray Train does
     monkeypatch.setattr(sys, "path", [])
-    change_to_task_folder(TrainSpec(task="table"), tmp_path)
+    change_to_task_folder("table", tmp_path)
     assert Path.cwd() == tmp_path
-    change_to_task_folder(TrainSpec(task="table"), tmp_path / "of another host")
+    change_to_task_folder("table", tmp_path / "of another host")
     assert Path.cwd() == tmp_path

@@ -161,7 +161,7 @@ def test_a_mailbox_that_does_not_answer_stops_nobody_and_loses_nothing(handle: H
     posted.record_event("stopped", reason="steps")
     posted.close()
     messages, _ = handle.mailbox.poll(0)
-    assert [content[0] for _, content in messages] == [*range(100), "stopped"]
+    assert [arguments[0] for _, arguments, _ in messages] == [*range(100), "stopped"]
     assert not posted.stop_requested.is_set()
 
 
@@ -187,7 +187,7 @@ def test_what_is_flushed_is_in_the_mailbox(handle: Handle, monkeypatch: pytest.M
         posted.log(step, {"loss": 1.0})
         posted.flush()
         messages, _ = handle.mailbox.poll(0)
-        assert [content[0] for _, content in messages] == list(range(step + 1))
+        assert [arguments[0] for _, arguments, _ in messages] == list(range(step + 1))
     posted.close()
     posted.flush()
 
@@ -221,7 +221,7 @@ def test_the_death_of_the_mailbox_lets_rank_0_save_and_end(handle: Handle) -> No
 def test_the_driver_hears_everything_once_however_often_it_must_ask(
     fit: Any, handle: Handle, trainer: FakeTrainer
 ) -> None:
-    said: list[Any] = [("log", (step, {})) for step in range(6)]
+    said: list[Any] = [("log", (step, {}), {}) for step in range(6)]
     handle.troubles = ["unheard", "late"]
     handle.mailbox.deliver(0, said[:3])
     assert [fit.poll(0.001) for _ in range(3)] == [([], False), ([], False), (said[:3], False)]

@@ -12,8 +12,8 @@ import pytest
 from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.errors import TrainError
 from shoal.libs.asynchronous.process_group import ProcessGroup
+from shoal.runs.record.event_log import NullLog
 from shoal.train.launch.ray_capacity import WorkerPlacement, count_free_workers, count_workers_that_fit
-from shoal.train.reporting.event_log import NullLog
 from shoal.train.spec import TrainSpec
 from waiting import wait_for
 

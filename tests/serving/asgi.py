@@ -29,6 +29,12 @@ class Reply:
         return json.loads(self.content)
 
     @property
+    def error(self) -> str:
+        """Of the protocol; fails when this is none."""
+        assert list(self.body) == ["error"], self.content
+        return str(self.body["error"])
+
+    @property
     def tensors(self) -> tuple[Any, bytes]:
         """The JSON object and the bytes behind it, of an answer with binary tensors."""
         assert self.headers["content-type"] == "application/octet-stream"
@@ -127,6 +133,6 @@ def client(
 
 def refused(reply: Reply, status: int, *words: str) -> None:
     """The reply is the protocol's error, with this status, and says all `words`."""
-    assert (reply.status, list(reply.body)) == (status, ["error"]), reply.content
+    assert reply.status == status, reply.content
     for word in words:
-        assert word in reply.body["error"], (word, reply.body)
+        assert word in reply.error, (word, reply.body)

@@ -17,21 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from registered import tensors
 from shoal.errors import InferenceError
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
-from shoal.open_inference.messages import BatchStatistics, InferenceStatistics, VersionStatistics
+from shoal.open_inference.messages import BatchStatistics, Duration, InferenceStatistics, VersionStatistics
 from shoal.registry.manifest import Signature, TensorSignature
 from shoal.serve.messages.infer_call import Arrays, InferCall
 from shoal.serve.messages.inference import Prediction, RepositoryEntry
 from shoal.serve.spec.model_options import ModelOptions
 
 Compute = Callable[[Arrays], dict[str, np.ndarray]]
-
-
-def tensors(**named: tuple[str, list[int]]) -> list[TensorSignature]:
-    """`tensors(x=("FP32", [-1, 3]))`."""
-    return [TensorSignature(name=name, datatype=datatype, shape=shape) for name, (datatype, shape) in named.items()]
 
 
 def _on_the_loop_s(deadline_s: float | None) -> float | None:
@@ -58,7 +54,7 @@ class FakeModel:
         options: ModelOptions | None = None,
     ) -> None:
         self.name = name
-        inputs = tensors(x=("FP32", [-1, 3])) if inputs is None else inputs
+        inputs = tensors(x=[-1, 3]) if inputs is None else inputs
         self.signature = Signature(inputs=inputs, outputs=inputs if outputs is None else outputs)
         self.options = ModelOptions() if options is None else options
         self.versions = sorted(versions)
@@ -122,13 +118,13 @@ class FakeModel:
         done.last_inference = int(time.time() * 1000)
         done.inference_count += num_rows
         done.execution_count += 1
-        for duration in (done.inference_stats.success, done.inference_stats.compute_infer):
-            duration.count, duration.ns = duration.count + 1, duration.ns + ns
+        stats = done.inference_stats
+        stats.success = stats.compute_infer = Duration(stats.success.count + 1, stats.success.ns + ns)
         batch = next((each for each in done.batch_stats if each.batch_size == num_rows), None)
         if batch is None:
             batch = BatchStatistics(num_rows)
             done.batch_stats.append(batch)
-        batch.compute_infer.count, batch.compute_infer.ns = batch.compute_infer.count + 1, batch.compute_infer.ns + ns
+        batch.compute_infer = Duration(batch.compute_infer.count + 1, batch.compute_infer.ns + ns)
 
 
 class FakeHost:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.registry import ModelFactory, Signature, TensorSignature
+from registered import tensors
+from shoal.registry import ModelFactory, Signature
 from shoal.weights import WeightSnapshot
 
 FINE = 0.0
@@ -31,8 +32,8 @@ FORWARD_S = 0.003  # too long for the event loop, which a forward that hangs wou
 LEAK_BYTES = 64 * 1024 * 1024
 LONGEST_HANG_S = 120.0
 SIGNATURE = Signature(
-    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
+    inputs=tensors(x=[-1, 2]),
+    outputs=tensors(y=[-1, 1]),
 )
 
 

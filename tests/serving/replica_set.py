@@ -15,17 +15,15 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-import numpy as np
-
 from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.home import home
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import Registry
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
@@ -40,23 +38,6 @@ from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredMo
 from shoal.weights import WeightSnapshot
 
 DEADLINE_S = 60.0
-LINEAR = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 3, "out_features": 2})
-SIGNATURE = Signature(
-    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 2])],
-)
-
-
-def constant(version: int) -> WeightSnapshot:
-    """Every output is the version."""
-    return WeightSnapshot.of(version, {"weight": np.zeros((2, 3), np.float32), "bias": np.full(2, version, np.float32)})
-
-
-def register(name: str = "linear", *, aliases: Sequence[str] = (), signature: Signature = SIGNATURE) -> ModelVersion:
-    """The next version of a model whose answers are its version."""
-    registry = Registry()
-    version = len(registry.list(name)) + 1 if registry.has(name) else 1
-    return registry.register(name, constant(version), model=LINEAR, signature=signature, aliases=aliases)
 
 
 @contextmanager

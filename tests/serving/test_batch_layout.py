@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,19 +116,10 @@ def tensor(name: str, array: np.ndarray) -> dict[str, Any]:
     return {"name": name, "shape": [*array.shape], "datatype": datatype, "data": array.ravel().tolist()}
 
 
-def with_endpoint(body: Any, *models: str, **spec: Any) -> None:
-    async def run() -> None:
-        async with ReplicaSet(*[model_from_ref(each) for each in models], **spec) as endpoint:
-            (replica,) = await endpoint.start()
-            await body(replica)
-
-    asyncio.run(run())
-
-
-def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
+async def test_a_model_for_one_picture_is_served_as_it_is() -> None:
     register("grey", Grey, GREY)
-
-    async def body(replica: EndpointReplica) -> None:
+    async with ReplicaSet(model_from_ref("grey"), model={"max_batch_size": 0}) as endpoint:
+        [replica] = await endpoint.start()
         metadata = (await ask(replica, "GET", "/v2/models/grey")).body
         assert [each["shape"] for each in (*metadata["inputs"], *metadata["outputs"])] == [[3, 2, 2], [2, 2], []]
         config = (await ask(replica, "GET", "/v2/models/grey/config")).body
@@ -149,10 +139,8 @@ def test_a_model_for_one_picture_is_served_as_it_is(shoal_home: Path) -> None:
         statistics = (await ask(replica, "GET", "/v2/models/grey/stats")).body["model_stats"][0]
         assert {each["batch_size"] for each in statistics["batch_stats"]} == {1}
 
-    with_endpoint(body, "grey", model={"max_batch_size": 0})
 
-
-def test_a_state_with_the_batch_between_goes_through_an_endpoint(shoal_home: Path) -> None:
+async def test_a_state_with_the_batch_between_goes_through_an_endpoint() -> None:
     register("detector", Detector, DETECTOR)
     requests = [detector_inputs(1), detector_inputs(2), detector_inputs(2, rate=3)]
 
@@ -163,7 +151,8 @@ def test_a_state_with_the_batch_between_goes_through_an_endpoint(shoal_home: Pat
         outputs = answer.body["outputs"]
         return {each["name"]: np.array(each["data"], np.float32).reshape(each["shape"]) for each in outputs}
 
-    async def body(replica: EndpointReplica) -> None:
+    async with ReplicaSet(model_from_ref("detector"), models={"detector": STATED}) as endpoint:
+        [replica] = await endpoint.start()
         answers = await asyncio.gather(*[infer(replica, each) for each in requests])
         for inputs, outputs in zip(requests, answers, strict=True):
             for name, expected in detect(inputs).items():
@@ -178,8 +167,6 @@ def test_a_state_with_the_batch_between_goes_through_an_endpoint(shoal_home: Pat
         assert config["max_batch_size"] == 0
         assert config["input"][1]["dims"] == [2, -1, 3]
         assert json.loads(config["parameters"]["batch_dim"]["string_value"]) == {"state": 1, "rate": None}
-
-    with_endpoint(body, "detector", models={"detector": STATED})
 
 
 def test_binary_bodies_have_the_models_shapes() -> None:

@@ -13,17 +13,13 @@ import pytest
 from shoal.client import AsyncClient, Client
 from shoal.client.address import find_proxy
 from shoal.client.retry import (
-    ConnectionBroken,
     EndpointRequest,
-    NotSent,
     Reply,
     RetryPolicy,
-    SendOutcome,
-    TimedOut,
     request_with_retries,
 )
 from shoal.client.transport import AsyncTransport, BlockingTransport
-from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError
+from shoal.errors import Closed, ConfigError, ConnectionLost, InferenceError, RequestLost
 
 REQUEST = EndpointRequest("POST", "/v2/models/m/infer", body=b"{}")
 FULL = Reply(429, {"retry-after": "2"}, json.dumps({"error": "the queue is full"}).encode())
@@ -42,24 +38,27 @@ class Talk:
         self.sent: list[tuple[EndpointRequest, float]] = []
         self.waits: list[float] = []
 
-    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
+    async def send(self, request: EndpointRequest, timeout_s: float) -> Reply:
         self.sent.append((request, timeout_s))
         self.now_s += self._send_s
-        return next(self._script)
+        outcome = next(self._script)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     async def sleep(self, seconds: float) -> None:
         self.waits.append(seconds)
         self.now_s += seconds + self._late_s
 
-    def answer(self, *outcomes: SendOutcome) -> Reply:
+    def answer(self, *outcomes: Reply | Exception) -> Reply:
         """What a call returns or raises when its attempts end so, one after the other."""
         self._script = iter(outcomes)
         call = request_with_retries(REQUEST, self._policy, self, clock=lambda: self.now_s, jitter=lambda: 0.0)
         return asyncio.run(call)
 
 
-REFUSED = NotSent("refused")
-LOST = ConnectionBroken("reset")
+REFUSED = ConnectionLost("the endpoint cannot be reached: refused")
+LOST = RequestLost("the connection broke before the answer was complete: reset")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ LOST = ConnectionBroken("reset")
         (RetryPolicy(5.0, retry_lost=True, is_change=True), [REFUSED, DONE], [0.05]),
     ],
 )
-def test_what_may_be_sent_again_is(policy: RetryPolicy, outcomes: list[SendOutcome], waits: list[float]) -> None:
+def test_what_may_be_sent_again_is(policy: RetryPolicy, outcomes: list[Reply | Exception], waits: list[float]) -> None:
     talk = Talk(policy)
     assert talk.answer(*outcomes) is DONE
     assert (len(talk.sent), talk.waits) == (len(outcomes), waits)
@@ -96,12 +95,12 @@ CHANGE = RetryPolicy(5.0, retry_lost=True, is_change=True)
         (CHANGE, [FULL], "full"),
         (CHANGE, [Reply(503, {"retry-after": "1"}, b"{}")], "HTTP status|{}"),
         (CHANGE, [LOST], "before the answer was complete"),
-        (RetryPolicy(0.5), [TimedOut()], r"no answer within 0.5 s"),
+        (RetryPolicy(0.5), [TimeoutError()], r"no answer within 0.5 s"),
         (RetryPolicy(1.0), [Reply(502, {}, b"<h1>Bad Gateway</h1>")], "Bad Gateway"),  # not the protocol's words
         (RetryPolicy(1.0), [Reply(500, {}, b"")], "HTTP status 500"),
     ],
 )
-def test_what_ends_a_call(policy: RetryPolicy, outcomes: list[SendOutcome], message: str) -> None:
+def test_what_ends_a_call(policy: RetryPolicy, outcomes: list[Reply | Exception], message: str) -> None:
     talk = Talk(policy)
     with pytest.raises((InferenceError, ConnectionLost), match=message) as caught:
         talk.answer(*outcomes)
@@ -117,13 +116,13 @@ def test_what_ends_a_call(policy: RetryPolicy, outcomes: list[SendOutcome], mess
 def test_the_time_of_the_caller_is_for_all_attempts_together() -> None:
     talk = Talk(RetryPolicy(1.0), send_s=0.4)
     with pytest.raises(ConnectionLost):
-        talk.answer(NotSent("refused"), NotSent("refused"), NotSent("refused"))
+        talk.answer(REFUSED, REFUSED, REFUSED)
     assert [round(timeout_s, 2) for _, timeout_s in talk.sent] == [1.0, 0.55, 0.05]
 
 
 def test_the_time_of_the_caller_may_have_begun_before() -> None:
     talk = Talk(RetryPolicy(1.0, sends_deadline=True, end_s=100.6))
-    assert talk.answer(NotSent("refused"), DONE) is DONE
+    assert talk.answer(REFUSED, DONE) is DONE
     assert [request.headers["shoal-deadline-ms"] for request, _ in talk.sent] == ["600.000", "540.000"]
     assert REQUEST.headers == {}
     late = Talk(RetryPolicy(1.0, end_s=99.9))

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from registered import tensors
 from shoal.errors import ConfigError
-from shoal.registry import ModelFactory, Signature, TensorSignature
+from shoal.registry import ModelFactory, Signature
 from shoal.serve.model import predictor
 from shoal.serve.model.formats import cuda_graphs
 from shoal.serve.model.formats.cuda_graphs import GraphedModule
@@ -93,7 +94,7 @@ def test_outputs_without_rows_are_copied_in_full(captures: list[int]) -> None:
 
 def make_predictor(monkeypatch: pytest.MonkeyPatch, **options: object) -> predictor.Predictor:
     monkeypatch.setattr(predictor, "devices", lambda *_: ["cpu"])
-    specs = [TensorSignature(name=name, datatype="FP32", shape=[-1, 2]) for name in ("x", "y")]
+    specs = tensors(x=[-1, 2], y=[-1, 2])
     parsed = ModelOptions.parse({"cuda_graphs": True, "max_batch_size": 6, **options})
     factory = ModelFactory(factory=f"{__name__}:Times")
     return predictor.Predictor(factory, Signature(inputs=specs[:1], outputs=specs[1:]), parsed)

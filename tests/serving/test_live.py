@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from registered import LINEAR, SIGNATURE, constant, register
 from serving.faulty_models import NAN, RAISE, moody
 from serving.live_set import LiveSet, everywhere, infer, live
-from serving.replica_set import LINEAR, SIGNATURE, ReplicaSet, constant, register, tally, until
+from serving.replica_set import ReplicaSet, tally, until
 from shoal.batching.batcher import Batch
 from shoal.cli.display.serve_display import format_plain_lines, format_shares
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus
@@ -243,7 +244,7 @@ async def test_a_live_model_that_is_deleted_while_it_is_built_is_not_served(monk
 
 
 def seen(endpoint: LiveSet) -> ModelStatus:
-    return EndpointStatus.from_json(msgspec.json.encode(endpoint.status.describe_endpoint())).models[0]
+    return msgspec.convert(endpoint.status.describe_endpoint(), EndpointStatus).models[0]
 
 
 def candidates(endpoint: LiveSet) -> list[int]:

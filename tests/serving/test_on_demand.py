@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from registered import SIGNATURE, register, tensors
 from serving import faulty_models
-from serving.replica_set import SIGNATURE, Asked, ReplicaSet, ask, infer, register, until
+from serving.replica_set import Asked, ReplicaSet, ask, infer, until
 from shoal.errors import ConfigError, InferenceError
-from shoal.registry import Registry, Signature, TensorSignature
+from shoal.registry import Registry, Signature
 from shoal.serve.controller import assignments
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.messages.infer_call import InferCall
@@ -189,7 +190,7 @@ async def test_a_version_that_does_not_fit_alongside_the_former_replaces_it(endp
     assert endpoint.replicas["r1"].manager.get_model("m0").version == 2
     assert loaded(endpoint) == ["m0"]
     assert (await infer(endpoint.replicas["r1"], "m0")).version == 2
-    other = Signature(inputs=SIGNATURE.inputs, outputs=[TensorSignature(name="other", datatype="FP32", shape=[-1, 2])])
+    other = Signature(inputs=SIGNATURE.inputs, outputs=tensors(other=[-1, 2]))
     register("m0", signature=other)
     with pytest.raises(InferenceError, match="deploy it by another name"):
         await endpoint.administer(action="deploy", model="m0", version=3)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import Identity
 
+from registered import tensors
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.models.actor_critic import ActorCritic
-from shoal.registry.manifest import ModelFactory, Signature, TensorSignature
+from shoal.registry.manifest import ModelFactory, Signature
 from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.model.formats.torch_forward import COPIED_BYTES
 from shoal.serve.model.predictor import LoadedModel, Predictor
@@ -56,8 +57,8 @@ ROW = [-1, 2]
 
 def signature(**outputs: list[int]) -> Signature:
     return Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=ROW)],
-        outputs=[TensorSignature(name=name, datatype="FP32", shape=shape) for name, shape in outputs.items()],
+        inputs=tensors(x=ROW),
+        outputs=tensors(**outputs),
     )
 
 
@@ -178,10 +179,9 @@ class MeanOfTokens(nn.Module):
 
 
 def test_the_example_of_a_text_is_not_all_padding() -> None:
-    tokens = TensorSignature(name="tokens", datatype="INT64", shape=[-1, 5])
-    outputs = [TensorSignature(name="y", datatype="FP32", shape=ROW)]
+    spec = Signature(inputs=tensors(tokens=("INT64", [-1, 5])), outputs=tensors(y=ROW))
     factory = ModelFactory(factory=f"{__name__}:MeanOfTokens")
-    served = Predictor(factory, Signature(inputs=[tokens], outputs=outputs), ModelOptions())
+    served = Predictor(factory, spec, ModelOptions())
     weights = {name: value.numpy() for name, value in MeanOfTokens().state_dict().items()}
     assert served.load(WeightSnapshot.of(1, weights)).version == 1
 
@@ -334,8 +334,8 @@ def test_versions_that_are_loaded_while_others_answer_never_mix() -> None:
 
 def test_inputs_go_in_the_signatures_order_whatever_the_requests() -> None:
     spec = Signature(
-        inputs=[TensorSignature(name=name, datatype="FP32", shape=[-1]) for name in ("left", "right")],
-        outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1])],
+        inputs=tensors(left=[-1], right=[-1]),
+        outputs=tensors(y=[-1]),
     )
     model = Predictor(ModelFactory(factory=f"{__name__}:Minus"), spec, ModelOptions()).load(WeightSnapshot.of(1, {}))
     request = {"right": np.ones(1, np.float32), "left": np.full(1, 3, np.float32)}
@@ -384,8 +384,8 @@ def test_a_policy_of_an_earlier_release_is_served() -> None:
     kwargs = {"observation_size": 3, "num_actions": 2, "hidden": [4]}
     model = ActorCritic(**kwargs)
     earlier = {name: each.numpy() for name, each in model.state_dict().items() if not name.startswith("value_")}
-    inputs = [TensorSignature(name="observation", datatype="FP32", shape=[-1, 3])]
-    outputs = [TensorSignature(name="value", datatype="FP32", shape=[-1])]
+    inputs = tensors(observation=[-1, 3])
+    outputs = tensors(value=[-1])
     factory = ModelFactory(factory="shoal.models.actor_critic:ActorCritic", kwargs=kwargs)
     served = Predictor(factory, Signature(inputs=inputs, outputs=outputs), ModelOptions())
     observation = np.ones((1, 3), np.float32)

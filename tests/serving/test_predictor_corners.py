@@ -15,8 +15,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from registered import tensors
 from shoal.errors import ConfigError, WeightsError
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.model import predictor as predictor_module
 from shoal.serve.model.formats.module import ModuleTemplate
 from shoal.serve.model.formats.template import TemplateConfig
@@ -25,8 +26,8 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 
 SIGNATURE = Signature(
-    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, -1])],
+    inputs=tensors(x=[-1, -1]),
+    outputs=tensors(y=[-1, -1]),
 )
 ROWS = np.array([[1.0, 2.0, 3.0]], np.float32)
 EMPTY = WeightSnapshot.of(1, {})
@@ -135,8 +136,8 @@ def reversed_view(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def predictor(module: str, shape: list[int], outputs: list[int] | None = None, **options: object) -> Predictor:
     signature = Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=shape)],
-        outputs=[TensorSignature(name="y", datatype="FP32", shape=outputs or shape)],
+        inputs=tensors(x=shape),
+        outputs=tensors(y=outputs or shape),
     )
     factory = ModelFactory(factory=module if ":" in module else f"{__name__}:{module}")
     return Predictor(factory, signature, ModelOptions.parse({"max_batch_size": 4, **options}))
@@ -176,7 +177,7 @@ def test_however_a_module_reaches_its_weights_they_are_those_of_the_version(modu
 def test_a_module_is_refused_where_its_weights_would_not_be_those_of_the_version() -> None:
     with pytest.raises(ConfigError, match="compile = True: is not for a module that keeps its weights in a list"):
         predictor("Listed", [-1, 3], [-1, 2], compile=True)
-    signature = Signature(inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3])], outputs=[])
+    signature = Signature(inputs=tensors(x=[-1, 3]), outputs=[])
     factory = ModelFactory(factory=f"{__name__}:Enclosed")
     setting = TemplateConfig(factory, signature, ModelOptions(cuda_graphs=True), device="cpu", torch_threads=1)
     with pytest.raises(ConfigError, match="cuda_graphs = True: is not for a module that functions within it hold"):
@@ -266,8 +267,7 @@ def negate_in_place(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def test_a_hook_may_write_to_an_input_that_requests_share() -> None:
-    inputs = [TensorSignature(name=name, datatype="FP32", shape=shape) for name, shape in (("x", [-1, 2]), ("by", [2]))]
-    signature = Signature(inputs=inputs, outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 2])])
+    signature = Signature(inputs=tensors(x=[-1, 2], by=[2]), outputs=tensors(y=[-1, 2]))
     options = ModelOptions.parse({"batch_dim": {"by": None}, "preprocess": f"{__name__}:negate_in_place"})
     predictor = Predictor(ModelFactory(factory=f"{__name__}:Product"), signature, options)
     model = predictor.load(WeightSnapshot.of(1, {"scale": np.ones((), np.float32)}))

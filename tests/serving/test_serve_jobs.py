@@ -20,6 +20,7 @@ import pytest
 from click.testing import Result
 
 import shoal.runs
+from registered import register, tensors
 from shoal.cli.commands import serve_deploy
 from shoal.cli.support import jobs as job_output
 from shoal.client import Client
@@ -31,7 +32,7 @@ from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.errors import ClusterError, ConfigError, ConnectionLost, RunError, ShoalError, WeightsError
 from shoal.flows.serving_spec import READY, ServingSpec, require_importable, spec_from_overrides
 from shoal.home import home
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature, verification
+from shoal.registry import ModelFactory, Registry, Signature, verification
 from shoal.runs.record.provenance import find_owner, restore_secrets, split_secrets
 from shoal.weights import WeightSnapshot
 from typed import said, typed
@@ -122,15 +123,8 @@ def fake_cluster(handle: ClusterHandle, monkeypatch: pytest.MonkeyPatch) -> Fake
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     """Of this machine, with two models in the registry."""
     fake = fake_cluster(CLUSTER, monkeypatch)
-    tensors = {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
-    tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
     for name in ("fashion", "tabular"):
-        Registry().register(
-            name,
-            WeightSnapshot.of(1, tensors),
-            model=ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1}),
-            signature=Signature(inputs=tensor, outputs=tensor),
-        )
+        register(name, aliases=("champion",))
     return fake
 
 
@@ -192,7 +186,7 @@ def test_deploy_submits_what_was_typed_and_returns_when_it_is_ready(
     result = shoal_program("deploy", *words)
     assert result.exit_code == 0, result.exception
     assert "endpoint fashion is ready at http://127.0.0.1:8000, gRPC at 127.0.0.1:9000\n" in result.output
-    assert "\n  shoal predict fashion --input 0\n" in result.output
+    assert "\n  shoal predict fashion --input 0,0,0\n" in result.output
     job = cluster.only_job
     entrypoint = job.entrypoint
     assert entrypoint[1:3] == ["-m", "shoal.flows.serving"]
@@ -213,7 +207,7 @@ def test_weights_that_a_replica_would_refuse_are_refused_before_a_job_starts(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Registry().get("fashion").manifest.model
-    broken = WeightSnapshot.of(1, {"weight": np.full((1, 1), np.nan, np.float32), "bias": np.zeros(1, np.float32)})
+    broken = WeightSnapshot.of(1, {"weight": np.full((2, 3), np.nan, np.float32), "bias": np.zeros(2, np.float32)})
     Registry().register("fashion", broken, model=model, signature=Registry().get("fashion").manifest.signature)
     monkeypatch.setenv("SHOAL_VERIFY", "1")
     monkeypatch.setattr(verification, "MAX_BYTES", 0)  # what finds out needs no second process
@@ -382,7 +376,7 @@ def test_a_detached_endpoint_is_found_while_its_controller_lives_and_ended_by_a_
     assert list_endpoints() == [FoundEndpoint("shop", "http://127.0.0.1:8000/shop", is_detached=True)]
     cluster.begin = becomes_ready(recorders)
     deployed = said("serve deploy fashion")
-    assert "  shoal predict fashion --input 0 --endpoint fashion\n" in deployed  # there are two
+    assert "  shoal predict fashion --input 0,0,0 --endpoint fashion\n" in deployed  # there are two
     monkeypatch.setattr(Client, "status", lambda client: EndpointStatus("x", owner="ada@head", lifetime="detached"))
     found = said("serve status").splitlines()
     assert [line.partition(":")[0] for line in found] == ["x", "x"]
@@ -436,7 +430,7 @@ def test_a_hook_or_class_that_is_not_there_is_told_before_a_replica_starts(
 ) -> None:
     (tmp_path / "mine.py").write_text("def clean(arrays): return arrays\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    tensor = [TensorSignature(name="x", datatype="FP32", shape=[-1, 1])]
+    tensor = tensors(x=[-1, 1])
     for name, factory in (("fashion", "mine:clean"), ("gone", "nowhere.to.be:Found")):
         Registry().register(
             name,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import shoal.runs
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.client.endpoint_status import EndpointStatus, ModelStatus, RolloutEvent, VersionStatus
 from shoal.flows.serving_spec import check, load_serving_spec
@@ -62,8 +63,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setenv("SHOAL_TOKEN", TOKEN)
     double = FakeModel(
         "mine",
-        tensors(input=("FP32", [-1, 4])),
-        tensors(output=("FP32", [-1, 2])),
+        tensors(input=[-1, 4]),
+        tensors(output=[-1, 2]),
         lambda inputs: {"output": np.repeat(inputs["input"].sum(1, keepdims=True), 2, 1)},
     )
     host = Host(double, FakeModel("cartpole"))

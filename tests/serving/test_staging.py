@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from serving.fake_host import tensors
+from registered import tensors
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
@@ -22,7 +22,7 @@ from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import ModelPackage, RegisteredModel
 from shoal.weights import WeightSnapshot
 
-SIGNATURE = Signature(inputs=tensors(x=("FP32", [-1, -1])), outputs=tensors(y=("FP32", [-1, 1])))  # open: improbable
+SIGNATURE = Signature(inputs=tensors(x=[-1, -1]), outputs=tensors(y=[-1, 1]))  # open: improbable
 
 HOOKED = ("preprocess1", "preprocess2", "postprocess1", "postprocess2")  # a hook may have a state of its own
 
@@ -86,7 +86,7 @@ def test_models_that_are_built_alike_share_a_template_and_nothing_else() -> None
     """Of a hundred models of one architecture all but the first load without its construction and its warm-up."""
 
     def package(number: int, width: int = 1, **change: str) -> ModelPackage:
-        signature = Signature(inputs=tensors(x=("FP32", [-1, width])), outputs=tensors(y=("FP32", [-1, 1])))
+        signature = Signature(inputs=tensors(x=[-1, width]), outputs=tensors(y=[-1, 1]))
         factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": width, "out_features": 1}, **change)
         arrays = {"weight": np.zeros((1, width), np.float32), "bias": np.full(1, number, np.float32)}
         return ModelPackage(factory, signature, WeightSnapshot.of(number, arrays))
@@ -123,7 +123,7 @@ def test_versions_with_other_code_answer_side_by_side_and_may_be_required_to_be_
     monkeypatch.syspath_prepend(str(tmp_path))
     snapshot, signature = (
         WeightSnapshot.of(1, {}),
-        Signature(inputs=SIGNATURE.inputs, outputs=tensors(y=("FP32", [-1, -1]))),
+        Signature(inputs=SIGNATURE.inputs, outputs=tensors(y=[-1, -1])),
     )
     for added in (1, 200):
         text = f"import torch\nclass Shift(torch.nn.Module):\n    def forward(self, x): return x + {added}\n"

@@ -1,30 +1,16 @@
-"""The page about tests of a user's own: its block is a test that passes, and an endpoint is what it says."""
+"""An endpoint in a test's process is what its page says; `training/test_training_docs` has the blocks of the page."""
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from serving.replica_set import register
+from registered import register
 from shoal.errors import InferenceError, RegistryError
 from shoal.registry import Registry
 from shoal.testing import Endpoint
 from waiting import wait_for
-
-PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
-
-
-def test_the_test_of_the_page_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "page_of_tests.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    page = importlib.import_module("page_of_tests")
-    page.test_the_line_is_served(tmp_path / "home", monkeypatch)
-    del sys.modules["page_of_tests"]
 
 
 def test_an_endpoint_follows_an_alias_and_has_the_errors_of_one_that_is_deployed(tmp_path: Path) -> None:

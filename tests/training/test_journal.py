@@ -17,13 +17,13 @@ from shoal.runs import RunRecorder, Status
 from shoal.runs.event_messages import format_warning
 from shoal.runs.record import recorder
 from shoal.runs.record import recorder as recording
+from shoal.runs.record.event_log import NullLog, RecordLog
 from shoal.train.__main__ import main
 from shoal.train.launch.local import fit_locally
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting import console
 from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import NullLog, RecordLog
 from train_task import Toy
 from training.toy_run import spec_of
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import shoal.runs
 from shoal.errors import NotReached
@@ -71,9 +70,9 @@ def test_the_python_of_the_training_page_runs(capsys: pytest.CaptureFixture[str]
 
 def test_the_python_of_the_page_of_tests_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    for block in [each for each in blocks("testing.md", "python") if "my_task" in each]:
-        names: dict[str, Any] = {"shoal": shoal, "torch": torch}
-        exec(compile(block, "testing.md", "exec"), names)
+    for number, block in enumerate(blocks("testing.md", "python")):
+        (tmp_path / f"tests_{number}.py").write_text(f"import shoal, torch\n{block}")
+        names = vars(importlib.import_module(f"tests_{number}"))
         for name, test in [*names.items()]:
             if name.startswith("test_"):
                 given = {"tmp_path": tmp_path / name, "monkeypatch": monkeypatch}

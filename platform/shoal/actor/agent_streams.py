@@ -394,10 +394,11 @@ def is_parallel(environment: Any) -> bool:
 
 
 class AgentsEpisode:
-    """One episode of an environment, whose policy is elsewhere. The agent of an environment that has one is None.
+    """One episode of an environment. The agent of an environment that has one is None.
 
     observations: of the agents that act next; of none when the episode is over
     rewards:      of the newest step, by agent; those of ticks without observations count for it
+    infos:        that came with it, by agent
     outcomes:     with the newest step, each with its last observation, if there is one, and whether it was cut off
     """
 
@@ -405,7 +406,7 @@ class AgentsEpisode:
         self._environment, self._is_parallel = environment, is_parallel(environment)
         observations, infos = environment.reset(seed=seed)
         self.observations: Mapping[Any, Any] = observations if self._is_parallel else {None: observations}
-        self._infos: Mapping[Any, Mapping[str, Any]] = infos if self._is_parallel else {None: infos}
+        self.infos: dict[Any, Mapping[str, Any]] = dict(infos) if self._is_parallel else {None: infos}
         self._open = set(self.observations)  # the agents that have begun and not ended
         self._has_started = bool(self._open)
         self.rewards: dict[Any, float] = {}
@@ -414,15 +415,22 @@ class AgentsEpisode:
 
     def get_mask(self, agent: Any) -> Any:
         """The action mask of an agent's newest observation; None without."""
-        return self._infos.get(agent, {}).get(INFO_KEY)
+        return self.infos.get(agent, {}).get(INFO_KEY)
+
+    def get_outcome(self, agent: Any) -> tuple[Any, bool]:
+        """Of an agent that has ended. Raises ConfigError where its last observation is missing."""
+        if self.outcomes[agent][0] is None:
+            problem = f"ends without its last observation (of {sorted(self.observations)})"
+            raise ConfigError("env", agent, problem, "step returns it with terminated or truncated")
+        return self.outcomes[agent]
 
     def find_success(self, agent: Any) -> bool | None:
         """Whether an agent that has ended has reached its goal; None where the environment does not say."""
-        return find_success(self._infos.get(agent, {}))
+        return find_success(self.infos.get(agent, {}))
 
     def step(self, actions: Mapping[Any, Any]) -> None:
         """`actions`: of those who have observations."""
-        self.rewards, self.outcomes = {}, {}
+        self.rewards, self.outcomes, self.infos = {}, {}, {}
         self._step_environment(actions)
         self._pass_idle_ticks()
 
@@ -432,15 +440,17 @@ class AgentsEpisode:
             if self.observations or (self._has_started and not self._open):
                 return
             self._step_environment({})
-        problem = f"has had no observation for any agent in {MAX_IDLE_TICKS} steps"
+        waiting = f"any of {sorted(self._open)}, and they have not ended" if self._open else "any agent"
+        problem = f"has had no observation for {waiting}, in {MAX_IDLE_TICKS} steps"
         raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
 
     def _step_environment(self, actions: Mapping[Any, Any]) -> None:
         if self._is_parallel:
-            observations, rewards, terminations, truncations, self._infos = self._environment.step(actions)
+            observations, rewards, terminations, truncations, infos = self._environment.step(actions)
         else:
             result = self._environment.step(actions[None])
-            observations, rewards, terminations, truncations, self._infos = ({None: each} for each in result)
+            observations, rewards, terminations, truncations, infos = ({None: each} for each in result)
+        self.infos.update(infos)
         for agent, reward in rewards.items():
             self.rewards[agent] = self.rewards.get(agent, 0.0) + to_float(reward)
         for agent in dict.fromkeys((*terminations, *truncations)):

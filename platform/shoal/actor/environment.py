@@ -22,7 +22,7 @@ from shoal.actor.agent_streams import is_parallel, to_float
 from shoal.actor.connection import format_actor_command
 from shoal.actor.other_games import adapt_aec, flatten_agents, flatten_environment
 from shoal.errors import ConfigError, ShoalError
-from shoal.plugins.find import find_extension
+from shoal.plugins.find import find_in_library
 from shoal.plugins.moved import translate_reference
 from shoal.wire import ExperienceSpec
 from shoal.wire.action_masks import INFO_KEY
@@ -138,10 +138,7 @@ def open_environment(name: str, ignored: Sequence[str] = (), *, draws: bool = Fa
 def load_film_maker() -> Callable[..., Any]:
     """What films an actor's environment: `film(environment, clients, folder, every)` returns one to play in its place.
     Raises ConfigError without a library that does, MissingExtra without what it needs."""
-    try:
-        maker: Callable[..., Any] = find_extension("actor", "shoal.films", {})
-    except ValueError as error:
-        raise ConfigError("record", "", str(error), "install the library films of Shoal") from None
+    maker: Callable[..., Any] = find_in_library("actor", "shoal.films", "films", "record")
     return maker
 
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -224,42 +223,26 @@ class _Player:
             self._pull_at = time.monotonic() + self._pull_interval_s
             if len(self._policies) > 1 and any(each.client.finished for each in self._policies):
                 raise Closed("the run of a policy is over")
+        games: Sequence[Any] = self._games
         if len(self._policies) > 1:
-            games: Sequence[Any] = self._select_credited_games()
-        else:
-            games = self._select_games() if self._is_synchronous else self._games
+            games = self._select_credited_games()
+        elif self._is_synchronous:
+            games = self._select_games()
         if not games:  # begun segments wait for credit, or for the newer weights that discard them
             time.sleep(NO_CREDIT_PAUSE_S)
             self._pull_weights()
             return 0
-        if len(self._policies) > 1:
-            return self._step_by_policy(games)
-        if len(games) == 1:
-            (game,) = games
-            if isinstance(game, SingleGame) and len(self._games) == 1:
-                return game.play(self._policy, limit, self._pull_at)
-            actions, log_probabilities = self._policy.act_batch(game.observations, game.numbers, game.masks)
-            game.step(actions, log_probabilities)
-            return len(actions)
-        return self._step_games(games)
-
-    def _step_games(self, games: Sequence[Game]) -> int:
-        numbers = [game.numbers for game in games]
-        masks = [game.masks for game in games]
-        actions, log_probabilities = self._policy.act_batch(
-            [observation for game in games for observation in game.observations],
-            list(chain.from_iterable(numbers)),
-            [mask for each in masks if each is not None for mask in each] or None,
-        )
-        begin = 0
-        for game, each in zip(games, numbers, strict=True):
-            end = begin + len(each)
-            game.step(actions[begin:end], log_probabilities[begin:end])
-            begin = end
+        if len(games) > 1 or len(self._policies) > 1:
+            return self._step_games(games)
+        (game,) = games
+        if isinstance(game, SingleGame) and len(self._games) == 1:
+            return game.play(self._policy, limit, self._pull_at)
+        actions, log_probabilities = self._policy.act_batch(game.observations, game.numbers, game.masks)
+        game.step(actions, log_probabilities)
         return len(actions)
 
-    def _step_by_policy(self, games: Sequence[SingleGame | ParallelGame]) -> int:
-        """Take a step in a run of several policies: each acts at once for all agents that have it."""
+    def _step_games(self, games: Sequence[SingleGame | ParallelGame]) -> int:
+        """Take a step in each: a policy acts at once for all agents that have it."""
         streams = [stream for game in games for stream in game.acting]
         chosen: dict[int, tuple[Any, float]] = {}  # by the stream's position
         for policy in (each.policy for each in self._policies):

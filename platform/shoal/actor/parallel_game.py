@@ -11,14 +11,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from shoal.actor.agent_streams import (
-    MAX_IDLE_TICKS,
+    AgentsEpisode,
     AgentStream,
     ParallelEnvironment,
     Runner,
     StreamGame,
     find_mask,
     is_parallel,
-    to_float,
 )
 from shoal.actor.client import ActorClient
 from shoal.actor.policy import Policy
@@ -98,10 +97,10 @@ class ParallelGame(StreamGame):
         self._outdated: set[str] = set()  # agents that wait since `discard_steps`: their last choice is discarded, too
         self._acting_agents: list[str] = []  # the agents of `acting`
         self.acting: list[AgentStream] = []
-        self._has_started = False  # whether any agent has observed anything in this episode
         self._opponents: dict[str, Opponent] = {}  # with self-play, of the agents that do not learn
-        # The observations and masks of the opponents that act next.
-        self._others: dict[str, tuple[Any, np.ndarray | None]] = {}
+        self._playing: list[str] = []  # the opponents that act next
+
+    _episode: AgentsEpisode
 
     @property
     def streams(self) -> Sequence[AgentStream]:
@@ -122,32 +121,25 @@ class ParallelGame(StreamGame):
         for agent, action, log_probability in zip(self._acting_agents, actions, log_probabilities, strict=True):
             self._choices[agent] = action, log_probability, self._open[agent].version
             self._rewards[agent] = 0.0
-        self._step_environment(dict(zip(self._acting_agents, actions, strict=True)))
+        self._step_episode(dict(zip(self._acting_agents, actions, strict=True)))
         self._advance_until_stream_acts()
 
     def _advance_until_stream_acts(self) -> None:
-        """Step until a stream acts next: through the turns of opponents, ticks without observations, and into the next
-        episode."""
-        num_idle = 0
+        """Step until a stream acts next: through the turns of opponents, and into the next episode."""
         while not self._acting_agents:
-            if self._has_started and not self._open and not self._others:
+            if self._playing:
+                self._step_episode({})
+            else:
                 self._begin_episode(None)
-                continue
-            num_idle = 0 if self._others else num_idle + 1
-            if num_idle > MAX_IDLE_TICKS:
-                waiting = f"any of {sorted(self._open)}, and they have not ended" if self._open else "any agent"
-                problem = f"has had no observation for {waiting}, in {MAX_IDLE_TICKS} steps"
-                raise ConfigError("env", type(self._environment).__name__, problem, "end them, or let one of them act")
-            self._step_environment({})
 
     def _begin_episode(self, seed: int | None) -> None:
         self._release_streams(list(self._open))
         self._choices = {}
         self._rewards = {}
         self._outdated = set()
-        self._opponents, self._has_started = self._draw_opponents(), False
-        observations, infos = self._environment.reset(seed=seed)
-        self._select_acting(observations, (), infos)
+        self._opponents = self._draw_opponents()
+        self._episode = AgentsEpisode(self._environment, seed)
+        self._select_acting()
 
     def _draw_opponents(self) -> dict[str, Opponent]:
         agents = self._environment.possible_agents
@@ -165,48 +157,40 @@ class ParallelGame(StreamGame):
         for agent in agents:
             self._idle.setdefault(self._find_runner(agent), []).append(self._open.pop(agent))
 
-    def _step_environment(self, actions: dict[str, Any]) -> None:
-        for agent, (observation, mask) in self._others.items():
-            actions[agent] = self._opponents[agent].policy.act(observation, (id(self), agent), mask)[0]
-        observations, rewards, terminations, truncations, infos = self._environment.step(actions)
-        ended = [agent for each in (terminations, truncations) for agent, has_ended in each.items() if has_ended]
+    def _step_episode(self, actions: dict[str, Any]) -> None:
+        episode = self._episode
+        for agent in self._playing:
+            choices = self._find_runner(agent).mask_choices
+            mask = find_mask(episode.infos.get(agent, {}), choices)
+            actions[agent] = self._opponents[agent].policy.act(episode.observations[agent], (id(self), agent), mask)[0]
+        episode.step(actions)
         for agent in list(self._choices):
-            self._rewards[agent] += to_float(rewards.get(agent, 0.0))
-            if agent in observations or agent in ended:  # otherwise it waits for its turn
-                ending = terminations.get(agent, False), truncations.get(agent, False)
-                self._record(agent, observations, *ending, infos.get(agent, {}))
-        self._release_streams([agent for agent in dict.fromkeys(ended) if agent in self._open])
-        self._select_acting(observations, ended, infos)
+            self._rewards[agent] += episode.rewards.get(agent, 0.0)
+            if agent in episode.observations or agent in episode.outcomes:  # otherwise it waits for its turn
+                self._record(agent)
+        self._release_streams([agent for agent in episode.outcomes if agent in self._open])
+        self._select_acting()
 
-    def _record(
-        self, agent: str, observations: Mapping[str, Any], terminated: bool, truncated: bool, info: Mapping[str, Any]
-    ) -> None:
-        if agent not in observations:
-            problem = f"ends without its last observation (of {sorted(observations)})"
-            raise ConfigError("env", agent, problem, "step returns it with terminated or truncated")
+    def _record(self, agent: str) -> None:
+        episode = self._episode
         stream, reward = self._open[agent], self._rewards.pop(agent)
-        choice = self._choices.pop(agent)
-        segment = stream.end_step(choice, reward, observations[agent], terminated, truncated, info)
+        has_ended = agent in episode.outcomes
+        observation, is_cut_off = episode.get_outcome(agent) if has_ended else (episode.observations[agent], False)
+        ending = has_ended and not is_cut_off, is_cut_off
+        segment = stream.end_step(self._choices.pop(agent), reward, observation, *ending, episode.infos.get(agent, {}))
         if segment is not None:  # the end of an episode is sent although its steps are outdated, for its return
             self._find_runner(agent).send(stream, segment)
         elif agent in self._outdated:
             stream.discard_steps()
         self._outdated.discard(agent)
 
-    def _select_acting(
-        self, observations: Mapping[str, Any], finished: Sequence[str], infos: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def _select_acting(self) -> None:
         """Let those act next who have an observation; who is new begins an episode."""
-        self._has_started |= bool(observations)
-        acting = [agent for agent in observations if agent not in finished]
-        self._acting_agents, self._others = [agent for agent in acting if agent not in self._opponents], {}
+        observations, infos = self._episode.observations, self._episode.infos
+        self._acting_agents = [agent for agent in observations if agent not in self._opponents]
         # How the opponents go on when the agent that learns has ended is of no use.
-        if self._opponents and all(agent in self._opponents for agent in finished):
-            self._others = {
-                agent: (observations[agent], find_mask(infos.get(agent, {}), self._find_runner(agent).mask_choices))
-                for agent in acting
-                if agent in self._opponents
-            }
+        is_over = any(agent not in self._opponents for agent in self._episode.outcomes)
+        self._playing = [] if is_over else [agent for agent in observations if agent in self._opponents]
         for agent in self._acting_agents:
             if agent not in self._open:
                 runner = self._find_runner(agent)

@@ -314,12 +314,8 @@ class _RemoteGame:
         episode.step(actions)
         for agent in self._open & episode.rewards.keys():
             self._actor_of[agent].reward(episode.rewards[agent], agent)
-        for agent, (observation, is_cut_off) in episode.outcomes.items():
-            if agent not in self._open:
-                continue
-            if observation is None:
-                problem = f"ends without its last observation (of {sorted(episode.observations)})"
-                raise ConfigError("env", agent, problem, "step returns it with terminated or truncated")
+        for agent in [agent for agent in episode.outcomes if agent in self._open]:
+            observation, is_cut_off = episode.get_outcome(agent)
             mask, success = episode.get_mask(agent), episode.find_success(agent)
             self._actor_of[agent].end_episode(
                 observation, truncated=is_cut_off, episode=agent, mask=mask, success=success

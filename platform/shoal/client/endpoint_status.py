@@ -201,11 +201,3 @@ class EndpointStatus(msgspec.Struct, frozen=True):
     models: list[ModelStatus] = []
     events: list[RolloutEvent] = []
     certificate: CertificateStatus | None = None
-
-    @classmethod
-    def from_json(cls, body: bytes) -> EndpointStatus:
-        """Decode a document. Raises msgspec.DecodeError for an invalid one."""
-        return _decode(body)
-
-
-_decode = msgspec.json.Decoder(EndpointStatus).decode

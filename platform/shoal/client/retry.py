@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
 
-from shoal.errors import ConnectionLost, InferenceError
+from shoal.errors import ConnectionLost, InferenceError, RequestLost
 from shoal.open_inference.messages import Error
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
@@ -79,33 +79,12 @@ class RetryPolicy:
         return None if self.end_s is None else self.end_s - time.monotonic()
 
 
-@dataclass(frozen=True, slots=True)
-class NotSent:
-    """There was no connection."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionBroken:
-    """The connection broke after the request, or a part of it, was sent."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimedOut:
-    """No answer within the time."""
-
-
-SendOutcome: TypeAlias = Reply | NotSent | ConnectionBroken | TimedOut
-
-
 class Transport(Protocol):
     """What sends requests. Those of a blocking transport never suspend."""
 
-    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
-        """Send a request. Raises Closed."""
+    async def send(self, request: EndpointRequest, timeout_s: float) -> Reply:
+        """Send a request. Raises TimeoutError without an answer within the time, RequestLost when the connection broke
+        after the request, or a part of it, was sent, ConnectionLost without a connection, Closed."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
@@ -128,25 +107,22 @@ async def request_with_retries(
             raise failure  # a wait may overrun: the error before it is more useful than a timeout
         if policy.sends_deadline:
             request = replace(request, headers={**request.headers, DEADLINE_HEADER: f"{remaining_s * 1000:.3f}"})
-        outcome = await transport.send(request, remaining_s)
         wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2**attempt)
-        match outcome:
-            case Reply(status=status) if 200 <= status < 300:
-                return outcome
-            case Reply():
-                error = decode_error(outcome)
-                if error.retry_after_s is None or policy.is_change or is_last:
-                    raise error
-                wait_s = error.retry_after_s
-                failure = error
-            case NotSent(reason):
-                failure = ConnectionLost(f"the endpoint cannot be reached: {reason}")
-            case ConnectionBroken(reason):
-                failure = ConnectionLost(f"the connection broke before the answer was complete: {reason}")
-                if policy.is_change or not policy.retry_lost:
-                    raise failure
-            case _:
-                raise timeout_error(policy)
+        try:
+            reply = await transport.send(request, remaining_s)
+        except TimeoutError:
+            raise timeout_error(policy) from None
+        except ConnectionLost as lost:
+            failure = lost
+            if isinstance(lost, RequestLost) and (policy.is_change or not policy.retry_lost):
+                raise
+        else:
+            if 200 <= reply.status < 300:
+                return reply
+            failure = refused = decode_error(reply)
+            if refused.retry_after_s is None or policy.is_change or is_last:
+                raise refused
+            wait_s = refused.retry_after_s
         wait_s *= 1.0 + JITTER * jitter()
         if is_last or clock() + wait_s >= end_s:
             raise failure

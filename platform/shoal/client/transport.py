@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from shoal.client.address import find_proxy, parse_host
-from shoal.client.retry import ConnectionBroken, EndpointRequest, NotSent, Reply, SendOutcome, TimedOut
+from shoal.client.retry import EndpointRequest, Reply
 from shoal.client.tls import CA_VARIABLE, CERTIFICATE_VARIABLE, create_tls_context
-from shoal.errors import Closed, ConfigError, ConnectionLost, needs_extra
+from shoal.errors import Closed, ConfigError, ConnectionLost, RequestLost, needs_extra
 
 with needs_extra("client"):
     import httpx2
@@ -73,7 +73,7 @@ class BlockingTransport:
         self._pid = os.getpid()
         self._http = _open_client(httpx2.Client, self._settings)
 
-    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
+    async def send(self, request: EndpointRequest, timeout_s: float) -> Reply:
         if os.getpid() != self._pid and not self._http.is_closed:  # else two processes would read each other's answers
             self._open()
         end_s = time.monotonic() + timeout_s
@@ -88,11 +88,11 @@ class BlockingTransport:
                 for chunk in response.iter_raw():
                     chunks.append(chunk)
                     if time.monotonic() > end_s:  # httpx2 limits the time of each read, not the total
-                        return TimedOut()
+                        raise TimeoutError
             finally:
                 response.close()
         except httpx2.TransportError as error:
-            return _to_outcome(error)
+            raise _to_failure(error) from None
         return _reply(response, chunks)
 
     async def sleep(self, seconds: float) -> None:
@@ -132,7 +132,7 @@ class AsyncTransport:
         finally:
             self._free.release()
 
-    async def send(self, request: EndpointRequest, timeout_s: float) -> SendOutcome:
+    async def send(self, request: EndpointRequest, timeout_s: float) -> Reply:
         built = _build_request(self._http, request, timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -141,10 +141,8 @@ class AsyncTransport:
                     chunks = [chunk async for chunk in response.aiter_raw()]
                 finally:
                     await response.aclose()
-        except TimeoutError:
-            return TimedOut()
         except httpx2.TransportError as error:
-            return _to_outcome(error)
+            raise _to_failure(error) from None
         return _reply(response, chunks)
 
     async def sleep(self, seconds: float) -> None:
@@ -179,12 +177,16 @@ def _reply(response: httpx2.Response, chunks: list[bytes]) -> Reply:
     return Reply(response.status_code, dict(response.headers), chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
 
-def _to_outcome(error: httpx2.TransportError) -> SendOutcome:
+def _to_failure(error: httpx2.TransportError) -> Exception:
     reason = str(error) or type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in reason:
         reason += f"; trust its authority by ca=FILE, --ca FILE or ${CA_VARIABLE}"
+    is_unread = isinstance(error, httpx2.ConnectError)
     if any(alert in reason for alert in NO_CERTIFICATE):  # the endpoint has read nothing
-        return NotSent(f"{reason}; show a certificate that it trusts by certificate=FILE or ${CERTIFICATE_VARIABLE}")
+        reason += f"; show a certificate that it trusts by certificate=FILE or ${CERTIFICATE_VARIABLE}"
+        is_unread = True
     if isinstance(error, httpx2.TimeoutException):
-        return TimedOut()
-    return NotSent(reason) if isinstance(error, httpx2.ConnectError) else ConnectionBroken(reason)
+        return TimeoutError()
+    if is_unread:
+        return ConnectionLost(f"the endpoint cannot be reached: {reason}")
+    return RequestLost(f"the connection broke before the answer was complete: {reason}")

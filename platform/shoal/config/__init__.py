@@ -232,7 +232,7 @@ def parse_overrides(spec: type[Spec], overrides: Iterable[str]) -> dict[str, Any
     return values
 
 
-def format_override(path: str, value: str | list[str]) -> str:
+def format_override(path: str, value: object) -> str:
     """The word that sets the field at `path` to this value, quoted where YAML would misread it."""
     try:
         is_plain = parse_yaml(value) == value if isinstance(value, str) else False
@@ -307,7 +307,7 @@ def _apply_overrides(
             owner = find_field_owner(owner, name)
             # None, or a word that stands for a full spec
             if isinstance(owner, type) and not isinstance(node[name], dict):
-                node[name] = _expand_spec(owner, node[name], path)
+                node[name] = _expand_spec(owner, node[name])
             node = node[name]
             if isinstance(owner, type) and issubclass(owner, Spec) and isinstance(node, dict):
                 try:
@@ -358,7 +358,7 @@ def _remove_unknown_fields(values: Any, owner: FieldOwner, path: str = "") -> It
             yield from _remove_unknown_fields(values[name], find_field_owner(owner, name), f"{path}{name}.")
 
 
-def _expand_spec(owner: type[BaseModel], value: object, path: str) -> dict[str, Any]:
+def _expand_spec(owner: type[BaseModel], value: object) -> dict[str, Any]:
     """Expand a value that is not a mapping: a word such as `ddp`, or an optional spec not yet given.
 
     Fields without a default stay open, for the following words.

@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -75,26 +75,19 @@ def list_argument_help(function: Any, given: Mapping[str, Any]) -> Iterator[Fiel
 def format_field_help(fields: Iterable[FieldHelp]) -> str:
     """A line each, in columns."""
     rows = [(f"  {each.path}", each.value, each.type, each.meaning) for each in fields]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    widths = [min(width, most) for width, most in zip(widths, (40, _MAX_VALUE_CHARS, 30), strict=True)]
-    return "\n".join(_format_row(row, widths) for row in rows)
-
-
-def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-    return "  ".join([*cells, row[-1]]).rstrip()
+    widths = [
+        min(max((len(row[column]) for row in rows), default=0), most)
+        for column, most in enumerate((40, _MAX_VALUE_CHARS, 30))
+    ]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
 
 
 def _collect_meanings(owner: Any) -> dict[str, str]:
-    """What its docstring, and of a class those of its bases, say of each name."""
+    """What its docstring, and of a class those of its bases, say of each name: in lines `name: meaning` or
+    `name, other: meaning`, with what continues."""
     owners = reversed(inspect.getmro(owner)) if isinstance(owner, type) else [owner]
-    return {name: each for one in owners for name, each in parse_meanings(one.__doc__).items()}
-
-
-def parse_meanings(doc: str | None) -> dict[str, str]:
-    """What a docstring says of each name, in lines `name: meaning` or `name, other: meaning`, with what continues."""
-    text = re.sub(r"\n {4,}(?=\S)", " ", inspect.cleandoc(doc or ""))
-    return {name: match[2] for match in _MEANING.finditer(text) for name in match[1].split(", ")}
+    texts = (re.sub(r"\n {4,}(?=\S)", " ", inspect.cleandoc(each.__doc__ or "")) for each in owners)
+    return {name: match[2] for text in texts for match in _MEANING.finditer(text) for name in match[1].split(", ")}
 
 
 def format_value(value: Any) -> str:

@@ -73,9 +73,5 @@ def find_field_owner(owner: FieldOwner, name: str) -> FieldOwner:
     if owner is None or name not in owner.model_fields:
         return None
     annotation = owner.model_fields[name].annotation
-    inner = get_args(annotation)
-    is_mapping = get_origin(annotation) is dict
-    for candidate in (annotation, *inner):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return SpecMapping(candidate) if is_mapping else candidate
-    return None
+    spec = find_spec_type(annotation)
+    return SpecMapping(spec) if spec is not None and get_origin(annotation) is dict else spec

@@ -9,6 +9,6 @@ if TYPE_CHECKING:
     from shoal.sync.costs import EVICTED_BYTES, CostProbe, ServerCosts, load_probe
     from shoal.sync.rank_signals import RankSignals, RankSync
     from shoal.sync.rpc import LATER, CallId, CurveKeys, Request, RpcClient, RpcService, answers, list_handlers
-    from shoal.sync.synchronizer import Connection, Replica, ReplicaState, Synchronizer, Traffic
+    from shoal.sync.synchronizer import Connection, Replica, StateAccess, Synchronizer, Traffic
 
 __getattr__ = load_on_demand(__name__)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
+    from shoal.runs.record.event_log import EventLog, ForwardingLog, LogMethod, MessageLog, NullLog, RecordLog
     from shoal.train import Callback, TrainingState
     from shoal.train.export import model_entry
     from shoal.train.export.model_entry import build, make_factory, make_model_name, register_model
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.train.launch.overrides import spec_from_overrides
     from shoal.train.launch.predicted_cost import predict_table
     from shoal.train.launch.ray_capacity import require_capacity, resolve_device
+    from shoal.train.launch.ray_task import change_to_task_folder
     from shoal.train.launch.training_run import Backend, TrainingRun, shutdown_event
     from shoal.train.launch.validate import ValidatedRun, choose_metric, validate_run
     from shoal.train.loop.components import BatchStream, TrainComponents, TrainReplica, build_components, set_threads
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from shoal.train.optim.lr_schedule import resolve_total_steps
     from shoal.train.optim.optimizers import list_parameters, make_optimizer, set_learning_rate
     from shoal.train.reporting.console import ConsoleLog
-    from shoal.train.reporting.event_log import EventLog, ForwardingLog, NullLog, RecordLog
     from shoal.train.reporting.result import TrainResult
     from shoal.train.reporting.time_to_accuracy import (
         TRAINING_S,

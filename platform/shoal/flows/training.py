@@ -21,6 +21,7 @@ from shoal.cluster.job_main import CHECK, expected_run_id, job_main
 from shoal.errors import ClusterError, ConfigError, NotReached, RankLost, RecordUnwritable, RunError, needs_extra
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_metrics
+from shoal.runs.record.event_log import EventLog, ForwardingLog, RecordLog
 from shoal.train.launch.checked_run import check_once, find_check
 from shoal.train.launch.finalize import describe_missed_target
 from shoal.train.launch.overrides import list_task_arguments, spec_from_overrides
@@ -36,7 +37,6 @@ from shoal.train.launch.ray_task import check_on_worker, predict_on_worker
 from shoal.train.launch.training_run import TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import ValidatedRun, validate_spec
 from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import EventLog, ForwardingLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import find_source_file
@@ -266,15 +266,8 @@ class RayBackend:
     def _poll(self, fit: RayTrainAttempt, group: WorkerPlacement, timeout_s: float) -> bool:
         messages, is_over = fit.poll(timeout_s)
         self._has_started = self._has_started or bool(messages)
-        for message in messages:
-            kind, content = message
-            if kind == "log":
-                self._log.log(*content)
-            elif kind == "event":
-                name, details = content
-                self._log.record_event(name, **details)
-            else:
-                self._log.log_histogram(*content)
+        for method, arguments, details in messages:
+            getattr(self._log, method)(*arguments, **details)
         if self._send_heartbeat() and not self._has_started:
             self._check_capacity(group)
         return is_over

@@ -21,7 +21,7 @@ import numpy as np
 from shoal.errors import ConfigError, RunError
 from shoal.frame import find_names
 from shoal.loaded.policy import Policy, open_policy
-from shoal.plugins.find import find_extension
+from shoal.plugins.find import find_in_library
 from shoal.registry import ModelVersion, Registry, Signature
 
 if TYPE_CHECKING:
@@ -198,7 +198,8 @@ class LocalModel:
         from shoal.serve.spec.model_options import ModelOptions, TextOptions
 
         options = ModelOptions(device=self._device, text=TextOptions(slots=4))
-        return _find_writer("local", "shoal.texts", "language")(self.name, Registry().location, options, self._opened)
+        open_texts = find_in_library("local", "shoal.texts", "language", "local")
+        return open_texts(self.name, Registry().location, options, self._opened)
 
     def act(
         self, observation: Any, *, deterministic: bool | None = None, mask: Any = None, stream: Hashable = 0
@@ -246,7 +247,7 @@ class LocalModel:
 
         Raises ConfigError for a model that ONNX cannot be.
         """
-        write = _find_writer("onnx", "shoal.converters", "export")
+        write = find_in_library("onnx", "shoal.converters", "export", "onnx")
         write(self._version, Path(path), **options)
         return Path(path)
 
@@ -279,11 +280,3 @@ class LocalModel:
         predictor = Predictor(manifest.model, self.signature, options, torch.get_num_threads())
         is_module = manifest.model.format == "module"
         return predictor.load(self._version.weight_file() if is_module else self._version.snapshot())
-
-
-def _find_writer(name: str, group: str, library: str) -> Any:
-    """What a library has under this name. Raises ConfigError without the library."""
-    try:
-        return find_extension(name, group, {})
-    except ValueError as error:
-        raise ConfigError(name, "", str(error), f"install the library {library} of Shoal") from None

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from shoal.serve.model.predictor import LoadedModel
 
 MASKED_LOGIT = -np.inf
+Outputs = Mapping[str, np.ndarray]  # by name, [B, ...] each
 
 
 class Network(Protocol):
     """Computes the outputs of a policy by name, with the best `action` [B, *act]; keeps the states of streams."""
 
-    def compute(
-        self, rows: np.ndarray, streams: Sequence[Hashable], mask: np.ndarray | None
-    ) -> Mapping[str, np.ndarray]: ...
+    def compute(self, rows: np.ndarray, streams: Sequence[Hashable], mask: np.ndarray | None) -> Outputs: ...
 
     def reset(self, stream: Hashable) -> None: ...
 
@@ -92,7 +91,7 @@ class Policy:
 
     def decide(
         self, observation: Any, deterministic: bool | None, mask: Any, stream: Hashable, *, is_flat: bool = False
-    ) -> tuple[Any, Mapping[str, np.ndarray]]:
+    ) -> tuple[Any, Outputs]:
         """See `LocalModel.decide`."""
         rows, is_batch = flatten_rows(self._flat if is_flat else self._space, observation)
         if self._num_choices:
@@ -100,12 +99,9 @@ class Policy:
         streams: list[Hashable] = [(stream, row) for row in range(len(rows))]
         self._streams[stream] = streams
         outputs = self._network.compute(rows, streams, mask if self._num_choices else None)
-        samples = self._sampler is not None and (
-            self._sampler.is_default if deterministic is None else not deterministic
-        )
-        actions = outputs["action"]
-        if samples and self._sampler is not None:
-            actions = self._sampler.draw(outputs, self._generator)
+        actions, sampler = outputs["action"], self._sampler
+        if sampler is not None and (sampler.is_default if deterministic is None else not deterministic):
+            actions = sampler.draw(outputs, self._generator)
         if is_batch or actions.ndim > 1:
             actions = actions if self._dtype is None else actions.astype(self._dtype, copy=False)
             return actions if is_batch else actions[0], outputs
@@ -148,9 +144,7 @@ class NumPyNetwork:
             self._low, self._high = (np.array(each) for each in (spec.action_low, spec.action_high))
             self._log_std = tensors[spec.log_std] if spec.log_std else None
 
-    def compute(
-        self, rows: np.ndarray, streams: Sequence[Hashable], mask: np.ndarray | None
-    ) -> Mapping[str, np.ndarray]:
+    def compute(self, rows: np.ndarray, streams: Sequence[Hashable], mask: np.ndarray | None) -> Outputs:
         outputs = self._policy.compute_outputs(rows, streams)
         if self._is_gaussian:
             return self._describe_gaussian(outputs)
@@ -161,7 +155,7 @@ class NumPyNetwork:
         best = [outputs[:, begin:end].argmax(1) for begin, end in pairwise(self._bounds)]
         return {"action": np.stack(best, 1).reshape(-1, *self._shape), "logits": outputs}
 
-    def _describe_gaussian(self, outputs: np.ndarray) -> Mapping[str, np.ndarray]:
+    def _describe_gaussian(self, outputs: np.ndarray) -> Outputs:
         size = self._low.size
         mean = outputs[:, :size]
         log_std = np.broadcast_to(self._log_std, mean.shape) if self._log_std is not None else outputs[:, size:]
@@ -183,9 +177,7 @@ class TorchNetwork:
         self._state_size = shapes["state"][1] if "state" in shapes else 0
         self._states: dict[Hashable, np.ndarray] = {}
 
-    def compute(
-        self, rows: np.ndarray, streams: Sequence[Hashable], mask: np.ndarray | None
-    ) -> Mapping[str, np.ndarray]:
+    def compute(self, rows: np.ndarray, streams: Sequence[Hashable], mask: np.ndarray | None) -> Outputs:
         inputs = {"observation": np.ascontiguousarray(rows, np.float32)}
         if self._state_size:
             fresh = np.zeros(self._state_size, np.float32)

@@ -31,6 +31,8 @@ NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     "BYTES": np.dtype(object),
 }
 DATATYPES = tuple(NUMPY_DTYPES)
+# Of numbers, each by its type in NumPy; torch and ONNX have most of these names, too.
+BY_NUMPY_NAME = {dtype.name: name for name, dtype in NUMPY_DTYPES.items() if name not in ("BF16", "BYTES")}
 
 
 def to_floats(values: NDArray[Any], datatype: str) -> NDArray[Any]:

@@ -18,8 +18,6 @@ from shoal.errors import DataError, needs_extra
 from shoal.open_inference.datatypes import NUMPY_DTYPES
 from shoal.open_inference.messages import TensorDescription, describe_tensor
 
-_DAMAGED = (zlib.error, struct.error)
-
 
 def is_integer(spec: TensorDescription) -> bool:
     """Whether it has an integer type."""

@@ -174,7 +174,8 @@ class ParallelModel(ABC):
         """A copy of the full model's state on the CPU, on rank 0; {} elsewhere. Collective."""
         return {name: each.clone() for name, each in self.iter_full_weights()}
 
-    def check_buffers(self) -> None:  # noqa: B027 - one process has nobody to differ from
+    @abstractmethod
+    def check_buffers(self) -> None:
         """Raises PlanError, on all data ranks or none, when a persistent buffer differs between them. Collective."""
 
     @property

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import suggest
+from shoal.errors import ConfigError, suggest
 from shoal.plugins.library import collect_extensions, find_libraries
 from shoal.plugins.moved import translate_reference
 
@@ -45,6 +45,14 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     known = ", ".join([*own, *others]) or "the words of installed libraries"
     near = suggest(name, [*own, *others])
     raise ValueError(f"{name!r} is none of {known}{near and f': {near}'}; your own is module:name or file.py:name")
+
+
+def find_in_library(name: str, group: str, library: str, field: str, value: str = "") -> Any:
+    """What a library of Shoal adds under this name. Raises ConfigError for `field` without that library."""
+    try:
+        return find_extension(name, group, {})
+    except ValueError as error:
+        raise ConfigError(field, value, str(error), f"install the library {library} of Shoal") from None
 
 
 def load_sound_extensions(group: str, use: Callable[[Any], Any] = lambda found: found) -> dict[str, Any]:

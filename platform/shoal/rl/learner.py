@@ -265,7 +265,7 @@ class Learner:
         if self.algorithm.demonstrations is None:
             return False
         self.algorithm.demonstrations.advance(self.steps)
-        has_changed = self.algorithm.take_demonstrations()
+        has_changed = self.algorithm.clone_demonstrations()
         if has_changed and self._hub is not None:
             self._hub.renew_weights()
         return has_changed

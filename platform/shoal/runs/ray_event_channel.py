@@ -7,10 +7,8 @@ Called by `train.launch.ray_train`; knows nothing of training, and loads no torc
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -18,11 +16,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.errors import RunError, ShoalError
 from shoal.ray_call import call_or_none
+from shoal.runs.record.event_log import LogMethod, MessageLog
 
 CALL_TIMEOUT_S = 30.0
 DELIVERY_INTERVAL_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
 FLUSH_TIMEOUT_S = 5.0  # the longest that rank 0 waits for a mailbox which does not answer, and with it all ranks
-Message = tuple[str, tuple[Any, ...]]
+Message = tuple[LogMethod, tuple[Any, ...], dict[str, Any]]
 
 
 class Mailbox:
@@ -75,7 +74,7 @@ def start_mailbox() -> ActorHandle:
     return worker.options(scheduling_strategy=here).remote()
 
 
-class RayLog:
+class RayLog(MessageLog):
     """Rank 0's event log: a thread delivers its messages and receives the request to stop.
 
     | capacity  | what blocks                          | who unblocks | close()                            |
@@ -99,14 +98,9 @@ class RayLog:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        self._enqueue(("log", (step, dict(values), at)))
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self._enqueue(("event", (kind, details)))
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._enqueue(("histogram", (step, name, counts, edges)))
+    def send(self, method: LogMethod, /, *arguments: Any, **details: Any) -> None:
+        with self._changed:
+            self._pending.append((method, arguments, details))
 
     def flush(self) -> None:
         """Wait, for a limited time, until the mailbox, which outlives this process, has all messages.
@@ -128,10 +122,6 @@ class RayLog:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(2 * CALL_TIMEOUT_S)  # for a delivery in progress, and for the last one
-
-    def _enqueue(self, message: Message) -> None:
-        with self._changed:
-            self._pending.append(message)
 
     def _run(self) -> None:
         is_last = False

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -255,6 +255,15 @@ def _parse_distribution(path: str, given: object) -> Distribution:
         raise ConfigError(path, given, problem, f"give the lower and the upper end, as in {name}(1,10)")
     is_log, is_integer = _INTERVALS[name]
     return Interval(arguments[0], arguments[1], is_log, is_integer)
+
+
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` as `a.b`, 1; nothing of an empty mapping."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def nest(parameters: Mapping[str, object]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ReplicaState:
+class StateAccess:
     """What a worker gives to one that joins, and how its present gradients count.
 
     get, load:   weights, buffers, optimiser and counters
@@ -70,7 +70,7 @@ class Replica:
     model: ParallelModel
     optimizer: Optimizer
     world: World
-    state: ReplicaState
+    state: StateAccess
     connection: Connection | None = None
 
     def require_connection(self) -> Connection:

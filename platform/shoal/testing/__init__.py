@@ -9,8 +9,9 @@ from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
     from shoal.testing.endpoint import Endpoint
+    from shoal.testing.loop import Loop
     from shoal.testing.run import MemoryLog, TaskRun, train
 
-__all__ = ["Endpoint", "MemoryLog", "TaskRun", "train"]
+__all__ = ["Endpoint", "Loop", "MemoryLog", "TaskRun", "train"]
 
 __getattr__ = load_on_demand(__name__)

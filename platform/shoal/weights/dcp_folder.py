@@ -24,12 +24,23 @@ from shoal.weights.tensor_files import LazyTensors, TensorTypes
 METADATA = ".metadata"
 _OTHERS = frozenset({"optimizer", "lr_scheduler", "train_state", "dataloader"})
 _HOME = "torch.distributed.checkpoint"
+_METADATA_CLASSES = (
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
 _CLASSES = {
-    *((f"{_HOME}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((f"{_HOME}.metadata", name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
-    *((f"{_HOME}.metadata", name) for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    *((f"{_HOME}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")),
-    *(("collections", "OrderedDict"), ("pathlib", "PosixPath")),
+    *((f"{_HOME}.metadata", name) for name in _METADATA_CLASSES),
+    (f"{_HOME}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
 }
 
 

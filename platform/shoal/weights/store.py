@@ -27,8 +27,18 @@ from shoal.errors import Closed, WeightsError
 
 # The datatypes of safetensors that NumPy has, in the order in which its library writes them.
 DTYPES = {
-    **{"U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4"},
-    **{"F16": "<f2", "U16": "<u2", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"},
+    "U64": "<u8",
+    "I64": "<i8",
+    "F64": "<f8",
+    "F32": "<f4",
+    "U32": "<u4",
+    "I32": "<i4",
+    "F16": "<f2",
+    "U16": "<u2",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
 }
 # The unsigned integers of a float's bits, and its exponent in them, which is all ones for NaN and infinities.
 _EXPONENTS = {"F64": ("<u8", 0x7FF0 << 48), "F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}

@@ -22,7 +22,7 @@ from shoal.libs.asynchronous.elastic_worker import ElasticSync
 from shoal.libs.asynchronous.messages import GetWorkers, LeaveRun
 from shoal.libs.asynchronous.shared_memory import RunAddress
 from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import Connection, ReplicaState
+from shoal.sync.synchronizer import Connection, StateAccess
 
 TIMEOUT_S = 120.0
 NUM_SAMPLES = 4
@@ -62,7 +62,7 @@ class Member:
         self.is_noticed = self.dies_giving = False
         self.num_samples, self.factor = NUM_SAMPLES, 1.0
         self._thread = ThreadPoolExecutor(1)
-        state = ReplicaState(self._get_state, self._load_state, self._get_weights)
+        state = StateAccess(self._get_state, self._load_state, self._get_weights)
         connection = Connection(worker, num_workers, address, [], TIMEOUT_S, is_noticed=lambda: self.is_noticed)
         self.sync = ElasticSync(self.optimizer, state, connection)
         if is_elsewhere:

@@ -22,7 +22,7 @@ from shoal.parallel import World
 from shoal.sync.config import SyncConfig
 from shoal.sync.rank_signals import RankSignals
 from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import Connection, Replica, ReplicaState, make_synchronizer
+from shoal.sync.synchronizer import Connection, Replica, StateAccess, make_synchronizer
 
 TIMEOUT_S = 30.0
 
@@ -48,7 +48,7 @@ class Member:
         self._thread = ThreadPoolExecutor(1)
         self._parameter, self.is_noticed = nn.Parameter(torch.tensor([weight])), False
         place = worker, num_workers, f"ipc://{folder}/controller", list[str](), TIMEOUT_S, None
-        state = ReplicaState(dict, lambda found: None, lambda: (1.0, 1.0))
+        state = StateAccess(dict, lambda found: None, lambda: (1.0, 1.0))
         optimizer, connection = SGD([self._parameter], 1.0), Connection(*place, lambda: self.is_noticed)
         replica = Replica(OwnConfig(), Mock(), optimizer, World.single("cpu"), state, connection)
         sync = self.call(lambda: make_synchronizer(replica)).result(TIMEOUT_S)

@@ -18,7 +18,7 @@ from shoal.libs.asynchronous.process_group import (
     ProcessGroup,
     ReplicaPlacement,
 )
-from shoal.train.reporting.event_log import NullLog
+from shoal.runs.record.event_log import NullLog
 
 
 class FakeProcess:

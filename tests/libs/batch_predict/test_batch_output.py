@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
+from registered import tensors
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.cluster.jobs import JobStatus
 from shoal.errors import ConfigError, DataError, RunError, StoreError
@@ -28,7 +29,7 @@ from shoal.libs.batch_predict.output import (
     publish_output,
     verify_row_count,
 )
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.store import BucketPath, Store
 from shoal.weights import WeightSnapshot
 from typed import complaint, said
@@ -38,8 +39,8 @@ ROWS = pa.table({"a": [1, 2, 3], "b": [4, 5, 6]})
 
 def register() -> None:
     signature = Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
-        outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
+        inputs=tensors(x=[-1, 2]),
+        outputs=tensors(y=[-1, 1]),
     )
     factory = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 2, "out_features": 1})
     Registry().register("m", WeightSnapshot.of(1, {}), model=factory, signature=signature)

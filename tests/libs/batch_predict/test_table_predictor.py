@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from registered import tensors
 from serving import table_model
 from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.libs.batch_predict.table_predictor import TablePredictor
@@ -37,8 +38,8 @@ class Total(torch.nn.Module):
 
 def predictor(**options: Any) -> TablePredictor:
     signature = Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 2])],
-        outputs=[TensorSignature(name="total", datatype="FP32", shape=[-1])],
+        inputs=tensors(x=[-1, 2]),
+        outputs=tensors(total=[-1]),
     )
     factory = ModelFactory(factory=f"{__name__}:Total")
     snapshot = WeightSnapshot.of(3, {"scale": np.full(1, 2.0, np.float32)})
@@ -131,11 +132,8 @@ def test_rows_of_different_lengths_share_batches_as_the_options_say(
         PaddingCostModel, "split_batch", lambda _, requests: [[*range(len(requests))]]
     )  # whatever forwards take
     signature = Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, -1])],
-        outputs=[
-            TensorSignature(name="y", datatype="FP32", shape=[-1, -1]),
-            TensorSignature(name="batch", datatype="FP32", shape=[-1]),
-        ],
+        inputs=tensors(x=[-1, -1]),
+        outputs=tensors(y=[-1, -1], batch=[-1]),
     )
     factory = ModelFactory(factory=f"{__name__}:Tripled")
     package = ModelPackage(factory, signature, WeightSnapshot.of(3, {"scale": np.full(1, 3.0, np.float32)}))

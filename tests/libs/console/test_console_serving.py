@@ -22,8 +22,9 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from registered import tensors
 from serving import table_model
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.client.endpoint_status import EndpointStatus, EvidenceStatus, ModelStatus, VersionStatus
 from shoal.home import home

@@ -130,12 +130,12 @@ def test_what_comes_is_cloned_at_once_and_what_is_dropped_is_forgotten(tmp_path:
     site = make_site(tmp_path, passes=3000)
     shown = algorithm.demonstrations = Shown(site)
     shown.poll()
-    assert algorithm.take_demonstrations() is False  # nothing was shown
+    assert algorithm.clone_demonstrations() is False  # nothing was shown
     record(site, shown_segment(actions=(np.arange(8) >= 4).astype(np.int64)))
     shown.poll()
     before = -algorithm.compute_log_pi(shown.get_segments()).mean()  # type: ignore[attr-defined]
-    assert algorithm.take_demonstrations() is True
-    assert algorithm.take_demonstrations() is False  # once
+    assert algorithm.clone_demonstrations() is True
+    assert algorithm.clone_demonstrations() is False  # once
     assert -algorithm.compute_log_pi(shown.get_segments()).mean() < 0.5 * before  # type: ignore[attr-defined]
     open_files(site).delete(open_files(site).list_names())
     shown.poll()
@@ -200,7 +200,7 @@ def test_what_was_shown_with_an_infinite_gradient_is_left_out_and_no_actor_is_bl
     batch = random_batch(1, [8])
     assert len(list(algorithm.update(batch))) > 0
     assert algorithm.is_usable(batch)
-    assert algorithm.take_demonstrations() is True
+    assert algorithm.clone_demonstrations() is True
     assert len(shown.get_segments()) == 1
     assert "000000 of actor is not finite" in caplog.text
     assert all(each.isfinite().all() for each in algorithm.model.parameters())

@@ -10,20 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from registered import tensors
 from shoal.libs.export.export_model import ExportReport, ExportSpec, export_model
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.weights import WeightSnapshot
 
 INFER = "/v2/models/pair/infer"
 SIGNATURE = Signature(
-    inputs=[
-        TensorSignature(name="left", datatype="FP32", shape=[-1, -1, 3]),
-        TensorSignature(name="right", datatype="FP32", shape=[-1, 3]),
-    ],
-    outputs=[
-        TensorSignature(name="y", datatype="FP32", shape=[-1, -1, 2]),
-        TensorSignature(name="label", datatype="INT64", shape=[-1, -1]),
-    ],
+    inputs=tensors(left=[-1, -1, 3], right=[-1, 3]),
+    outputs=tensors(y=[-1, -1, 2], label=("INT64", [-1, -1])),
 )
 
 
@@ -90,16 +85,13 @@ class Transposed(nn.Module):
 
 
 TRANSPOSED = Signature(
-    inputs=[
-        TensorSignature(name="state", datatype="FP32", shape=[3, -1]),
-        TensorSignature(name="rate", datatype="FP32", shape=[1]),
-    ],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[3, -1])],
+    inputs=tensors(state=[3, -1], rate=[1]),
+    outputs=tensors(y=[3, -1]),
 )
 
 IDS = Signature(
-    inputs=[TensorSignature(name="ids", datatype="INT64", shape=[-1, 4])],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 4, 2])],
+    inputs=tensors(ids=("INT64", [-1, 4])),
+    outputs=tensors(y=[-1, 4, 2]),
 )
 
 

@@ -35,9 +35,9 @@ from libs.export.exported import (
     request,
     write,
 )
+from registered import tensors
 from serving import table_model
 from serving.asgi import Client
-from serving.fake_host import tensors
 from serving.replica_set import ReplicaSet
 from shoal.errors import ConfigError
 from shoal.libs.export import export_model as export_module
@@ -257,7 +257,7 @@ def test_an_example_of_the_user_is_compared_and_stored() -> None:
 @pytest.mark.parametrize(
     ("signature", "error"),
     [
-        (Signature(inputs=IDS.inputs, outputs=tensors(ids=("FP32", [-1, 4, 2]))), "ids"),
+        (Signature(inputs=IDS.inputs, outputs=tensors(ids=[-1, 4, 2])), "ids"),
         *((Signature(inputs=tensors(ids=(each, [-1])), outputs=IDS.outputs), each) for each in ("BYTES", "BF16")),
     ],
 )

@@ -15,10 +15,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from registered import tensors
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.libs.export.formats import exported
 from shoal.libs.export.formats import onnx as onnx_format
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -161,7 +162,7 @@ def split_row(**_: object) -> Callable[[dict[str, np.ndarray]], dict[str, np.nda
 @pytest.mark.parametrize("save", [exported_payload, scripted_payload])
 def test_a_step_before_a_file_may_make_other_inputs_of_a_request(save: Callable[[nn.Module], bytes]) -> None:
     module = TwoInputs()
-    request = [TensorSignature(name="row", datatype="FP32", shape=[-1, 6])]
+    request = tensors(row=[-1, 6])
     kind = "torch_export" if save is exported_payload else "torchscript"
     factory = ModelFactory(format=kind, preprocess=f"{__name__}:split_row")
     signature = Signature(inputs=request, outputs=SIGNATURE.outputs)

@@ -19,11 +19,12 @@ from gymnasium import spaces
 import shoal.runs
 from libs.export.exported import Pair, register_file
 from libs.export.exported import register as register_module
+from registered import tensors
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import describe_policy_model, register_policy
 from shoal.libs.export.export_model import ExportReport, ExportSpec, export_model
-from shoal.registry import Signature, TensorSignature
+from shoal.registry import Signature
 from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.spec import experience_spec
 from shoal.weights import WeightSnapshot
@@ -35,8 +36,8 @@ FRAME = spaces.Box(0, 255, (12, 12, 1), np.uint8)
 FOUR, CHOICES = spaces.Discrete(4), spaces.MultiDiscrete([3, 2])
 TORQUE = spaces.Box(np.float32([-2, 0.5]), np.float32([2.25, 500]), (2,), np.float32)
 POLICY = Signature(
-    inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 3])],
-    outputs=[TensorSignature(name="action", datatype="INT64", shape=[-1])],
+    inputs=tensors(observation=[-1, 3]),
+    outputs=tensors(action=("INT64", [-1])),
 )
 CASES: dict[str, tuple[Any, ...]] = {  # the space of observations, and of actions; whether there are masks; overrides
     "categorical": (FLAT, FOUR, True, "algorithm=impala", "normalize_observations=true", "action=sampled"),

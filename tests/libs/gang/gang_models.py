@@ -15,10 +15,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from programs import ENVIRONMENT, start_server
+from registered import tensors
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.member import GangMember
 from shoal.libs.gang.messages import Address
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot, tensor_files
@@ -80,12 +81,12 @@ class ConvNet(nn.Sequential):
 
 SIGNATURES = {
     "Transformer": Signature(
-        inputs=[TensorSignature(name="tokens", datatype="INT64", shape=[-1, LENGTH])],
-        outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, LENGTH, VOCABULARY])],
+        inputs=tensors(tokens=("INT64", [-1, LENGTH])),
+        outputs=tensors(logits=[-1, LENGTH, VOCABULARY]),
     ),
     "ConvNet": Signature(
-        inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 3, 8, 8])],
-        outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, CLASSES])],
+        inputs=tensors(x=[-1, 3, 8, 8]),
+        outputs=tensors(y=[-1, CLASSES]),
     ),
 }
 

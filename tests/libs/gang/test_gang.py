@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import itertools
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +17,32 @@ from typing import Any
 import gang_models
 import numpy as np
 import pytest
-from gang_models import LENGTH, VOCABULARY, ProcessLauncher, ThreadLauncher, predictor_of, started
+from gang_models import (
+    LENGTH,
+    OPTIONS,
+    VOCABULARY,
+    ProcessLauncher,
+    ThreadLauncher,
+    predictor_of,
+    register_parts,
+    started,
+)
 
+from bucket_server import bucket_environment, open_bucket  # noqa: F401 - a fixture
 from shoal.errors import ConfigError, PlanError, WeightsError
 from shoal.libs.gang.gang import Gang
-from shoal.libs.gang.plan import build_model
+from shoal.libs.gang.member import load_shard
+from shoal.libs.gang.messages import LoadVersion
+from shoal.libs.gang.plan import build_model, find_plan
 from shoal.libs.gang.team import GangLost
-from shoal.registry import ModelFactory, Registry
+from shoal.registry import ModelFactory, ModelVersion, Registry
 from shoal.serve.controller.config import build_controller_config
+from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.spec.endpoint import EndpointSpec
-from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
-from shoal.weights import WeightSnapshot, WeightStore
+from shoal.serve.spec.model_source import EndpointModel, LiveModel, RegisteredModel, model_from_ref
+from shoal.weights import WeightFile, WeightSnapshot, WeightStore
 from waiting import wait_for
 
 
@@ -233,3 +247,89 @@ def test_models_that_cannot_be_split_are_rejected_before_a_replica_starts() -> N
     )
     with pytest.raises(ConfigError, match="'file' is of format onnx"):
         build_controller_config(spec, [model_from_ref("file@champion")])
+
+
+# -- workers of a replica, on one host or several, read their parts of a version of several files, or in a bucket
+
+NUM_WORKERS = 3
+
+
+@pytest.fixture
+def single_file(
+    bucket_environment: dict[str, str],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> ModelVersion:
+    monkeypatch.setenv("SHOAL_STORE", open_bucket(bucket_environment, monkeypatch).url)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "replica"))
+    return gang_models.register("Transformer")
+
+
+def send(version: ModelVersion) -> LoadVersion:
+    """What a replica sends to its workers."""
+    source = RegisteredModel(version.name, version.store.url)
+    package = source.load_package(version.version)
+    example = {"tokens": np.ones((2, gang_models.LENGTH), np.int64)}
+    plan = find_plan(package.factory, example, "pipeline", NUM_WORKERS)
+    config = TemplateConfig(package.factory, package.signature, OPTIONS, "cpu", 1)
+    assert isinstance(package.snapshot, WeightFile)
+    found: LoadVersion = pickle.loads(pickle.dumps(LoadVersion(1, config, plan, package.snapshot)))
+    return found
+
+
+def load_all(load: LoadVersion) -> None:
+    for rank in range(NUM_WORKERS):
+        load_shard(load.config, load.plan, load.file, rank, None)
+
+
+def list_downloads(host: Path) -> set[str]:
+    """The hashes of the files that a host has downloaded."""
+    return {path.name for path in (host / "cache").glob("??/*") if path.is_file()}
+
+
+def test_a_host_downloads_the_files_with_its_workers_tensors(
+    single_file: ModelVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = register_parts(single_file, tmp_path / "run", monkeypatch)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "leader"))
+    load = send(version)
+    assert list_downloads(tmp_path / "leader") == set()
+    downloads = []
+    for rank in range(NUM_WORKERS):
+        monkeypatch.setenv("SHOAL_HOME", str(tmp_path / str(rank)))
+        load_shard(load.config, load.plan, load.file, rank, None)
+        downloads.append(list_downloads(tmp_path / str(rank)) - {version.manifest.sha256})
+    every = {part.sha256 for part in version.manifest.parts}
+    assert set.union(*downloads) == every
+    assert max(map(len, downloads)) <= len(every) // 2
+
+
+def test_a_file_that_is_gone_or_damaged_is_named(
+    single_file: ModelVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = register_parts(single_file, tmp_path / "run", monkeypatch)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "worker"))
+    for version, file in ((single_file, "weights.safetensors"), (parts, parts.manifest.parts[0].file)):
+        load, key = send(version), f"{version.name}/{version.version}/{file}"
+        version.store.write(key, version.store.read(key)[:-1] + b"!")
+        for problem in ("is damaged", "has no"):
+            with pytest.raises(WeightsError, match=rf"{file} of {version.ref}.*{problem}.*register the model again"):
+                load_all(load)
+            version.store.delete([key])
+
+
+def test_a_damaged_file_of_this_host_is_named_by_the_worker_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = register_parts(gang_models.register("Transformer"), tmp_path, monkeypatch)
+    with started(ThreadLauncher(), 3) as gang:
+        predictor = predictor_of(version, gang)
+        damaged = version.weight_file().parts[1].path
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+        with pytest.raises(WeightsError, match=f"{damaged.name} is damaged"):
+            predictor.load(version.weight_file())  # no worker has the version
+        damaged.unlink()
+        with pytest.raises(WeightsError, match=f"there is no .*{damaged.name}; .*registry at the same path"):
+            predictor.load(version.weight_file())
+    with pytest.raises(WeightsError, match=rf"weights version {version.version} cannot be read.*{damaged.name}"):
+        predictor_of(version, None).load(version.weight_file())

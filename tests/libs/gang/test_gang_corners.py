@@ -6,7 +6,6 @@ import gc
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import gang_models
@@ -17,32 +16,28 @@ from gang_models import ThreadLauncher, predictor_of, started
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from registered import tensors
 from shoal.errors import ClusterError, InferenceError, ModelError, PlanError, WeightsError
 from shoal.libs.gang import messages
 from shoal.libs.gang.gang import Gang
 from shoal.libs.gang.team import GangLost, Team
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
 from waiting import wait_for
 
-Spec = tuple[str, str, list[int]]
-X: Spec = ("x", "FP32", [-1, 4])
-Y: Spec = ("y", "FP32", [-1, 4])
-TOKENS: Spec = ("x", "INT64", [-1])
+Specs = dict[str, Any]
+X: Specs = {"x": [-1, 4]}
+Y: Specs = {"y": [-1, 4]}
+TOKENS: Specs = {"x": ("INT64", [-1])}
 
 
-def register(kind: type[nn.Module], inputs: Sequence[Spec] = (X,), outputs: Sequence[Spec] = (Y,)) -> ModelVersion:
+def register(kind: type[nn.Module], inputs: Specs = X, outputs: Specs = Y) -> ModelVersion:
     torch.manual_seed(0)
     state = {name: each.clone() for name, each in kind().state_dict().items()}
-    given, promised = (
-        [TensorSignature(name=name, datatype=datatype, shape=shape) for name, datatype, shape in specs]
-        for specs in (inputs, outputs)
-    )
     snapshot, factory = WeightSnapshot.from_payload(1, save(state)), ModelFactory(factory=f"{__name__}:{kind.__name__}")
-    return Registry().register(
-        kind.__name__.lower(), snapshot, model=factory, signature=Signature(inputs=given, outputs=promised)
-    )
+    signature = Signature(inputs=tensors(**inputs), outputs=tensors(**outputs))
+    return Registry().register(kind.__name__.lower(), snapshot, model=factory, signature=signature)
 
 
 def request(*values: float) -> list[dict[str, np.ndarray]]:
@@ -143,23 +138,23 @@ class Picky(Chain):
         return self.c(self.b(self.a(x.reshape(len(x), -1, 5)[:, 0, :4])))
 
 
-TIED: list[Spec] = [("choice", "INT64", [-1]), ("value", "FP32", [-1, 1])]
-REJECTED: list[tuple[type[nn.Module], Spec, list[Spec], str]] = [
+TIED: Specs = {"choice": ("INT64", [-1]), "value": [-1, 1]}
+REJECTED: list[tuple[type[nn.Module], Specs, Specs, str]] = [
     (Tied, TOKENS, TIED, "embedding.weight"),
-    (Flagged, X, [Y], "used by a worker that does not have it"),
-    (Whole, X, [("y", "INT64", [-1])], "gradients of floating-point outputs"),
-    (Listed, X, [Y], "has a parameter in a list or an object"),
-    (Picky, ("x", "FP32", [-1, -1]), [Y], r"example \(x \[2, 16\]\)"),
+    (Flagged, X, Y, "used by a worker that does not have it"),
+    (Whole, X, {"y": ("INT64", [-1])}, "gradients of floating-point outputs"),
+    (Listed, X, Y, "has a parameter in a list or an object"),
+    (Picky, {"x": [-1, -1]}, Y, r"example \(x \[2, 16\]\)"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "given", "promised", "reason"), REJECTED)
 def test_what_cannot_be_planned_is_rejected_with_the_reason(
-    kind: type[nn.Module], given: Spec, promised: list[Spec], reason: str
+    kind: type[nn.Module], given: Specs, promised: Specs, reason: str
 ) -> None:
     gang = Gang(ThreadLauncher(), 2, "pipeline")
     with pytest.raises(PlanError, match=reason):
-        predictor_of(register(kind, [given], promised), gang)
+        predictor_of(register(kind, given, promised), gang)
 
 
 class OneRow(Chain):
@@ -178,10 +173,10 @@ class Halves(Chain):
 
 @pytest.mark.parametrize(
     ("kind", "given", "array"),
-    [(OneRow, X, np.ones((1, 4), np.float32)), (Halves, ("x", "BF16", [-1, 4]), np.full((1, 4), 0x3F80, np.uint16))],
+    [(OneRow, X, np.ones((1, 4), np.float32)), (Halves, {"x": ("BF16", [-1, 4])}, np.full((1, 4), 0x3F80, np.uint16))],
 )
-def test_the_example_is_as_requests_are(kind: type[nn.Module], given: Spec, array: np.ndarray) -> None:
-    version, options = register(kind, [given]), ModelOptions(max_batch_size=1)
+def test_the_example_is_as_requests_are(kind: type[nn.Module], given: Specs, array: np.ndarray) -> None:
+    version, options = register(kind, given), ModelOptions(max_batch_size=1)
     expected = predictor_of(version, None, options).load(version.snapshot())
     with started(ThreadLauncher()) as gang:
         loaded = predictor_of(version, gang, options).load(version.weight_file())

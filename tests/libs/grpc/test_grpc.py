@@ -14,7 +14,8 @@ import grpc
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from libs.grpc.asking import refused, request, served, until
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.replica_server import LIMITS, exchange
 from serving.replica_server import served as replica
 from shoal.cluster.ports import find_free_port

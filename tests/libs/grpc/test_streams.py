@@ -17,7 +17,8 @@ import pytest
 
 from libs.grpc import asking
 from libs.grpc.asking import raw, request, until
-from serving.fake_host import FakeHost, FakeModel, tensors
+from registered import tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.replica_server import LIMITS, TIMEOUT_S, exchange, served
 from shoal.cluster.ingress.front import is_listening
 from shoal.cluster.ports import find_free_port

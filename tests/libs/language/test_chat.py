@@ -17,7 +17,7 @@ from tests.libs.language.tiny_served import CHATML, Models, make_tokenizer, serv
 from tiny_language import continue_greedily
 
 import shoal.runs
-from serving.replica_set import register
+from registered import register
 from shoal.cli.commands.runs import list_views
 from shoal.cli.display.first_request import suggest_text_commands
 from shoal.errors import ConfigError, ConnectionLost, InferenceError
@@ -221,7 +221,7 @@ def test_a_text_in_a_pipe_is_answered_once(
     decoder: Decoder, models: Models, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "chat tiny --max-tokens 5 --temperature 0"
-    done = typed(words, stdin="hi\n", catch_exceptions=False)
+    done = typed(words, stdin="hi\n", is_caught=False)
     assert done.stdout == shoal.load("tiny").chat("hi", max_tokens=5, temperature=0).read().text + "\n"
     served = said(words, "--endpoint", url, stdin="hi")
     with shoal.Client(url) as client:
@@ -236,7 +236,7 @@ def test_a_text_in_a_pipe_is_answered_once(
     assert "loading" not in done.stderr
     with monkeypatch.context() as patched:
         patched.setattr(_NamedTextIOWrapper, "isatty", lambda _: True)
-        shown = typed(words, stdin="hi\n/quit\n", catch_exceptions=False)
+        shown = typed(words, stdin="hi\n/quit\n", is_caught=False)
     assert "loading tiny@1" in shown.stderr
     assert done.stdout in shown.stdout
 

@@ -17,7 +17,8 @@ import torch
 from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decoder, make_tokenizer_files
 from torch import nn
 
-from serving.replica_set import ReplicaSet, ask, exchange, infer, register, until
+from registered import register
+from serving.replica_set import ReplicaSet, ask, exchange, infer, until
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, ServedModel
 from shoal.libs.language.app import TextApp

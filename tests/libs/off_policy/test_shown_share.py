@@ -69,7 +69,7 @@ def test_a_quarter_of_a_sample_was_shown_and_has_priorities_of_its_own(name: str
     algorithm.demonstrations = FakeShown(
         0.25, segment(behaviour="human", rewards=np.full(8, REWARD, np.float32), **fields)
     )
-    assert algorithm.take_demonstrations() is False
+    assert algorithm.clone_demonstrations() is False
     algorithm.insert(random_batch(1, [8], **fields), algorithm._replay)
     arrays = algorithm.draw()[1].arrays
     returns = arrays["returns"] if "returns" in arrays else arrays["rewards"][:, 0]
@@ -82,7 +82,7 @@ def test_a_quarter_of_a_sample_was_shown_and_has_priorities_of_its_own(name: str
     if name != "sac":  # which draws uniformly
         assert algorithm._shown._tree.total != before
     algorithm.demonstrations.generation, algorithm.demonstrations._segments = 2, ()  # all were dropped
-    algorithm.take_demonstrations()
+    algorithm.clone_demonstrations()
     *_, metrics = algorithm.update(random_batch(4, [8], **fields))
     assert "learner/demonstration_share" not in metrics
 
@@ -95,11 +95,11 @@ def test_it_learns_from_what_was_shown_alone_before_any_game_has_played(name: st
     algorithm.demonstrations = FakeShown(0.25, segment(behaviour="human", **fields))
     algorithm.demonstrations.offline_steps = 3
     before = [each.detach().clone() for each in algorithm.model.parameters()]
-    assert algorithm.take_demonstrations() is True
+    assert algorithm.clone_demonstrations() is True
     assert any(not torch.equal(*each) for each in zip(before, algorithm.model.parameters(), strict=True))
     assert algorithm._replay.num_steps == 0
     algorithm.demonstrations.offline_steps = 0
-    assert algorithm.take_demonstrations() is False
+    assert algorithm.clone_demonstrations() is False
     arrays = {"rewards": np.full(8, 77.0, np.float32)}
     algorithm.insert(random_batch(1, [8], **fields, **arrays), algorithm._replay)  # and then draws from both again
     algorithm.draw()
@@ -180,7 +180,7 @@ def test_of_what_was_shown_the_good_is_learnt_from(name: str) -> None:
     bad = segment(behaviour="human", **fields, observations=spoil(3, **fields).observations)
     good = segment(behaviour="human", **fields)
     algorithm.demonstrations = FakeShown(0.25, good, bad, good)
-    algorithm.take_demonstrations()
+    algorithm.clone_demonstrations()
     assert algorithm._shown.num_steps == 16
     assert algorithm.demonstrations.left_out == [bad]
 

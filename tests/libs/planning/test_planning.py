@@ -369,7 +369,7 @@ def test_the_command_ranks_and_says_what_to_run(file: Path, monkeypatch: pytest.
 def test_nothing_fits_into_no_memory(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "calibrate", lambda *_, **__: CALIBRATION)
     words = [f"{file}:Layers", "devices=1", "device_memory=1kB"]
-    result = typed("plan", *words, catch_exceptions=False)
+    result = typed("plan", *words, is_caught=False)
     assert "does not fit: needs " in result.stdout
     assert "no plan fits" in result.stdout
 

@@ -20,8 +20,9 @@ from PIL import Image
 
 import shoal.runs
 import typed
+from registered import tensors
 from serving import table_model
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.libs.predict.input_readers import from_table
 from shoal.open_inference.messages import TensorMetadata
@@ -35,22 +36,22 @@ GREY = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
 @pytest.fixture(scope="module")
 def host() -> FakeHost:
     return FakeHost(
-        FakeModel("m", tensors(x=("FP32", [-1, 3])), versions=(6, 7)),
-        FakeModel("two", tensors(a=("FP32", [-1, 2]), b=("INT64", [-1]))),
-        FakeModel("picture", tensors(image=("FP32", [-1, 1, 4, 4]))),
+        FakeModel("m", tensors(x=[-1, 3]), versions=(6, 7)),
+        FakeModel("two", tensors(a=[-1, 2], b=("INT64", [-1]))),
+        FakeModel("picture", tensors(image=[-1, 1, 4, 4])),
         FakeModel("colours", tensors(image=("UINT8", [-1, 4, 4, 3]))),
         FakeModel("planes", tensors(image=("UINT8", [-1, 3, 4, 4]))),
         FakeModel("halves", tensors(image=("BF16", [-1, 4, 4]))),
         FakeModel("wholes", tensors(image=("INT32", [-1, 4, 4]))),
         FakeModel("signed", tensors(image=("INT8", [-1, 4, 4]))),
         FakeModel("words", tensors(text=("BYTES", [-1]))),
-        FakeModel("wide", tensors(x=("FP32", [-1, -1]))),
-        FakeModel("texts", tensors(tokens=("BYTES", [-1, -1]), weight=("FP32", [-1]))),
+        FakeModel("wide", tensors(x=[-1, -1])),
+        FakeModel("texts", tensors(tokens=("BYTES", [-1, -1]), weight=[-1])),
         FakeModel("hashes", tensors(x=("UINT64", [-1, 2]))),
         FakeModel("flags", tensors(on=("BOOL", [-1, 2]))),
-        FakeModel("long", tensors(x=("FP32", [-1, 20]))),
-        FakeModel("sizes", tensors(image=("FP32", [-1, -1, -1]))),
-        FakeModel("alone", tensors(x=("FP32", [2, 2]), rate=("INT64", [])), options=ModelOptions(max_batch_size=0)),
+        FakeModel("long", tensors(x=[-1, 20])),
+        FakeModel("sizes", tensors(image=[-1, -1, -1])),
+        FakeModel("alone", tensors(x=[2, 2], rate=("INT64", [])), options=ModelOptions(max_batch_size=0)),
         FakeModel("charges", table_model.SIGNATURE.inputs),
         FakeModel("iris", [TensorSignature(name="x", datatype="FP32", shape=[-1, 2], columns=["length", "width"])]),
         FakeModel("odd", tensors(**{"logits[a]:key:": ("FP32", [-1])})),

@@ -8,13 +8,11 @@ import struct
 from contextlib import suppress
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_setting import segment
 from shoal.errors import ProtocolViolation
 from shoal.libs.websocket.framing import (
     MAX_TEXT_BYTES,
@@ -25,9 +23,8 @@ from shoal.libs.websocket.framing import (
     split_binary,
     split_text,
 )
-from shoal.wire import Hello, MessageLimits, WeightsMessage, decode, pack_segment
+from shoal.wire import Hello, MessageLimits, WeightsMessage
 from shoal.wire.experience_spec import DTYPES, TensorSpec
-from shoal.wire.messages import ActionsMessage
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 HEADERS = st.dictionaries(
@@ -112,31 +109,6 @@ def test_what_are_no_numbers_of_the_dtype_is_named(values: Any, dtype: str, prob
 def test_a_number_too_large_for_its_float_is_infinite_and_warns_of_nothing() -> None:
     _, (frame,) = split_text(b'{"observation": [1e300, -1e39]}', {"observation": "float32"})
     assert np.isinf(np.frombuffer(frame, np.float32)).all()
-
-
-def test_a_segment_in_text_is_the_segment_in_frames() -> None:
-    frames = pack_segment(segment(3, terminated=True, episode_return=3.0, episode_length=3), 7)
-    header = msgpack.unpackb(frames[0])
-    for tensor, frame in zip(header["tensors"], frames[1:], strict=True):
-        tensor["data"] = np.frombuffer(frame, DTYPES[tensor["dtype"]]).reshape(tensor["shape"]).tolist()
-    read, came = split_text(json.dumps(header).encode(), OBSERVATION)
-    assert came == [bytes(frame) for frame in frames[1:]]
-    assert read_message(read, came, MessageLimits()) == decode(frames, MessageLimits())
-    header["tensors"][0]["dtype"] = "float128"
-    with pytest.raises(ProtocolViolation, match="observations: no dtype 'float128'") as raised:
-        split_text(json.dumps(header).encode(), OBSERVATION)
-    assert raised.value.seq == 7
-
-
-def test_the_columns_of_rows_are_frames_and_their_actions_a_list() -> None:
-    dtypes = {"observations": "float32", "rewards": "float32", "flags": "uint8", "masks": "bool"}
-    header = {"kind": "acts", "episodes": [7, 8], "steps": [0, 3], "observations": [[1, 2], [3, 4.5]], "flags": [0, 13]}
-    _, frames = split_text(json.dumps({**header, "masks": [[1, 0], [True, True]]}).encode(), dtypes)
-    assert frames == [np.array([1, 2, 3, 4.5], np.float32).tobytes(), b"", b"\x00\x0d", b"\x01\x00\x01\x01"]
-    assert "flags: no uint8 numbers" in read_problem({**header, "flags": [-1, 0]}, dtypes)
-    actions = np.array([[0.5, 1], [2, 3]], np.float32).tobytes()
-    answer = join_text(ActionsMessage((7, 8), (0, 3)), [actions], TensorSpec("float32", (2,)))
-    assert json.loads(answer)["actions"] == [[0.5, 1.0], [2.0, 3.0]]
 
 
 def test_a_payload_is_base64_in_text() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import ssl
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -22,13 +19,11 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from certificates import Authority
-from rl_setting import TOKEN, Parts, segment, serving
+from rl_setting import TOKEN, Parts, serving
 from shoal.errors import ConfigError
 from shoal.libs.websocket import connection, listener, relay
 from shoal.libs.websocket.listener import WebSocketListener
 from shoal.rl.gateway.listener import format_websocket_address
-from shoal.weights import decode_tensors
-from shoal.wire import pack_segment
 from waiting import wait_for
 
 OBSERVATION = [0.25, -0.5, 0.125, 1.0]
@@ -40,14 +35,13 @@ def find_address(parts: Parts) -> str:
 
 
 class Game:
-    """A client that says what it is told to, as text, or as binary with a header of this writer."""
+    """A client that says what it is told to, as text."""
 
     socket: ClientConnection
 
-    def __init__(self, parts: Parts, writer: Any = None, path: str = "", **options: Any) -> None:
+    def __init__(self, parts: Parts, path: str = "", **options: Any) -> None:
         options = {"compression": None, "proxy": None, "open_timeout": WAIT_S, **options}
         self._connecting = connect(find_address(parts) + path, **options)
-        self._writer = writer
 
     def __enter__(self) -> Game:
         self.socket = self._connecting.__enter__()
@@ -56,40 +50,23 @@ class Game:
     def __exit__(self, *error: Any) -> None:
         self._connecting.__exit__(*error)
 
-    def say(self, kind: str, *frames: bytes, **header: Any) -> None:
-        message = {"kind": kind, **header}
-        if self._writer is None:
-            self.socket.send(json.dumps(message))
-        else:
-            parts = [self._writer(message), *frames]
-            self.socket.send(b"".join(struct.pack("<I", len(part)) + part for part in parts))
+    def say(self, kind: str, **header: Any) -> None:
+        self.socket.send(json.dumps({"kind": kind, **header}))
 
-    def hear(self) -> tuple[dict[str, Any], list[bytes]]:
-        """The next message, in the dialect of this client."""
-        data = self.socket.recv(WAIT_S)
-        if self._writer is None:
-            assert isinstance(data, str)
-            return json.loads(data), []
-        assert isinstance(data, bytes)
-        frames = []
-        while data:
-            size = int.from_bytes(data[:4], "little")
-            frames.append(data[4 : 4 + size])
-            data = data[4 + size :]
-        return (msgpack.unpackb if self._writer is msgpack.packb else json.loads)(frames[0]), frames[1:]
+    def hear(self) -> dict[str, Any]:
+        heard: dict[str, Any] = json.loads(self.socket.recv(WAIT_S))
+        return heard
 
-    def ask(self, kind: str, *frames: bytes, **header: Any) -> dict[str, Any]:
-        self.say(kind, *frames, **header)
-        return self.hear()[0]
+    def ask(self, kind: str, **header: Any) -> dict[str, Any]:
+        self.say(kind, **header)
+        return self.hear()
 
     def enter(self, actor_id: str = "game", incarnation: int = 1, inference: str = "remote") -> dict[str, Any]:
         hello = {"actor_id": actor_id, "incarnation": incarnation, "inference": inference}
         return self.ask("hello", protocol=1, token=TOKEN, **hello)
 
     def act(self, episode: int, step: int, **header: Any) -> dict[str, Any]:
-        if self._writer is None:
-            return self.ask("act", episode=episode, step=step, observation=OBSERVATION, **header)
-        return self.ask("act", np.array(OBSERVATION, np.float32).tobytes(), episode=episode, step=step, **header)
+        return self.ask("act", episode=episode, step=step, observation=OBSERVATION, **header)
 
     def wait_for_end(self) -> tuple[int, str]:
         """Code and reason, after messages that are passed over."""
@@ -99,10 +76,6 @@ class Game:
         except ConnectionClosed as closed:
             received = closed.rcvd
         return (received.code, received.reason) if received else (1006, "")
-
-
-def write_json(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode()
 
 
 def open_socket(parts: Parts) -> socket.socket:
@@ -144,91 +117,11 @@ def read_close(raw: socket.socket) -> int:
     return int.from_bytes(data[at + 2 : at + 4], "big")
 
 
-@pytest.mark.parametrize("writer", [None, write_json, msgpack.packb])
-def test_a_game_plays_in_its_dialect_and_its_steps_are_in_the_ledger(writer: Any) -> None:
-    with serving(websocket=0) as parts, Game(parts, writer) as game:
-        welcome = game.enter()
-        assert (welcome["kind"], welcome["spec"]["observation"]["shape"]) == ("welcome", [4])
-        answer = game.act(0, 0)
-        assert (answer["kind"], answer["version"], answer["action"] in (0, 1)) == ("action", 1, True)
-        assert game.act(0, 1, reward=1, terminated=True)["action"] is None
-        batch = parts.take()
-        assert (batch.rewards.tolist(), batch.actions.tolist()) == ([1.0], [answer["action"]])
-        np.testing.assert_array_equal(batch.observations, np.array([OBSERVATION] * 2, np.float32))
-        rows: dict[str, Any] = {"episodes": [1, 2], "steps": [0, 0]}
-        if writer is None:  # without rewards and flags
-            message = game.ask("acts", **rows, observations=[OBSERVATION] * 2)
-            actions = message["actions"]
-        else:
-            game.say("acts", np.array([OBSERVATION] * 2, np.float32).tobytes(), bytes(8), bytes(2), **rows)
-            message, (frame,) = game.hear()
-            actions = np.frombuffer(frame, np.int64).tolist()
-        assert (message["kind"], message["episodes"], message["version"]) == ("actions", [1, 2], 1)
-        assert (message["refused"], message["ended"], len(actions)) == ([], [], 2)
-        game.say("bye")
-        wait_for(lambda: not parts.gateway.stats()["actors"][0]["connected"], what="the end of the session")
-
-
-def test_what_is_typed_wrong_is_named_and_the_session_goes_on() -> None:
-    with serving(websocket=0) as parts, Game(parts) as game:
-        assert game.act(0, 0)["code"] == "hello_required"
-        game.socket.send("hello")
-        assert game.hear()[0]["message"].startswith("the header is no JSON")
-        assert game.ask("hello", protocol=2, token="", actor_id="a", incarnation=1)["code"] == "bad_version"
-        assert game.ask("hello", protocol=1, token="x", actor_id="a", incarnation=1)["code"] == "bad_token"
-        assert game.enter()["kind"] == "welcome"
-        ask = {"kind": "act", "episode": 0, "step": 0}
-        assert game.ask(**ask, observation=[1, 2, 3])["detail"] == "observation: 3 numbers, expected 4 (float32 [4])"
-        assert game.ask(**ask)["detail"] == "observation: 0 tensors, expected 1: observation"
-        assert game.ask(**ask, observation=[1, 2, 3, "4"])["code"] == "malformed"
-        assert game.ask(**ask, observation=[1, 2, 3, 40])["detail"] == "observation: 40.0 is above 10.0"
-        assert game.ask("nonsense")["code"] == "unknown_kind"
-        for odd in (b"\1\0\0\0{", "{", b"\1\0\0\0\x80", ""):
-            game.socket.send(odd)
-            assert type(game.socket.recv(WAIT_S)) is type(odd)  # in its dialect, though it is no message
-        assert parts.gateway.stats()["actors"][0]["invalid"]["invalid_frames"] == 2
-        assert game.act(0, 0)["action"] in (0, 1)
-
-
-@pytest.mark.parametrize("writer", [None, write_json, msgpack.packb])
-def test_segments_weights_and_credit_travel_too(writer: Any) -> None:
-    with serving(websocket=0) as parts, Game(parts, writer) as game:
-        welcome = game.enter(inference="local")
-        assert welcome["send_limit"] > 0
-        game.say("pull", newer_than=0)
-        header, frames = game.hear()
-        payload = base64.b64decode(header["data"]) if writer is None else frames[0]
-        assert decode_tensors(payload)["policy.0.weight"].tolist() == [[1.0] * 4] * 2
-        packed = pack_segment(segment(2), 0)
-        message = msgpack.unpackb(packed[0])
-        if writer is None:
-            for each, frame in zip(message["tensors"], packed[1:], strict=True):
-                dtype = np.dtype(each["dtype"])
-                each["data"] = np.frombuffer(frame, dtype).tolist()
-        ack = game.ask(message.pop("kind"), *packed[1:], **message)
-        assert (ack["kind"], ack["status"], ack["seq"]) == ("ack", "accepted", 0)
-        assert parts.take().num_steps == 2
-
-
-def test_a_reconnect_in_the_middle_of_an_episode_takes_each_step_once() -> None:
-    with serving(websocket=0) as parts, Game(parts) as game:
-        game.enter()
-        before = game.act(0, 0)
-        game.socket.socket.close()  # without a word
-        with Game(parts, msgpack.packb) as again:
-            again.enter()
-            assert again.act(0, 0) == before
-            again.act(0, 1, reward=1.0)
-            again.act(0, 2, reward=1.0, truncated=True)
-            assert parts.take().num_steps == 2
-        assert parts.ledger.get_totals().received == 1
-
-
 def test_a_newer_incarnation_supersedes_also_one_of_zeromq() -> None:
     with serving(websocket=0) as parts, Game(parts) as old, Game(parts) as new:
         old.enter()
         assert new.enter(incarnation=2)["kind"] == "welcome"
-        assert (old.hear()[0]["code"], old.ask("ping")["code"]) == ("superseded", "hello_required")
+        assert (old.hear()["code"], old.ask("ping")["code"]) == ("superseded", "hello_required")
         assert old.enter()["code"] == "stale_incarnation"
 
 
@@ -237,7 +130,7 @@ def test_the_end_of_a_gateway_is_a_bye_and_then_a_close(finished: bool) -> None:
     with serving(websocket=0) as parts, Game(parts) as game, Game(parts) as stranger:
         game.enter()
         parts.gateway.close(finished)
-        bye, _ = game.hear()
+        bye = game.hear()
         assert (bye["kind"], bye["finished"]) == ("bye", finished)
         assert game.wait_for_end() == (1001, "the gateway stops")
         assert stranger.wait_for_end()[0] == 1001
@@ -262,7 +155,7 @@ def test_a_client_that_has_read_the_bye_closes_first(monkeypatch: pytest.MonkeyP
         game.enter()
         closing = threading.Thread(target=parts.gateway.close)
         closing.start()
-        assert game.hear()[0]["kind"] == "bye"
+        assert game.hear()["kind"] == "bye"
         game.socket.close()
         closing.join(WAIT_S)
         assert (game.socket.close_code, closing.is_alive()) == (1000, False)
@@ -343,7 +236,7 @@ def test_messages_beyond_the_limits_end_the_connection_with_1009() -> None:
             assert stranger.wait_for_end()[0] == 1009
         game.enter()
         game.socket.send("x" * 65536)
-        assert game.hear()[0]["code"] == "malformed"
+        assert game.hear()["code"] == "malformed"
         game.socket.send([b"x" * 65536, b"x"])  # in two fragments
         assert game.wait_for_end()[0] == 1009
 
@@ -353,7 +246,7 @@ def test_fragments_make_one_message_and_empty_ones_take_nothing() -> None:
         game.enter()
         text = json.dumps({"kind": "act", "episode": 0, "step": 0, "observation": OBSERVATION})
         game.socket.send([*text, *[""] * 100])
-        assert game.hear()[0]["action"] in (0, 1)
+        assert game.hear()["action"] in (0, 1)
 
 
 def test_a_stranger_is_heard_for_a_few_frames_and_what_is_not_websocket_ends() -> None:
@@ -530,11 +423,11 @@ def test_one_address_reaches_every_policy_by_its_path(tmp_path: Path, is_tls: bo
             for step in range(3):
                 assert game.act(0, step)["action"] in (0, 1)
             game.socket.send("x" * 3_000_000)  # more than either side takes at once
-            assert game.hear()[0]["code"] == "malformed"
+            assert game.hear()["code"] == "malformed"
             assert [each["actor_id"] for each in right.gateway.stats()["actors"]] == ["of right"]
             assert [each["actor_id"] for each in left.gateway.stats()["actors"]] == ["of left"]
             right.gateway.close(finished=True)
-            assert game.hear()[0]["finished"] is True
+            assert game.hear()["finished"] is True
             assert game.wait_for_end()[0] == 1001
         for path, status in (("/", 404), ("/middle", 404)):
             with pytest.raises(InvalidStatus) as rejected, Game(left, path=path, **ssl_options):

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from registered import tensors
 from serving import table_model
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
 from serving.served_here import TOKEN, served
 from shoal.cli.display.first_request import suggest_curl_command, suggest_predict_command
 from shoal.home import home

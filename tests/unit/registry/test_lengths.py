@@ -13,19 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.registry.manifest import Signature, TensorSignature
+from registered import tensors
+from shoal.registry.manifest import Signature
 from shoal.serve.model.padding import MAX_SHARED_ROW_ELEMENTS, PaddingCostModel, RequestCollator
 
 TEXT = Signature(
-    inputs=[TensorSignature(name="x", datatype="INT64", shape=[-1, -1])],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 4])],
+    inputs=tensors(x=("INT64", [-1, -1])),
+    outputs=tensors(y=[-1, 4]),
 )
 PICTURES = Signature(
-    inputs=[
-        TensorSignature(name="picture", datatype="UINT8", shape=[-1, -1, -1, 3]),
-        TensorSignature(name="words", datatype="INT64", shape=[-1, -1]),
-    ],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 4])],
+    inputs=tensors(picture=("UINT8", [-1, -1, -1, 3]), words=("INT64", [-1, -1])),
+    outputs=tensors(y=[-1, 4]),
 )
 Request = dict[str, np.ndarray]
 
@@ -132,9 +130,8 @@ def test_requests_of_one_length_are_not_taken_apart() -> None:
 
 
 def padding(*shapes: list[int]) -> RequestCollator:
-    inputs = [TensorSignature(name=f"x{place}", datatype="FP32", shape=shape) for place, shape in enumerate(shapes)]
-    output = TensorSignature(name="y", datatype="FP32", shape=[-1, 1])
-    return RequestCollator(Signature(inputs=inputs, outputs=[output]), 0.0)
+    inputs = tensors(**{f"x{place}": shape for place, shape in enumerate(shapes)})
+    return RequestCollator(Signature(inputs=inputs, outputs=tensors(y=[-1, 1])), 0.0)
 
 
 def request(*shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -166,10 +163,8 @@ def test_the_lengths_of_sentences_share_a_batch() -> None:
 
 def test_an_answer_is_cut_to_the_input_that_it_is_as_long_as() -> None:
     """Of two that it could be, one alone cannot be told from the other: where they differ nothing is padded."""
-    names = [TensorSignature(name=f"x{place}", datatype="FP32", shape=[-1, -1]) for place in range(2)]
-    joiner = RequestCollator(
-        Signature(inputs=names, outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, -1])]), 0.0
-    )
+    names = tensors(x0=[-1, -1], x1=[-1, -1])
+    joiner = RequestCollator(Signature(inputs=names, outputs=tensors(y=[-1, -1])), 0.0)
     translations = [request((1, 2), (1, 4)), request((1, 4), (1, 3)), request((1, 2), (1, 4)), request((1, 4), (1, 4))]
     first, second, third, masked = [joiner.compute_bucket(each) for each in translations]
     assert first == third
@@ -185,7 +180,7 @@ def test_every_input_counts() -> None:
 
 
 def test_an_input_without_the_batch_is_stored_once_for_all_rows() -> None:
-    both = [TensorSignature(name=name, datatype="FP32", shape=[-1, 3]) for name in ("x", "map")]
+    both = tensors(x=[-1, 3], map=[-1, 3])
     joiner = RequestCollator(Signature(inputs=both, outputs=both[:1]), None, ["map"])
     map_view = np.broadcast_to(np.arange(3, dtype=np.float32), (2, 3))
     requests = [{"x": np.full((2, 3), each, np.float32), "map": map_view} for each in range(3)]

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_bucket  # noqa: F401 - a fixture
+from registered import tensors
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock
 from shoal.registry import Criterion, ModelFactory, ModelVersion, Registry, Signature, TensorSignature, verification
@@ -30,8 +31,8 @@ from shoal.weights.tensor_files import read_tensors
 
 MODEL = ModelFactory(factory="collections:Counter", kwargs={"a": 2})
 SIGNATURE = Signature(
-    inputs=[TensorSignature(name="observation", datatype="FP32", shape=[-1, 4])],
-    outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, 2])],
+    inputs=tensors(observation=[-1, 4]),
+    outputs=tensors(logits=[-1, 2]),
 )
 DEADLINE_S = 10.0
 

@@ -146,30 +146,6 @@ def test_the_target_of_dqn_values_an_allowed_action() -> None:
     np.testing.assert_allclose(algorithm._compute_targets(sample), expected, rtol=1e-6)
 
 
-CHANGES = {
-    "an action that is not allowed": (lambda m: m & ~np.eye(5, dtype=np.bool_)[[1] * 9], "invalid_range", "step 0"),
-    "no action is allowed": (lambda m: m & (np.arange(9) != 3)[:, None], "invalid_range", "no action.*at step 3"),
-    "none after the last step": (lambda m: m & (np.arange(9) < 8)[:, None], "invalid_range", "after the last step"),
-    "another shape": (lambda m: m[:, :4], "invalid_shape", r"expected \[9, 5\]"),
-    "another dtype": (lambda m: m.astype(np.uint8), "invalid_dtype", "expected bool"),
-    "missing": (None, "invalid_frames", "is missing"),
-}
-
-
-@pytest.mark.parametrize("case", CHANGES)
-def test_the_gateway_refuses_masks_by_reason(case: str) -> None:
-    change, reason, problem = CHANGES[case]
-    _, experience, algorithm = make_run("impala")
-    sent, _ = make_segment(experience, algorithm)
-    sent = replace(sent, actions=np.ones(8, np.int64))
-    receive(sent, experience)
-    changed = {} if change is None else {MASKS: change(sent.extras[MASKS])}
-    with pytest.raises(InvalidSegment, match=problem) as caught:
-        receive(replace(sent, extras=changed), experience)
-    assert caught.value.reason == reason
-    assert caught.value.field == MASKS
-
-
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [

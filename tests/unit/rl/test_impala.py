@@ -256,24 +256,3 @@ def test_an_update_that_is_not_finite_leaves_the_weights_as_they_were() -> None:
     with pytest.raises(NonFiniteLoss, match="learning_rate"):
         list(impala.update(batch))
     assert all(torch.equal(value, before[name]) for name, value in impala.model.state_dict().items())
-
-
-def test_updates_learn_a_bandit() -> None:
-    impala, random = make_impala(0.02), np.random.default_rng(0)
-    ones = torch.ones(1, 4)
-    for _ in range(60):
-        policy = torch.softmax(impala.model(ones)[0], -1)[0].detach().numpy()
-        actions = (random.random(64) < policy[1]).astype(np.int64)
-        played = [
-            segment(
-                1,
-                observations=np.ones((2, 4), np.float32),
-                actions=np.array([action]),
-                rewards=np.array([action], np.float32),
-                log_probabilities=np.log(policy[[action]]),
-                terminated=True,
-            )
-            for action in actions
-        ]
-        list(impala.update(ExperienceBatch.from_segments(1, played)))
-    assert torch.softmax(impala.model(ones)[0], -1)[0, 1] > 0.9

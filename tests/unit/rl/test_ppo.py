@@ -112,25 +112,6 @@ def test_what_is_not_finite_changes_nothing() -> None:
     assert ppo.is_usable(random_batch(1, [4]))
 
 
-def test_updates_learn_a_bandit() -> None:
-    ppo = make_ppo(learning_rate=0.01)
-    random = np.random.default_rng(0)
-    assert isinstance(ppo.model, ActorCritic)
-    for _ in range(20):
-        policy = torch.softmax(ppo.model(torch.ones(1, SIZE))[0], -1)[0].detach().double().numpy()
-        actions = random.choice(NUM_ACTIONS, 64, p=policy / policy.sum())
-        batch = random_batch(0, [1] * 64)
-        arrays = {
-            "observations": np.ones_like(batch.observations),
-            "actions": actions,
-            "rewards": (actions == 1).astype(np.float32),
-            "log_probabilities": np.log(policy)[actions].astype(np.float32),
-            "terminated": np.ones(64, bool),
-        }
-        list(ppo.update(ExperienceBatch(**{**vars(batch), **arrays})))
-    assert torch.softmax(ppo.model(torch.ones(1, SIZE))[0], -1)[0, 1] > 0.9
-
-
 def test_the_explained_variance_is_that_of_the_whole_batch_whoever_has_its_parts() -> None:
     random = np.random.default_rng(0)
     values, targets = random.normal(50, 2, 40), random.normal(50, 3, 40)

@@ -298,11 +298,6 @@ def test_one_episode_too_many_is_refused_and_the_others_are_taken() -> None:
 @pytest.mark.parametrize(
     ("episodes", "steps", "columns", "problem"),
     [
-        ((), (), (0, 0, 0), "0 rows, expected 1 to 4096"),
-        ((1, 2), (0,), (32, 8, 2), "2 episodes, 1 steps and 3 tensors"),
-        ((1,), (0,), (16, 4), "and 2 tensors, expected as many steps as episodes, and observations, rewards, flags"),
-        ((1, 2), (0, 0), (16, 8, 2), r"observations: 4 numbers, expected 8 \(float32 \[2, 4\]\)"),
-        ((1, 2), (0, 0), (32, 4, 2), r"rewards: 1 numbers, expected 2 \(float32 \[2\]\)"),
         ((1, 2), (0, 0), (32, 8, 3), "flags: 3 numbers, expected 2"),
         ((2**63,), (0,), (16, 4, 1), "a number beyond 64 bits"),
     ],

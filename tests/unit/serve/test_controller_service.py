@@ -9,13 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
+from registered import LINEAR, SIGNATURE, register
 from shoal.cluster.ingress.serve_environment import BINARY_VARIABLE
 from shoal.errors import ConfigError, InferenceError, RegistryError
 from shoal.home import home
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.serve.controller.config import build_controller_config
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.rollout import Phase
@@ -26,20 +25,14 @@ from shoal.serve.on_ray.options import deployment_options
 from shoal.serve.spec.endpoint import EndpointSpec
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import EndpointModel, LiveModel, model_from_ref
-from shoal.weights import WeightSnapshot, WeightStore
+from shoal.weights import WeightStore
 
-FACTORY = ModelFactory(factory="torch.nn:Linear", kwargs={"in_features": 1, "out_features": 1})
-SIGNATURE = Signature(
-    inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 1])],
-    outputs=[TensorSignature(name="y", datatype="FP32", shape=[-1, 1])],
-)
 DEADLINE_S = 5.0
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    weights = WeightSnapshot.of(1, {"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)})
-    Registry().register("linear", weights, model=FACTORY, signature=SIGNATURE, aliases=("champion",))
+    register(aliases=("champion",))
 
 
 def spec(**fields: Any) -> EndpointSpec:
@@ -184,7 +177,7 @@ async def test_endpoints_of_one_name_keep_their_states_apart() -> None:
 
 
 def test_a_controller_is_told_each_model_with_its_options_and_replicas_what_to_follow() -> None:
-    live = LiveModel(FACTORY, SIGNATURE, WeightStore())
+    live = LiveModel(LINEAR, SIGNATURE, WeightStore())
     endpoint = spec(model={"max_batch_size": 8}, models={"linear": {"max_batch_size": 4}})
     models = [model_from_ref("linear@champion"), EndpointModel("live", live, options=ModelOptions(max_batch_size=2))]
     setting, followed = build_controller_config(endpoint, models)

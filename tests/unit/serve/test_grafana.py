@@ -11,7 +11,7 @@ import shoal
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.protocol.prometheus import METRICS, render
 from shoal.serve.replica.model_statistics import ModelStatistics
-from unit.serve.test_prometheus import report, worked
+from unit.serve.test_metrics import report, worked
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "shoal-serving.json").read_text())
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -5,10 +5,16 @@ import json
 
 import pytest
 
+from registered import tensors
 from serving.asgi import Client, client, refused
-from serving.fake_host import FakeHost, FakeModel, tensors
-from shoal.errors import Closed, InferenceError
+from serving.fake_host import FakeHost, FakeModel
+from shoal.errors import Closed, InferenceError, error_summary, summarize_error
 from shoal.open_inference.episodes import EPISODES_PATH
+from shoal.serve.http.app import RestApp
+from shoal.serve.http.response import build_error_response
+from shoal.serve.protocol.access import AccessControl
+from shoal.serve.protocol.request_lifecycle import EndpointApp
+from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.api_key import ApiKey
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -268,12 +274,63 @@ def test_lifespan() -> None:
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
+def below(root: str) -> Client:
+    host, access, limits = two_models(), AccessControl(None, []), RequestLimits()
+    return Client(EndpointApp(RestApp(host, access), host, access, limits, root=root))  # type: ignore[arg-type]
+
+
 def test_an_endpoint_below_a_path_of_its_own_has_all_of_its_paths_there() -> None:
-    subject = client(two_models(), root="/second")
+    subject = below("/second")
     assert subject.get("/second/v2/models/m").body["name"] == "m"
     assert subject.infer(ROW, "/second/v2/models/m/infer").status == 200
     assert subject.get("/v2/models/m").body["name"] == "m"  # what has come without it
     assert subject.get("/other/v2/models/m").status == 404
-    mounted = client()
+    mounted = below("")
     mounted.root_path = "/cartpole"
     assert mounted.get("/v2/models/m").status == mounted.infer(ROW).status == 200
+
+
+# -- what is kept of a text in which Ray has buried an error of ours
+
+BURIED = """The deployment failed to start 2 times in a row. See controller logs for details. Error:
+ray::ServeReplica:s:replica.initialize_and_get_metadata() (pid=23567, ip=127.0.0.1)
+  File "/site-packages/ray/serve/_private/replica.py", line 1928, in initialize
+    raise RuntimeError(traceback.format_exc()) from None
+RuntimeError: Traceback (most recent call last):
+shoal.errors.ConfigError: what was tried first
+  File "/platform/shoal/serve/replica/replica.py", line 79, in start
+    raise ShoalError(trouble)
+shoal.errors.ShoalError: model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'
+"""
+
+
+def test_the_last_error_of_ours_is_kept_and_nothing_else() -> None:
+    assert error_summary(BURIED) == "model 'm': ConfigError: preprocess = 'mine:nosuch': 'mine' has no 'nosuch'"
+    assert error_summary("RuntimeError: shoal.errors.ConfigError is not ours here") == ""
+    killed = (
+        "5 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 0a) was"
+        " 22.41GB used / 23.54GB limit (0.952155)\nOOM kill reason: ...\nRefer to the documentation"
+    )
+    assert error_summary(killed) == "Ray ended the process, since 22.41 of its host's 23.54 GB of memory were in use"
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "last"),
+    [
+        ("", "RuntimeError", "RuntimeError"),
+        (" \n", "RuntimeError", "RuntimeError"),
+        ("one line", "one line", "one line"),
+        ("\nnot enough memory\n  advice\nShoalError: why \n", "not enough memory", "ShoalError: why"),
+        ("x" * 300, "x" * 200, "x" * 200),
+    ],
+)
+def test_an_error_in_one_line(words: str, first: str, last: str) -> None:
+    assert summarize_error(RuntimeError(words)) == first
+    assert summarize_error(RuntimeError(words), line=-1) == last
+    assert len(summarize_error(RuntimeError("x" * 300), max_chars=None)) == 300
+
+
+def test_half_a_pair_of_utf_16_in_what_went_wrong_is_told_and_not_in_the_way() -> None:
+    """As in the name of a file whose bytes are no UTF-8, in an error of the user's code."""
+    error = InferenceError(500, "no such file: \udcff.txt")
+    assert json.loads(build_error_response(error).body) == {"error": "no such file: \\udcff.txt"}

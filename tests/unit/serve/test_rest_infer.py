@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import struct
 import time
 import zlib
@@ -9,9 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from registered import tensors
 from serving.asgi import Client, Reply, client, refused
-from serving.fake_host import FakeHost, FakeModel, tensors
+from serving.fake_host import FakeHost, FakeModel
+from shoal.open_inference.datatypes import DATATYPES
 from shoal.serve.messages.infer_call import Arrays
 from shoal.serve.spec.model_options import ModelOptions
 
@@ -24,8 +29,8 @@ def double(inputs: Arrays) -> dict[str, np.ndarray]:
 
 
 def two_inputs(**options: Any) -> FakeModel:
-    inputs = tensors(x=("FP32", [-1, 3]), mask=("BOOL", [-1]))
-    outputs = tensors(y=("FP32", [-1, 3]), n=("INT64", [-1]))
+    inputs = tensors(x=[-1, 3], mask=("BOOL", [-1]))
+    outputs = tensors(y=[-1, 3], n=("INT64", [-1]))
     return FakeModel("m", inputs, outputs, double, options=ModelOptions(**options))
 
 
@@ -176,25 +181,17 @@ def test_what_is_not_a_request_is_400(body: bytes) -> None:
     ("inputs", "words"),
     [
         ([x(shape=[2, 4]), mask()], ["'x'", "FP32 [-1, 3]", "FP32 [2, 4]"]),
-        ([x(shape=[6]), mask()], ["'x'", "[-1, 3]", "[6]"]),
         ([x(shape=[]), mask()], ["'x'", "[-1, 3]", "[]"]),
         ([x(shape=[0, 3], data=[]), mask()], ["'x'", "1 to 64 rows", "[0, 3]"]),
         ([x(shape=[65, 3]), mask()], ["'x'", "1 to 64 rows", "[65, 3]"]),
         ([x(shape=[10**9, 3]), mask()], ["'x'", "1 to 64 rows", "[1000000000, 3]"]),
-        ([x(shape=[-2, -3]), mask()], ["'x'", "[-2, -3]"]),
         ([x(shape=[1] * 10_000), mask()], ["'x'", "[1, 1, 1, 1, 1, 1, 1, 1, ...]"]),
         ([x(datatype="FP64"), mask()], ["'x'", "FP32", "FP64"]),
         ([x(datatype="NOPE"), mask()], ["'x'", "FP32", "NOPE"]),
         ([x(data=[1, 2, 3]), mask()], ["'x'", "6 values", "[3]"]),
-        ([x(data=[[1, 2], [3, 4], [5, 6]]), mask()], ["'x'", "[3, 2]"]),
-        ([x(data=[[1, 2, 3], [4, 5]]), mask()], ["'x'", "FP32"]),
         ([x(data=["1", 2, 3, 4, 5, 6]), mask()], ["'x'", "FP32"]),
-        ([x(data=[None] * 6), mask()], ["'x'", "FP32"]),
         ([x(data=[1e39] * 6), mask()], ["'x'", "beyond FP32"]),
         ([x(data=7), mask()], ["'x'", "array"]),
-        ([x(data={}), mask()], ["'x'", "array"]),
-        ([x(data=None), mask()], ["'x'", "array"]),
-        ([x(data=[[[[[[[[[[1]]]]]]]]]]), mask()], ["'x'", "FP32"]),
         ([x(), mask(data=[0, 1])], ["'mask'", "BOOL"]),
         ([x(), mask(shape=[3], data=[True] * 3)], ["'mask'", "2 rows", "3"]),
         ([x()], ["'mask'", "missing", "BOOL [-1]"]),
@@ -247,7 +244,7 @@ def test_json_and_binary_mixed_both_ways() -> None:
 
 def test_a_large_answer_goes_out_as_views_of_its_arrays() -> None:
     large = np.arange(60_000, dtype=np.float32).reshape(1, -1)
-    model = FakeModel("m", tensors(x=("FP32", [-1, 1])), tensors(y=("FP32", [-1, 60_000])), lambda inputs: {"y": large})
+    model = FakeModel("m", tensors(x=[-1, 1]), tensors(y=[-1, 60_000]), lambda inputs: {"y": large})
     caller = subject(model)
     one = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1]}
     reply = caller.infer(request(one, parameters={"binary_data_output": True}))
@@ -319,7 +316,7 @@ def test_a_raw_body_is_one_row_of_the_only_input(model: FakeModel, body: bytes, 
         (FakeModel(), b"", 422),
         (FakeModel(), b"12345", 422),
         (two_inputs(), b"1234", 400),
-        (FakeModel("m", tensors(x=("FP32", [-1, -1, -1]))), b"1234", 400),
+        (FakeModel("m", tensors(x=[-1, -1, -1])), b"1234", 400),
         (FakeModel("m", tensors(x=("BYTES", [-1, 2]))), b"1234", 400),
     ],
 )
@@ -329,7 +326,7 @@ def test_a_raw_body_that_does_not_tell_its_shape(model: FakeModel, body: bytes, 
 
 
 def test_a_variable_dimension_may_be_empty_but_the_batch_may_not() -> None:
-    model = FakeModel("m", tensors(x=("FP32", [-1, -1])))
+    model = FakeModel("m", tensors(x=[-1, -1]))
     empty = {"name": "x", "shape": [2, 0], "datatype": "FP32"}
     for data in ([], [[], []]):
         assert subject(model).infer(request({**empty, "data": data})).body["outputs"][0]["shape"] == [2, 0]
@@ -342,7 +339,7 @@ WIDE = {"name": "x", "shape": [1, 1000], "datatype": "FP32", "data": [1.5] * 100
 
 
 def wide(**settings: Any) -> Client:
-    return subject(FakeModel("m", tensors(x=("FP32", [-1, 1000]))), **settings)
+    return subject(FakeModel("m", tensors(x=[-1, 1000])), **settings)
 
 
 @pytest.mark.parametrize(("coding", "pack", "unpack"), [
@@ -373,7 +370,7 @@ def test_answers_are_plain_when_they_are_small_and_for_who_lists_what_it_knows()
 
 @pytest.mark.parametrize("shape", [[2, -1, 2], [-2, -1, 2], [1, 2, 2], [3, 2, 2], [2, 2, 3], [2, 2]])
 def test_dimensions_that_the_model_fixes_are_fixed_and_none_is_negative(shape: list[int]) -> None:
-    model = FakeModel("m", tensors(x=("FP32", [2, -1, 2])))
+    model = FakeModel("m", tensors(x=[2, -1, 2]))
     one = {"name": "x", "shape": shape, "datatype": "FP32", "data": []}
     refused(subject(model).infer(request(one)), 422, "input 'x': expected FP32 [2, -1, 2], got FP32", str(shape))
     right = {**one, "shape": [2, 1, 2], "data": [1, 2, 3, 4]}
@@ -381,3 +378,128 @@ def test_dimensions_that_the_model_fixes_are_fixed_and_none_is_negative(shape: l
     model = FakeModel("m", tensors(x=("INT8", [2, 2])))
     one = {"name": "x", "shape": [1, 2], "datatype": "INT8", "data": [1, 2]}
     refused(subject(model).infer(request(one)), 422, "expected INT8 [2, 2], got INT8 [1, 2]")  # a batch of two
+
+
+# -- whatever comes, the answer is the protocol's: never a 500, never an exception; a tensor that is wrong is named
+
+MODEL = FakeModel(
+    "m",
+    tensors(x=[-1, 2], flag=("BOOL", [-1]), text=("BYTES", [-1, -1]), half=("BF16", [-1])),
+    tensors(x=[-1, 2], text=("BYTES", [-1, -1])),
+)
+NAMES = ("x", "flag", "text", "half")
+SUBJECT = client(FakeHost(MODEL), max_body_bytes=4096)
+NAMED = re.compile(r"^(input|output) '")
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+PARAMETERS = st.dictionaries(
+    st.sampled_from(["binary_data_size", "binary_data", "binary_data_output", "timeout", "priority", "odd"]),
+    st.booleans() | st.integers(-4, 40) | st.floats() | st.text(max_size=3),
+    max_size=3,
+)
+SIZES = st.integers(-2, 4) | st.just(10**12)
+
+
+def tensor(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    """An input that is nearly right."""
+    right: dict[str, dict[str, Any]] = {
+        "x": {"shape": [2, 2], "datatype": "FP32", "data": [1, 2.5, 3, 4]},
+        "flag": {"shape": [2], "datatype": "BOOL", "data": [True, False]},
+        "text": {"shape": [2, 1], "datatype": "BYTES", "data": ["a", "é"]},
+        "half": {"shape": [2], "datatype": "BF16", "data": [0.1, -3e38]},
+    }
+    wrong = {
+        "shape": st.lists(SIZES, max_size=3) | VALUES,
+        "datatype": st.sampled_from(DATATYPES) | VALUES,
+        "data": VALUES,
+        "parameters": PARAMETERS | VALUES,
+        "name": st.text(max_size=3) | VALUES,
+    }
+    return st.fixed_dictionaries({}, optional=wrong).map(lambda changes: {"name": name, **right[name], **changes})
+
+
+OUTPUT = st.fixed_dictionaries({"name": st.sampled_from(["x", "text", "z"])}, optional={"parameters": PARAMETERS})
+REQUESTS = st.fixed_dictionaries(
+    {"inputs": st.tuples(*map(tensor, NAMES)).map(list)},
+    optional={
+        "id": st.text(max_size=3) | VALUES,
+        "parameters": PARAMETERS | VALUES,
+        "outputs": st.lists(OUTPUT) | VALUES,
+    },
+)
+# Each input's shape, datatype, and bytes that fit.
+FRAME: dict[str, tuple[list[int], str, bytes]] = {
+    "x": ([2, 2], "FP32", b"\0" * 16),
+    "flag": ([2], "BOOL", b"\1\0"),
+    "text": ([2, 1], "BYTES", b"\1\0\0\0a\1\0\0\0b"),
+    "half": ([2], "BF16", b"\0" * 4),
+}
+
+
+def framed(sizes: dict[str, int], shapes: dict[str, list[int]], rest: bytes) -> Reply:
+    """The answer to a binary request that claims other `sizes` and `shapes` than fit, and goes on with `rest`."""
+    inputs = [
+        {
+            "name": name,
+            "shape": shapes.get(name, shape),
+            "datatype": datatype,
+            "parameters": {"binary_data_size": sizes.get(name, len(data))},
+        }
+        for name, (shape, datatype, data) in FRAME.items()
+    ]
+    return SUBJECT.binary({"inputs": inputs, "parameters": {"binary_data_output": True}}, rest)
+
+
+def judged(reply: Reply) -> None:
+    if reply.status == 200:
+        return
+    assert reply.status in (400, 413, 422), reply.content
+    assert list(reply.body) == ["error"]
+    if reply.status == 422:
+        assert NAMED.match(reply.body["error"]), reply.body
+
+
+@given(REQUESTS)
+def test_requests_that_are_nearly_right(request: dict[str, Any]) -> None:
+    judged(SUBJECT.infer(request))
+
+
+@given(VALUES)
+def test_any_json(value: Any) -> None:
+    for path in ("/v2/models/m/infer", "/v2/repository/index", "/v2/repository/models/m/load", "/shoal/v1/rollout"):
+        reply = SUBJECT.post(path, json.dumps(value).encode())
+        assert reply.status in (200, 400, 404, 422), reply.content
+
+
+@given(st.binary(max_size=200), st.sampled_from(["", "0", "1", "50", "200"]))
+def test_any_bytes(body: bytes, header_length: str) -> None:
+    headers = {"inference-header-content-length": header_length} if header_length else {}
+    judged(SUBJECT.infer(body, headers=headers))
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.integers(-1, 40) | st.just(2**63)),
+    st.dictionaries(st.sampled_from(NAMES), st.lists(SIZES, max_size=3)),
+    st.binary(max_size=80),
+)
+def test_binary_frames_that_are_nearly_right(sizes: dict[str, int], shapes: dict[str, list[int]], rest: bytes) -> None:
+    judged(framed(sizes, shapes, rest))
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.lists(SIZES, max_size=3), max_size=1),
+    st.binary(max_size=32),
+    st.integers(0, 31),
+)
+def test_binary_frames_that_add_up(shapes: dict[str, list[int]], noise: bytes, at: int) -> None:
+    """Some bytes of a right frame are overwritten: every length still fits."""
+    right = b"".join(data for _, _, data in FRAME.values())
+    judged(framed({}, shapes, (right[:at] + noise + right[at + len(noise) :])[: len(right)]))
+
+
+def test_what_is_right_is_answered() -> None:
+    assert framed({}, {}, b"".join(data for _, _, data in FRAME.values())).status == 200

@@ -94,12 +94,12 @@ _ADMIN_SOCKET = re.compile(r" *stats socket (\S+)/\S+ .*")
 _SELECTION = re.compile(r" *use_backend http-(\S+) if (.*)")
 _BACKUP = re.compile(r" *server \S+ \S+ check backup")
 
-Sections = list[tuple[str, list[str]]]
+Sections = dict[str, list[str]]
 
 
 def find_socket_folder(sections: Sections) -> str | None:
     """The folder of HAProxy's unix sockets, private to its user; None when there is no admin socket."""
-    result = [match[1] for line in dict(sections)["global"] if (match := _ADMIN_SOCKET.fullmatch(line))]
+    result = [match[1] for line in sections["global"] if (match := _ADMIN_SOCKET.fullmatch(line))]
     return result[0] if result else None
 
 
@@ -184,18 +184,18 @@ def add_undisturbing(sections: Sections, errors: str, folder: str, front: str, i
     """
     paths = "|".join(ABOUT)
     selections: list[str] = []
-    for line in dict(sections)[front]:
+    for line in sections[front]:
         match = _SELECTION.fullmatch(line)
         if match is not None and may_sleep(match[1], errors):
             quiet = f"    use_backend quiet-{match[1]} if {match[2]}"
             selections += [f"{quiet} METH_GET {{ path -m reg ^(/[^/]+)?/({paths})$ }}"]
             selections += [f"{quiet} {is_change}"]
-            replicas = [each for each in dict(sections)[f"backend http-{match[1]}"] if not is_backup(each)]
+            replicas = [each for each in sections[f"backend http-{match[1]}"] if not is_backup(each)]
             name = f"    http-request set-header {ASLEEP_HEADER} {match[1]}"
             backup = f"    server unavailable unix@{folder}/u.sock no-check backup"
-            sections.append((f"backend quiet-{match[1]}", [name, *replicas, backup]))
+            sections[f"backend quiet-{match[1]}"] = [name, *replicas, backup]
         selections.append(line)
-    dict(sections)[front][:] = selections
+    sections[front] = selections
 
 
 def select_second_pass(front: list[str], is_change: str) -> list[str]:
@@ -230,8 +230,8 @@ def build_sections(front: Sequence[str], folder: str, once: str) -> Sections:
     # The time limits are those of the second pass.
     second = [f"    timeout server {CHANGE_S:g}s", f"    server second unix@{folder}/s.sock"]
     second_front = [f"    bind unix@{folder}/s.sock mode 600", f"    maxconn {MAX_SECOND_PASS}", "    option httpclose"]
-    return [
-        ("frontend shoal_unavailable", unavailable),
-        ("backend shoal_second", second),
-        ("frontend shoal_second", [*second_front, once, *selections]),
-    ]
+    return {
+        "frontend shoal_unavailable": unavailable,
+        "backend shoal_second": second,
+        "frontend shoal_second": [*second_front, once, *selections],
+    }

@@ -34,8 +34,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.cluster.ingress import backup_listener, every_node, shared_listener
 from shoal.cluster.ingress.time_limits import CHANGE_S, STREAM_SILENCE_S
@@ -72,26 +73,28 @@ RULES: dict[str, str] = {
     "no application for gRPC": "the back end that answers then is there where the front selects it",
 }
 
-# HAProxy's code -> (the client's status and reason, Retry-After, the message).
+# HAProxy's code -> the message.
 # 502: the replica died before it answered; inference may be retried, so the client gets "try again" as for 503.
-UNAVAILABLE = ("503 Service Unavailable", "1", "no replica could answer; try again later")
-ERRORS: dict[int, tuple[str, str, str]] = {
-    400: ("400 Bad Request", "", "not a whole request of HTTP"),
-    401: ("401 Unauthorized", "", "a known key is required"),
-    403: ("403 Forbidden", "", "this is not allowed"),
-    404: ("404 Not Found", "", "there is nothing at this path"),
-    405: ("405 Method Not Allowed", "", "this method is not allowed here"),
-    408: ("408 Request Timeout", "", f"the request was not there after {REQUEST_TIMEOUT_S} s"),
-    413: ("413 Content Too Large", "", "the request is too large"),
-    422: ("422 Unprocessable Content", "", "the request cannot be processed"),
-    425: ("425 Too Early", "1", "try again later"),
-    429: ("429 Too Many Requests", "1", "too many requests; try again later"),
-    500: ("500 Internal Server Error", "", "the endpoint failed on this request"),
-    501: ("501 Not Implemented", "", "this is not implemented"),
+UNAVAILABLE = "no replica could answer; try again later"
+ERRORS = {
+    400: "not a whole request of HTTP",
+    401: "a known key is required",
+    403: "this is not allowed",
+    404: "there is nothing at this path",
+    405: "this method is not allowed here",
+    408: f"the request was not there after {REQUEST_TIMEOUT_S} s",
+    413: "the request is too large",
+    422: "the request cannot be processed",
+    425: "try again later",
+    429: "too many requests; try again later",
+    500: "the endpoint failed on this request",
+    501: "this is not implemented",
     502: UNAVAILABLE,
     503: UNAVAILABLE,
-    504: ("504 Gateway Timeout", "", "no answer in time"),
+    504: "no answer in time",
 }
+RETRIED = 425, 429, 502, 503  # they have Retry-After
+PHRASES = {413: "Content Too Large", 422: "Unprocessable Content"}  # as RFC 9110 has them, and Python from 3.13 on
 # To a status of gRPC; else 2, unknown.
 GRPC_ERRORS = {400: 13, 408: 4, 413: 8, 429: 8, 500: 13, 501: 12, 502: 14, 503: 14, 504: 4}
 
@@ -159,7 +162,8 @@ _SELECTS = re.compile(r" *(?:use_backend (\S+) if .*|default_backend (\S+))")
 _SERVER = re.compile(r" *server \S+ \S+:\d+ check( observe [^#]*on-error mark-down| backup)?")
 
 
-Sections = list[tuple[str, list[str]]]  # the first line of each, and its other lines
+Sections = dict[str, list[str]]  # by the first line of each, its other lines
+T = TypeVar("T")
 
 
 class TemplateMismatch(Exception):
@@ -173,9 +177,10 @@ class TemplateMismatch(Exception):
         self.rule = rule
 
 
-def _require(is_met: bool, rule: str, problem: str) -> None:
-    if not is_met:
+def _require(found: T | None, rule: str, problem: str) -> T:
+    if not found:
         raise TemplateMismatch(rule, problem)
+    return found
 
 
 def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) -> str:
@@ -185,27 +190,25 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
 
     Raises TemplateMismatch.
     """
-    every = _sections(config)
+    sections = _sections(config)
     for closed in CLOSED_SECTIONS:
-        _require(closed in dict(every), "close the statistics and the metrics", f"there is no section {closed!r}")
-    sections = [section for section in every if section[0] not in CLOSED_SECTIONS]
+        is_there = sections.pop(closed, None) is not None
+        _require(is_there, "close the statistics and the metrics", f"there is no section {closed!r}")
     _check(sections)
     errorfiles = ["http-errors shoal", *_error_files(errors, "http")]
     errorfiles += ["http-errors shoal-grpc", *_error_files(errors, "grpc")]
-    folder = backup_listener.find_socket_folder(sections)
-    _require(folder is not None, "close the admin socket", "there is no admin socket")
-    assert folder is not None
-    http_front = dict(sections)[FRONTS[0]]
-    if FRONTS[1] in dict(sections):
-        _select_root(dict(sections), dict(sections)[FRONTS[1]])
-    sections += _http1_backends(sections, errors)
+    admin = backup_listener.find_socket_folder(sections)
+    folder = _require(admin, "close the admin socket", "there is no admin socket")
+    if FRONTS[1] in sections:
+        _select_root(sections, sections[FRONTS[1]])
+    sections |= _http1_backends(sections, errors)
     backup_listener.add_undisturbing(sections, errors, folder, FRONTS[0], IS_CHANGE)
-    for number, (head, lines) in enumerate(sections):
+    for head, lines in sections.items():
         if (application := head.removeprefix("backend http-")) != head:
-            sections[number] = (head, backup_listener.add_backup(application, lines, folder, errors))
-    sections += backup_listener.build_sections(http_front, folder, ONCE)
+            sections[head] = backup_listener.add_backup(application, lines, folder, errors)
+    sections |= backup_listener.build_sections(sections[FRONTS[0]], folder, ONCE)
     written: list[str] = []
-    for head, lines in sections:
+    for head, lines in sections.items():
         lines = _set_front(head, lines, front or {}, folder)
         written += [head, *_section(head, lines, errors), *(errorfiles if head == "global" else ())]
         if head == FRONTS[0]:
@@ -216,12 +219,12 @@ def rewrite(config: str, errors: str, front: Mapping[str, Any] | None = None) ->
 def write_errors(folder: Path) -> None:
     """Write HAProxy's own answers, a file for each code and protocol."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    body = json.dumps({"error": UNAVAILABLE[2]})
+    body = json.dumps({"error": UNAVAILABLE})
     (folder / "unavailable.lua").write_text(backup_listener.SERVICE.replace("{body}", body))
     late = build_error(503).replace(body.encode(), backup_listener.LATE.encode())
     late = re.sub(rb"content-length: \d+", b"shoal-late: 1\r\ncontent-length: %d" % len(backup_listener.LATE), late)
     (folder / "late.http").write_bytes(late)
-    for code, (_, _, message) in ERRORS.items():
+    for code, message in ERRORS.items():
         (folder / f"{code}.http").write_bytes(build_error(code))
         trailers = ["content-type: application/grpc", f"grpc-status: {GRPC_ERRORS.get(code, 2)}"]
         trailers += [f"grpc-message: {message}", "content-length: 0"]
@@ -230,41 +233,41 @@ def write_errors(folder: Path) -> None:
 
 def build_error(code: int, closes: bool = False) -> bytes:
     """HAProxy's own answer for one of `ERRORS`. closes: the connection ends with it"""
-    status, retry_after, message = ERRORS[code]
-    body = json.dumps({"error": message})
-    headers = ["content-type: application/json", f"content-length: {len(body)}"]
-    headers += [f"retry-after: {retry_after}"] if retry_after else []
-    headers += ["connection: close"] if closes or code in (400, 408, 413) else []
-    return "\r\n".join([f"HTTP/1.1 {status}", *headers, "", body]).encode()
+    body, status = json.dumps({"error": ERRORS[code]}), 503 if code == 502 else code
+    lines = [f"HTTP/1.1 {status} {PHRASES.get(status, HTTPStatus(status).phrase)}"]
+    lines += ["content-type: application/json", f"content-length: {len(body)}"]
+    lines += ["retry-after: 1"] if code in RETRIED else []
+    lines += ["connection: close"] if closes or code in (400, 408, 413) else []
+    return "\r\n".join([*lines, "", body]).encode()
 
 
 def _sections(config: str) -> Sections:
-    """(head, lines) of each section, which begins at an unindented line. Comments are left out."""
-    sections: Sections = []
+    """The sections: each begins at an unindented line. Comments are left out."""
+    sections: Sections = {}
+    lines: list[str] = []
     for line in config.splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         if not line[0].isspace():
-            sections.append((line.strip(), []))
-        elif sections:
-            sections[-1][1].append(line)
+            lines = sections.setdefault(line.strip(), [])
+        else:
+            lines.append(line)
     return sections
 
 
 def _check(sections: Sections) -> None:
     """Check the rules about the whole configuration."""
-    lines_of = dict(sections)
     for wanted in REQUIRED_SECTIONS:
-        _require(wanted in lines_of, "sections", f"there is no section {wanted!r}")
-    for head, lines in sections:
+        _require(wanted in sections, "sections", f"there is no section {wanted!r}")
+    for head, lines in sections.items():
         listens = head.startswith(("frontend ", "listen ")) or any(_is(line, "bind") for line in lines)
         _require(not listens or head in FRONTS, "nothing else listens", f"{head!r} is not known")
-    names = [head.removeprefix("backend ") for head in lines_of if head.startswith("backend ")]
+    names = [head.removeprefix("backend ") for head in sections if head.startswith("backend ")]
     for name in names:
         is_known = name in SERVES_BACKENDS or name.startswith(("http-", "grpc-"))
         _require(is_known, "names of back ends", f"{name!r} is not known")
     for front in FRONTS:
-        selected = _selected(lines_of.get(front, []))
+        selected = _selected(sections.get(front, []))
         for name in selected:
             rule = "no application for gRPC" if name == "default_grpc_backend" else "back ends that a front selects"
             _require(name in names, rule, f"there is no back end {name!r}")
@@ -278,9 +281,8 @@ def _selected(lines: list[str]) -> list[str]:
     result = []
     for line in lines:
         if line.split()[0].endswith("_backend"):
-            match = _SELECTS.fullmatch(line)
-            _require(match is not None, "back ends that a front selects", f"{line.strip()!r} is not known")
-            assert match is not None
+            problem = f"{line.strip()!r} is not known"
+            match = _require(_SELECTS.fullmatch(line), "back ends that a front selects", problem)
             result.append(match[1] or match[2])
     return result
 
@@ -336,9 +338,7 @@ def _set_front(head: str, lines: list[str], front: Mapping[str, Any], folder: st
         return every_node.use_node_address(lines, front.get("address", ""))
     binds = [line for line in lines if _is(line, "bind")]
     match = _BIND.fullmatch(binds[0]) if len(binds) == 1 else None
-    _require(match is not None, "where the fronts listen", f"{head!r} has {binds}")
-    assert match is not None
-    address, port, protocol = match.groups()
+    address, port, protocol = _require(match, "where the fronts listen", f"{head!r} has {binds}").groups()
     closed = f"unix@{folder}/{'g' if protocol else 'h'}.sock mode 600"
     hosts = ",".join(every_node.list_addresses(front, address, port, closed))
     options = front.get("options", {}).get("grpc" if protocol else "http", "")
@@ -362,19 +362,19 @@ def _return_front(written: list[str], folder: str) -> list[str]:
 
 def _http1_backends(sections: Sections, errors: str) -> Sections:
     """A second backend for each application: its replicas' HTTP servers, without Serve's own proxy."""
-    applications = [head.removeprefix("backend grpc-") for head, _ in sections if head.startswith("backend grpc-")]
-    result: Sections = []
-    for head, lines in sections:
+    applications = [head.removeprefix("backend grpc-") for head in sections if head.startswith("backend grpc-")]
+    result: Sections = {}
+    for head, lines in sections.items():
         application = head.removeprefix("backend http-")
         if application != head and application in applications:
             for line in lines:
-                is_known = not _is(line, "server") or _SERVER.fullmatch(line) is not None
+                is_known = not _is(line, "server") or _SERVER.fullmatch(line)
                 _require(is_known, "leave Serve's proxy out", f"{line.strip()!r} is not known")
             replicas = [line for line in lines if not backup_listener.is_backup(line)]
             limits = backup_listener.build_answer_limit(application, errors)
             replicas += backup_listener.refuse_grpc(application, replicas, errors)
             for way, (_, own) in WAYS.items():
-                result.append((f"backend {way}-{application}", [*limits, *own.splitlines(), *replicas]))
+                result[f"backend {way}-{application}"] = [*limits, *own.splitlines(), *replicas]
     return result
 
 
@@ -429,7 +429,7 @@ def find_only_replica(config: str, front: Mapping[str, Any], pid: int) -> shared
 
     config: Serve's; pid: HAProxy's process
     """
-    sections = dict(_sections(config))
+    sections = _sections(config)
     lines, applications = sections[FRONTS[0]], [head for head in sections if head.startswith("backend http-")]
     if len(applications) != 1 or front.get("trusts") or " ssl " in front.get("options", {}).get("http", ""):
         return None

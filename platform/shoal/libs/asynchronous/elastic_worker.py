@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, TrainError, WorkerDeparted
-from shoal.extend.sync import Connection, Replica, ReplicaState
+from shoal.extend.sync import Connection, Replica, StateAccess
 from shoal.extend.train import list_parameters
 from shoal.libs.asynchronous.clock import Push
 from shoal.libs.asynchronous.controlled import ControlledSync
@@ -34,7 +34,7 @@ from shoal.libs.asynchronous.shared_memory import RunAddress, RunMemory, decode_
 class ElasticSync(ControlledSync):
     """A worker of a run with `connection.num_workers` places."""
 
-    def __init__(self, optimizer: Optimizer, state: ReplicaState, connection: Connection) -> None:
+    def __init__(self, optimizer: Optimizer, state: StateAccess, connection: Connection) -> None:
         super().__init__(connection)
         self._optimizer, self._state = optimizer, state
         self._parameters = list_parameters(optimizer)

@@ -12,12 +12,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -40,6 +40,8 @@ from shoal.extend.sync import (
 )
 from shoal.extend.train import (
     EventLog,
+    LogMethod,
+    MessageLog,
     NullLog,
     Trainer,
     TrainResult,
@@ -101,7 +103,7 @@ class Addresses:
 class LogCall(Request[bool], frozen=True):
     """The chief's call of a method of its EventLog. Answers whether the run is to stop."""
 
-    method: Literal["log", "record_event", "log_histogram"]
+    method: LogMethod
     arguments: list[Any]
     details: dict[str, Any]
 
@@ -168,23 +170,15 @@ class _Inbox:
         self.departed.add(request.worker)
 
 
-class _ForwardedLog:
+class _ForwardedLog(MessageLog):
     """The chief's event log: written by the process that started it, before a call returns."""
 
     def __init__(self, caller: RpcClient) -> None:
         self._caller = caller
 
-    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        self._caller.call(LogCall("log", [step, dict(values), at], {}))
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self._caller.call(LogCall("record_event", [kind], details))
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._caller.call(LogCall("log_histogram", [step, name, counts.tolist(), edges.tolist()], {}))
-
-    def flush(self) -> None:
-        """Each call waits for its answer."""
+    def send(self, method: LogMethod, /, *arguments: Any, **details: Any) -> None:
+        plain = [each.tolist() if isinstance(each, np.ndarray) else each for each in arguments]
+        self._caller.call(LogCall(method, plain, details))
 
 
 def _list_targets(spec: TrainSpec, addresses: Addresses, run_id: str, folder: Path) -> dict[str, Target]:

@@ -96,13 +96,16 @@ def batch_predict(
     for field, path in paths.items():
         if escape_text(path) != path:  # the path becomes a word of the job's command, and enters the record
             raise ConfigError(field, path, "is no text", "give files and folders names in UTF-8")
-    fields = [format_override(path, value) for path, value in {"model": model, **paths}.items()] + list(overrides)
-    fields += [format_override("columns", list(columns))] if columns else []
-    fields += [format_override("text", text)] if text else []
-    fields += [format_override("keep", [each.strip() for each in keep.split(",")])] if keep else []
-    fields += [f"workers={workers}"] if workers else []
-    fields += [f"num_gpus={num_gpus:g}"] if num_gpus is not None else []
-    fields += ["skip_errors=true"] if skip_errors else []
+    options = {
+        "columns": list(columns) or None,
+        "text": text or None,
+        "keep": [each.strip() for each in keep.split(",")] if keep else None,
+        "workers": workers,
+        "num_gpus": num_gpus,
+        "skip_errors": skip_errors or None,
+    }
+    fields = [format_override(field, value) for field, value in {"model": model, **paths}.items()] + list(overrides)
+    fields += [format_override(field, value) for field, value in options.items() if value is not None]
     spec, cluster = BatchPredictSpec().override(fields), find_cluster(address)
     if cluster is None or cluster.is_local:
         check(spec)  # before a cluster is started

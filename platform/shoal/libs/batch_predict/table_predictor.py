@@ -18,7 +18,8 @@ from shoal.errors import ConfigError, DataError, InferenceError
 from shoal.extend.serve import ModelOptions, ModelPackage, Predictor
 from shoal.open_inference.tables import build_inputs, choose_columns, column_type, split_by_length, to_column
 
-OutputPart = tuple[int, dict[str, np.ndarray] | None]  # the number of rows, and their outputs; None for a failed one
+# The number of rows, with their outputs, or None and the error of a failed one.
+OutputPart = tuple[int, dict[str, np.ndarray] | None, str | None]
 VERSION_COLUMN = "model_version"
 ERROR_COLUMN = "error"
 SKIP_ERRORS_HINT = "--skip-errors goes on without outputs for such rows"
@@ -26,12 +27,15 @@ SKIP_ERRORS_HINT = "--skip-errors goes on without outputs for such rows"
 
 @dataclass
 class _TableRequest:
-    """Consecutive rows as one request: their outputs, and an error or None for each row, once it is answered."""
+    """Consecutive rows as one request, and what they have got, once it is answered."""
 
     inputs: dict[str, np.ndarray]
     num_rows: int
     parts: list[OutputPart] = field(default_factory=list)
-    errors: list[str | None] = field(default_factory=list)
+
+    def slice(self, start: int, stop: int) -> _TableRequest:
+        """Some of the rows."""
+        return _TableRequest({name: values[start:stop] for name, values in self.inputs.items()}, stop - start)
 
 
 def keep_columns(table: pa.Table, keep: Sequence[str] | None, added: Sequence[str]) -> pa.Table:
@@ -84,7 +88,6 @@ class TablePredictor:
         for together in self._batches(requests):
             self._predict(together)
         parts = [part for request in requests for part in request.parts]
-        errors = [error for request in requests for error in request.errors]
         added = [*(spec.name for spec in self.signature.outputs), VERSION_COLUMN, *[ERROR_COLUMN] * self._skip_errors]
         output = keep_columns(table, self._keep, added)
         is_table = any(spec.kind for spec in self.signature.inputs)
@@ -92,14 +95,17 @@ class TablePredictor:
             kind = column_type(spec)
             chunks = [
                 pa.nulls(count, kind) if outputs is None else to_column(spec, outputs[spec.name])
-                for count, outputs in parts
+                for count, outputs, _ in parts
             ]
             column = pa.chunked_array(chunks, kind)
             if is_table and spec.datatype == "BYTES":  # as texts of its input are
                 column = column.cast(pa.string())
             output = output.append_column(spec.name, column)
         output = output.append_column(VERSION_COLUMN, pa.array(np.full(len(table), self._model.version, np.int64)))
-        return output.append_column(ERROR_COLUMN, pa.array(errors, pa.string())) if self._skip_errors else output
+        if not self._skip_errors:
+            return output
+        errors = [error for count, _, error in parts for _ in range(count)]
+        return output.append_column(ERROR_COLUMN, pa.array(errors, pa.string()))
 
     def _requests(self, table: pa.Table, chosen: Mapping[str, Sequence[str]]) -> list[_TableRequest]:
         """Split the table, in order, into requests of equal shapes; where some rows are invalid, each half
@@ -115,13 +121,11 @@ class TablePredictor:
                 if half:
                     requests += self._requests(rows.slice(0, half), chosen) + self._requests(rows.slice(half), chosen)
                 else:
-                    requests.append(_TableRequest({}, 1, [(1, None)], [str(error)]))
+                    requests.append(_TableRequest({}, 1, [(1, None, str(error))]))
                 continue
+            request = _TableRequest(inputs, len(rows))
             for start in range(0, len(rows), self._max_request_rows):
-                stop = min(start + self._max_request_rows, len(rows))
-                requests.append(
-                    _TableRequest({name: values[start:stop] for name, values in inputs.items()}, stop - start)
-                )
+                requests.append(request.slice(start, min(start + self._max_request_rows, len(rows))))
         return requests
 
     def _locate_error(self, rows: pa.Table, chosen: Mapping[str, Sequence[str]], error: DataError) -> DataError:
@@ -141,7 +145,7 @@ class TablePredictor:
         """Group requests that may share a batch, each of at most the model's largest batch."""
         open_batches: dict[Hashable, list[_TableRequest]] = {}
         for request in requests:
-            if request.errors:
+            if request.parts:
                 continue
             bucket = self._compute_bucket(request.inputs)
             batch = open_batches.setdefault(bucket, [])
@@ -167,8 +171,7 @@ class TablePredictor:
             self._predict_halves(requests, str(error))
             return
         for request, outputs in zip(requests, answers, strict=True):
-            request.parts.append((request.num_rows, outputs))
-            request.errors += [None] * request.num_rows
+            request.parts.append((request.num_rows, outputs, None))
 
     def _predict_halves(self, requests: Sequence[_TableRequest], error: str) -> None:
         if len(requests) > 1:
@@ -179,11 +182,8 @@ class TablePredictor:
         (request,) = requests
         half = request.num_rows // 2
         if not half:
-            request.parts.append((1, None))
-            request.errors.append(error)
+            request.parts.append((1, None, error))
             return
-        for first, last in ((0, half), (half, request.num_rows)):
-            part = _TableRequest({name: rows[first:last] for name, rows in request.inputs.items()}, last - first)
+        for part in (request.slice(0, half), request.slice(half, request.num_rows)):
             self._predict([part])
             request.parts += part.parts
-            request.errors += part.errors

@@ -11,10 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from shoal.errors import ConfigError, InferenceError
+from shoal.errors import InferenceError
 from shoal.extend.serve import ModelOptions, Predictor, RegisteredModel
 from shoal.libs.batch_predict.table_predictor import ERROR_COLUMN, SKIP_ERRORS_HINT, VERSION_COLUMN
-from shoal.plugins.find import find_extension
+from shoal.plugins.find import find_in_library
 
 SCHEMA = pa.schema(
     [
@@ -29,10 +29,7 @@ SCHEMA = pa.schema(
 
 def find_texts(name: str) -> Any:
     """What writes texts, `local`, or checks a version for them, `check`. Raises ConfigError."""
-    try:
-        return find_extension(name, "shoal.texts", {})
-    except ValueError as error:
-        raise ConfigError("text", name, str(error), "install the library language of Shoal") from None
+    return find_in_library(name, "shoal.texts", "language", "text", name)
 
 
 class TextPredictor:

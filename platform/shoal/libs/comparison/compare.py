@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -37,6 +37,7 @@ from shoal.extend.runs import (
 from shoal.libs.comparison.curves import Axis, MetricSummary, find_end, format_position, sort_names, summarize
 from shoal.plugins.find import load_reference
 from shoal.runs import load
+from shoal.search.space import flatten
 
 if TYPE_CHECKING:
     from shoal.extend.train import TargetReached
@@ -292,7 +293,11 @@ def find_differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """The settings that are not the same in all runs, by name: the value of each. What only one kind of run has is left
     out where runs are of several kinds."""
     specs = _read_specs(runs)
-    settings = [dict(_flatten(spec)) | _describe_origin(run) for run, spec in zip(runs, specs, strict=True)]
+    settings = [
+        {path: value if isinstance(value, str) else json.dumps(value) for path, value in flatten(spec)}
+        | _describe_origin(run)
+        for run, spec in zip(runs, specs, strict=True)
+    ]
     result = {}
     for name in dict.fromkeys(name for each in settings for name in each):
         values = [each.get(name, UNKNOWN) for each in settings]
@@ -314,14 +319,6 @@ def _read_specs(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
         ]
     except (ShoalError, ValueError):  # of an older release, with secrets, or with an algorithm that is not here
         return recorded
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
 
 
 def _describe_origin(run: Run) -> dict[str, str]:

@@ -21,7 +21,7 @@ from shoal.libs.demonstrations.files import (
     Info,
     open_shared,
 )
-from shoal.plugins.find import find_extension
+from shoal.plugins.find import find_in_library
 from shoal.store import open_store
 from shoal.wire.action_masks import MASKS
 
@@ -204,10 +204,7 @@ def _list(found: Mapping[str, Demonstration]) -> None:
 
 def _draw(name: str, demonstration: Demonstration, out: Path) -> None:
     """As a film, by the library that draws those of policies. Raises ConfigError, MissingExtra."""
-    try:
-        draw = find_extension("draw", "shoal.films", {})
-    except ValueError as error:
-        raise ConfigError("out", str(out), str(error), "install the library films of Shoal") from None
+    draw = find_in_library("draw", "shoal.films", "films", "out", str(out))
     info, segment = demonstration
     outcome = "terminated" if info.terminated else "truncated" if info.truncated else ""
     shown = {"observations": segment.observations, "actions": segment.actions, "rewards": segment.rewards}

@@ -17,17 +17,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional
 
 from shoal.atomic_file import make_folder, replace_synced
 from shoal.errors import needs_extra
-from shoal.extend.runs import INK, MUTED, RULE
+from shoal.extend.runs import COLOURS, INK, MUTED, RULE
 from shoal.libs.films.film_file import thin_out
 
 with needs_extra("films"):
-    from PIL import Image
+    from PIL import Image, ImageDraw, ImageFont
 
 
 MAX_CLASSES = 40  # of a confusion matrix
@@ -225,8 +224,6 @@ def to_picture(row: np.ndarray) -> np.ndarray | None:
 
 def lay_over(picture: np.ndarray, *found: np.ndarray) -> np.ndarray:
     """The picture, and right of it the picture under each of some maps of classes [H, W], of which 0 is not drawn."""
-    from shoal.extend.runs import COLOURS
-
     palette = np.array([[int(each[i : i + 2], 16) for i in (1, 3, 5)] for each in COLOURS])
     parts = [picture]
     for classes in found:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import gymnasium
 import numpy as np
 
+from shoal.libs.games.chase import MOVES, Chase, Observations
+
 SIZE = 5
-MAX_STEPS = 40
-STEP_COST = 0.05
 FLIGHT_PROBABILITY = 0.2  # that the prey moves, at each step
-MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
 
 
-class Pursuit:
+class Pursuit(Chase):
     """Two hunters and a prey on a grid of 5 x 5, whose edges are joined. PettingZoo's parallel API by its methods.
 
     The prey is caught when both hunters are on its field or beside it: then each gets 1 and the episode ends. Until
@@ -26,56 +24,32 @@ class Pursuit:
 
     possible_agents = ("first", "second")
 
-    def __init__(self) -> None:
-        self._random = np.random.default_rng()
-        self.agents: list[str] = []
-
     def observation_space(self, agent: str) -> gymnasium.spaces.Box:
         """The same for both."""
         return gymnasium.spaces.Box(-1, 1, (4,), np.float32)
 
-    def action_space(self, agent: str) -> gymnasium.spaces.Discrete:
-        """The same for both."""
-        return gymnasium.spaces.Discrete(len(MOVES))
-
-    def reset(self, seed: int | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Place all at random; the prey is not caught yet."""
-        if seed is not None:
-            self._random = np.random.default_rng(seed)
-        self.agents, self._steps = list(self.possible_agents), 0
+    def _set_positions(self) -> None:
+        """The prey is not caught yet."""
         while True:
             positions = self._random.integers(0, SIZE, (3, 2)).tolist()
             self._prey, self._positions = positions[2], dict(zip(self.possible_agents, positions[:2], strict=True))
             if not self._is_caught():
-                return self._observe(), {}
+                return
 
-    def step(self, actions: Mapping[str, int]) -> tuple[dict[str, Any], ...]:
-        """Move the hunters, and then the prey, unless it is caught."""
-        self._steps += 1
+    def _move(self, actions: Mapping[str, int]) -> bool:
+        """The hunters, and then the prey, unless it is caught."""
         for agent, action in actions.items():
             self._positions[agent] = _move(self._positions[agent], int(action))
         is_caught = self._is_caught()
         if not is_caught and self._random.random() < FLIGHT_PROBABILITY:
             self._prey = _move(self._prey, int(self._random.integers(len(MOVES))))
-        is_late = not is_caught and self._steps >= MAX_STEPS
-        agents = self.agents
-        self.agents = [] if is_caught or is_late else agents
-        return (
-            self._observe(),
-            dict.fromkeys(agents, 1.0 if is_caught else -STEP_COST),
-            dict.fromkeys(agents, is_caught),
-            dict.fromkeys(agents, is_late),
-            {agent: {} for agent in agents},
-        )
-
-    def close(self) -> None:
-        """Nothing is open."""
+        return is_caught
 
     def _is_caught(self) -> bool:
         offsets = [_find_offset(position, self._prey) for position in self._positions.values()]
         return all(abs(down) + abs(right) <= 1 for down, right in offsets)
 
-    def _observe(self) -> dict[str, np.ndarray]:
+    def _observe(self) -> Observations:
         first, second = self._positions.values()
         seen = ((first, second), (second, first))
         return {

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import gymnasium
 import numpy as np
 
+from shoal.libs.games.chase import MOVES, PREY, Chase, Observations
+
 SIZE = 6
-MAX_STEPS = 40
-STEP_REWARD = 0.05
 REST_EVERY = 4  # at each such step the prey cannot move, so that it can be caught
-MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
-HUNTERS, PREY = ("left", "right"), "prey"
+HUNTERS = ("left", "right")
 
 
-class Tag:
+class Tag(Chase):
     """Two hunters and a prey on a grid of 6 x 6. PettingZoo's parallel API by its methods.
 
     The prey is caught when a hunter is on its field after a step, or has changed places with it: the hunters get 1, the
@@ -28,63 +26,34 @@ class Tag:
 
     possible_agents = (*HUNTERS, PREY)
 
-    def __init__(self) -> None:
-        self._random = np.random.default_rng()
-        self.agents: list[str] = []
-        self._positions: dict[str, np.ndarray] = {}
-        self._steps = 0
-
     def observation_space(self, agent: str) -> gymnasium.spaces.Box:
         return gymnasium.spaces.Box(-1, 1, (7 if agent == PREY else 6,), np.float32)
 
-    def action_space(self, agent: str) -> gymnasium.spaces.Discrete:
-        """The same for all."""
-        return gymnasium.spaces.Discrete(len(MOVES))
-
-    def reset(self, seed: int | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Place all at random, on fields of their own."""
-        if seed is not None:
-            self._random = np.random.default_rng(seed)
-        self.agents, self._steps = list(self.possible_agents), 0
+    def _set_positions(self) -> None:
+        """On fields of their own."""
         fields = self._random.choice(SIZE * SIZE, len(self.agents), replace=False)
         self._positions = {
             agent: np.array(divmod(int(each), SIZE)) for agent, each in zip(self.agents, fields, strict=True)
         }
-        return self._observe(), {agent: {} for agent in self.agents}
 
-    def step(self, actions: Mapping[str, int]) -> tuple[dict[str, Any], ...]:
-        """Move all at once."""
+    def _move(self, actions: Mapping[str, int]) -> bool:
+        """All at once."""
         before = dict(self._positions)
         for agent, action in actions.items():
             if not (agent == PREY and self._rests):
                 self._positions[agent] = np.clip(before[agent] + MOVES[int(action)], 0, SIZE - 1)
-        self._steps += 1
         prey, former = self._positions[PREY], before[PREY]
-        is_caught = any(  # on one field, or passed each other
+        return any(  # on one field, or passed each other
             bool((self._positions[hunter] == prey).all())
             or bool((self._positions[hunter] == former).all() and (prey == before[hunter]).all())
             for hunter in HUNTERS
         )
-        is_late = not is_caught and self._steps >= MAX_STEPS
-        agents = self.agents
-        self.agents = [] if is_caught or is_late else agents
-        reward = 1.0 if is_caught else -STEP_REWARD
-        return (
-            self._observe(),
-            {agent: -reward if agent == PREY else reward for agent in agents},
-            dict.fromkeys(agents, is_caught),
-            dict.fromkeys(agents, is_late),
-            {agent: {} for agent in agents},
-        )
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     @property
     def _rests(self) -> bool:
         return self._steps % REST_EVERY == REST_EVERY - 1
 
-    def _observe(self) -> dict[str, np.ndarray]:
+    def _observe(self) -> Observations:
         seen = {"left": (PREY, "right"), "right": (PREY, "left"), PREY: HUNTERS}
         observations = {}
         for agent, others in seen.items():

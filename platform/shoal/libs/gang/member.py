@@ -171,10 +171,9 @@ class GangMember:
     def _load(self, load: LoadVersion) -> WorkerAnswer:
         try:
             shard = load_shard(load.config, load.plan, load.file, self._rank, self._mesh)
-        except WeightsError as error:
-            return WorkerAnswer(error=WeightsError(str(error)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's module: the version's rejection has it
-            return WorkerAnswer(error=WeightsError(f"{type(error).__name__}: {error}"))
+            what = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+            return WorkerAnswer(error=WeightsError(what))
         self._versions[load.key] = load.config, shard
         return WorkerAnswer()
 

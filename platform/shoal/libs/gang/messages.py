@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -97,11 +97,7 @@ def accept(listener: Listener, secret: bytes) -> Connection:
     while True:
         connection = listener.accept()
         try:
-            _limit_receiving(connection, PROOF_S)
-            deliver_challenge(connection, secret)
-            answer_challenge(connection, secret)
-            _limit_receiving(connection, 0)
-            watch(connection)
+            _prove(connection, secret, PROOF_S, deliver_challenge, answer_challenge)
             return connection
         except (AuthenticationError, EOFError, OSError):  # it is not of ours
             connection.close()
@@ -110,23 +106,18 @@ def accept(listener: Listener, secret: bytes) -> Connection:
 def connect(address: Address, secret: bytes) -> Connection:
     """Raises OSError, EOFError, AuthenticationError."""
     connection = Client(address)
-    _limit_receiving(connection, START_S)
-    answer_challenge(connection, secret)
-    deliver_challenge(connection, secret)
-    _limit_receiving(connection, 0)
-    watch(connection)
+    _prove(connection, secret, START_S, answer_challenge, deliver_challenge)
     return connection
 
 
-def _limit_receiving(connection: Connection, limit_s: int) -> None:
-    """0: without a limit"""
+def _prove(connection: Connection, secret: bytes, limit_s: int, *challenges: Callable[..., None]) -> None:
+    """Prove the secret to each other in this time. From then on send at once, and notice that the peer's host is
+    gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", limit_s, 0))
-
-
-def watch(connection: Connection) -> None:
-    """Send at once, and notice that a peer's host is gone."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as opened:
+        for challenge in challenges:
+            challenge(connection, secret)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_host(opened, LOST_S)
 

@@ -18,26 +18,26 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, SpecMismatch
 from shoal.extend.registry import ModelVersion
 from shoal.extend.train import read_state_dict
-from shoal.libs.hf.network import LoraSpec, RenamedTensors, make_lora_config
+from shoal.libs.hf.network import PEFT_FIELDS, LoraSpec, RenamedTensors, make_lora_config
 from shoal.weights.tensor_files import open_tensors
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _OWN = re.compile(r"\.(lora_[AB])\.default\.")
 _THEIRS = re.compile(r"\.(lora_[AB])\.")
-_FIELDS = {  # of LoraSpec, by peft's names
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "target_modules": "modules",
-    "use_rslora": "rslora",
-    "rank_pattern": "rank_pattern",
-    "alpha_pattern": "alpha_pattern",
-}
 # Which say nothing of what the network computes, or are found from the base and the tensors.
 _NEUTRAL = (
-    *("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("task_type", "modules_to_save", "exclude_modules", "fan_in_fan_out", "runtime_config"),
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "task_type",
+    "modules_to_save",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "runtime_config",
 )
 TASK_TYPES = {  # of peft, by the end of the network's class
     "ForCausalLM": "CAUSAL_LM",
@@ -68,10 +68,10 @@ def read_adapter_config(folder: Path) -> tuple[LoraSpec, dict[str, Any]]:
         raise ConfigError("peft_type", values.get("peft_type"), "is not LORA", "give adapters of LoRA")
     plain = json.loads(json.dumps(LoraConfig().to_dict(), default=str))
     for name, value in values.items():
-        if value and value not in (plain.get(name), "gaussian") and name not in (*_FIELDS, *_NEUTRAL):
+        if value and value not in (plain.get(name), "gaussian") and name not in (*PEFT_FIELDS, *_NEUTRAL):
             problem = f"of {folder / CONFIG} is not supported here"
             raise ConfigError(name, value, problem, "merge them with peft's merge_and_unload, and pull the model")
-    given = {own: values[theirs] for theirs, own in _FIELDS.items() if values.get(theirs) is not None}
+    given = {own: values[theirs] for theirs, own in PEFT_FIELDS.items() if values.get(theirs) is not None}
     return LoraSpec.parse(given), values
 
 

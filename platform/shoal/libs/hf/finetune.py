@@ -16,8 +16,18 @@ from shoal.libs.hf.source import make_absolute, make_model_name
 from shoal.libs.hf.transfer import KINDS
 
 _ARGS = (
-    *("model", "data", "validation", "dtype", "labels", "lora", "merge", "max_length", "truncate", "packing"),
-    *("config", "base"),
+    "model",
+    "data",
+    "validation",
+    "dtype",
+    "labels",
+    "lora",
+    "merge",
+    "max_length",
+    "truncate",
+    "packing",
+    "config",
+    "base",
 )
 _PATHS = ("model", "data", "validation", "init")
 

@@ -27,9 +27,37 @@ _ADAPTER = "lora_"
 # Decoders that keep packed samples apart by their position_ids: tests/libs/hf/test_causal_lm.py. Others take
 # position_ids too, and let a sample see the one before.
 PACKABLE = (
-    *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral"),
-    *("mixtral", "nemotron", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3"),
+    "cohere",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "llama",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
 )
+
+
+PEFT_FIELDS = {  # of LoraSpec, by peft's names
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "modules",
+    "use_rslora": "rslora",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+}
 
 
 class LoraSpec(Spec):
@@ -188,17 +216,9 @@ def make_lora_config(lora: LoraSpec, network: nn.Module, **more: Any) -> Any:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
-    values = {
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": lora.modules,
-        "use_rslora": lora.rslora,
-        "rank_pattern": dict(lora.rank_pattern),
-        "alpha_pattern": dict(lora.alpha_pattern),
-        "fan_in_fan_out": any(isinstance(each, Conv1D) for each in network.modules()),  # whose weights are transposed
-    }
-    return LoraConfig(**{**values, **more})
+    values = {theirs: getattr(lora, own) for theirs, own in PEFT_FIELDS.items()}
+    is_transposed = any(isinstance(each, Conv1D) for each in network.modules())  # as are its weights
+    return LoraConfig(**{**values, "fan_in_fan_out": is_transposed, **more})
 
 
 def add_adapters(network: nn.Module, lora: LoraSpec) -> None:

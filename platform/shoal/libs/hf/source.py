@@ -30,9 +30,20 @@ for _name in ("torchao", "torch.utils._pytree"):  # of torchao, which transforme
 CONFIG = "config.json"
 # Of a folder, what a version keeps beside its weights, so that it can be trained further and written again.
 COMPANIONS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
-    *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 

@@ -8,7 +8,7 @@ tokens, V words of the vocabulary, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -237,6 +237,8 @@ class _TextTask(HuggingFaceTask):
     packing:    put several samples into each row of `max_length` tokens; none sees another
     """
 
+    encoder: ClassVar[Callable[[Sequence[Record], TextSpec, Mapping[str, int]], list[TokenSample]]]
+
     def __init__(self, *, max_length: int = 512, truncate: bool = False, **args: Any) -> None:
         super().__init__(**args)
         self.args |= self._given({"max_length": max_length, "truncate": truncate})
@@ -259,10 +261,6 @@ class _TextTask(HuggingFaceTask):
         """The text, for those who see what is predicted."""
         return str(load_tokenizer(self.folder).decode(tokens))
 
-    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
-        """The samples. Raises DataError."""
-        raise NotImplementedError
-
     def load_rows(self) -> tuple[TokenRows, TokenRows | None]:
         """Load those for training and validation. Raises DataError."""
         tokenizer = load_tokenizer(self.folder)
@@ -282,8 +280,9 @@ class _TextTask(HuggingFaceTask):
             problem = f"has a tokenizer that pads with token {pad}, and a vocab_size of {vocabulary}"
             raise ConfigError("model", str(self.folder), problem, "set its pad_token to a token that the model has")
         row_length = self._max_length if self._is_packed else None
-        train, validation = (None if each is None else self.encode(each, spec) for each in (records, held_out))
-        assert train is not None
+        encode, labels = type(self).encoder, self.label_numbers
+        train = encode(records, spec, labels)
+        validation = None if held_out is None else encode(held_out, spec, labels)
         rows = TokenRows(train, pad, row_length, self._data)
         held_rows = None if validation is None else TokenRows(validation, pad, row_length)
         width = max(each.width for each in (rows, held_rows) if each is not None)
@@ -316,6 +315,7 @@ class CausalLM(_TextTask):
     """A language model: logits [B, T, V] of the tokens that follow input_ids [B, T]."""
 
     auto = "AutoModelForCausalLM"
+    encoder = texts.encode_language
 
     def __init__(self, *, packing: bool = False, **args: Any) -> None:
         super().__init__(**args)
@@ -323,9 +323,6 @@ class CausalLM(_TextTask):
         self._is_packed = packing
         if packing:
             self.input_names = ("input_ids", "position_ids")  # type: ignore[misc]
-
-    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
-        return texts.encode_language(records, spec)
 
     def registration(self) -> Registration:
         found = super().registration()
@@ -343,6 +340,7 @@ class SequenceClassification(_TextTask):
     """A class for each text: logits [B, C]."""
 
     auto = "AutoModelForSequenceClassification"
+    encoder = texts.encode_text_classes
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -356,17 +354,12 @@ class SequenceClassification(_TextTask):
                     raise
         return values
 
-    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
-        return texts.encode_text_classes(records, spec, self.label_numbers)
-
 
 class TokenClassification(_TextTask):
     """A class for each word: logits [B, T, C], of which the first token of each word counts."""
 
     auto = "AutoModelForTokenClassification"
-
-    def encode(self, records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
-        return texts.encode_token_classes(records, spec, self.label_numbers)
+    encoder = texts.encode_token_classes
 
     @property
     def _output_shape(self) -> list[int]:

@@ -81,23 +81,19 @@ def _read_lines(path: Path, suffix: str) -> list[tuple[int, Any]]:
 
     Lines end at \\n only: a JSON string may have other separators in it.
     """
-    if suffix == ".json" and (text := path.read_text(encoding="utf-8-sig")).lstrip().startswith("["):
-        try:
+    number = 0
+    try:
+        if suffix == ".json" and (text := path.read_text(encoding="utf-8-sig")).lstrip().startswith("["):
             return list(enumerate(json.loads(text), 1))
-        except json.JSONDecodeError as error:
-            remedy = "give one array of JSON objects, or a JSON object a line"
-            raise DataError("data", f"{path}:{error.lineno}", f"is no JSON: {error}", remedy) from error
-    rows: list[tuple[int, Any]] = []
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append((number, {"text": line.rstrip("\r\n")} if suffix == ".txt" else json.loads(line)))
-            except json.JSONDecodeError as error:
-                where = f"{path}:{number}"
-                raise DataError("data", where, f"is no JSON: {error}", "give a JSON object a line") from error
-    return rows
+        rows: list[tuple[int, Any]] = []
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append((number, {"text": line.rstrip("\r\n")} if suffix == ".txt" else json.loads(line)))
+        return rows
+    except json.JSONDecodeError as error:
+        remedy = "give a JSON object a line" if number else "give one array of JSON objects, or a JSON object a line"
+        raise DataError("data", f"{path}:{number or error.lineno}", f"is no JSON: {error}", remedy) from error
 
 
 def _read_table(path: Path, suffix: str) -> list[dict[str, Any]]:
@@ -188,7 +184,7 @@ def _check_learnt(record: Record, labels: Ints) -> None:
 Spans = list[tuple[int, int]]
 
 
-def encode_language(records: Sequence[Record], spec: TextSpec) -> list[TokenSample]:
+def encode_language(records: Sequence[Record], spec: TextSpec, _: object = None) -> list[TokenSample]:
     """Samples whose labels are the tokens that follow. Raises DataError."""
     written = [_write_text(each, spec.tokenizer) for each in records]
     end = spec.tokenizer.eos_token_id

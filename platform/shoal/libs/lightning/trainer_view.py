@@ -79,17 +79,18 @@ class TrainerView:
     check_val_every_n_epoch = 1
     state = SimpleNamespace(fn="fit")
 
+    run: RunFacts | None = None
+    training_state: TrainingState | None = None
+    strategy: Any = None
+    precision_plugin: Any = None
+    logger: RunLogger | None = None
+    lightning_module: Any = None
+    datamodule: Any = None
+    train_dataloader: Any = None
+    val_dataloaders: Any = None
+    current_epoch = 0
+
     def __init__(self) -> None:
-        self.run: RunFacts | None = None
-        self.training_state: TrainingState | None = None
-        self.strategy: Any = None
-        self.precision_plugin: Any = None
-        self.logger: RunLogger | None = None
-        self.lightning_module: Any = None
-        self.datamodule: Any = None
-        self.train_dataloader: Any = None
-        self.val_dataloaders: Any = None
-        self.current_epoch = 0
         self.callback_metrics: dict[str, Any] = {}
         self.lr_scheduler_configs: list[Any] = []
         self.callbacks: list[Any] = []

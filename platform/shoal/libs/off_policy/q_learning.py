@@ -95,7 +95,7 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
             return False
         return True
 
-    def take_demonstrations(self) -> bool:
+    def clone_demonstrations(self) -> bool:
         assert self.demonstrations is not None
         if self._generation != self.demonstrations.generation:
             self._generation, segments = self.demonstrations.generation, list(self.demonstrations.get_segments())

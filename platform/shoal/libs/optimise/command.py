@@ -37,7 +37,6 @@ from shoal.libs.optimise.search import Outcome
 from shoal.libs.optimise.search import optimise as search
 from shoal.libs.optimise.steps import STEPS
 
-COSTS = ("latency", "batch", "size", "flops")
 NONE = "none"
 FILE_WIDTH = 140
 _COSTS = {
@@ -68,7 +67,7 @@ _COSTS = {
 @click.option("--try", "steps", default=None, metavar="STEPS", help=f"Of {','.join(STEPS)}, or none; default: all.")
 @click.option("--metric", default="", help="That may drop; default: that of stop, or the first but the loss.")
 @click.option(
-    "--by", "cost", type=click.Choice(COSTS), default="latency", show_default=True, help="What is to be small."
+    "--by", "cost", type=click.Choice(list(_COSTS)), default="latency", show_default=True, help="What is to be small."
 )
 @click.option("--batch", default=32, show_default=True, type=int, help="Samples of the second latency.")
 @click.option("--temperature", default=2.0, show_default=True, type=float, help="Of the distillation.")
@@ -193,7 +192,10 @@ def _make_cells(outcome: Outcome, index: int, is_on_front: bool) -> list[str]:
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
     rows = [
         {
-            **{"steps": list(model.steps), "run": model.run_id, **asdict(measured), "chosen": index == outcome.chosen},
+            "steps": list(model.steps),
+            "run": model.run_id,
+            **asdict(measured),
+            "chosen": index == outcome.chosen,
             "verdict": asdict(outcome.verdicts[index]),
         }
         for index, (model, measured) in enumerate(zip(outcome.models, outcome.measured, strict=True))

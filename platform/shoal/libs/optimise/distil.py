@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.extend.parallel import Loss, Mean
 from shoal.extend.registry import ModelFactory, Registry
 from shoal.extend.train import Task, make_task
-from shoal.libs.optimise.entry import build_network, read_payload
+from shoal.libs.optimise.entry import build_module, build_network, read_payload
 
 
 class Distillation(Task):
@@ -68,9 +68,7 @@ class Distillation(Task):
         return {"loss": total, "distillation": distilled}
 
     def model(self) -> nn.Module:
-        network = self._student.build()
-        assert isinstance(network, nn.Module)
-        return network
+        return build_module(self._student)
 
 
 def _ask_task(method: str) -> Callable[..., Any]:

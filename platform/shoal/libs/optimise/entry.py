@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError
 from shoal.extend.registry import ModelFactory, find_callable, load_source
 from shoal.extend.serve import PrecisionConverter
-from shoal.extend.train import Hook
 from shoal.weights import WeightFile, WeightSnapshot
 from shoal.weights.tensor_files import read_tensors
 
@@ -54,10 +53,16 @@ def hook_kwargs(teacher: ModelFactory) -> dict[str, Any]:
     return {"hooks": teacher.model_dump()} if teacher.preprocess or teacher.postprocess else {}
 
 
+def build_module(factory: ModelFactory) -> nn.Module:
+    """A module of PyTorch's with fresh weights. Raises ConfigError."""
+    module = factory.build()
+    assert isinstance(module, nn.Module)
+    return module
+
+
 def build(network: Mapping[str, Any], precision: Precision, hooks: object = None) -> nn.Module:
     """A network with fresh weights. Raises ConfigError."""
-    module = ModelFactory.parse(network).build()
-    assert isinstance(module, nn.Module)
+    module = build_module(ModelFactory.parse(network))
     if precision != "fp32":
         PrecisionConverter(precision, module)
     return Bf16Network(module) if precision == "bf16" else module
@@ -71,8 +76,7 @@ def read_payload(snapshot: WeightSnapshot) -> bytes:
 
 def build_network(factory: ModelFactory, payload: bytes) -> nn.Module:
     """A module of the registry with its weights, frozen. Raises ConfigError."""
-    network = factory.build()
-    assert isinstance(network, nn.Module)
+    network = build_module(factory)
     network.load_state_dict(safetensors.torch.load(payload))
     return network.eval().requires_grad_(False)
 
@@ -96,16 +100,14 @@ def build_student(source: str, reference: str, kwargs: Mapping[str, Any]) -> nn.
     return module
 
 
-def preprocess(hooks: Mapping[str, Any], **_: Any) -> Hook | None:
+def preprocess(hooks: Mapping[str, Any], **_: Any) -> Any:
     """The teacher's step before the network. Raises ConfigError."""
-    hook: Hook | None = ModelFactory.parse(hooks).make_hook("preprocess")
-    return hook
+    return ModelFactory.parse(hooks).make_hook("preprocess")
 
 
-def postprocess(hooks: Mapping[str, Any], **_: Any) -> Hook | None:
+def postprocess(hooks: Mapping[str, Any], **_: Any) -> Any:
     """The teacher's step after the network. Raises ConfigError."""
-    hook: Hook | None = ModelFactory.parse(hooks).make_hook("postprocess")
-    return hook
+    return ModelFactory.parse(hooks).make_hook("postprocess")
 
 
 def name_outputs(outputs: Any) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,9 @@ def score_network(
 
 def measure_latencies(forwards: Sequence[Forward], inputs: Arrays) -> list[float]:
     """The median seconds of each forward, on one thread: in rounds, so that all meet the same moments of a machine."""
-    with one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         estimates = [max(_time_calls(forward, inputs, 1) for _ in range(2)) for forward in forwards]
         calls = [max(1, round(SLICE_S / max(each, 1e-9))) for each in estimates]
         slowest_s = max(number * each for number, each in zip(calls, estimates, strict=True))
@@ -118,18 +119,9 @@ def measure_latencies(forwards: Sequence[Forward], inputs: Arrays) -> list[float
         for _ in range(rounds):
             for index, forward in enumerate(forwards):
                 times[index].append(_time_calls(forward, inputs, calls[index]) / calls[index])
-    return [statistics.median(each) for each in times]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch computes on one thread within."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
     finally:
         torch.set_num_threads(threads)
+    return [statistics.median(each) for each in times]
 
 
 def _time_calls(forward: Callable[[Arrays], Any], inputs: Arrays, calls: int) -> float:

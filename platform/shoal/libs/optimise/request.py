@@ -22,7 +22,7 @@ from shoal.extend.runs import infer_direction
 from shoal.extend.train import Task, TrainSpec, choose_metric, load_data, make_task, spec_from_overrides
 from shoal.libs.optimise.choice import Cost, MaxDrop
 from shoal.libs.optimise.distil import list_tensors
-from shoal.libs.optimise.entry import build_network, name_outputs, read_payload
+from shoal.libs.optimise.entry import build_module, build_network, name_outputs, read_payload
 from shoal.libs.optimise.measure import count_network_flops
 from shoal.libs.optimise.steps import STEPS, Model, Step, require_step
 from shoal.libs.optimise.student import TASK_FACTORY, Student, choose_default_student, parse_student
@@ -115,7 +115,11 @@ def open_subject(request: OptimiseRequest) -> Subject:
     measured = Data(data.validation, collate=data.get_settings("validation").collate)
     batches = [load_first_batch(measured, each, is_exact=True) for each in (1, 2, request.batch)]
     inputs = tuple(task.inputs(each) for each in batches)
-    _require_inputs_fit(inputs[0], version, spec.task)
+    expected = version.manifest.signature.inputs
+    if len(inputs[0]) != len(expected) or not all(isinstance(each, Tensor) for each in inputs[0]):
+        given = ", ".join(type(each).__name__ for each in inputs[0])
+        problem = f"gives the network {given}; {version.ref} takes {', '.join(each.name for each in expected)}"
+        raise ConfigError("--data", spec.task, problem, "give the Task that trained it, or one with its inputs")
     outputs = run_network(network, inputs[1], "--data", spec.task, version.ref)
     list_tensors(outputs)
     metric, is_higher_better = _choose_metric(request, spec, task, outputs, batches[1])
@@ -137,9 +141,8 @@ def choose_students(request: OptimiseRequest, subject: Subject, say: Say) -> lis
         say("no distillation: no argument of the model is known as its width; name a --student")
         students = []
     if students and not subject.task.has_loss:
-        raise ConfigError(
-            "--data", subject.spec.task, "has no loss for a student", "write Task.loss, or --student none"
-        )
+        remedy = "write Task.loss, or --student none"
+        raise ConfigError("--data", subject.spec.task, "has no loss for a student", remedy)
     for each in students:
         _require_student_fits(each, subject)
     return students
@@ -204,14 +207,6 @@ def _find_spec(request: OptimiseRequest, version: ModelVersion) -> TrainSpec:
     return spec.override(request.overrides)
 
 
-def _require_inputs_fit(inputs: Sequence[Any], version: ModelVersion, task: str) -> None:
-    expected = version.manifest.signature.inputs
-    if len(inputs) != len(expected) or not all(isinstance(each, Tensor) for each in inputs):
-        given = ", ".join(type(each).__name__ for each in inputs)
-        problem = f"gives the network {given}; {version.ref} takes {', '.join(each.name for each in expected)}"
-        raise ConfigError("--data", task, problem, "give the Task that trained it, or one with its inputs")
-
-
 def _choose_metric(request: OptimiseRequest, spec: TrainSpec, task: Task, outputs: Any, batch: Any) -> tuple[str, bool]:
     """The metric, and whether more of it is better."""
     try:
@@ -232,8 +227,7 @@ def _choose_metric(request: OptimiseRequest, spec: TrainSpec, task: Task, output
 
 def _require_student_fits(student: Student, subject: Subject) -> None:
     try:
-        network = student.factory.build()
-        assert isinstance(network, nn.Module)
+        network = build_module(student.factory)
     except ConfigError as error:
         raise ConfigError("--student", student.title, error.problem, error.remedy) from error
     except Exception as error:  # user code may raise anything

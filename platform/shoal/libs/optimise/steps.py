@@ -72,8 +72,7 @@ def require_step(step: Step) -> None:
 
 
 def _convert_precision(model: Model, precision: Any, teacher: ModelFactory) -> tuple[ModelFactory, bytes]:
-    network = model.factory.build()
-    assert isinstance(network, nn.Module)
+    network = entry.build_module(model.factory)
     state = PrecisionConverter(precision, network).convert(safetensors.torch.load(model.payload))
     if precision == "bf16":
         state = {f"network.{name}": tensor for name, tensor in state.items()}

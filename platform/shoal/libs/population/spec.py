@@ -10,18 +10,34 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from shoal.config import Spec
 from shoal.extend.registry import AliasNames
 from shoal.extend.runs import LogFormat, TrackerNames, infer_direction
 from shoal.extend.train import require_direction
 from shoal.libs.population.evolution import EvolutionSpec
-from shoal.search.space import Options, SearchSpace
+from shoal.search.space import Options, SearchSpace, flatten
 
 AUGMENTATION = "augmentation."
 OPTIMIZER = "optimizer."
 TUNABLE = ("learning_rate", "momentum", "weight_decay")
+
+
+def flatten_space(space: object) -> object:
+    """Nested fields by their paths, as `space.optimizer.momentum=...` on the command line is one, as text of YAML. The
+    last of several counts, and None removes it."""
+    if not isinstance(space, Mapping):
+        return space
+    flat = dict(flatten(space))
+    return {
+        path: value if isinstance(value, str | list) else str(value)
+        for path, value in flat.items()
+        if value is not None
+    }
+
+
+Space = Annotated[dict[str, Any], BeforeValidator(flatten_space)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -68,7 +84,7 @@ class PopulationSpec(Spec):
     task: str = ""
     args: dict[str, Any] = Field(default_factory=dict)
     members: int = Field(default=30, ge=1)
-    space: dict[str, Any] = Field(default_factory=lambda: {"optimizer.learning_rate": "log(1e-3, 1e-1)"})
+    space: Space = Field(default_factory=lambda: {"optimizer.learning_rate": "log(1e-3, 1e-1)"})
     augmentation: dict[str, float] = Field(default_factory=dict)
     rounds: int = Field(default=20, ge=1)
     steps_per_round: int = Field(default=100, ge=1)
@@ -95,12 +111,6 @@ class PopulationSpec(Spec):
     name: str = ""
     aliases: AliasNames | None = None
     resume: str = ""
-
-    @field_validator("space", mode="before")
-    @classmethod
-    def _flatten_space(cls, space: object) -> object:
-        """`space.optimizer.momentum=...` on the command line is a nested field; null removes an entry."""
-        return flatten_space(space) if isinstance(space, Mapping) else space
 
     @model_validator(mode="after")
     def _fits_together(self) -> PopulationSpec:
@@ -145,7 +155,7 @@ class PopulationSpec(Spec):
         return size if size > 1 else 0
 
     @property
-    def total_steps(self) -> int:
+    def steps_per_member(self) -> int:
         """The steps of each member."""
         return self.rounds * self.steps_per_round
 
@@ -160,18 +170,3 @@ class PopulationSpec(Spec):
         """The names of all augmentations, in the order in which they are applied."""
         paths = self.hyper_parameters | self.space
         return [path.removeprefix(AUGMENTATION) for path in paths if path.startswith(AUGMENTATION)]
-
-
-def flatten_space(space: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
-    """Nested fields by their paths; the last of several counts, and None removes it."""
-    flat: dict[str, Any] = {}
-    for name, value in space.items():
-        path = f"{above}{name}"
-        if isinstance(value, Mapping):
-            flat |= flatten_space(value, f"{path}.")
-        else:
-            flat[path] = value
-    if above:
-        return flat
-    plain = {path: value if isinstance(value, str | list) else str(value) for path, value in flat.items()}  # as YAML
-    return {path: value for path, value in plain.items() if flat[path] is not None}

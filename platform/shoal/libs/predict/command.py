@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +110,18 @@ def predict(
       shoal predict smollm --text "What is a shoal?" --with max_tokens=60 --with temperature=0
       shoal predict smollm --text @questions.jsonl --output json
     """
-    for file in (*([] if json_file in (None, "-") else [json_file]), *([table] if table else []), *images, *arrays):
-        read.require_file(str(file))
+    for file in (json_file, table, *images, *arrays):
+        if file not in (None, "-"):
+            read.require_file(str(file))
     name, ref = model.partition("@")[0], re.sub("^[^:@]*:", "", model)  # as requested, and as registered: an adapter's
     version = None if not (word := split_ref(ref)[1]) else int(word) if word.isdigit() else Registry().get(ref).version
     kinds: dict[str, tuple[object, _Reader]] = {
-        "ROW": (rows, lambda inputs: read.from_rows(rows, inputs)),
-        "--input": (arguments, lambda inputs: read.parse_arguments(arguments, inputs)),
+        "ROW": (rows, partial(read.from_rows, rows)),
+        "--input": (arguments, partial(read.parse_arguments, arguments)),
         "--json": (json_file, lambda inputs: read.from_json(json_file or "-", inputs, has_rows=has_rows)),
-        "--csv or --parquet": (table, lambda inputs: read.from_table(table or Path(), columns, inputs)),
-        "--image": (images, lambda inputs: read.from_images(images, white, inputs)),
-        "--npy": (arrays, lambda inputs: read.from_arrays(arrays, inputs)),
+        "--csv or --parquet": (table, partial(read.from_table, table or Path(), columns)),
+        "--image": (images, partial(read.from_images, images, white)),
+        "--npy": (arrays, partial(read.from_arrays, arrays)),
         "--text": (texts, lambda _: {}),
     }
     given = [kind for kind, (value, _) in kinds.items() if value]

@@ -23,6 +23,8 @@ from shoal.errors import DataError, needs_extra
 from shoal.extend.serve import ArrayLike, decode_rows, is_integer, read_picture, summarize_error
 from shoal.open_inference.messages import TensorDescription, TensorMetadata, describe_tensor
 
+Inputs = Sequence[TensorDescription]
+Arrays = dict[str, ArrayLike]
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError)
 
 
@@ -32,12 +34,12 @@ def require_file(argument: str) -> None:
         raise DataError("file", argument, "is not there", f"paths are looked up from {Path.cwd()}")
 
 
-def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def parse_arguments(arguments: Sequence[str], inputs: Inputs) -> Arrays:
     """`x=1,2,3`, `x=[[1, 2], [3, 4]]`, or without `x=` for the only input; repeated words for one input add rows.
 
     A text for BYTES is one value, commas and blanks included, unless it is a JSON list.
     """
-    arrays: dict[str, ArrayLike] = {}
+    arrays: Arrays = {}
     for argument in arguments:
         spec, text = _split_target("input", argument, inputs)
         values = (
@@ -55,7 +57,7 @@ def parse_arguments(arguments: Sequence[str], inputs: Sequence[TensorDescription
     return arrays
 
 
-def from_rows(rows: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def from_rows(rows: Sequence[str], inputs: Inputs) -> Arrays:
     """JSON objects with a field for each column, or lists of them."""
     listed: list[Any] = []
     for row in rows:
@@ -64,12 +66,12 @@ def from_rows(rows: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[
     return {**decode_rows(inputs, listed)}
 
 
-def add_rows(inputs: Sequence[TensorDescription]) -> list[TensorMetadata]:
+def add_rows(inputs: Inputs) -> list[TensorMetadata]:
     """The inputs of a model without a batch, with a dimension of rows ahead, each of which is a request."""
     return [TensorMetadata(spec.name, spec.datatype, [-1, *spec.shape], spec.columns, spec.kind) for spec in inputs]
 
 
-def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool = True) -> dict[str, ArrayLike]:
+def from_json(path: str, inputs: Inputs, *, has_rows: bool = True) -> Arrays:
     """An object of inputs, rows, or a request of the protocol; `-` is standard input.
 
     Rows are objects of inputs, or values of the only input.
@@ -97,7 +99,7 @@ def from_json(path: str, inputs: Sequence[TensorDescription], *, has_rows: bool 
     raise DataError("json", path, "is neither inputs nor rows", remedy)
 
 
-def _parse_request(path: str, tensors: list[Any], has_rows: bool) -> dict[str, ArrayLike]:
+def _parse_request(path: str, tensors: list[Any], has_rows: bool) -> Arrays:
     try:
         arrays = {
             each["name"]: np.array(each["data"], _choose_numpy_dtype(each.get("datatype"))).reshape(each["shape"])
@@ -112,18 +114,14 @@ def _parse_request(path: str, tensors: list[Any], has_rows: bool) -> dict[str, A
     return {**arrays}
 
 
-def _parse_named_inputs(
-    path: str, content: Mapping[str, Any], inputs: Sequence[TensorDescription]
-) -> dict[str, ArrayLike]:
+def _parse_named_inputs(path: str, content: Mapping[str, Any], inputs: Inputs) -> Arrays:
     specs = {spec.name: spec for spec in inputs}
     if unknown := [name for name in content if name not in specs]:
         raise DataError("json", path, f"the model has no input {unknown[0]!r}", _list_inputs(inputs))
     return {name: _reshape_rows("json", path, rows, specs[name]) for name, rows in content.items()}
 
 
-def _parse_rows(
-    path: str, rows: Sequence[Mapping[str, Any]], inputs: Sequence[TensorDescription]
-) -> dict[str, ArrayLike]:
+def _parse_rows(path: str, rows: Sequence[Mapping[str, Any]], inputs: Inputs) -> Arrays:
     """One object for each row. Raises DataError when one differs from the first."""
     for number, row in enumerate(rows):
         if row.keys() != rows[0].keys():
@@ -136,7 +134,7 @@ def _parse_rows(
     return arrays
 
 
-def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def from_table(path: Path, columns: Sequence[str], inputs: Inputs) -> Arrays:
     """Columns of a CSV or Parquet file; `open_inference.tables` defines which."""
     with needs_extra("data"):
         import pyarrow as pa
@@ -176,9 +174,9 @@ def from_table(path: Path, columns: Sequence[str], inputs: Sequence[TensorDescri
     return {name: [row for part in parts for row in part[name]] for name in parts[0]}
 
 
-def from_arrays(arguments: Sequence[str], inputs: Sequence[TensorDescription]) -> dict[str, ArrayLike]:
+def from_arrays(arguments: Sequence[str], inputs: Inputs) -> Arrays:
     """`.npy` files, each for the only input or as `x=FILE`; a `.npz` with the inputs by name."""
-    found: dict[str, ArrayLike] = {}
+    found: Arrays = {}
     for argument in arguments:
         if argument.endswith(".npz"):
             arrays = _load_arrays(argument)
@@ -215,9 +213,7 @@ def _load_arrays(file: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def from_images(
-    paths: Sequence[Path], white: float | None, inputs: Sequence[TensorDescription]
-) -> dict[str, ArrayLike]:
+def from_images(paths: Sequence[Path], white: float | None, inputs: Inputs) -> Arrays:
     """Images as rows of the only input, in its size and channels (1 or 3, before or after height and width).
 
     white: the value of a white pixel; None for 255 in integers and 1.0 in floats
@@ -228,9 +224,7 @@ def from_images(
     return {spec.name: np.stack(pictures) if is_one_size else pictures}
 
 
-def _split_target(
-    field: str, argument: str, inputs: Sequence[TensorDescription], *, is_file: bool = False
-) -> tuple[TensorDescription, str]:
+def _split_target(field: str, argument: str, inputs: Inputs, *, is_file: bool = False) -> tuple[TensorDescription, str]:
     """The input of `x=...`, and the text after it."""
     specs = {spec.name: spec for spec in inputs}
     name, is_named, text = argument.partition("=")
@@ -241,14 +235,14 @@ def _split_target(
     return _require_single_input(field, argument, inputs), argument
 
 
-def _require_single_input(field: str, argument: str, inputs: Sequence[TensorDescription]) -> TensorDescription:
+def _require_single_input(field: str, argument: str, inputs: Inputs) -> TensorDescription:
     if len(inputs) != 1:
         remedy = f"write {inputs[0].name}=...; {_list_inputs(inputs)}"
         raise DataError(field, argument, "does not say for which input", remedy)
     return inputs[0]
 
 
-def _list_inputs(inputs: Sequence[TensorDescription]) -> str:
+def _list_inputs(inputs: Inputs) -> str:
     """`inputs: x: FP32 [any, 3], y: INT64 [any]`."""
     return "inputs: " + ", ".join(f"{spec.name}: {describe_tensor(spec)}" for spec in inputs)
 
@@ -313,7 +307,7 @@ def _parse_json(field: str, argument: str, text: str) -> Any:
         raise DataError(field, argument, f"is not JSON: {error}", "for example [[1, 2], [3, 4]]") from None
 
 
-def split_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[dict[str, ArrayLike]]:
+def split_requests(arrays: Mapping[str, ArrayLike], max_rows: int) -> list[Arrays]:
     """Split into requests of at most `max_rows` rows, in order, each with rows of equal shapes.
 
     Raises DataError when the inputs have different numbers of rows.

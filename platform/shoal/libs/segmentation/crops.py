@@ -183,15 +183,14 @@ def _draw_grid(pictures: Tensor, size: int, chosen: Distortion) -> Tensor:
     scales = torch.exp(_uniform(num, math.log(chosen.scale)) * is_warped)
     mirror = torch.where(torch.rand(num) < 0.5, -1.0, 1.0) if chosen.flips else torch.ones(num)
     cosine, sine = angles.cos() / scales, angles.sin() / scales
-    matrix = torch.stack([torch.stack([mirror * cosine, -sine], 1), torch.stack([mirror * sine, cosine], 1)], 1)
-    steps = torch.arange(size) - (size - 1) / 2
-    down, right = torch.meshgrid(steps, steps, indexing="ij")
-    positions = torch.stack([right, down], -1).view(1, -1, 2) @ matrix.transpose(1, 2)  # [B, S * S, 2]
+    still = torch.zeros(num)
+    matrix = torch.stack([mirror * cosine, -sine, still, mirror * sine, cosine, still], 1).view(num, 2, 3)
+    grid = functional.affine_grid(matrix * (size / side), [num, 1, size, size], align_corners=False)
     if chosen.elastic:
         nodes = (2 * torch.rand(num, 2, 5, 5) - 1) * chosen.elastic * is_warped.view(-1, 1, 1, 1)
         field = functional.interpolate(nodes, size=(size, size), mode="bicubic", align_corners=True)
-        positions = positions + field.flatten(2).transpose(1, 2)
-    return (positions * (2 / side)).view(num, size, size, 2).to(pictures.device)
+        grid = grid + field.movedim(1, -1) * (2 / side)
+    return grid.to(pictures.device)
 
 
 def relight(pictures: Tensor, chosen: Distortion) -> Tensor:

@@ -29,6 +29,8 @@ DOWN = np.pi / 2  # the angle of gravity: y grows downwards
 STEP = 0.01  # of a root that grows
 OVERSAMPLING = 3
 
+Random = np.random.Generator
+Size = tuple[int, int]  # of a picture: height and width
 Range = tuple[float, float]
 
 
@@ -68,9 +70,7 @@ class Organ:
     radii: np.ndarray
 
 
-def simulate(
-    num_plants: int, per_plant: int, style: Style, size: tuple[int, int] = (256, 192), seed: int = 0
-) -> list[Photograph]:
+def simulate(num_plants: int, per_plant: int, style: Style, size: Size = (256, 192), seed: int = 0) -> list[Photograph]:
     """`per_plant` photographs of each plant, uint8 of size (H, W), named pN_M."""
     photographs = []
     for plant in range(num_plants):
@@ -81,7 +81,7 @@ def simulate(
     return photographs
 
 
-def grow(random: np.random.Generator, style: Style) -> list[Organ]:
+def grow(random: Random, style: Style) -> list[Organ]:
     """The organs of a plant whose collar is at (0, 0): the last are drawn over the first."""
     wander = random.uniform(*style.wander)
     main_radius, fine_radius = random.uniform(*style.main_radius), random.uniform(*style.secondary_radius)
@@ -104,7 +104,7 @@ def grow(random: np.random.Generator, style: Style) -> list[Organ]:
 
 
 def _grow_line(
-    random: np.random.Generator, start: np.ndarray, angle: float, length: float, wander: float, gravity: float
+    random: Random, start: np.ndarray, angle: float, length: float, wander: float, gravity: float
 ) -> np.ndarray:
     """Points [N, 2] at equal distances: the direction is a random walk that gravity draws downwards."""
     count = max(int(length / STEP), 2)
@@ -117,9 +117,7 @@ def _grow_line(
     return points
 
 
-def photograph(
-    organs: Sequence[Organ], random: np.random.Generator, style: Style, size: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
+def photograph(organs: Sequence[Organ], random: Random, style: Style, size: Size) -> tuple[np.ndarray, np.ndarray]:
     """A photograph uint8 [3, H, W] and its classes uint8 [H, W]."""
     height, width = size
     angle, scale = random.normal(0, 0.08), random.uniform(0.9, 1.08)
@@ -149,7 +147,7 @@ def photograph(
     return _expose(picture, random, style), classes
 
 
-def _expose(picture: np.ndarray, random: np.random.Generator, style: Style) -> np.ndarray:
+def _expose(picture: np.ndarray, random: Random, style: Style) -> np.ndarray:
     """Uneven light, the lens and the sensor: float [H, W, 3] to uint8 [3, H, W]."""
     size = picture.shape[:2]
     light = 1 + 0.2 * _draw_noise(random, size, (2,)) + random.normal(0, 0.05)
@@ -159,7 +157,7 @@ def _expose(picture: np.ndarray, random: np.random.Generator, style: Style) -> n
     return np.ascontiguousarray(noisy.clip(0, 255).round().astype(np.uint8).transpose(2, 0, 1))
 
 
-def _draw(organs: Sequence[Organ], size: tuple[int, int]) -> np.ndarray:
+def _draw(organs: Sequence[Organ], size: Size) -> np.ndarray:
     """The share of each pixel that the organs cover: [H, W] of 0 to 1."""
     height, width = size
     canvas = Image.new("L", (width * OVERSAMPLING, height * OVERSAMPLING))
@@ -175,7 +173,7 @@ def _draw(organs: Sequence[Organ], size: tuple[int, int]) -> np.ndarray:
     return np.asarray(canvas.resize((width, height), Image.Resampling.BOX), np.float32) / 255
 
 
-def _draw_background(random: np.random.Generator, style: Style, size: tuple[int, int], level: float) -> np.ndarray:
+def _draw_background(random: Random, style: Style, size: Size, level: float) -> np.ndarray:
     """The texture in colour, with fibres on it: float [H, W, 3]."""
     texture = _TEXTURES[random.choice(style.textures)](random, size)
     tint = random.uniform(0.8, 1.1, 3) * [1.05, 0.95, 0.85]
@@ -188,7 +186,7 @@ def _draw_background(random: np.random.Generator, style: Style, size: tuple[int,
     return picture.astype(np.float32)
 
 
-def _draw_noise(random: np.random.Generator, size: tuple[int, int], grids: Sequence[int]) -> np.ndarray:
+def _draw_noise(random: Random, size: Size, grids: Sequence[int]) -> np.ndarray:
     """Smooth noise [H, W] with a standard deviation of about 0.5: grids of random numbers, enlarged."""
     height, width = size
     total = np.zeros(size, np.float32)
@@ -198,12 +196,12 @@ def _draw_noise(random: np.random.Generator, size: tuple[int, int], grids: Seque
     return total
 
 
-def _draw_soil(random: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+def _draw_soil(random: Random, size: Size) -> np.ndarray:
     strength = random.uniform(0.1, 0.5)
     return strength * (_draw_noise(random, size, (4, 12, 40)) + 0.6 * _draw_noise(random, size, (90,)))
 
 
-def _draw_pebbles(random: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+def _draw_pebbles(random: Random, size: Size) -> np.ndarray:
     """Cells around random points, each with its own grey, darker at their borders."""
     height, width = size
     down, right = np.ogrid[:height, :width]
@@ -221,7 +219,7 @@ def _draw_pebbles(random: np.random.Generator, size: tuple[int, int]) -> np.ndar
     return texture
 
 
-def _draw_cloth(random: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+def _draw_cloth(random: Random, size: Size) -> np.ndarray:
     """A weave of threads, a few pixels wide and slightly bent."""
     down, right = np.mgrid[: size[0], : size[1]].astype(np.float32)
     bend = 6 * _draw_noise(random, size, (3,))

@@ -193,8 +193,8 @@ def _pad(picture: Tensor, tile: int) -> Tensor:
 def _find_starts(size: int, tile: int, overlap: float) -> list[int]:
     """The first pixel of each tile along one side: evenly spaced, at most (1 - overlap) tiles apart."""
     step = max(round(tile * (1 - overlap)), 1)
-    count = -(-(size - tile) // step) + 1
-    return [round(index * (size - tile) / max(count - 1, 1)) for index in range(count)]
+    starts: list[int] = np.linspace(0, size - tile, -(-(size - tile) // step) + 1).round().astype(int).tolist()
+    return starts
 
 
 def remove_background(pictures: Tensor, kernel: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.search.space import flatten
 from shoal.sources.source import Delivery, MalformedPayload, Payload, hash_message, reject_payload
 
 MAX_NAME_CHARS = 200
@@ -187,7 +188,7 @@ class MessageParser:
                     seen.add(wanted)
                     yield wanted, found
                 continue
-            for path, value in _flatten(content):
+            for path, value in flatten(content):
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 if is_number and path != self._time_field and path not in seen and fnmatchcase(path, wanted):
                     seen.add(path)
@@ -212,14 +213,6 @@ def _find_field(content: Any, path: str, missing: Any = None) -> Any:
             return missing
         content = content[name]
     return content
-
-
-def _flatten(content: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{before}{name}.")
-        else:
-            yield before + name, value
 
 
 def _is_number(text: str) -> bool:

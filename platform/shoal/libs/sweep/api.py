@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.api import attachment, load_run, make_train_spec
 from shoal.libs.sweep.loop_spec import is_loop_recipe, load_loop_recipe, make_own_space
 from shoal.libs.sweep.spec import SweepSpec, check_sweep, remove_target
-from shoal.libs.sweep.trials import Sweep, list_fields, load_sweep
-from shoal.search.space import SearchSpace
+from shoal.libs.sweep.trials import Sweep, load_sweep
+from shoal.search.space import SearchSpace, flatten
 
 if TYPE_CHECKING:
     from shoal.extend.train import Task, TrainSpec
@@ -43,7 +43,7 @@ def sweep(
         loop = load_loop_recipe(task).update(train or {})
         trial = {"loop": loop.model_dump()}
         if space is None:
-            trial |= make_own_space(loop, dict(list_fields(train or {})))
+            trial |= make_own_space(loop, dict(flatten(train or {})))
     else:
         base = make_train_spec(task, train or {})
         if isinstance(task, str) and "target" not in (train or {}).get("stop", {}):

@@ -16,7 +16,7 @@ from ray.tune import Trainable
 
 from shoal.device_memory import limit_device_memory
 from shoal.extend.runs import RunRecorder
-from shoal.extend.train import JOBS, Backend, EventLog, TrainSpec, validate_run
+from shoal.extend.train import Backend, EventLog, TrainSpec, change_to_task_folder, validate_run
 from shoal.gc_freeze import freeze_loaded_objects
 from shoal.libs.sweep.loop_spec import add_module_folders
 from shoal.libs.sweep.trial import Trial, TrialRun, TrialSetting, is_remote, make_run_id
@@ -40,13 +40,6 @@ def parse_trial_name(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def find_working_folder(task: str, folder: Path) -> Path | None:
-    """The folder of relative paths: the driver's own, or the present one where Ray has sent a copy."""
-    place = task.partition(":")[0]
-    names = [Path(place)] if place.endswith(".py") else [JOBS / f"{place}.py"]
-    return next((each for each in (folder, Path.cwd()) if any((each / name).is_file() for name in names)), None)
-
-
 class TuneTrial(Trainable):
     """One trial at a time. Its number is in its name, since a copy of another trial has that one's parameters."""
 
@@ -54,8 +47,7 @@ class TuneTrial(Trainable):
         assert setting is not None
         self._is_remote = is_remote(setting)
         os.environ["SHOAL_HOME"] = str(setting.home)
-        if folder := find_working_folder(setting.spec.source, setting.working_folder):
-            os.chdir(folder)
+        change_to_task_folder(setting.spec.source, setting.working_folder)
         if setting.spec.loop is not None:
             add_module_folders(setting.spec.loop.recipe)
         with freeze_loaded_objects():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -29,6 +29,7 @@ from shoal.extend.runs import (
     format_value,
 )
 from shoal.libs.sweep.loop_spec import LoopTrialSpec
+from shoal.search.space import flatten
 
 SWEEPING = "sweeping"
 _COPIED, _ENDED = "trial_copied", "trial_ended"
@@ -195,7 +196,7 @@ def list_best_commands(run: Run, best: SweepTrial) -> list[str]:
     models = [f"shoal serve deploy {each.name}@{each.version}" for each in run.models().itertuples()]
     fields = yaml.safe_load(run.spec) or {}
     loop = fields.get("loop")
-    words = dict(list_fields(loop or fields.get("train") or {})) | best.parameters
+    words = dict(flatten(loop or fields.get("train") or {})) | best.parameters
     command = ["shoal", "run", words.pop("recipe", "train")]
     if loop:  # a run of the job, which a trial is not
         command += ["--actors", str(words.pop("actors", LoopTrialSpec().actors))]
@@ -205,15 +206,6 @@ def list_best_commands(run: Run, best: SweepTrial) -> list[str]:
         for path, value in words.items()
     ]
     return [*models, format_masked_command([*command, *named])]
-
-
-def list_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested fields by their paths."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from list_fields(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def load_history(run: Run, number: int, metric: str) -> History:

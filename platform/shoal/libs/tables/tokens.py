@@ -35,7 +35,7 @@ class TableTokens(NamedTuple):
 @torch.no_grad()
 def prepare(x: Tensor, y: Tensor, x_query: Tensor) -> TableTokens:
     """Standardise, predict in closed form, and describe cells and rows."""
-    (B, C, D), T = x.shape, y.shape[2]
+    (_, C, D), T = x.shape, y.shape[2]
     everything = torch.cat([x, x_query], 1).double()
     values, is_known, exists = standardise_columns(everything, C)  # [B, R, D], [B, D]
     is_labelled = ~y.isnan()  # [B, C, T]
@@ -43,12 +43,15 @@ def prepare(x: Tensor, y: Tensor, x_query: Tensor) -> TableTokens:
     standard = torch.where(is_labelled, (y.double() - location) / unit, 0.0)
     is_context = exists_row = (is_known[:, :C] & exists.unsqueeze(1)).any(-1) | is_labelled.any(-1)
     is_context = is_context | ~exists_row.any(1, keepdim=True)
-    flat = standard.transpose(1, 2).reshape(B * T, C)
-    labelled = is_labelled.transpose(1, 2).reshape(B * T, C)
+
+    def by_problem(values: Tensor) -> Tensor:  # [B, rows, T] to [BT, rows]
+        return values.transpose(1, 2).flatten(0, 1)
+
+    flat, labelled = by_problem(standard), by_problem(is_labelled)
     many, column_exists = values.repeat_interleave(T, 0), exists.repeat_interleave(T, 0)
     predictions = Predictions(*(each.float() for each in predict_closed_form(many, column_exists, flat, labelled)))
     rows, centre, scale = describe_rows(predictions, flat.float(), labelled, column_exists)
-    units = unit.transpose(1, 2).reshape(B * T, 1)
+    units = by_problem(unit)
     features = torch.cat([many, add_other_targets(standard, values.shape[1])], -1)
     known = torch.cat([is_known.repeat_interleave(T, 0), add_other_targets(is_labelled, values.shape[1])], -1)
     all_columns = torch.cat([column_exists, known[:, :C, D:].any(1)], 1)
@@ -59,7 +62,7 @@ def prepare(x: Tensor, y: Tensor, x_query: Tensor) -> TableTokens:
         rows,
         is_context.repeat_interleave(T, 0),
         all_columns | nothing,
-        (location.transpose(1, 2).reshape(B * T, 1) + centre * units)[:, C:].to(y.dtype),
+        (by_problem(location) + centre * units)[:, C:].to(y.dtype),
         (scale * units)[:, C:].to(y.dtype),
     )
 

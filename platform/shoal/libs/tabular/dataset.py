@@ -130,7 +130,11 @@ def table(
     notes = list[str]()
     if given is None:
         remarks = {name: note for name, (_, note) in chosen.items() if note} | dict.fromkeys(leave_out, "left out")
-        remarks |= _find_unusable(values, kinds, explicit, num_rows)
+        remarks |= {
+            name: f"left out: it {reason}; {quote(f'columns.{name}={kind}')} takes it in"
+            for name, kind in kinds.items()
+            if name not in explicit and (reason := find_unusable(name, values[name][:num_rows], kind))
+        }
         all_kinds = kinds | {target: chosen[target][0]}
         notes = _describe_columns(full, values, all_kinds, remarks | {target: "the target"})
         kinds = {name: kind for name, kind in kinds.items() if not remarks.get(name, "").startswith("left out")}
@@ -244,17 +248,6 @@ def _divide(
         shown = validation if isinstance(validation, str | float) else type(validation).__name__
         raise DataError("validation", shown, f"leaves one part of {len(rows)} rows empty", "give another share")
     return np.concatenate([rows[is_training], rows[~is_training]]), int(is_training.sum())
-
-
-def _find_unusable(
-    values: Mapping[str, Values], kinds: Mapping[str, str], explicit: Mapping[str, str], num_rows: int
-) -> dict[str, str]:
-    """Why columns that teach nothing are left out, unless their kinds are explicit."""
-    return {
-        name: f"left out: it {reason}; {quote(f'columns.{name}={kind}')} takes it in"
-        for name, kind in kinds.items()
-        if name not in explicit and (reason := find_unusable(name, values[name][:num_rows], kind))
-    }
 
 
 def _hold_back(answers: Values, is_class: bool, share: float, seed: int, order: Values | None) -> np.ndarray:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from shoal.batch_tree import count_samples
 from shoal.errors import PlanError
@@ -51,8 +50,9 @@ from shoal.parallel.pipeline.stages import (
     shape_key,
 )
 from shoal.parallel.spec import ParallelDims, ParallelSpec, Precision
-from shoal.parallel.spmd.rank_consistency import BlockUsageCheck, check_buffers
-from shoal.parallel.state import gradients, state_dict
+from shoal.parallel.spmd.base import PlannedModel
+from shoal.parallel.spmd.rank_consistency import BlockUsageCheck
+from shoal.parallel.state import gradients
 from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.tensor.apply import agree_on_tensor_plan, split_dropouts, split_layers
 from shoal.parallel.tensor.plan import TensorPlan
@@ -103,7 +103,7 @@ def build_pipeline(
     return pipelined
 
 
-class PipelineModel(ParallelModel):
+class PipelineModel(PlannedModel):
     """The stages of this rank. The ranks of one pipeline get the same samples.
 
     layout: the contents of each stage
@@ -139,17 +139,17 @@ class PipelineModel(ParallelModel):
         self._shm_p2p: ShmP2P | None = None
         if self._groups.pipeline is not None and spec.uses_shared_memory(world.device.type):
             self._shm_p2p = ShmP2P.try_create(self._groups.pipeline)
-        self._data_ranks = DataGroup(self._groups.data) if self._groups.data is not None else None
-        if self._data_ranks is not None:
-            globalise_batch_norm(model, self._data_ranks)
+        self._ranks = DataGroup(self._groups.data) if self._groups.data is not None else None
+        if self._ranks is not None:
+            globalise_batch_norm(model, self._ranks)
         splits = layout.calls, layout.split_points
         self._dropout_rng = StageDropoutRng(seed, self.data_rank, degrees.data, world.device, *splits)
         seed_dropout(model, self._dropout_rng)
         blocks = shard_blocks(model, layout, own, mesh, spec) if mesh is not None and degrees.is_sharded else []
         self._sharded = {f"{path}.{name}" for path, block in blocks for name, _ in block.named_parameters()}
         self._usage_check: BlockUsageCheck | None = None
-        if blocks and self._data_ranks is not None:
-            self._usage_check = BlockUsageCheck(blocks, self._data_ranks, spec.dynamic)
+        if blocks and self._ranks is not None:
+            self._usage_check = BlockUsageCheck(blocks, self._ranks, spec.dynamic)
         self._weights = StageWeights(model, layout, self._stage_ranks, self._rank, world.device)
         ties = [(self._groups.make_group(ranks), names) for ranks, names in self._weights.tied_names.items()]
         kept = self._weights.local_parameters
@@ -160,7 +160,7 @@ class PipelineModel(ParallelModel):
         self._stages = {
             each: StageModule(each, self._weights.get_stage_parameters(each), self._compute_stage) for each in own
         }
-        self._schedules = ScheduleCache(self._data_ranks if degrees.is_sharded else None, world.device)
+        self._schedules = ScheduleCache(self._ranks if degrees.is_sharded else None, world.device)
         self._stage_outputs: dict[int, Tensor] = {}  # by stage, a tensor like its outputs, without memory
         self._batches: list[Any] = []  # in flight
         self._step = 0
@@ -357,24 +357,10 @@ class PipelineModel(ParallelModel):
     def load_model_state(self, state: dict[str, Any]) -> None:
         self._weights.load(state)
 
-    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
-        return state_dict.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
-
-    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
-        state_dict.load_optimizer_state(self.named_parameters(), optimizer, values)
-
-    def describe_full_weights(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        return state_dict.describe_weights(self._model.state_dict())
-
     def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
         is_first = (self.data_rank, self._groups.coordinates.tensor) == (0, 0)
         ranks = self._degrees.peers(self._world.rank, "pipeline") if is_first else None
         return self._weights.iter_full(self._rank, ranks)
-
-    def check_buffers(self) -> None:
-        if self._data_ranks is not None:
-            saved = self._weights.state()
-            check_buffers({name: each for name, each in self._model.named_buffers() if name in saved}, self._data_ranks)
 
     # -- time
 

@@ -46,7 +46,28 @@ from shoal.parallel.task_step import (
 )
 
 
-class SpmdModel(ParallelModel):
+class PlannedModel(ParallelModel):
+    """What all plans have in common."""
+
+    _ranks: DataGroup | None  # data ranks; one process has none
+
+    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
+        return state.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
+
+    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        state.load_optimizer_state(self.named_parameters(), optimizer, values)
+
+    def describe_full_weights(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        return state.describe_weights(self.modules[0].state_dict())
+
+    def check_buffers(self) -> None:
+        if self._ranks is not None:
+            saved = self.model_state()
+            buffers = self.modules[0].named_buffers()
+            check_buffers({name: each for name, each in buffers if name in saved}, self._ranks)
+
+
+class SpmdModel(PlannedModel):
     """A model that each rank calls as a whole; alone, or (with `data_group`) in parallel with ranks of other
     samples."""
 
@@ -286,11 +307,6 @@ class SpmdModel(ParallelModel):
     def clip_gradients(self, max_norm: float) -> Tensor:
         return gradients.clip(self._trainable, max_norm, self._world.device)
 
-    def check_buffers(self) -> None:
-        if self._ranks is not None:
-            saved = self.module.state_dict()
-            check_buffers({name: each for name, each in self.module.named_buffers() if name in saved}, self._ranks)
-
     @property
     def shm_sent_bytes(self) -> float:
         return self._shm_all_reduce.sent_bytes if self._shm_all_reduce else 0.0
@@ -314,21 +330,12 @@ class SpmdModel(ParallelModel):
     def load_model_state(self, values: dict[str, Any]) -> None:
         state.load_model_state(self.module, values)
 
-    def optimizer_state(self, optimizer: Optimizer, *, to_fill: bool = False) -> dict[str, Any]:
-        return state.optimizer_state(self.named_parameters(), optimizer, to_fill=to_fill)
-
-    def load_optimizer_state(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
-        state.load_optimizer_state(self.named_parameters(), optimizer, values)
-
     def loss_scale_state(self) -> dict[str, float]:
         return {} if self._loss_scale is None else self._loss_scale.state_dict()
 
     def load_loss_scale_state(self, state: dict[str, float]) -> None:
         if self._loss_scale is not None and state:
             self._loss_scale.load_state_dict(state)
-
-    def describe_full_weights(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        return state.describe_weights(self.model_state())
 
     def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
         return state.iter_weights(self.model_state(), keep=self._world.is_first)

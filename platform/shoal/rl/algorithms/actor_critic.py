@@ -297,7 +297,7 @@ class ActorCriticAlgorithm(Algorithm):
             for chosen in torch.randperm(len(lengths)).tensor_split(num_minibatches):
                 yield np.isin(segments, chosen.numpy()), int(lengths[chosen.numpy()].sum())
 
-    def take_demonstrations(self) -> bool:
+    def clone_demonstrations(self) -> bool:
         """Steps of cloning alone: a batch of experience has few, and comes from a policy that was shown nothing."""
         assert self.demonstrations is not None
         num_steps = self.demonstrations.take_cloning_steps()

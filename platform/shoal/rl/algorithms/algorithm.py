@@ -81,7 +81,7 @@ class Algorithm(ABC):
         algorithm is off-policy, and needs no behaviour policy."""
         raise NotImplementedError
 
-    def take_demonstrations(self) -> bool:
+    def clone_demonstrations(self) -> bool:
         """Take in what others have shown since the last call, before an update; whether the weights have changed."""
         return False
 

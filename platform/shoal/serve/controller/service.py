@@ -29,6 +29,7 @@ from shoal.serve.controller.state import Event, StateFile
 from shoal.serve.controller.status import StatusReporter
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.replica_report import ReplicaReport
+from shoal.weights import WeightSnapshot
 
 TICK_S = 0.25
 STALL_S = LEASE_S / 2  # a tick this late was stalled, and so were the replicas' reports
@@ -62,8 +63,7 @@ class ControllerService:
             audit=self._audit.record_change,
             memory_bytes=spec.memory,
         )
-        self.leave, self.request_load = controller.leave, controller.assignments.request_load
-        self.store_weights, self.fetch_weights = controller.live.store_weights, controller.live.fetch_weights
+        self.request_load = controller.assignments.request_load
         self._admin_api = AdminApi(controller, config.registry, spec.options)
         self._watch = CertificateWatch(spec.tls.files, find_ingress_folder()) if spec.tls is not None else None
         self._polled_s = -POLL_S
@@ -93,6 +93,15 @@ class ControllerService:
         others = self._controller.report(report)
         self._audit.record_auth_failures([report, *others])
         return others
+
+    async def leave(self, replica: str) -> None:
+        self._controller.leave(replica)
+
+    async def store_weights(self, model: str, snapshot: WeightSnapshot) -> None:
+        self._controller.live.store_weights(model, snapshot)
+
+    async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None:
+        return self._controller.live.fetch_weights(model, version)
 
     async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
         with self._audit.audit_request(str(change.get("action", "")), change, by):

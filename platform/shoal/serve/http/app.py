@@ -83,7 +83,6 @@ class RestApp:
 
     metrics: builds the answer to GET /metrics, in Prometheus' text format; without it the path does not exist
     tracer:  traces inferences; without it none is traced
-    root:    the path before all of its own
     """
 
     def __init__(
@@ -94,12 +93,10 @@ class RestApp:
         limits: RequestLimits | None = None,
         metrics: Callable[[Caller], bytes] | None = None,
         tracer: TracerProtocol | None = None,
-        root: str = "",
     ) -> None:
         self._manager = host
         self._access = access
         self._tracer = tracer
-        self._root = root
         self._limits = limits = limits or RequestLimits()
         self._in_progress = RequestsInProgress(limits)
         # A JSON number of two bytes takes eight in the form that replicas send each other.
@@ -130,9 +127,6 @@ class RestApp:
 
     async def _answer(self, scope: Scope, receive: Receive) -> RestResponse:
         path: str = scope["path"]
-        root: str = scope.get("root_path", "") or self._root
-        if root and path.startswith(root):
-            path = path[len(root) :]
         self._limits.check_head(path, scope["headers"])
         headers: dict[bytes, bytes] = dict(scope["headers"])
         target = match_route(path)

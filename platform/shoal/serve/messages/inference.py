@@ -117,7 +117,8 @@ class ServedModelProtocol(Protocol):
 
 
 class ModelManagerProtocol(Protocol):
-    """The models of an endpoint on one replica. `by` is the name of the caller (`Caller.name`), for the record."""
+    """The models of an endpoint on one replica. `by` is the name of the caller (`Caller.name`), for the record. What
+    asks the controller raises ConnectionLost while it is away."""
 
     @property
     def is_ready(self) -> bool:

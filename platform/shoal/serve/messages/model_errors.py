@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from shoal.errors import Closed, InferenceError
+from shoal.errors import Closed, ConnectionLost, InferenceError
 
 logger = logging.getLogger(__name__)
 
@@ -56,5 +56,8 @@ def to_inference_error(error: Exception) -> InferenceError:
         return error
     if isinstance(error, Closed):
         return InferenceError(503, "the endpoint is closing; try again later", retry_after_s=1.0)
+    if isinstance(error, ConnectionLost):
+        problem = f"the endpoint's controller is away, models are served as they are: {error}"
+        return InferenceError(503, problem, retry_after_s=1.0)
     logger.error("a request failed", exc_info=error)
     return InferenceError(500, f"this request failed: {type(error).__name__}: {error}")

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -69,16 +69,11 @@ class RequestCollator:
             self._pad_elements = {spec.name: _to_pad_element(spec, pad_value) for spec in signature.inputs}
             self._followed_dimensions = _match_output_dimensions(signature, self._variable)
             self._ambiguous_dimensions = _find_ambiguous_dimensions(signature, self._variable)
-            self._size_limits = [
-                (
-                    spec.name,
-                    dimension,
-                    int((MAX_SHARED_ROW_ELEMENTS / max(fixed_elements(spec), 1)) ** (1 / len(variable))),
-                )
-                for spec in signature.inputs
-                for variable in [variable_dimensions(spec)]
-                for dimension in variable
-            ]
+            for spec in signature.inputs:
+                variable = self._variable[spec.name]
+                for dimension in variable:
+                    most = int((MAX_SHARED_ROW_ELEMENTS / max(fixed_elements(spec), 1)) ** (1 / len(variable)))
+                    self._size_limits.append((spec.name, dimension, most))
 
     @property
     def can_pad(self) -> bool:
@@ -201,21 +196,12 @@ UNSEEN_COST_RATIO = 0.25  # of the smallest observed time: the least assumed for
 Sizes = tuple[int, ...]  # sizes of the variable dimensions, input by input
 
 
-class _Input(NamedTuple):
-    """An input of the signature: a row has `fixed` elements times the sizes of its variable `dimensions`."""
-
-    name: str
-    fixed: int
-    dimensions: tuple[int, ...]
-
-
 class PaddingCostModel:
     """Cuts the batches of one model, for any number of threads. The signature has a variable dimension."""
 
     def __init__(self, signature: Signature, clock: Callable[[], float] = time.monotonic) -> None:
-        self._inputs = [
-            _Input(spec.name, fixed_elements(spec), tuple(variable_dimensions(spec))) for spec in signature.inputs
-        ]
+        # A row of an input has its fixed elements times the sizes of its variable dimensions.
+        self._inputs = [(spec.name, fixed_elements(spec), variable_dimensions(spec)) for spec in signature.inputs]
         self._first = signature.inputs[0].name
         self._clock, self._latency = clock, LatencyModel()
         self._least = (0, 0.0)  # the fewest elements observed, and their time

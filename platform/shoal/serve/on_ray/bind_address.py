@@ -64,15 +64,25 @@ def _bind_grpc_to(host: str, add: Callable[[Any, str], Any]) -> Callable[[Any, s
 def announce_http_address(announce: Callable[[str], None]) -> None:
     """Call `announce` with host:port of the HTTP server that Serve starts in this process, after
     `patch_bind_addresses`."""
-    start, node = replica.start_asgi_http_server, ray.util.get_node_ip_address()
+    node = ray.util.get_node_ip_address()
 
-    async def start_and_announce(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-        started = await start(app, options, *args, **kwargs)
+    def tell(options: Any, server: Any) -> None:
         host = options.host if is_head(node) and options.host not in ANY_HOSTS else node
         announce(f"[{host}]:{options.port}" if ":" in host else f"{host}:{options.port}")
-        return started
 
-    replica.start_asgi_http_server = start_and_announce
+    _call_with_server(tell)
+
+
+def _call_with_server(begin: Callable[[Any, Any], None]) -> None:
+    """Call `begin` with the options, and the HTTP server that Serve starts with them in this process."""
+    start = replica.start_asgi_http_server
+
+    async def start_and_begin(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+        task, server = await start(app, options, *args, **kwargs)
+        begin(options, server)
+        return task, server
+
+    replica.start_asgi_http_server = start_and_begin
 
 
 def answer_clients(answer_s: float) -> None:
@@ -85,16 +95,14 @@ def answer_clients(answer_s: float) -> None:
         return
     from shoal.serve.http.front_protocol import FrontFollower
 
-    start, node = replica.start_asgi_http_server, ray.util.get_node_ip_address()
+    node = ray.util.get_node_ip_address()
     folder = find_ingress_folder() / (get_head_id() if is_head(node) else ray.get_runtime_context().get_node_id())
 
-    async def start_and_follow(app: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-        task, server = await start(app, options, *args, **kwargs)
+    def follow(options: Any, server: Any) -> None:
         follower = FrontFollower(server, (options.host, node), options.port, folder, answer_s)
         server.following = asyncio.get_running_loop().create_task(follower.run())
-        return task, server
 
-    replica.start_asgi_http_server = start_and_follow
+    _call_with_server(follow)
 
 
 class LoopbackGrpcOptions(gRPCOptions):

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
-from inspect import isawaitable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
@@ -51,8 +50,7 @@ class ControllerWorker:
         return f"EndpointController:{self._name}"
 
     async def call(self, method: str, *arguments: object, **named: object) -> Any:
-        answer = getattr(self._service, method)(*arguments, **named)
-        return await answer if isawaitable(answer) else answer
+        return await getattr(self._service, method)(*arguments, **named)
 
     async def report(self, encoded: bytes) -> list[PeerReport]:
         """Take in a replica's report; the others' are passed on as they came."""

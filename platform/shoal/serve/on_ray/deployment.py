@@ -112,7 +112,11 @@ class DeployedEndpoint:
 
     def status(self) -> dict[str, Any]:
         """The endpoint's `EndpointStatus`. Raises ClusterError."""
-        return self._call_controller("status")
+        try:
+            status: dict[str, Any] = self._controller.call_blocking("status")
+        except ConnectionLost as error:
+            raise ClusterError(str(error)) from error
+        return status
 
     def take_events(self) -> list[Event]:
         """Take the events since the last call, for the run record; none while the controller is away."""
@@ -131,12 +135,6 @@ class DeployedEndpoint:
             with ExitStack() as closing:  # the rest runs after any failure or interrupt
                 closing.callback(self._controller.stop)
                 end_application(self.name)
-
-    def _call_controller(self, method: str) -> Any:
-        try:
-            return self._controller.call_blocking(method)
-        except ConnectionLost as error:
-            raise ClusterError(str(error)) from error
 
 
 Record = Callable[..., None]

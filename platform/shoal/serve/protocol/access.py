@@ -156,14 +156,13 @@ class AccessControl:
             return self._open_caller
         holder = self._authenticate(authorization, model, origin)
         caller = holder.caller
+        problem = ""
         if administrator and not caller.administrator:
-            self._counts[caller.name, "forbidden"] += 1
             problem = f"the key {caller.name!r} is for models; this takes the endpoint's token"
-            raise self._record_failure(caller.name, 403, problem, model, origin)
-        if model is not None and not caller.can_see(model):
-            self._counts[caller.name, "forbidden"] += 1
+        elif model is not None and not caller.can_see(model):
             problem = f"the key {caller.name!r} is not for the model {model[:200]!r}"
-            raise self._record_failure(caller.name, 403, problem, model, origin)
+        if problem:
+            raise self._record_failure(caller.name, "forbidden", problem, model, origin)
         if is_counted and (rate := holder.requests_per_s) is not None:
             replicas = max(1, self._replicas())
             wait_s = holder.bucket.take(self._clock(), rate / replicas, max(1.0, holder.burst / replicas))
@@ -218,18 +217,19 @@ class AccessControl:
         shown = hashlib.sha256(self._secret + authorization).digest()
         holder = self._header_cache.get(shown) or self._find(authorization)
         if holder is None:
-            self._counts["", "unknown"] += 1
-            raise self._record_failure("", 401, "a known key is required: Authorization: Bearer KEY", model, origin)
+            problem = "a known key is required: Authorization: Bearer KEY"
+            raise self._record_failure("", "unknown", problem, model, origin)
         if holder.expires is not None and time.time() >= holder.expires.timestamp():
             name = holder.caller.name
-            self._counts[name, "expired"] += 1
             problem = f"the key {name!r} has expired at {holder.expires.isoformat()}: another is required"
-            raise self._record_failure(name, 401, problem, model, origin)
+            raise self._record_failure(name, "expired", problem, model, origin)
         if len(self._header_cache) < MAX_CACHED_HEADERS:
             self._header_cache[shown] = holder
         return holder
 
-    def _record_failure(self, by: str, status: int, problem: str, model: str | None, origin: bytes) -> InferenceError:
+    def _record_failure(self, by: str, result: str, problem: str, model: str | None, origin: bytes) -> InferenceError:
+        self._counts[by, result] += 1
+        status = 403 if result == "forbidden" else 401
         self._auth_failures.add(by, status, origin.decode("latin-1"), model or "")
         return InferenceError(status, problem)
 

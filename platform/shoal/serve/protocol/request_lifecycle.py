@@ -137,9 +137,6 @@ class RequestLifecycle:
         """Check whether a long request should continue: that its client is connected, and takes what it gets."""
         if self._sending_since_s is not None and now_s - self._sending_since_s > self.limits.answer_grace_s:
             self._cancel(Disconnected())
-        self._poll_input(now_s)
-
-    def _poll_input(self, now_s: float) -> None:
         if not self._reading:
             if not self._watched:
                 self._watched = True
@@ -212,10 +209,14 @@ class EndpointApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         application = self._rest
         if scope["type"] == "http":
-            path = scope["path"].removeprefix(self._root) if self._root else scope["path"]
+            path = scope["path"]
+            root = scope.get("root_path") or self._root
+            if root and path.startswith(root):
+                path = path[len(root) :]
+                scope = {**scope, "path": path}
             for prefix, other in self._others:
                 if path.startswith(prefix):
-                    application, scope = other, scope if path == scope["path"] else {**scope, "path": path}
+                    application = other
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
             if self._origins:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import psutil
 
-from shoal.errors import ConnectionLost, InferenceError, ShoalError
+from shoal.errors import InferenceError, ShoalError
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.serve.messages.desired_state import EndpointPlan
 from shoal.serve.messages.inference import RepositoryEntry, ServedModelProtocol, TracerProtocol
@@ -37,7 +37,6 @@ from shoal.serve.spec.model_source import LiveModel
 
 ON_DEMAND_LOADS = 2, 16  # of models on demand, at a time; predictors kept for models that are built alike
 MAX_STAGING_S = 900.0  # of staging; the controller gives up earlier
-T = TypeVar("T")
 
 
 class ModelManager:
@@ -154,13 +153,13 @@ class ModelManager:
         ]
 
     async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
-        await self._ask_controller(self._host.controller.load(name, parameters, by))
+        await self._host.controller.load(name, parameters, by)
 
     async def unload(self, name: str, by: str = "") -> None:
-        await self._ask_controller(self._host.controller.unload(name, by))
+        await self._host.controller.unload(name, by)
 
     async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        return await self._ask_controller(self._host.controller.administer(change, by))
+        return await self._host.controller.administer(change, by)
 
     async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
         name = request.model if request.model in self.on_demand.models else self.get_model(request.model).name
@@ -171,14 +170,7 @@ class ModelManager:
         return await live.episodes.take(request)
 
     async def status(self) -> dict[str, Any]:
-        return await self._ask_controller(self._host.controller.status())
-
-    async def _ask_controller(self, asked: Awaitable[T]) -> T:
-        try:
-            return await asked
-        except ConnectionLost as error:
-            problem = f"the endpoint's controller is away, models are served as they are: {error}"
-            raise InferenceError(503, problem, retry_after_s=1.0) from None
+        return await self._host.controller.status()
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 

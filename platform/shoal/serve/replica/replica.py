@@ -127,7 +127,6 @@ class EndpointReplica:
             limits=limits,
             metrics=lambda caller: render([self.report(), *(each.decode() for each in self._follower.peers)], caller),
             tracer=self._tracer,
-            root=spec.route_prefix,
         )
         required = [] if spec.grpc_port is None else ["grpc"]
         more = self._tracer, required, spec.route_prefix, spec.allow_origins

@@ -25,12 +25,12 @@ from shoal.random_state import preserve_rng
 from shoal.runs import Run, RunRecorder
 from shoal.runs.formatting import format_metrics
 from shoal.runs.output_files import DRIVER, append_output
+from shoal.runs.record.event_log import EventLog, NullLog, RecordLog
 from shoal.train.launch.training_run import TORCHRUN, TrainingRun, find_launcher, shutdown_event
 from shoal.train.launch.validate import validate_run
 from shoal.train.loop.components import set_threads
 from shoal.train.loop.trainer import Trainer
 from shoal.train.reporting.console import ConsoleLog
-from shoal.train.reporting.event_log import EventLog, NullLog, RecordLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task, unload_if_changed

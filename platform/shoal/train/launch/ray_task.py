@@ -95,19 +95,19 @@ def _get(answer: ray.ObjectRef[Any], spec: TrainSpec, timeout_s: float | None = 
 def _run_here(folder: Path, function: Callable[[TrainSpec], T], spec: TrainSpec) -> tuple[T | None, ShoalError | None]:
     with freeze_loaded_objects():
         import torch._dynamo  # noqa: F401 - as every optimizer does
-    change_to_task_folder(spec, folder)
+    change_to_task_folder(spec.task, folder)
     try:
         return function(spec), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
         return None, to_shoal_error(error)
 
 
-def change_to_task_folder(spec: TrainSpec, working_folder: Path) -> None:
+def change_to_task_folder(task: str, working_folder: Path) -> None:
     """Change to the folder of relative paths: the driver's own, or the copy that Ray has sent here.
 
     A Task that no folder has is installed. Its driver's folder is then the place, where this host has it.
     """
-    place = spec.task.partition(":")[0]
+    place = task.partition(":")[0]
     names = [Path(place)] if place.endswith(".py") else [JOBS / f"{place}.py"]
     for folder in (working_folder, *map(Path, sys.path)):
         if any((folder / name).is_file() for name in names):

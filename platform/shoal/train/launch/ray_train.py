@@ -32,8 +32,8 @@ from shoal.parallel import World
 from shoal.parallel.comm.world import CUDA_BACKEND, TIMEOUT_S, set_network_interface
 from shoal.ray_call import call_or_none
 from shoal.runs.ray_event_channel import CALL_TIMEOUT_S, Message, RayLog, start_mailbox
+from shoal.runs.record.event_log import EventLog, NullLog
 from shoal.train.launch.ray_task import change_to_task_folder, to_shoal_error
-from shoal.train.reporting.event_log import EventLog, NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
@@ -108,7 +108,7 @@ def _run_worker(config: Mapping[str, Any]) -> TrainResult:
 
     setting: WorkerSetup = config["setting"]
     mailbox: ActorHandle = config["mailbox"]
-    change_to_task_folder(setting.spec, setting.working_folder)
+    change_to_task_folder(setting.spec.task, setting.working_folder)
     context = get_context()
     posted = RayLog(mailbox) if context.get_world_rank() == 0 else None
     journal: EventLog = posted if posted is not None else NullLog()

@@ -21,9 +21,9 @@ from shoal.cost import PREDICTED
 from shoal.errors import RankLost
 from shoal.plugins.find import find_extension
 from shoal.runs import RunRecorder
+from shoal.runs.record.event_log import EventLog
 from shoal.train.launch.finalize import finalize_run
 from shoal.train.launch.validate import ValidatedRun
-from shoal.train.reporting.event_log import EventLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 

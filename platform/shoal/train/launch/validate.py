@@ -32,13 +32,13 @@ from shoal.parallel.state.module_snapshot import eval_mode
 from shoal.parallel.validate import check_plan
 from shoal.random_state import preserve_rng, seed_everything
 from shoal.registry import ModelFactory, Registry, Signature
+from shoal.runs.record.event_log import EventLog
 from shoal.train.export.model_entry import make_factory, make_model_name
 from shoal.train.export.signature import infer_signature
 from shoal.train.initial_weights import load_initial_weights
 from shoal.train.loop.evaluation import load_sample_sheet
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
-from shoal.train.reporting.event_log import EventLog
 from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.shape_errors import BroadcastTrap, explain_shapes
 from shoal.train.spec import OptimizerSpec, TrainSpec

@@ -20,9 +20,9 @@ from shoal.errors import CheckpointError, NotFinite
 from shoal.parallel import World
 from shoal.parallel.state import gradients
 from shoal.random_state import get_random_state, set_random_state
+from shoal.runs.record.event_log import EventLog
 from shoal.store import Store
 from shoal.train.loop.components import AVERAGE, OUTER_MOMENTUM, TrainComponents
-from shoal.train.reporting.event_log import EventLog
 from shoal.train.spec import CheckpointSpec
 
 NUM_REPORTS = 16

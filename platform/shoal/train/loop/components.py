@@ -28,7 +28,7 @@ from shoal.parallel.model import ParallelModel
 from shoal.parallel.spmd.base import SpmdModel
 from shoal.random_state import seed_everything
 from shoal.sync.config import SyncConfig
-from shoal.sync.synchronizer import Connection, Replica, ReplicaState
+from shoal.sync.synchronizer import Connection, Replica, StateAccess
 from shoal.train.initial_weights import find_initial_weights, load_initial_weights
 from shoal.train.optim.ema import WeightAverage
 from shoal.train.optim.lr_schedule import (
@@ -262,7 +262,7 @@ class TrainComponents:
         self.load_counts(given["counts"])
 
     def get_gradient_weights(self) -> tuple[float, float]:
-        """As `ReplicaState.get_weights`, of the newest gradients."""
+        """As `StateAccess.get_weights`, of the newest gradients."""
         weight = self.model.step_weight
         if isinstance(weight, Tensor):  # of a `Mean`, by which its gradients are not multiplied yet
             return float(weight), float(weight)
@@ -395,7 +395,7 @@ class TrainReplica(Replica):
             model=parts.model,
             optimizer=parts.optimizer,
             world=world,
-            state=ReplicaState(parts.get_replica_state, parts.load_replica_state, parts.get_gradient_weights),
+            state=StateAccess(parts.get_replica_state, parts.load_replica_state, parts.get_gradient_weights),
             connection=connection,
             parts=parts,
         )

@@ -23,8 +23,8 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 from torch.utils.data import default_convert
 
 from shoal.parallel.model import ParallelModel
+from shoal.runs.record.event_log import EventLog, NullLog
 from shoal.sync.rank_signals import RankSignals
-from shoal.train.reporting.event_log import EventLog, NullLog
 
 NUM_BINS = 64
 CHUNK_SIZE = 2**24  # torch.histc counts in float32, which cannot count further by 1

@@ -22,6 +22,7 @@ from shoal.cost.step_profiler import StepProfiler
 from shoal.errors import NotFinite, TrainError, WeightsError
 from shoal.parallel import World
 from shoal.runs.event_messages import NO_CHECKPOINT
+from shoal.runs.record.event_log import EventLog, NullLog
 from shoal.sync.rank_signals import INTERVAL_S, RankSignals
 from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
 from shoal.train.callback import Callback, CallbackRunner, TrainingState
@@ -33,7 +34,6 @@ from shoal.train.loop.split_check import make_checks
 from shoal.train.loop.step_reports import LossReport, ThroughputMeter, UnreadLoss, find_remedy, write_histograms
 from shoal.train.loop.stopping import Due, StopDecision, StopPolicy
 from shoal.train.optim.selective_backprop import count_profiled_steps
-from shoal.train.reporting.event_log import EventLog, NullLog
 from shoal.train.reporting.result import TrainResult
 from shoal.train.reporting.time_to_accuracy import TRAINING_S
 from shoal.train.spec import TrainSpec

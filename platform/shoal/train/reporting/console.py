@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from shoal.runs.event_messages import format_warning
 from shoal.runs.formatting import format_metrics
-from shoal.train.reporting.event_log import EventLog, ForwardingLog
+from shoal.runs.record.event_log import EventLog, ForwardingLog
 
 INTERVAL_S = 2.0
 

@@ -19,13 +19,10 @@ import torch
 from shoal.errors import ConfigError, InferenceError, WeightsError
 from shoal.extend.registry import Signature, TensorSignature
 from shoal.extend.serve import Arrays, Forward, TemplateConfig, choose_kernels, make_torch_forward
+from shoal.open_inference.datatypes import BY_NUMPY_NAME
 from shoal.weights import WeightSnapshot
 
-_DATATYPES = {
-    **{torch.bool: "BOOL", torch.uint8: "UINT8", torch.uint16: "UINT16", torch.uint32: "UINT32"},
-    **{torch.uint64: "UINT64", torch.int8: "INT8", torch.int16: "INT16", torch.int32: "INT32", torch.int64: "INT64"},
-    **{torch.float16: "FP16", torch.bfloat16: "BF16", torch.float32: "FP32", torch.float64: "FP64"},
-}
+_DATATYPES = {getattr(torch, name): datatype for name, datatype in BY_NUMPY_NAME.items()} | {torch.bfloat16: "BF16"}
 # torch traces with sizes of at least 2: a bound up to this is its own, or the user's, and it enforces neither.
 MIN_TRACED = 2
 

@@ -11,13 +11,10 @@ from shoal.errors import ConfigError
 from shoal.extend.registry import Signature, TensorSignature
 from shoal.extend.serve import Forward, TemplateConfig
 from shoal.libs.export.runtime.onnx_session import import_runtime, make_forward, open_session
+from shoal.open_inference.datatypes import BY_NUMPY_NAME
 from shoal.weights import WeightSnapshot
 
-_DATATYPES = {
-    **{"bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8"},
-    **{"int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "float": "FP32", "double": "FP64"},
-    "string": "BYTES",
-}
+_DATATYPES = BY_NUMPY_NAME | {"float": "FP32", "double": "FP64", "string": "BYTES"}
 
 
 class OnnxTemplate:

@@ -155,8 +155,7 @@ def render_chat(
         raise InferenceError(400, f"model {model.name!r} has no chat template: use /v1/completions", field="model")
     template: str = tokenizer.get_chat_template(None, tools)
     if tools and not _TOOLS.search(template):
-        problem = f"tools: the chat template of model {model.name!r} has none: register it with one that has"
-        raise InferenceError(400, problem, field="tools")
+        raise field_error("tools", f"the chat template of model {model.name!r} has none: register it with one that has")
     size = sum(len(each["content"]) for each in messages)
     if size > MAX_CHARS_PER_TOKEN * model.context:
         encode(model, " " * size, name)  # raises
@@ -166,8 +165,8 @@ def render_chat(
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, **how, **own)
     except (TemplateError, TypeError, ValueError) as error:
-        problem = f"{name}: the chat template of model {model.name!r} refuses them: {summarize_error(error)}"
-        raise InferenceError(400, problem, field=name) from error
+        problem = f"the chat template of model {model.name!r} refuses them: {summarize_error(error)}"
+        raise field_error(name, problem) from error
     return encode(model, text, name, add_special_tokens=False), template
 
 
@@ -179,8 +178,7 @@ def read_messages(messages: Sequence[Json], name: str) -> list[Json]:
         path = f"{name}[{number}]"
         role = require(message, "role", str, path)
         if role not in (roles := ("system", "developer", "user", "assistant", "tool")):
-            problem = f"{path}.role: {role[:40]!r} is unknown: expected {', '.join(roles)}"
-            raise InferenceError(400, problem, field=f"{path}.role")
+            raise field_error(f"{path}.role", f"{role[:40]!r} is unknown: expected {', '.join(roles)}")
         each: Json = {"role": "system" if role == "developer" else role}
         each["content"] = read_text(message.get("content"), f"{path}.content", role)
         each |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
@@ -217,5 +215,5 @@ def read_format(given: Json, name: str) -> tuple[str, Grammar | None]:
         case "json_schema":
             inner = given.get("json_schema", given)
             return name, ("json_schema", require(inner if isinstance(inner, dict) else {}, "schema", dict, name))
-    problem = f"{name}.type: expected text, json_object or json_schema, got {str(given.get('type'))[:40]!r}"
-    raise InferenceError(400, problem, field=f"{name}.type")
+    problem = f"expected text, json_object or json_schema, got {str(given.get('type'))[:40]!r}"
+    raise field_error(f"{name}.type", problem)

@@ -182,8 +182,8 @@ class ModelTexts:
         assert prepared is not None
         for prompt in prompts:
             if not 1 <= len(prompt) <= prepared.context:
-                problem = f"has {len(prompt)} tokens, expected 1 to {prepared.context}"
-                raise InferenceError(400, f"prompt {problem}", field="prompt")
+                problem = f"prompt has {len(prompt)} tokens, expected 1 to {prepared.context}"
+                raise InferenceError(400, problem, field="prompt")
         try:
             vectors = [await engine.run(lambda each=prompt: embed(prepared.module, each)) for prompt in prompts]  # type: ignore[misc]
         except Closed:

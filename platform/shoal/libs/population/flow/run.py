@@ -210,7 +210,7 @@ def to_train_spec(spec: PopulationSpec) -> TrainSpec:
         {
             **{name: getattr(spec, name) for name in ("task", "args", "batch_size", "seed", "device", "init", "name")},
             "optimizer": spec.optimizer.model_dump(),
-            "stop": {"steps": spec.total_steps},
+            "stop": {"steps": spec.steps_per_member},
             "evaluate": {"batch_size": spec.evaluation_batch_size},
         }
     )
@@ -323,7 +323,10 @@ def _finish(
 
     def register(name: str, network: nn.Module, factory: ModelFactory, **entry: Any) -> None:
         tensors = {key: tensor.numpy(force=True) for key, tensor in network.state_dict().items()}
-        snapshot, described = WeightSnapshot.of(spec.total_steps, tensors), {"signature": checked.signature, **entry}
+        snapshot, described = (
+            WeightSnapshot.of(spec.steps_per_member, tensors),
+            {"signature": checked.signature, **entry},
+        )
         trainer.register(recorder, name, snapshot, model=factory, data=checked.fingerprint, **described)
 
     factory = checked.factory

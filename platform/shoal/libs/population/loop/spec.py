@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from shoal.errors import ConfigError
 from shoal.extend.flows import MEAN_RETURN
 from shoal.extend.registry import AliasNames
 from shoal.extend.rl import RLSpec
 from shoal.libs.population.evolution import EvolutionSpec
-from shoal.libs.population.spec import flatten_space
+from shoal.libs.population.spec import Space
 from shoal.network_address import is_loopback
 from shoal.search.space import Options, SearchSpace, nest
 
@@ -46,7 +45,7 @@ class RLPopulationSpec(RLSpec):
     rounds: int = Field(default=10, ge=1)
     steps_per_round: int = Field(default=5000, ge=1)
     min_episodes: int = Field(default=5, ge=1)
-    space: dict[str, Any] = Field(
+    space: Space = Field(
         default_factory=lambda: {
             "algorithm.learning_rate": "log(1e-4, 1e-2)",
             "algorithm.entropy_cost": "log(1e-3, 1e-1)",
@@ -58,12 +57,6 @@ class RLPopulationSpec(RLSpec):
     model_name: str = "policy"
     aliases: AliasNames | None = None
     resume: str = ""
-
-    @field_validator("space", mode="before")
-    @classmethod
-    def _flatten_space(cls, space: object) -> object:
-        """`space.algorithm.clip=...` on the command line is a nested field; null removes an entry."""
-        return flatten_space(space) if isinstance(space, Mapping) else space
 
     @property
     def search_space(self) -> SearchSpace:
@@ -78,7 +71,7 @@ class RLPopulationSpec(RLSpec):
         return True
 
     @property
-    def total_steps(self) -> int:
+    def steps_per_member(self) -> int:
         """Environment steps of each member."""
         return self.rounds * self.steps_per_round
 

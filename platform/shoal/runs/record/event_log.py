@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from shoal.errors import RecordUnwritable
-from shoal.runs import RunRecorder
+from shoal.runs.record.recorder import RunRecorder
+
+LogMethod = Literal["log", "record_event", "log_histogram"]
 
 
 class EventLog(Protocol):
@@ -39,36 +42,41 @@ class EventLog(Protocol):
         ...
 
 
-class NullLog:
-    """The event log of ranks that write nothing."""
+class MessageLog(ABC):
+    """An event log whose calls become messages: the name of the method, its arguments and an event's details."""
+
+    @abstractmethod
+    def send(self, method: LogMethod, /, *arguments: Any, **details: Any) -> None:
+        """Pass one on."""
 
     def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        """Nothing."""
+        self.send("log", step, dict(values), at)
 
     def record_event(self, kind: str, /, **details: object) -> None:
-        """Nothing."""
+        self.send("record_event", kind, **details)
 
     def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
+        self.send("log_histogram", step, name, counts, edges)
+
+    def flush(self) -> None:  # noqa: B027 - most have nothing that waits
+        """As EventLog says."""
+
+
+class NullLog(MessageLog):
+    """The event log of ranks that write nothing."""
+
+    def send(self, method: LogMethod, /, *arguments: Any, **details: Any) -> None:
         """Nothing."""
 
-    def flush(self) -> None:
-        """Nothing."""
 
-
-class ForwardingLog:
+class ForwardingLog(MessageLog):
     """Passes everything on to another log."""
 
     def __init__(self, log: EventLog) -> None:
         self._event_log = log
 
-    def log(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        self._event_log.log(step, values, at)
-
-    def record_event(self, kind: str, /, **details: object) -> None:
-        self._event_log.record_event(kind, **details)
-
-    def log_histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
-        self._event_log.log_histogram(step, name, counts, edges)
+    def send(self, method: LogMethod, /, *arguments: Any, **details: Any) -> None:
+        getattr(self._event_log, method)(*arguments, **details)
 
     def flush(self) -> None:
         self._event_log.flush()
