@@ -9,17 +9,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from registered import register
 from shoal import runs
 from shoal.cost import MEASURED, PREDICTED
 from shoal.errors import ConfigError, RunError
 from shoal.extend.runs import draw_panels
 from shoal.libs.comparison.columns import Column, build_column, build_panels
-from shoal.registry import Registry, Signature, TensorSignature
-from shoal.registry.manifest import ModelFactory
-from shoal.weights import WeightSnapshot
 from typed import said
 
 TASK = """
@@ -194,12 +191,9 @@ def test_metrics_are_compared_by_step_epoch_and_running_time(shoal_home: Path, m
 def test_versions_stand_for_the_runs_that_made_them() -> None:
     for number in (1, 2):
         train(f"run-{number}", [0.5])
-        signature = Signature(inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 1])], outputs=[])
-        snapshot = WeightSnapshot.of(number, {"weight": np.ones(1, np.float32)})
-        factory, run_id = ModelFactory(factory="torch.nn:Linear"), f"run-{number}" if number == 1 else None
-        Registry().register("mine", snapshot, model=factory, signature=signature, run_id=run_id)
+        register("mine", run_id=f"run-{number}" if number == 1 else None)
     lineage = {"sweep": "run-1", "trial": 3, "run": "run-2", "parameters": {}}
-    Registry().register("swept", snapshot, model=factory, signature=signature, run_id="run-1", lineage=lineage)
+    register("swept", run_id="run-1", lineage=lineage)
     found = json.loads(said("compare mine@1 swept@1 --json"))["runs"]
     assert [run["id"] for run in found] == ["run-1", "run-2"]
     found = json.loads(said("compare mine@1 run-2 --json"))["runs"]

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 import shoal.runs
+from registered import tensors
 from shoal.errors import ConfigError, MissingExtra, RegistryError
 from shoal.libs.optimise import measure, search
 from shoal.libs.optimise.entry import build_network
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.train.export.model_entry import make_factory
@@ -26,7 +27,7 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot, tensor_files
 from shoal.weights.tensor_files import make_weight_file, write_tensors
-from typed import typed
+from typed import said, typed
 
 TASK = '''
 import torch
@@ -123,8 +124,8 @@ def spec():
 '''
 REFERENCE = "largest.py:Largest"
 SIGNATURE = Signature(
-    inputs=[TensorSignature(name="input", datatype="FP32", shape=[-1, 16])],
-    outputs=[TensorSignature(name="output", datatype="FP32", shape=[-1, 3])],
+    inputs=tensors(input=[-1, 16]),
+    outputs=tensors(output=[-1, 3]),
 )
 
 
@@ -164,9 +165,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def optimise(*arguments: str) -> dict[str, Any]:
-    done = typed("optimise", *arguments, "--json")
-    assert done.exit_code == 0, (done.output, done.exception)
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(said("optimise", *arguments, "--json"))
     return found
 
 
