@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +26,10 @@ def constant(version: int) -> WeightSnapshot:
     return WeightSnapshot.of(version, {"weight": np.zeros((2, 3), np.float32), "bias": np.full(2, version, np.float32)})
 
 
-def register(name: str = "linear", *, aliases: Sequence[str] = (), signature: Signature = SIGNATURE) -> ModelVersion:
-    """The next version of a model whose answers are its version."""
+def register(
+    name: str = "linear", *, aliases: Sequence[str] = (), signature: Signature = SIGNATURE, **facts: Any
+) -> ModelVersion:
+    """The next version of a model whose answers are its version. facts: `run_id`, `lineage`, ..."""
     registry = Registry()
     version = len(registry.list(name)) + 1 if registry.has(name) else 1
-    return registry.register(name, constant(version), model=LINEAR, signature=signature, aliases=aliases)
+    return registry.register(name, constant(version), model=LINEAR, signature=signature, aliases=aliases, **facts)

@@ -6,6 +6,7 @@ Words that are given behind the line are taken as they are.
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 from click.testing import CliRunner, Result
 
@@ -13,9 +14,9 @@ from shoal.cli import cli
 from shoal.errors import ShoalError
 
 
-def typed(line: str, *words: str, stdin: str | None = None, is_caught: bool = True) -> Result:
+def typed(line: str, *words: str, stdin: str | None = None, is_caught: bool = True, **options: Any) -> Result:
     """What became of `shoal LINE`."""
-    return CliRunner().invoke(cli, [*shlex.split(line), *words], input=stdin, catch_exceptions=is_caught)
+    return CliRunner().invoke(cli, [*shlex.split(line), *words], input=stdin, catch_exceptions=is_caught, **options)
 
 
 def said(line: str, *words: str, stdin: str | None = None) -> str:

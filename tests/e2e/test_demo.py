@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import shoal.runs
-from shoal.cli import cli
 from shoal.cluster.processes import find_cluster_processes
 from shoal.errors import RegistryError, RunError
 from shoal.flows.policy_connection import InferenceConnection, wait_for_version
 from shoal.registry import Registry
 from shoal_program import END_S, commands_with, shoal_command, shoal_program
+from typed import typed
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def test_a_run_that_misses_its_target_says_so_and_goes_on_where_it_was(cluster: 
     ids=["an environment that does not fit", "a wrong word"],
 )
 def test_what_is_wrong_is_said_before_anything_starts(home: Path, words: list[str], said: list[str]) -> None:
-    result = CliRunner().invoke(cli, ["run", "actor_learner", *words])
+    result = typed("run actor_learner", *words)
     assert isinstance(result.exception, RunError)
     assert [each for each in said if each not in str(result.exception)] == []
     assert "starting a Ray cluster" not in result.output

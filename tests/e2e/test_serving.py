@@ -12,11 +12,9 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import pytest
-from click.testing import CliRunner
 
 import shoal.runs
 from leftovers import listening
-from shoal.cli import cli
 from shoal.client import Client
 from shoal.client.discovery import find_endpoint, token_for
 from shoal.errors import ConnectionLost
@@ -25,6 +23,7 @@ from shoal.runs import Status
 from shoal.runs.record.provenance import find_owner
 from shoal.weights import WeightSnapshot
 from shoal_program import shoal_program
+from typed import said, typed
 from waiting import wait_for
 
 if TYPE_CHECKING:
@@ -56,13 +55,6 @@ def shoal_command(*words: str) -> str:
     with shoal_program(*words) as program:
         assert program.wait() == 0
         return program.said
-
-
-def say(*words: str) -> str:
-    """In this process, which is faster, for verbs that only ask."""
-    result = CliRunner().invoke(cli, list(words))
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
 
 
 class Asking:
@@ -123,18 +115,18 @@ def _home(shared_home: Path) -> Iterator[None]:
 
 def test_from_deploy_to_roll_back_no_request_fails(run_id: str) -> None:
     found = find_endpoint(MODEL)
-    assert "version 1" in say("predict", MODEL, "--input", "1,2,3,4")
-    assert f"{MODEL}@1 stable: share 100%" in say("serve", "status")
+    assert "version 1" in said("predict", MODEL, "--input", "1,2,3,4")
+    assert f"{MODEL}@1 stable: share 100%" in said("serve status")
     with Client(found.url, token=token_for(found.url)) as client, Asking(client) as asking:
         wait_for(lambda: asking.settled_on({1}), END_S, "answers")
-        assert "50% by 1 (stable), 50% by 2 (candidate)" in say("serve", "canary", f"{MODEL}@2", "--percent", "50")
+        assert "50% by 1 (stable), 50% by 2 (candidate)" in said("serve canary", f"{MODEL}@2", "--percent", "50")
         wait_for(lambda: asking.settled_on({1, 2}), END_S, "both versions")
         assert len({client.infer(MODEL, ROWS, sticky="one of many").version for _ in range(20)}) == 1
         assert client.infer(MODEL, ROWS, track="candidate").version == 2
-        say("serve", "promote", MODEL)
+        said("serve promote", MODEL)
         wait_for(lambda: asking.settled_on({2}), END_S, "the promoted version")
         assert Registry().get(f"{MODEL}@champion").version == 2
-        say("serve", "rollback", MODEL, "--reason", "a test")
+        said("serve rollback", MODEL, "--reason", "a test")
         wait_for(lambda: asking.settled_on({1}), END_S, "the version before")
         assert Registry().get(f"{MODEL}@champion").version == 1
         assert not asking.wrong
@@ -147,7 +139,7 @@ def _kinds(run_id: str) -> list[str]:
 
 
 def test_a_name_is_taken_once(run_id: str) -> None:
-    error = CliRunner().invoke(cli, ["serve", "deploy", MODEL]).exception
+    error = typed("serve deploy", MODEL).exception
     assert f"endpoint.name = {MODEL!r}: is the name of an endpoint of {find_owner()} on this cluster" in str(error)
 
 

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from click.testing import CliRunner
 
 import shoal.runs
 from programs import run_ranks
 from ray_data_task import NUM_SAMPLES
-from shoal.cli import cli
 from shoal.errors import RunError
 from shoal.runs import Run, Status
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal_program import END_S, ROOT, commands_with, shoal_program
 from training.toy_run import train_rank
+from typed import typed
 from waiting import wait_for, wait_until_none
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ def test_what_is_wrong_is_said_before_a_cluster_is_started(no_cluster: None, tmp
         (["batch_size=33"], "batch_size = 33: cannot be divided by data 2. use 32 or 34"),
         ([f"task={tmp_path / 'mine.py'}"], "AttributeError: 'Mine' object has no attribute 'nothing'"),
     ]:
-        result = CliRunner().invoke(cli, ["run", "train", *WORDS, *words])
+        result = typed("run train", *WORDS, *words)
         assert isinstance(result.exception, RunError)
         said = str(result.exception)
         assert said.count(error) == 1, said

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from network import Host, network, why_none
 
 from bucket_server import BUCKET
 from certificates import Authority
 from shoal.libs.kube import command
 from shoal_program import ROOT, STATE_S, Program
+from typed import said
 
 GCS, DASHBOARD = 6379, 8265
 READ = "import sys, httpx2; print(httpx2.get(sys.argv[1], verify=False, timeout=5).status_code)"
@@ -131,11 +131,8 @@ RATE, ASKING_S = 10, 45
 
 
 def render(folder: Path, *words: str) -> list[dict[str, Any]]:
-    said = CliRunner().invoke(command.kube, ["render", *words, "--out", str(folder)], catch_exceptions=False)
-    assert said.exit_code == 0, said.output
-    return [
-        each for line in said.output.splitlines() for each in yaml.safe_load_all(Path(line.split()[-1]).read_text())
-    ]
+    lines = said("kube render", *words, "--out", str(folder)).splitlines()
+    return [each for line in lines for each in yaml.safe_load_all(Path(line.split()[-1]).read_text())]
 
 
 def test_pods_train_and_serve_and_a_drained_one_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from shoal.registry import ModelFactory, Registry, Signature
 from shoal.train.initial_weights import load_initial_weights, read_state_dict
 from shoal.weights.dcp_folder import DcpTensors, open_dcp, write_dcp
 from shoal.weights.tensor_files import make_weight_file, write_tensors
-from typed import typed
+from typed import said
 
 KINDS = ("flat", "nested")
 
@@ -111,8 +111,8 @@ def test_a_registered_version_becomes_what_torch_loads(tmp_path: Path) -> None:
     factory, nothing = ModelFactory(factory=f"{__name__}:Network"), Signature(inputs=[], outputs=[])
     Registry().register("small", file, model=factory, signature=nothing)
     folder = tmp_path / "step-0"
-    done = typed(f"models export small --dcp {folder}", is_caught=False)
-    assert f"has the {len(state)} tensors of small@1. Begin a run with them: init={folder}" in done.output
+    printed = said("models export small --dcp", str(folder))
+    assert f"has the {len(state)} tensors of small@1. Begin a run with them: init={folder}" in printed
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "step-0"]
     assert run_ranks(load_by_torch, 2, folder) == [True, True]
     again = open_dcp(folder)
@@ -120,7 +120,7 @@ def test_a_registered_version_becomes_what_torch_loads(tmp_path: Path) -> None:
         name: each.tolist() for name, each in state.items()
     }
     with pytest.raises(ConfigError, match=r"exists\. name another folder"):
-        typed(f"models export small --dcp {folder}", is_caught=False)
+        said("models export small --dcp", str(folder))
 
 
 def test_tensors_are_written_one_by_one(tmp_path: Path) -> None:

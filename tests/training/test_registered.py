@@ -14,9 +14,10 @@ import torch
 
 import shoal
 import shoal.runs
+from registered import tensors
 from shoal.errors import ConfigError
 from shoal.loaded.__main__ import main as loaded_main
-from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, Registry, Signature
 from shoal.runs import Run, Status
 from shoal.runs.output_files import OutputReader
 from shoal.serve.model.predictor import Predictor
@@ -191,10 +192,7 @@ def test_what_a_task_does_to_its_inputs_is_done_by_whoever_serves_it(
     factory = make_factory(spec_of(task=f"{tmp_path}/prepared.py:Prepared", args={"scale": 4.0}))
     (tmp_path / "prepared.py").unlink()
     del sys.modules["shoal_task_prepared"]
-    signature = Signature(
-        inputs=[TensorSignature(name="input", datatype="FP32", shape=[-1, 8])],
-        outputs=[TensorSignature(name="output", datatype="FP32", shape=[-1, 3])],
-    )
+    signature = Signature(inputs=tensors(input=[-1, 8]), outputs=tensors(output=[-1, 3]))
     network = Toy(hidden=4).model().eval()
     rows = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 

@@ -34,7 +34,7 @@ from shoal.serve.protocol.request_limits import RequestLimits
 from shoal.serve.spec.endpoint import PROTOCOLS
 from shoal.sync.config import VARIANTS, find_sync_config_type, list_kinds
 from shoal.train.launch.predicted_cost import find_estimator
-from typed import typed
+from typed import said, typed
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
@@ -73,8 +73,8 @@ LIBRARY = Library("mine", verbs={"greet": ("mine_of_this_test:greet", "Say hello
 
 def test_a_package_adds_a_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, tmp_path, MINE)
-    assert "Say hello." in typed("--help").output
-    assert typed("greet you").output == "hello you\n"
+    assert "Say hello." in said("--help")
+    assert said("greet you") == "hello you\n"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_without_libraries_a_run_ends_well_and_what_they_do_is_refused_by_name(
         run.log(1, {"x": 1.0})
     shoal.runs.write_report_at_end("one")
     assert not caplog.records
-    assert "tensorboard" not in typed("runs one").output
+    assert "tensorboard" not in said("runs one")
     with pytest.raises(RunError, match="no library writes the report of run one here"):
         shoal.runs.write_report(shoal.runs.load("one"))
     monkeypatch.setattr(shoal.plugins.lazy, "collect_extensions", lambda group: {})
@@ -164,7 +164,7 @@ def test_without_libraries_a_run_ends_well_and_what_they_do_is_refused_by_name(
         exec("from shoal.extend.data import ImageFolder")
     file = tmp_path / "model.onnx"
     file.touch()
-    refused = typed(f"models add {file}").exception
+    refused = typed("models add", str(file)).exception
     assert isinstance(refused, ConfigError)
     assert (refused.field, refused.problem) == ("file", "is of no format that a library opens here")
 

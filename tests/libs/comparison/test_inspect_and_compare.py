@@ -9,21 +9,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import click
-import numpy as np
 import pytest
-from click.testing import CliRunner
 
+from registered import register
 from shoal import runs
 from shoal.cost import MEASURED, PREDICTED
 from shoal.errors import ConfigError, RunError
 from shoal.extend.runs import draw_panels
 from shoal.libs.comparison.columns import Column, build_column, build_panels
-from shoal.libs.comparison.compare import compare
-from shoal.libs.comparison.inspect import inspect
-from shoal.registry import Registry, Signature, TensorSignature
-from shoal.registry.manifest import ModelFactory
-from shoal.weights import WeightSnapshot
+from typed import said
 
 TASK = """
 import torch
@@ -54,12 +48,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def typed(command: click.Command, *words: str) -> str:
-    result = CliRunner().invoke(command, list(words), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def train(run_id: str, accuracies: list[float], **spec: object) -> runs.Run:
     """The record of a training run that evaluated every 10 steps, which took a second each time."""
     text = "".join(f"{name}: {value}\n" for name, value in {"workers": 2, **spec}.items())
@@ -75,36 +63,36 @@ def train(run_id: str, accuracies: list[float], **spec: object) -> runs.Run:
 
 def test_inspect_a_task_begins_with_its_recipe_and_takes_words(folder: Path) -> None:
     path = str(folder / "small_task.py")
-    found = json.loads(typed(inspect, path, "--json", "args.width=16"))
+    found = json.loads(said("inspect", path, "--json", "args.width=16"))
     assert (found["batch_size"], found["plan"], found["parameters"]) == (32, "single", 4 * 16 + 16 + 2 * 16 + 2)
     assert found["placement"][0]["held_as"] == "whole"
-    assert json.loads(typed(inspect, f"task={path}", "--json", "args.width=16"))["task"] == path
-    text = typed(inspect, path, "parallel=fsdp", "workers=2")
+    assert json.loads(said("inspect", f"task={path}", "--json", "args.width=16"))["task"] == path
+    text = said("inspect", path, "parallel=fsdp", "workers=2")
     assert "1/2 sharded" in text
     assert "a rank sends, each step" in text
     with pytest.raises(ConfigError, match="no such argument"):
-        typed(inspect, path, "args.with=16")
+        said("inspect", path, "args.with=16")
 
 
 def test_inspect_a_run_shows_how_far_it_was_off() -> None:
     train("run-1", [0.5])
-    text = typed(inspect, "run-1")
+    text = said("inspect run-1")
     assert "-9.1%" in next(line for line in text.splitlines() if "peak memory" in line)
-    both = json.loads(typed(inspect, "latest", "--json"))
+    both = json.loads(said("inspect latest --json"))
     assert (both["predicted"]["memory_peak"], both["measured"]["memory_peak"]) == (1000.0, 1100.0)
     with runs.create("actor_learner", "a: 1\n", "rl"):
         pass
     with pytest.raises(RunError, match="no record of what it costs"):
-        typed(inspect, "rl")
+        said("inspect rl")
     with pytest.raises(ConfigError, match="cannot be found"):
-        typed(inspect, "no_such_task")
+        said("inspect no_such_task")
 
 
 def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
     train("run-1", [0.5, 0.85, 0.95], price_per_device_hour=3600)
     train("run-2", [0.92, 0.7])
     path = folder / "drawn" / "picture.png"
-    text = typed(compare, "run-1", "run-2", "--target", "accuracy=0.9", "--plot", str(path))
+    text = said("compare run-1 run-2 --target accuracy=0.9 --plot", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["validation/accuracy"][-2:] == ["0.95", "0.7"]
@@ -115,11 +103,11 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
     assert rows["time to accuracy=0.9"][-4:] == ["3.0", "s", "1.0", "s"]
     assert rows["cost to accuracy=0.9"][-2:] == ["6", "-"]  # 2 devices for 3 s, at 1 a second
     assert rows["waiting for other ranks"][-2:] == ["25%", "25%"]
-    found = json.loads(typed(compare, "run-1", "run-2", "--json", "--target", "accuracy>=0.99"))
+    found = json.loads(said("compare run-1 run-2 --json --target", "accuracy>=0.99"))
     assert [run["memory_peak"] for run in found["runs"]] == [1100.0, 1100.0]
     assert "target" not in found["runs"][0]
     assert Path(found["plot"]).parent.name == "run-1"
-    for words, said in [
+    for words, problem in [
         (("run-1", "run-2", "--target", "accuracy"), "--target = 'accuracy': is not METRIC=VALUE"),
         (("run-1", "run-2", "--by", "epoch"), "--by = 'epoch': is known of none of these runs"),
         (("run-1", "run-2", "--metric", "nope"), "--metric = 'nope': is in none of these runs. they have .*accuracy"),
@@ -127,12 +115,12 @@ def test_compare_puts_runs_side_by_side_and_draws_them(folder: Path) -> None:
         (("run-1", "run-2", "--plot", str(folder)), "--plot = '.*': cannot be written: Is a directory. name a file"),
         (("run-1", "run-2", "--plot", str(path / "x.png")), "cannot be written: (File exists|Not a directory)"),
     ]:
-        with pytest.raises(ConfigError, match=said):
-            typed(compare, *words)
+        with pytest.raises(ConfigError, match=problem):
+            said("compare", *words)
 
 
 def settings_of(*refs: str) -> dict[str, list[str]]:
-    settings: dict[str, list[str]] = json.loads(typed(compare, *refs, "--json"))["settings"]
+    settings: dict[str, list[str]] = json.loads(said("compare", *refs, "--json"))["settings"]
     return settings
 
 
@@ -161,7 +149,7 @@ def test_settings_that_differ_come_first_with_their_defaults_data_and_code(
         "args.width": ["-", "4"],
         "data: train": ["abc", "def"],
     }
-    text = typed(compare, "run-1", "run-2")
+    text = said("compare run-1 run-2")
     assert text.startswith("settings that differ")
     assert not {"seed", "job", "status"} & set(text.split())
     # One that this release cannot read: the recorded fields of both.
@@ -184,18 +172,18 @@ def test_metrics_are_compared_by_step_epoch_and_running_time(shoal_home: Path, m
     monkeypatch.setenv("SHOAL_HOME", str(shoal_home))
     with runs.create("train", "workers: 1\n", "run-2") as run:
         run.log(10, {"validation/loss": 0.25, "train/epoch": 0.5})
-    found = json.loads(typed(compare, "run-1", "run-2", "--by", "epoch", "--json"))
+    found = json.loads(said("compare run-1 run-2 --by epoch --json"))
     assert (found["by"], found["common_at"]) == ("epoch", 0.5)
     one, other = found["metrics"]["validation/loss"]
     assert one == {"final": None, "final_at": 4.0, "best": 0.000123, "best_at": 1.0, "common": None}
     assert (other["best"], other["common"]) == (0.25, 0.25)
-    text = typed(compare, "run-1", "run-2")
+    text = said("compare run-1 run-2")
     for line in ("validation/loss not a number 0.25", "best 0.000123 at 10 0.25 at 10", "mine/odd 1,234,567 -"):
         assert line in [" ".join(each.split()) for each in text.splitlines()]
     assert "train/learning_rate 0.0003 -" in " ".join(text.split())
-    by_time = json.loads(typed(compare, "run-1", "run-2", "--by", "time", "--json"))["metrics"]["train/epoch"]
+    by_time = json.loads(said("compare run-1 run-2 --by time --json"))["metrics"]["train/epoch"]
     assert by_time[0]["final_at"] == pytest.approx(1000.0, abs=30.0)  # without what lay between its two attempts
-    lines = typed(compare, "run-1", "run-2", "--csv").splitlines()
+    lines = said("compare run-1 run-2 --csv").splitlines()
     assert lines[0] == "kind,name,run-1,run-2"
     assert "best,validation/loss,0.000123,0.25" in lines
 
@@ -203,18 +191,15 @@ def test_metrics_are_compared_by_step_epoch_and_running_time(shoal_home: Path, m
 def test_versions_stand_for_the_runs_that_made_them() -> None:
     for number in (1, 2):
         train(f"run-{number}", [0.5])
-        signature = Signature(inputs=[TensorSignature(name="x", datatype="FP32", shape=[-1, 1])], outputs=[])
-        snapshot = WeightSnapshot.of(number, {"weight": np.ones(1, np.float32)})
-        factory, run_id = ModelFactory(factory="torch.nn:Linear"), f"run-{number}" if number == 1 else None
-        Registry().register("mine", snapshot, model=factory, signature=signature, run_id=run_id)
+        register("mine", run_id=f"run-{number}" if number == 1 else None)
     lineage = {"sweep": "run-1", "trial": 3, "run": "run-2", "parameters": {}}
-    Registry().register("swept", snapshot, model=factory, signature=signature, run_id="run-1", lineage=lineage)
-    found = json.loads(typed(compare, "mine@1", "swept@1", "--json"))["runs"]
+    register("swept", run_id="run-1", lineage=lineage)
+    found = json.loads(said("compare mine@1 swept@1 --json"))["runs"]
     assert [run["id"] for run in found] == ["run-1", "run-2"]
-    found = json.loads(typed(compare, "mine@1", "run-2", "--json"))["runs"]
+    found = json.loads(said("compare mine@1 run-2 --json"))["runs"]
     assert [run["id"] for run in found] == ["run-1", "run-2"]
     with pytest.raises(ConfigError, match="run = 'mine@2': was registered by no run"):
-        typed(compare, "mine@2", "run-1")
+        said("compare mine@2 run-1")
 
 
 def test_rates_of_a_comparison_are_means_over_the_whole_run() -> None:
@@ -240,13 +225,13 @@ def test_compare_marks_what_was_predicted_and_names_every_plan() -> None:
         run.record_event(PREDICTED, memory_peak=1000.0, step_s=0.1, parameters=7.0)
         for plan in ("single", "single", "pipeline 2"):
             run.record_event("training", plan=plan, workers=2)
-    text = typed(compare, "run-1", "run-2")
+    text = said("compare run-1 run-2")
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["peak memory of a rank"][-4:] == ["1.074", "KiB", "~1000", "B"]
     assert rows["parameters"][-1] == "7"
     assert "single, pipeline 2" in text
     assert "~ predicted, and not measured" in text
-    one, other = json.loads(typed(compare, "run-1", "run-2", "--json"))["runs"]
+    one, other = json.loads(said("compare run-1 run-2 --json"))["runs"]
     assert (one["predicted"], other["predicted"]) == ([], ["memory_peak", "step_s"])
 
 
@@ -254,7 +239,7 @@ def test_compare_takes_runs_that_did_not_train() -> None:
     with runs.create("actor_learner", "a: 1\n", "rl") as run:
         run.log(10, {"return/mean_100": 480.0, "steps/per_s": 2000.0})
     train("run-1", [0.5])
-    found = json.loads(typed(compare, "rl", "run-1", "rl", "--json"))["runs"]
+    found = json.loads(said("compare rl run-1 rl --json"))["runs"]
     assert [run["id"] for run in found] == ["rl", "run-1"]
     assert (found[0]["samples_per_s"], found[0]["workers"], found[0]["plan"]) == (2000.0, None, "-")
     assert "memory_peak" not in found[0]

@@ -31,7 +31,7 @@ from shoal.libs.console.report import list_learning_curves
 from shoal.libs.console.run_data import MAX_PICTURE_BYTES, describe_panels
 from shoal.libs.console.server import build_app
 from shoal.runs import RunKind, RunRecorder, Status
-from typed import typed
+from typed import said
 from waiting import wait_for
 
 PARTS = ("received", "consumed", "queued", "dropped")
@@ -136,7 +136,7 @@ def test_all_who_show_a_run_have_the_same_counts(monkeypatch: pytest.MonkeyPatch
         view = run_view.make_view(runs.load("one"), None)
         console.print(view.render())
         shown = console.export_text()
-        status = json.loads(typed("status --json").output)["runs"][0]
+        status = json.loads(said("status --json"))["runs"][0]
         client = TestClient(build_app(Access("token", port=80)), base_url="http://localhost")
         answered = tabulate({"/panels": client.get("/api/runs/one/panels").json()})
         stored = tabulate(write())
@@ -237,10 +237,10 @@ def test_a_report_that_cannot_be_written_ends_nothing(
 
 def test_the_verb_writes_the_page_of_the_newest_run(shoal_home: Path) -> None:
     record({1: {"return": 1.0}}).close()
-    shown = typed("report --open-path", is_caught=False).stdout
+    shown = said("report --open-path")
     assert shown == f"{shoal_home / 'runs' / 'one' / 'report.html'}\n"
     assert Path(shown.strip()).exists()
-    shown = typed("report one", is_caught=False).stdout
+    shown = said("report one")
     assert "report.html" in shown
     assert "Its learning curve: " in shown
 
@@ -249,7 +249,7 @@ def test_of_several_runs_the_page_has_them_over_each_other(shoal_home: Path, tmp
     for run_id in ("one", "two"):
         with runs.create("train", f"task: lenet\nworkers: {len(run_id)}\nname: {run_id}\n", run_id) as run:
             run.log(1, {"train/loss": 0.5})
-    shown = typed("report two one --open-path", is_caught=False).stdout
+    shown = said("report two one --open-path")
     browser = Chromium(tmp_path)
     try:
         browser.show(Path(shown.strip()).as_uri())

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.home import load_access_token
@@ -189,7 +188,7 @@ def test_the_folder_above_the_package_is_looked_at_in_a_checkout_only(
 def test_the_command_prints_and_its_status_says_whether_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Finding("disk", Level.FAIL, "full", "make room")
     monkeypatch.setattr(doctor, "run_checks", lambda: iter([Finding("python", Level.OK, "3.11"), bad]))
-    failed = CliRunner().invoke(doctor.doctor)
+    failed = typed("doctor")
     assert failed.exit_code == 1
     assert "fail  disk" in failed.output
     assert "make room" in failed.output
@@ -197,7 +196,7 @@ def test_the_command_prints_and_its_status_says_whether_all_is_well(monkeypatch:
     assert as_json.exit_code == 1
     assert json.loads(as_json.output)["findings"][1]["remedy"] == "make room"
     monkeypatch.setattr(doctor, "run_checks", lambda: iter([Finding("memory", Level.WARN, "little", "buy")]))
-    assert CliRunner().invoke(doctor.doctor).exit_code == 0
+    assert typed("doctor").exit_code == 0
 
 
 def test_this_machine_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:

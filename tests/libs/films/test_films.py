@@ -10,7 +10,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 
 from random_policy import register_random
@@ -22,11 +21,12 @@ from shoal.extend.rl import make_policy
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.rl_policy import check, describe_policy_model, inspect_environment
 from shoal.libs.films import filmed_game
-from shoal.libs.films.command import PlayedGame, play
+from shoal.libs.films.command import PlayedGame
 from shoal.libs.films.episode import MAX_FRAMES, WIDTH, Camera
 from shoal.libs.films.film_file import draw_film
 from shoal.libs.films.filmed_game import FilmedGame
 from shoal.libs.films.players import EndpointPlayer, LocalPlayer, describe_outputs
+from typed import said
 
 LENGTH = 60
 
@@ -83,12 +83,12 @@ def read_film(path: Path) -> tuple[list[np.ndarray], int]:
 def test_play_films_the_game_of_a_registered_policy_and_prints_its_returns(tmp_path: Path) -> None:
     register_random(BLINKS, "algorithm=ppo", "hidden=[8]")
     film = tmp_path / "film.webp"
-    plain = CliRunner().invoke(play, ["game", "--episodes", "2"], catch_exceptions=False)
-    filmed = CliRunner().invoke(play, ["game@1", "--episodes", "2", "--record", str(film)], catch_exceptions=False)
-    assert filmed.output.splitlines()[:-1] == plain.output.splitlines()
-    episode = next(line for line in plain.output.splitlines() if line.startswith("episode 2"))
+    plain = said("play game --episodes 2")
+    filmed = said("play game@1 --episodes 2 --record", str(film))
+    assert filmed.splitlines()[:-1] == plain.splitlines()
+    episode = next(line for line in plain.splitlines() if line.startswith("episode 2"))
     assert f"in {LENGTH} steps, terminated" in episode
-    assert "over 2 episodes" in plain.output
+    assert "over 2 episodes" in plain
     pictures, milliseconds = read_film(film)
     assert len(pictures) == 2 * (LENGTH // 2 + 1)  # 25 a second of 50
     assert milliseconds == pytest.approx(2 * (1000 * LENGTH / 50 + 1000), abs=100)
@@ -130,11 +130,11 @@ def test_agents_may_have_policies_of_their_own() -> None:
     env = "shoal.libs.games.pursuit:Pursuit"
     register_random(env, "algorithm=ppo", "hidden=[8]")
     words = ["game", "--episodes", "1", "--max-steps", "7"]
-    ran = CliRunner().invoke(play, [*words, "--agent", "second=game@1"], catch_exceptions=False)
-    assert "first " in ran.output
-    assert "in 7 steps, not ended" in ran.output
+    printed = said("play", *words, "--agent", "second=game@1")
+    assert "first " in printed
+    assert "in 7 steps, not ended" in printed
     with pytest.raises(ConfigError, match=r"no agent of .*there are first, second"):
-        CliRunner().invoke(play, [*words, "--agent", "third=game"], catch_exceptions=False)
+        said("play", *words, "--agent", "third=game")
 
 
 def test_actions_between_bounds_and_boards_are_drawn(tmp_path: Path) -> None:
@@ -180,13 +180,13 @@ def test_a_film_is_bounded_whatever_is_played(tmp_path: Path) -> None:
 def test_what_cannot_be_played_or_written_is_refused_first(words: list[str], says: str) -> None:
     register_random(BLINKS, "algorithm=ppo", "hidden=[8]")
     with pytest.raises(ConfigError, match=says):
-        CliRunner().invoke(play, ["game", *words], catch_exceptions=False)
+        said("play game", *words)
 
 
 def test_mp4_needs_pyav(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MissingExtra, match="av is not installed: pip install 'CHECKOUT\\[films\\]'"):
-        CliRunner().invoke(play, ["game", "--record", str(tmp_path / "film.mp4")], catch_exceptions=False)
+        said("play game --record", str(tmp_path / "film.mp4"))
 
 
 def test_choices_have_probabilities_each_and_masked_ones_none() -> None:

@@ -22,7 +22,7 @@ from shoal.libs.hf.tasks import CausalLM
 from shoal.libs.hf.transfer import KINDS, push
 from shoal.registry import Registry
 from shoal.train.initial_weights import load_initial_weights
-from typed import typed
+from typed import said, typed
 
 # peft 0.21 asks transformers by a name that 5.x deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -63,12 +63,6 @@ def build(ref: str) -> np.ndarray:
     return compute(network)
 
 
-def run(*words: str) -> str:
-    ran = typed("models", *words, is_caught=False)
-    assert ran.exit_code == 0, ran.output
-    return ran.output
-
-
 @pytest.mark.parametrize("name", LORAS)
 def test_what_peft_wrote_is_registered_and_written_back_with_equal_logits(name: str, tmp_path: Path) -> None:
     lora = LORAS[name]
@@ -78,12 +72,12 @@ def test_what_peft_wrote_is_registered_and_written_back_with_equal_logits(name: 
     given |= {each: lora.get(each, {}) for each in ("rank_pattern", "alpha_pattern")}
     expected = save_by_peft(tmp_path / "theirs", tmp_path / "base", **given)
     assert np.abs(expected - plain).max() > 0.01
-    said = run("pull", str(tmp_path / "theirs"), "--name", "tuned")
-    assert "shoal serve deploy base-base@1 endpoint.model.text.adapters='[tuned]'" in said
+    shown = said("models pull", str(tmp_path / "theirs"), "--name", "tuned")
+    assert "shoal serve deploy base-base@1 endpoint.model.text.adapters='[tuned]'" in shown
     version = Registry().get("tuned@champion")
     assert Registry().get(version.manifest.lineage["base"]).name == "base-base"
     np.testing.assert_allclose(build(version.ref), expected, atol=1e-6)
-    run("push", "tuned@1", str(tmp_path / "ours"), "--adapter")
+    said("models push tuned@1", str(tmp_path / "ours"), "--adapter")
     assert {each.name for each in (tmp_path / "ours").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     np.testing.assert_array_equal(load_by_peft(tmp_path / "ours", tmp_path / "base"), expected)
     ours, theirs = (json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("ours", "theirs"))
@@ -94,12 +88,12 @@ def test_what_peft_wrote_is_registered_and_written_back_with_equal_logits(name: 
 def test_a_registered_base_is_referred_to_and_not_stored_again(tmp_path: Path) -> None:
     save_model(tmp_path / "base")
     expected = save_by_peft(tmp_path / "theirs", tmp_path / "base", target_modules=["q_proj"], task_type="CAUSAL_LM")
-    run("pull", str(tmp_path / "base"), "--name", "plain")
+    said("models pull", str(tmp_path / "base"), "--name", "plain")
     data = write_lines(tmp_path / "texts.jsonl", [{"text": "a cat"}, {"text": "a dog"}])
     shoal.fit(CausalLM(model="plain@1", data=data), say=None, name="further", optimizer={"learning_rate": 0.1})
     for base in ("plain@1", "further@1"):
-        said = run("pull", str(tmp_path / "theirs"), "--name", "tuned", "--base", base)
-        assert f"shoal serve deploy {base} endpoint.model.text.adapters='[tuned]'" in said
+        shown = said("models pull", str(tmp_path / "theirs"), "--name", "tuned", "--base", base)
+        assert f"shoal serve deploy {base} endpoint.model.text.adapters='[tuned]'" in shown
         assert Registry().get("tuned").manifest.lineage["base"] == base
     assert {each.name for each in Registry().list()} == {"further", "plain", "tuned"}
     np.testing.assert_allclose(build("tuned@1"), expected, atol=1e-6)
@@ -115,7 +109,7 @@ def test_a_classifier_takes_its_head_along(tmp_path: Path) -> None:
     save_model(tmp_path / "base", *kind)
     made = {"target_modules": ["query"], "task_type": "SEQ_CLS"}
     expected = save_by_peft(tmp_path / "theirs", tmp_path / "base", kind[1], **made)
-    run("pull", str(tmp_path / "theirs"), "--name", "judge", "--base", str(tmp_path / "base"))
+    said("models pull", str(tmp_path / "theirs"), "--name", "judge", "--base", str(tmp_path / "base"))
     assert Registry().get("judge").manifest.model.kwargs["task"] == KINDS["sequence_classification"]
     np.testing.assert_allclose(build("judge"), expected, atol=1e-6)
     push(Registry().get("judge"), tmp_path / "ours", adapter=True)
@@ -136,7 +130,7 @@ def test_a_run_begins_with_adapters_scaled_as_they_were(tmp_path: Path) -> None:
         translate([f"model={tmp_path / 'theirs'}", "init=tuned@1"])
     with pytest.raises(ConfigError, match="holds adapters without their base"):
         CausalLM(model=str(tmp_path / "theirs")).model()
-    run("pull", str(tmp_path / "theirs"), "--name", "tuned")
+    said("models pull", str(tmp_path / "theirs"), "--name", "tuned")
     spec = make_spec(translate([f"model={tmp_path / 'base'}", "init=tuned@1", "data=texts.jsonl"]))
     assert (spec.args["lora"]["alpha"], spec.args["lora"]["modules"]) == (2.0, ["q_proj"])
     others = {"rank": 4, "alpha": 8.0, "modules": ["q_proj"]}
@@ -170,7 +164,7 @@ def test_what_would_compute_something_else_is_refused(
     with pytest.raises(SystemExit):
         job_main(make_spec, lambda spec, job: None, "train", translate=translate)
     assert "are adapters that name no base" in capsys.readouterr().err
-    run("pull", str(tmp_path / "base"), "--name", "base")
+    said("models pull", str(tmp_path / "base"), "--name", "base")
     with pytest.raises(ConfigError, match="has no adapters"):
         push(Registry().get("base"), tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()

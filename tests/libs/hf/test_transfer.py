@@ -20,7 +20,7 @@ from shoal.serve.model.formats.module import ModuleTemplate
 from shoal.serve.model.formats.template import TemplateConfig
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import tensor_files
-from typed import typed
+from typed import said, typed
 
 TOKENS = np.arange(10).reshape(2, 5)
 
@@ -67,12 +67,10 @@ def test_a_folder_that_went_through_the_registry_gives_the_same_logits(kind: str
 )
 def test_a_family_that_writes_no_text_is_no_champion(kind: str, more: dict[str, int], why: str, tmp_path: Path) -> None:
     save_model(tmp_path / "model", kind, **more)
-    asked = ["models", "pull", str(tmp_path / "model"), "--name", "odd"]
-    ran = typed("", *asked)
-    assert ran.exit_code == 0, ran.output
-    assert "odd@1 is registered; there is no champion: an endpoint would refuse 1: " in ran.output
-    assert why in ran.output
-    assert "an endpoint answers its tensors: shoal serve deploy odd@1" in ran.output
+    printed = said("models pull", str(tmp_path / "model"), "--name", "odd")
+    assert "odd@1 is registered; there is no champion: an endpoint would refuse 1: " in printed
+    assert why in printed
+    assert "an endpoint answers its tensors: shoal serve deploy odd@1" in printed
     assert not Registry().has("odd@champion")
 
 
@@ -91,8 +89,7 @@ def test_the_layout_of_the_hub_is_written_and_found(tmp_path: Path, monkeypatch:
     expected = compute(save_model(tmp_path / "model"))
     pull(str(tmp_path / "model"), "tiny")
     cache = tmp_path / "cache" / "hub"
-    ran = typed(f"models push tiny@1 {cache} --hub team/tiny")
-    assert ran.exit_code == 0, ran.output
+    said("models push tiny@1", str(cache), "--hub", "team/tiny")
     top = cache / "models--team--tiny"
     snapshot = top / "snapshots" / (top / "refs" / "main").read_text()
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {each.name for each in snapshot.iterdir()}
@@ -100,8 +97,7 @@ def test_the_layout_of_the_hub_is_written_and_found(tmp_path: Path, monkeypatch:
     np.testing.assert_array_equal(compute(loaded), expected)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     assert find_folder("team/tiny") == find_folder(str(top)) == snapshot.resolve()
-    ran = typed("models pull team/tiny --name again")
-    assert ran.exit_code == 0, ran.output
+    said("models pull team/tiny --name again")
     np.testing.assert_array_equal(answer("again@champion"), expected)
 
 
@@ -146,7 +142,7 @@ def test_a_base_of_several_files_is_registered_tensor_by_tensor(
 
 
 def test_a_version_of_another_task_is_refused(tmp_path: Path) -> None:
-    ran = typed(f"models pull {tmp_path} --name tiny")
+    ran = typed("models pull", str(tmp_path), "--name", "tiny")
     assert isinstance(ran.exception, ConfigError)
     assert "has no config.json" in str(ran.exception)
     save_model(tmp_path / "model", "bert", "AutoModelForMaskedLM")

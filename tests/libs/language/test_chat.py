@@ -30,7 +30,7 @@ from shoal.libs.language.command import Conversation
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.weights import WeightSnapshot
-from typed import typed
+from typed import said, typed
 
 SIZES = {"num_tokens": 259, "context": 512, "width": 32, "depth": 1, "heads": 2}
 TENSORS = {
@@ -220,23 +220,23 @@ def test_a_run_names_the_commands_for_its_language_model(decoder: Decoder) -> No
 def test_a_text_in_a_pipe_is_answered_once(
     decoder: Decoder, models: Models, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["chat", "tiny", "--max-tokens", "5", "--temperature", "0"]
-    done = typed("", *words, stdin="hi\n", is_caught=False)
+    words = "chat tiny --max-tokens 5 --temperature 0"
+    done = typed(words, stdin="hi\n", is_caught=False)
     assert done.stdout == shoal.load("tiny").chat("hi", max_tokens=5, temperature=0).read().text + "\n"
-    served = typed("", *words, "--endpoint", url, stdin="hi", is_caught=False)
+    served = said(words, "--endpoint", url, stdin="hi")
     with shoal.Client(url) as client:
-        assert served.stdout == client.chat("tiny", "hi", max_tokens=5, temperature=0).read().text + "\n"
+        assert served == client.chat("tiny", "hi", max_tokens=5, temperature=0).read().text + "\n"
     assert [*models.tiny.requests][-2].sampling.temperature == 0
     with pytest.raises(ConfigError, match=r"no chat template.*--text"):
-        typed("chat bare --endpoint", url, stdin="hi", is_caught=False)
+        said("chat bare --endpoint", url, stdin="hi")
     with pytest.raises(InferenceError, match="there is no model 'tiny:poet'"):  # an adapter's name is the endpoint's
-        typed("chat tiny:poet --endpoint", url, stdin="hi", is_caught=False)
+        said("chat tiny:poet --endpoint", url, stdin="hi")
     with pytest.raises(ConfigError, match="has no text"):
-        typed("", *words, stdin=" \n", is_caught=False)
+        said(words, stdin=" \n")
     assert "loading" not in done.stderr
     with monkeypatch.context() as patched:
         patched.setattr(_NamedTextIOWrapper, "isatty", lambda _: True)
-        shown = typed("", *words, stdin="hi\n/quit\n", is_caught=False)
+        shown = typed(words, stdin="hi\n/quit\n", is_caught=False)
     assert "loading tiny@1" in shown.stderr
     assert done.stdout in shown.stdout
 
@@ -251,7 +251,7 @@ def test_what_is_suggested_for_a_model_that_writes_is_answered(name: str, verb: 
     _, *words = shlex.split(ask)
     assert words[0] == verb
     words += ["--max-tokens", "5"] * (verb == "chat")
-    assert typed("", *words, stdin="hi", is_caught=False).exit_code == 0
+    said(shlex.join(words), stdin="hi")
 
 
 def test_predict_answers_texts_of_words_and_files(url: str, tmp_path: Path) -> None:
@@ -259,8 +259,7 @@ def test_predict_answers_texts_of_words_and_files(url: str, tmp_path: Path) -> N
     file.write_text('a line\n\n{"prompt": "two"}\n{"messages": [{"role": "user", "content": "three"}]}\n')
 
     def predict(model: str, *words: str) -> str:
-        done = typed("predict", model, "--endpoint", url, *words, is_caught=False)
-        return done.stdout
+        return said("predict", model, "--endpoint", url, *words)
 
     given = ["--text", "one", "--text", f"@{file}", "--with", "max_tokens=4", "--with", "temperature=0"]
     rows = json.loads(predict("tiny", *given, "--output", "json"))
@@ -287,12 +286,12 @@ def test_an_adapter_is_asked_of_an_endpoint(models: Models, url: str, monkeypatc
         for version in ("", "@3"):
             asked = [*words, f"tiny:poet{version}", "--endpoint", url]
             asked += ["--max-tokens", "5"] if words == ["chat"] else ["--with", "max_tokens=5"]
-            assert typed("", *asked, stdin="hi", is_caught=False).exit_code == 0
+            said("", *asked, stdin="hi")
             assert models.tiny.calls[-1].version == (3 if version else None)
     with pytest.raises(ConfigError, match="is not a model reference"):
-        typed("predict tiny@3:poet --text hi --endpoint", url, is_caught=False)
+        said("predict tiny@3:poet --text hi --endpoint", url)
     with pytest.raises(ConfigError, match=r"adapter.*beside its base.*`shoal chat ADAPTER`"):
-        typed("chat tiny:poet", stdin="hi", is_caught=False)
+        said("chat tiny:poet", stdin="hi")
 
 
 def test_batch_prediction_answers_a_column_of_texts_or_messages(decoder: Decoder) -> None:

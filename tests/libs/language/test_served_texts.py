@@ -17,7 +17,7 @@ import torch
 from tiny_language import VOCABULARY, continue_greedily, list_tokens, make_decoder, make_tokenizer_files
 from torch import nn
 
-from registered import register
+from registered import register, tensors
 from serving.replica_set import ReplicaSet, ask, exchange, infer, until
 from shoal.errors import InferenceError
 from shoal.extend.serve import Caller, ServedModel
@@ -27,7 +27,7 @@ from shoal.libs.language.engine.request import Swap
 from shoal.libs.language.served import prepared, registered_adapters, text_engine
 from shoal.libs.language.served.text_engine import RequestStream
 from shoal.libs.language.text_model import TextCall, TextModel, TextModels
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.serve.messages.counts import VersionCounts
 from shoal.serve.protocol.prometheus import render
 from shoal.serve.replica.replica import EndpointReplica
@@ -44,8 +44,8 @@ DECODER = ModelFactory(
     kwargs={"num_tokens": VOCABULARY, "context": 96, "width": 32, "depth": 2, "heads": 4},
 )
 SIGNATURE = Signature(
-    inputs=[TensorSignature(name="ids", datatype="INT64", shape=[-1, -1])],
-    outputs=[TensorSignature(name="logits", datatype="FP32", shape=[-1, -1, VOCABULARY])],
+    inputs=tensors(ids=("INT64", [-1, -1])),
+    outputs=tensors(logits=[-1, -1, VOCABULARY]),
 )
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from click.testing import Result
 from torch import nn
 
 import shoal.runs
+from registered import tensors
 from shoal.errors import ConfigError, MissingExtra, RegistryError
 from shoal.libs.optimise import measure, search
 from shoal.libs.optimise.entry import build_network
-from shoal.registry import ModelFactory, ModelVersion, Registry, Signature, TensorSignature
+from shoal.registry import ModelFactory, ModelVersion, Registry, Signature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.train.export.model_entry import make_factory
@@ -27,7 +27,7 @@ from shoal.train.reporting.result import TrainResult
 from shoal.train.spec import TrainSpec
 from shoal.weights import WeightSnapshot, tensor_files
 from shoal.weights.tensor_files import make_weight_file, write_tensors
-from typed import typed
+from typed import said, typed
 
 TASK = '''
 import torch
@@ -124,8 +124,8 @@ def spec():
 '''
 REFERENCE = "largest.py:Largest"
 SIGNATURE = Signature(
-    inputs=[TensorSignature(name="input", datatype="FP32", shape=[-1, 16])],
-    outputs=[TensorSignature(name="output", datatype="FP32", shape=[-1, 3])],
+    inputs=tensors(input=[-1, 16]),
+    outputs=tensors(output=[-1, 3]),
 )
 
 
@@ -164,14 +164,8 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SLICE_S", 0.002)
 
 
-def run(*arguments: str) -> Result:
-    return typed("optimise", *arguments)
-
-
 def optimise(*arguments: str) -> dict[str, Any]:
-    done = run(*arguments, "--json")
-    assert done.exit_code == 0, (done.output, done.exception)
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(said("optimise", *arguments, "--json"))
     return found
 
 
@@ -216,7 +210,7 @@ def test_a_converted_model_answers_at_an_endpoint_as_its_parent(step: str, share
     small = Registry().get(found["registered"])
     assert small.manifest.size_bytes < share * teacher.manifest.size_bytes
     np.testing.assert_allclose(answer(small, INPUTS), answer(teacher, INPUTS), atol=0.1)
-    assert "parent, largest@1" in str(run("largest@small").exception)
+    assert "parent, largest@1" in str(typed("optimise largest@small").exception)
 
 
 @pytest.mark.soak
@@ -242,7 +236,7 @@ def test_a_model_that_a_step_ruins_is_not_chosen() -> None:
     assert (before, found["registered"]) == (1.0, None)
     assert after < 0.6
     assert found["models"][1]["verdict"]["status"] == "beyond"
-    shown = run("largest", "--student", "none", "--try", "int8", "--by", "size").stdout
+    shown = typed("optimise largest --student none --try int8 --by size").stdout
     assert "largest@1 stays" in shown
     assert "300 rows decide, with a confidence of 0.95" in shown
     assert len(Registry().list("largest")) == 1
@@ -251,7 +245,7 @@ def test_a_model_that_a_step_ruins_is_not_chosen() -> None:
 def test_too_few_rows_decide_nothing_and_their_number_is_said() -> None:
     register(exact_network())
     asked = ["largest", "--student", "none", "--try", "bf16", "--by", "size", "--max-drop", "0.1%"]
-    shown = run(*asked).stdout
+    shown = typed("optimise", *asked).stdout
     assert "undecided: " in shown
     assert "rows more are needed" in shown
     assert "largest@1 stays" in shown
@@ -263,7 +257,9 @@ def test_too_few_rows_decide_nothing_and_their_number_is_said() -> None:
 
 def test_a_metric_that_is_no_mean_over_rows_is_judged_by_its_value() -> None:
     register(exact_network())
-    shown = run("largest", "--data", "largest.py:Spread", "--student", "none", "--try", "bf16", "--by", "size").stdout
+    shown = typed(
+        "optimise", "largest", "--data", "largest.py:Spread", "--student", "none", "--try", "bf16", "--by", "size"
+    ).stdout
     assert "accuracy is no mean over rows" in shown
     assert "largest@2" in shown
 
@@ -296,7 +292,7 @@ def test_nothing_is_registered_of_an_interrupted_distillation(monkeypatch: pytes
     register(exact_network())
     stopped = TrainResult("", "interrupted", "", 1, 1, 0.0)
     monkeypatch.setattr(search, "fit_locally", lambda *_, **__: stopped)
-    done = run("largest", "--student", "width=32")
+    done = typed("optimise largest --student width=32")
     assert done.exit_code == 130
     assert len(Registry().list("largest")) == 1
 
@@ -343,7 +339,7 @@ OWN = {"workers": "2", "init": "largest", "name": "tiny", "task": "lenet", "stop
 )  # fmt: skip
 def test_a_wrong_option_is_rejected_before_anything_is_trained(arguments: list[str], field: str, problem: str) -> None:
     register(exact_network())
-    done = run("largest", *arguments)
+    done = typed("optimise largest", *arguments)
     assert isinstance(done.exception, ConfigError), done.output
     assert done.exception.field == field
     assert problem in str(done.exception)
@@ -353,7 +349,7 @@ def test_a_wrong_option_is_rejected_before_anything_is_trained(arguments: list[s
 def test_what_cannot_be_counted_is_not_compared_by_flops() -> None:
     network = nn.Sequential(exact_network(), nn.Identity())
     register(network, make_factory(TrainSpec(task="largest.py:Uncounted")))
-    error = run("largest", "--student", "none", "--try", "none", "--by", "flops").exception
+    error = typed("optimise largest --student none --try none --by flops").exception
     assert isinstance(error, ConfigError)
     assert (error.field, error.value) == ("--by", "flops")
     assert "arithmetic is unknown" in error.problem
@@ -362,19 +358,19 @@ def test_what_cannot_be_counted_is_not_compared_by_flops() -> None:
 def test_a_library_for_the_picture_is_missed_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     register(exact_network())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert isinstance(run("largest").exception, MissingExtra)
+    assert isinstance(typed("optimise largest").exception, MissingExtra)
     assert not shoal.runs.list_runs()
 
 
 def test_a_model_that_cannot_be_made_smaller_is_rejected() -> None:
     with pytest.raises(RegistryError, match="largest"):
-        raise run("largest").exception or AssertionError
+        raise typed("optimise largest").exception or AssertionError
     module = ModelFactory(factory="shoal.models.lenet:LeNet")
     register(exact_network(), module, name="handmade")
-    done = run("handmade")
+    done = typed("optimise handmade")
     assert "--data" in str(done.exception)
     assert "was not registered by a Task" in str(done.exception)
     Registry().register(
         "graph", WeightSnapshot.from_payload(1, b"graph"), model=ModelFactory(format="onnx"), signature=SIGNATURE
     )
-    assert "register the module that it was exported from" in str(run("graph").exception)
+    assert "register the module that it was exported from" in str(typed("optimise graph").exception)

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from shoal.cli import cli
 from shoal.errors import ConfigError, NotFinite
 from shoal.libs.planning.ablation import PARAMETERS, AblationRun, ablate, build_variants, summarise_variants
 from shoal.train.launch.validate import choose_metric
@@ -180,7 +178,7 @@ def test_runs_that_all_fail_are_written_and_shown(
 
     monkeypatch.setattr("shoal.libs.planning.ablate.fit_locally", diverge)
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "bias", "--seeds", "1"]
-    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "200"})
+    done = typed("ablate", *words, "--out", str(tmp_path / "out"), env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert "bias did not end: NotFinite: the loss is not finite in step 3" in done.output
     files = {path.suffix: path for path in (tmp_path / "out").iterdir()}
@@ -191,7 +189,7 @@ def test_runs_that_all_fail_are_written_and_shown(
 
 def test_shoal_ablate_trains_every_variant_and_writes_what_it_found(spec: TrainSpec, tmp_path: Path) -> None:
     words = [spec.task, "threads=1", "batch_size=8", "stop.steps=3", "--part", "depth", "--seeds", "1"]
-    done = CliRunner().invoke(cli, ["ablate", *words, "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
+    done = typed("ablate", *words, "--out", str(tmp_path / "out"), env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     assert "mean_error" in done.output
     begins = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]

@@ -17,7 +17,7 @@ from shoal.libs.planning.predict import fake_step
 from shoal.parallel import ParallelDims
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.task import make_task
-from typed import typed
+from typed import said
 
 TASK = """
 import torch
@@ -56,8 +56,7 @@ def test_plans_are_counted_and_what_does_not_fit_has_its_number(file: Path, monk
         planner, "enumerate_candidates", lambda *words: [each for each in enumerate_all(*words) if each.name in PLANS]
     )
     words = [f"{file}:Text", *HARDWARE, "device=cpu", "batch_size=32", "device_memory=300kB", "--json"]
-    done = typed("plan", *words, is_caught=False)
-    plans = {each["plan"]: each for each in json.loads(done.stdout)["plans"]}
+    plans = {each["plan"]: each for each in json.loads(said("plan", *words))["plans"]}
     assert not any(each["is_run"] for each in plans.values() if each["is_applicable"])
     assert "does not fit: needs" in plans["one device"]["reason"]
     assert "can be run here" in plans["DiLoCo, every 50 steps"]["reason"]

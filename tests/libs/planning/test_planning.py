@@ -23,7 +23,7 @@ from shoal.sync.costs import ServerCosts
 from shoal.train.launch.overrides import spec_from_overrides
 from shoal.train.spec import TrainSpec
 from shoal.train.task import make_task
-from typed import typed
+from typed import said, typed
 
 TASK = """
 import torch
@@ -348,17 +348,17 @@ def test_the_command_ranks_and_says_what_to_run(file: Path, monkeypatch: pytest.
     found, rank = list[list[PlanEstimate]](), planner.rank_plans
     monkeypatch.setattr(planner, "rank_plans", lambda *given: found.append(rank(*given)) or found[0])
     words = [f"{file}:Layers", "hosts=1", "devices=2", "batch_size=32", "device_memory=1GB"]
-    result = typed("plan", *words, is_caught=False)
-    title, headings, *lines = result.stdout.splitlines()
+    printed = said("plan", *words)
+    title, headings, *lines = printed.splitlines()
     assert title.endswith("batch of 32, 1 host(s)")
     assert headings.split() == ["plan", "workers", "step", "samples/s", "memory", "why"]
     assert any(line.startswith("ddp=2 ") and "communication" in line for line in lines)
     [best] = [line for line in lines if line.startswith("the fastest: shoal run train task=")]
     assert all(word in best for word in ("batch_size=32", "parallel=", "workers="))
-    assert "opening the data" not in result.stdout
+    assert "opening the data" not in printed
     [estimates] = found
     monkeypatch.setattr(planner, "rank_plans", lambda *_: estimates)
-    answer = json.loads(typed("plan", *words, "--json", is_caught=False).stdout)
+    answer = json.loads(said("plan", *words, "--json"))
     assert answer["batch_size"] == 32
     steps = [each["step_s"] for each in answer["plans"] if each["is_possible"]]
     assert steps == sorted(steps)
@@ -376,5 +376,5 @@ def test_nothing_fits_into_no_memory(file: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_mistyped_override_is_a_config_error(file: Path) -> None:
     with pytest.raises(ConfigError, match="host") as error:
-        typed(f"plan {file}:Layers host=4", is_caught=False)
+        said("plan", f"{file}:Layers", "host=4")
     assert error.value.field == "host"

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.libs.start.command import NEXT, PAGES, write_template
-from typed import typed
+from typed import said
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -39,10 +39,10 @@ def test_the_files_run_and_their_tests_pass(
     kind: str, name: str, num_tests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = typed("new", kind, name, is_caught=False)
-    assert f"{name}.py is written" in result.output
-    assert f"docs/{PAGES[kind]}" in result.output
-    assert "my_" not in result.output
+    shown = said("new", kind, name)
+    assert f"{name}.py is written" in shown
+    assert f"docs/{PAGES[kind]}" in shown
+    assert "my_" not in shown
     assert run_tests(f"test_{name}", tmp_path, monkeypatch, tmp_path) == num_tests
 
 

@@ -236,8 +236,8 @@ def test_all_words_are_said_again() -> None:
         session._read_record()
         again.record_model("m", 3, ())
         again.finish("stopped")
-    said = "It has registered m@3. Go on with: shoal run x --actors 2 resume=one target_return=7"
-    assert session.format_resume_hint() == said
+    hint = "It has registered m@3. Go on with: shoal run x --actors 2 resume=one target_return=7"
+    assert session.format_resume_hint() == hint
     with runs.reopen("one"):
         pass
     assert session.format_resume_hint() == "The run has finished: shoal runs one"
@@ -263,10 +263,10 @@ def test_what_a_run_has_named_is_said_as_it_is(shoal_home: Path, capsys: pytest.
     session = a_session()
     session._console, session.run_id = make_literal_console(), "one"
     session._print_summary()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for word in ("ended [by hand] after 1.0 s", "evaluated recall[a] 0.5", "registered m@1 (champion[x])"):
-        assert word in said
-    assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in said
+        assert word in printed
+    assert "mean return 1 over 1 episodes played through the endpoint's HTTP interface (2 requests)\n" in printed
 
 
 def test_where_no_actor_is_left_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from shoal.cli.display import rl_display, run_view
 from shoal.cli.display.panels import format_sparkline
 from shoal.cli.display.rl_display import LoopView, make_view
 from shoal.flows.rl_metrics import select_rejections
-from typed import typed
+from typed import said
 
 METRICS = {
     "return/mean_100": 123.4,
@@ -148,8 +148,8 @@ def test_who_sends_only_bad_messages_is_shown_with_reason_and_count(monkeypatch:
         run.log_group(7, "rejected", select_rejections({"actors": actors}))
         run.flush()
         view = run_view.make_view(runs.load("one"), None)
-        shown = typed("status", is_caught=False).output
-        found = json.loads(typed("status --json").output)["runs"][0]
+        shown = said("status")
+        found = json.loads(said("status --json"))["runs"][0]
     assert isinstance(view, LoopView)
     assert "rejected  looper malformed 1,320  one two non_finite 2" in drawn(view)
     assert "drops     non_finite 2  shutdown 1 " in drawn(view)
@@ -174,7 +174,7 @@ def test_a_run_without_an_environment_says_what_it_waits_for_and_who_has_brought
         assert run_view.make_view(runs.load("one"), view).phase == "solved; registering the policy"
     assert view.phase == "starting the endpoint"
     assert 'spaces    {"action": 3}, brought by catch-1' in drawn(view)
-    shown = typed("runs one", is_caught=False).output
+    shown = said("runs one")
     assert 'spaces    {"action": 3}, brought by catch-1' in shown
 
 

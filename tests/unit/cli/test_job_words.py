@@ -136,10 +136,10 @@ def test_a_run_is_followed_to_its_end_from_anywhere(monkeypatch: pytest.MonkeyPa
             run.flush()
 
         monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=look, monotonic=time.monotonic))
-        told = said("runs latest --follow").splitlines()
-    assert "waiting for actors" in told[0]
-    assert "learning: return 100" in told[1]
-    assert "finished" in "".join(told[2:6])
+        lines = said("runs latest --follow").splitlines()
+    assert "waiting for actors" in lines[0]
+    assert "learning: return 100" in lines[1]
+    assert "finished" in "".join(lines[2:6])
 
 
 def test_a_heartbeat_that_is_late_once_does_not_end_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +169,9 @@ def test_who_has_seen_enough_of_a_run_does_not_end_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("shoal.cli.display.run_view.time", SimpleNamespace(sleep=enough, monotonic=time.monotonic))
     with runs.create("train", "task: lenet", "one"):
-        told = said("runs one --follow")
-        assert "starting workers" in told
-        assert told.endswith("one goes on: shoal runs one --follow\n")
+        shown = said("runs one --follow")
+        assert "starting workers" in shown
+        assert shown.endswith("one goes on: shoal runs one --follow\n")
         assert runs.load("one").status.value == "running"
 
 

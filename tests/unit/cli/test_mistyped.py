@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from shoal.cli import cli
 from shoal.cli.commands import cluster
 from shoal.cluster.cluster_handle import ClusterHandle
 from shoal.config.field_help import format_field_help, list_argument_help, list_field_help
@@ -18,6 +16,7 @@ from shoal.extend import RLSpec
 from shoal.recipes import is_recipe, recipe_folder, stage_package
 from shoal.train.__main__ import main as train_here
 from shoal.train.spec import TrainSpec
+from typed import typed
 
 TASK = "import shoal\nclass Line(shoal.Task):\n    pass\n"
 TRIES = {
@@ -91,13 +90,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shoal_home: Path) ->
     return tmp_path
 
 
-@pytest.mark.parametrize("typed", TRIES)
-def test_a_mistake_is_named_with_what_helps(typed: str) -> None:
-    result = CliRunner().invoke(cli, typed.split(), input="")
+@pytest.mark.parametrize("line", TRIES)
+def test_a_mistake_is_named_with_what_helps(line: str) -> None:
+    result = typed(line, stdin="")
     assert result.exit_code
     assert isinstance(result.exception, ShoalError | SystemExit), result.exception
-    said = result.output if isinstance(result.exception, SystemExit) else str(result.exception)
-    assert TRIES[typed] in said
+    error = result.output if isinstance(result.exception, SystemExit) else str(result.exception)
+    assert TRIES[line] in error
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_a_cluster_that_is_up_says_what_a_shell_needs(monkeypatch: pytest.Monkey
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/a b/token", "RAY_OTHER": "1"}
     handle = ClusterHandle("127.0.0.1:1", "http://127.0.0.1:2", "secret", environment, Path("/tmp"))
     monkeypatch.setattr(cluster, "find_running_cluster", lambda: handle)
-    assert CliRunner().invoke(cli, ["up", "--shell"]).output.splitlines() == [
+    assert typed("up --shell").output.splitlines() == [
         *("export RAY_ADDRESS=127.0.0.1:1", "export RAY_API_SERVER_ADDRESS=http://127.0.0.1:2"),
         *("export RAY_AUTH_MODE=token", "export RAY_AUTH_TOKEN_PATH='/a b/token'", f"export SHOAL_HOME={shoal_home}"),
     ]

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+import registered
 from shoal import runs
 from shoal.errors import ConfigError, RegistryError, RunError
-from shoal.registry import ModelFactory, Registry, Signature
+from shoal.registry import Registry
 from shoal.runs.record.database import TABLES
 from shoal.runs.record.removal import TRIAL_STARTED
 from shoal.serve.controller.rollout import Rollout
 from shoal.serve.controller.state import ControllerState, Deployment, ModelState, StateFile
-from shoal.weights import WeightSnapshot
 from typed import said
 
 
@@ -117,12 +116,8 @@ def test_a_pruned_record_takes_less_of_the_disk(shoal_home: Path) -> None:
 
 
 def register(num_versions: int, name: str = "tiny", base: str = "") -> None:
-    weights = WeightSnapshot.of(1, {"w": np.zeros(1, np.float32)})
-    tensor = {"name": "x", "datatype": "FP32", "shape": [-1, 1]}
     for _ in range(num_versions):
-        signature = Signature.parse({"inputs": [tensor], "outputs": [tensor]})
-        factory, lineage = ModelFactory(factory="torch.nn:Linear"), {"base": base} if base else {}
-        Registry().register(name, weights, model=factory, signature=signature, lineage=lineage)
+        registered.register(name, aliases=("champion",), lineage={"base": base} if base else {})
 
 
 def list_refs() -> list[str]:

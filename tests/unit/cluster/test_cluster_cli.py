@@ -32,12 +32,12 @@ from shoal.cluster.jobs import SILENCE_TIMEOUT_S, JobHandle, JobInfo, JobStatus
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE
 from shoal.errors import ClusterError, ConnectionLost, RunError, ShoalError
 from shoal.runs.record.database import connect
-from typed import typed
+from typed import said, typed
 
 
 def show(*words: str) -> str:
     """What `shoal status` says."""
-    return typed("status", *words, is_caught=False).output
+    return said("status", *words)
 
 
 def attach_to(handle: ClusterHandle | None, monkeypatch: pytest.MonkeyPatch, *jobs: JobInfo) -> None:
@@ -93,10 +93,10 @@ def test_the_queue_shows_position_owner_priority_need_and_reason(monkeypatch: py
         assert show().count("    waiting in the queue\n") == 2
         queue = json.loads(show("--json"))["queue"]
         assert [(each["run"], each["position"]) for each in queue] == [("first", 1), ("late", 2)]
-        assert typed("runs").output.count("waiting") == 2
-        assert "waiting: 4 workers need a GPU each: 1 of 8 GPUs free (up to 30 min)" in (typed("runs first").output)
+        assert said("runs").count("waiting") == 2
+        assert "waiting: 4 workers need a GPU each: 1 of 8 GPUs free (up to 30 min)" in (said("runs first"))
         first.record_event("waiting", reason="", wait_s=1800.0)
-        assert "running" in typed("runs first").output
+        assert "running" in said("runs first")
     assert "queue\n" not in show()
     with runs.reopen("late"):
         assert "queue\n" not in show(), "what it waited for before is past"
@@ -146,7 +146,7 @@ def test_between_looking_for_a_cluster_and_the_record_of_it_no_other_begins(
 
     monkeypatch.setattr(verbs, "find_running_cluster", lambda: require_locked("find"))
     monkeypatch.setattr(verbs, "start_cluster", start)
-    assert typed("up", is_caught=False).exit_code == 0
+    said("up")
     assert seen == ["find", "start"]
     with attach.lock_cluster_state():
         pass
@@ -187,7 +187,7 @@ def test_a_dead_cluster_of_this_host_is_cleared_away(
     ended: list[object] = []
     monkeypatch.setattr(verbs, "end_cluster", lambda *which: ended.append(which))
     monkeypatch.setattr(socket, "gethostname", lambda: "one")
-    assert "had died" in typed("down", is_caught=False).output
+    assert "had died" in said("down")
     assert ended == [("id", shoal_home / "one")]
     assert not (shoal_home / "cluster.json").exists()
 
@@ -205,7 +205,7 @@ def test_a_signal_ends_what_up_has_begun(number: signal.Signals, monkeypatch: py
             raise
 
     monkeypatch.setattr(verbs, "start_cluster", start)
-    assert typed("up").exit_code == 130
+    assert typed("up").exit_code == 128 + signal.SIGINT
     assert ended == ["by the start itself"]
 
 

@@ -20,7 +20,7 @@ from shoal.cluster.forking import fork_client
 from shoal.cluster.jobs import JobInfo, JobStatus
 from shoal.cluster.processes import CLUSTER_ID_VARIABLE, end_processes, find_cluster_processes, is_alive
 from shoal.errors import ClusterError, ConfigError, RunError
-from typed import typed
+from typed import said
 from waiting import wait_for
 
 
@@ -89,9 +89,9 @@ def test_every_job_has_the_whole_time_to_save_what_it_has(
     monkeypatch.setattr(verbs, "JobHandle", jobs.job)
     monkeypatch.setattr(verbs, "end_cluster", jobs.end)
     monkeypatch.setattr(verbs, "time", SimpleNamespace(monotonic=lambda: jobs.now))
-    said = typed("down", is_caught=False).output
-    assert said.endswith("The cluster is down.\n")
-    assert jobs.take_s or said == "The cluster is down.\n"
+    shown = said("down")
+    assert shown.endswith("The cluster is down.\n")
+    assert jobs.take_s or shown == "The cluster is down.\n"
     assert jobs.saved == saved
     assert jobs.now <= 31.0
 

@@ -16,7 +16,7 @@ from shoal.errors import ConfigError, RunError
 from shoal.runs import output_files
 from shoal.runs.output_files import OutputCopier, OutputReader
 from shoal.train.spec import TrainSpec
-from typed import typed
+from typed import said
 from waiting import wait_for
 
 
@@ -66,11 +66,10 @@ def test_logs_shows_the_newest_run_with_its_actors(run_id: str) -> None:
     serve = "INFO 2026-11-28 17:57:52 proxy 127.0.0.1 -- Got it\nINFO 2026-11-28 17:57:52 controller 7 -- Deploying\n"
     (folder / "logs" / "worker-7.log").write_text(serve)
     (folder / "actor-0.log").write_text("connected\n")
-    said = typed("logs", is_caught=False).output
-    assert said == "begun\nactor-0 | connected\n"
-    assert typed("logs", run_id, "--of", "actor-0").output == "connected\n"
+    assert said("logs") == "begun\nactor-0 | connected\n"
+    assert said("logs", run_id, "--of", "actor-0") == "connected\n"
     with pytest.raises(RunError, match="actor-9 has printed nothing: actor-0, driver, worker-7"):
-        typed("logs", run_id, "--of", "actor-9", is_caught=False)
+        said("logs", run_id, "--of", "actor-9")
 
 
 def test_logs_follows_to_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,12 +84,12 @@ def test_logs_follows_to_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> 
                 run.finish("finished")
 
         monkeypatch.setattr("shoal.cli.commands.runs.time.sleep", go_on)
-        assert typed("logs --follow").output == "actor-0 | one\nactor-0 | two\n"
+        assert said("logs --follow") == "actor-0 | one\nactor-0 | two\n"
 
 
 def test_a_run_without_output_says_where_it_went(run_id: str) -> None:
     with pytest.raises(RunError, match="prints where it was started"):
-        typed("logs", is_caught=False)
+        said("logs")
 
 
 PROGRAM = """
@@ -121,11 +120,11 @@ raise ValueError("untyped")
 def test_each_line_is_an_object() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    said = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [(each["logger"], each["level"], each["message"]) for each in said] == [
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [(each["logger"], each["level"], each["message"]) for each in lines] == [
         ("stdout", "INFO", message) for message in ("one", "two", "100%", "begun and ended: é", "no end")
     ]
-    assert all(datetime.fromisoformat(each["time"]).tzinfo is not None for each in said)
+    assert all(datetime.fromisoformat(each["time"]).tzinfo is not None for each in lines)
     errors = [json.loads(line) for line in ended.stderr.splitlines()]
     found = [(each["logger"], each["level"], each["message"]) for each in errors]
     assert found[:3] == [

@@ -26,7 +26,7 @@ from shoal.runs.record import removal, store_copies, store_mirror
 from shoal.runs.record.store_head import HEADS, RunHead, decode_head, head_key, read_head, record_key
 from shoal.store import Store, open_store
 from shoal.store.folder import FolderStore
-from typed import typed
+from typed import said
 from waiting import wait_for
 
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
@@ -145,7 +145,7 @@ def test_a_run_is_read_on_another_host(store: Store, move_to: MoveTo) -> None:
     assert (copy.folder / "spec.yaml").read_text() == SPEC
     assert (copy.folder / "pictures" / "first.png").read_bytes() == b"png"
     assert copy.folder != here.folder
-    shown = typed("runs ended", is_caught=False).output
+    shown = said("runs ended")
     assert "copy from the store" in shown
     assert runs.load("ended") == copy  # a second look changes nothing
 
