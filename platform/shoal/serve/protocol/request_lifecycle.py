@@ -137,6 +137,9 @@ class RequestLifecycle:
         """Check whether a long request should continue: that its client is connected, and takes what it gets."""
         if self._sending_since_s is not None and now_s - self._sending_since_s > self.limits.answer_grace_s:
             self._cancel(Disconnected())
+        self._poll_input(now_s)
+
+    def _poll_input(self, now_s: float) -> None:
         if not self._reading:
             if not self._watched:
                 self._watched = True
