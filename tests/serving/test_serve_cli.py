@@ -122,7 +122,7 @@ def test_only_what_can_move_is_said_to_be_followed(source: str, followed: bool) 
 
 def test_an_endpoint_is_found_by_name_and_by_address(recorded: str) -> None:
     for word in ("shop", recorded):
-        assert EndpointStatus.from_json(said(f"serve status {word} --json").encode()) == STATUS
+        assert msgspec.json.decode(said(f"serve status {word} --json"), type=EndpointStatus) == STATUS
 
 
 @pytest.mark.parametrize("options", ["", "--once", "--once --interval-s 0.1"])
