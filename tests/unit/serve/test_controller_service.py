@@ -212,7 +212,7 @@ def test_it_marks_an_endpoint_that_may_sleep_and_says_when_it_does(
         await service.report(ReplicaReport("r", 1, 0, False))
         status = await service.status()
         assert (status["asleep"], status["ready"]) == (False, False)
-        service.leave("r")
+        await service.leave("r")
         assert (await service.status())["asleep"]
         assert not await service.events(-1)
         await service.forget()
