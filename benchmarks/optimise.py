@@ -25,7 +25,7 @@ from shoal.libs.optimise import measure
 from shoal.libs.optimise.choice import MaxDrop
 from shoal.libs.optimise.request import OptimiseRequest
 from shoal.libs.optimise.search import Outcome, optimise
-from shoal.libs.optimise.steps import apply_step
+from shoal.libs.optimise.steps import convert_model
 from shoal.registry import ModelVersion
 
 DROP, FLOPS_BAR, LATENCY_BAR, DECODER_BAR, PEER_BAR = 0.01, 1 / 3, 0.5, 0.6, 1.0
@@ -107,7 +107,7 @@ def open_peer(teacher: ModelVersion, found: Outcome) -> Any:
 
     signature = teacher.manifest.signature
     example = [torch.zeros(2, *signature.inputs[0].shape[1:], dtype=torch.int64)]
-    exported = apply_step(found.models[0], "onnx", found.models[0].factory, signature, example)
+    exported = convert_model(found.models[0], "onnx", found.models[0].factory, signature, example)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "peer.onnx")
         quantize_dynamic(onnx.load_from_string(exported.payload), path)

@@ -214,7 +214,7 @@ def _check(
     try:
         check = SplitCheck(model, world, "Weighted", len(batch[1]) // num_parts, evaluates=evaluates)
         check.watch(batch)
-        check.judge()
+        check.verify()
     except ConfigError as error:
         return str(error)
     finally:
@@ -356,7 +356,7 @@ def test_the_check_changes_no_buffer() -> None:
     model = build(make_with_queue, ParallelSpec.parse(ALONE), World.single("cpu"), QueueStep())
     check = SplitCheck(model, World.single("cpu"), "Queue", BATCH)
     check.watch(global_batch(0))
-    check.judge()
+    check.verify()
     assert not model.model_state()["queue"].any()
 
 
@@ -468,12 +468,12 @@ def test_a_batch_with_another_trait_is_checked_too() -> None:
     check = SplitCheck(model, World.single("cpu"), "LateLabels", 4)
     for step in range(37):
         check.watch(global_batch(step))
-        check.judge()
+        check.verify()
     x, labels = global_batch(37)
     labels[3] = -100
     check.watch((x, labels))
     with pytest.raises(ConfigError, match=r"Task\.loss = 'LateLabels': gives .* mean of its parts.*shoal\.Mean"):
-        check.judge()
+        check.verify()
 
 
 class SometimesSum(ClassWeighted):

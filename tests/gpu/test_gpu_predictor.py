@@ -36,7 +36,7 @@ from served_models import (
 from torch import Tensor, nn
 
 from shoal.errors import WeightsError
-from shoal.libs.optimise.steps import Model, apply_step
+from shoal.libs.optimise.steps import Model, convert_model
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions
@@ -108,7 +108,7 @@ def test_bf16_is_near_fp32(options: dict[str, Any], device: str, monkeypatch: py
 def test_a_version_that_was_registered_in_bf16_computes_so(device: str) -> None:
     """As `shoal optimise` registers it: its own module says where autocast applies."""
     teacher = make_version("perceptron", 1)
-    model = apply_step(Model((), PERCEPTRON, teacher.payload), "bf16", PERCEPTRON, make_signature([6], [3]), ())
+    model = convert_model(Model((), PERCEPTRON, teacher.payload), "bf16", PERCEPTRON, make_signature([6], [3]), ())
     options = ModelOptions.parse({"device": device, "max_batch_size": 4})
     subject = Predictor(model.factory, make_signature([6], [3]), options)
     found = answer(subject.load(WeightSnapshot.from_payload(1, model.payload)), make_rows("perceptron", 3))
@@ -124,7 +124,7 @@ def test_a_version_that_was_registered_in_int8_is_for_the_cpu(device: str) -> No
     network = wide.build()
     assert isinstance(network, nn.Module)
     payload, signature = safetensors.torch.save(network.state_dict()), make_signature([6], [3])
-    model = apply_step(Model((), wide, payload), "int8", wide, signature, ())
+    model = convert_model(Model((), wide, payload), "int8", wide, signature, ())
     subject = Predictor(model.factory, signature, ModelOptions.parse({"device": device, "max_batch_size": 4}))
     snapshot = WeightSnapshot.from_payload(1, model.payload)
     if device == "auto":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.rl.experience.queue import ExperienceBatch
     from shoal.rl.gateway.listener import Listener, Received
     from shoal.rl.gateway.state import GatewaySetting
-    from shoal.rl.learner_group import SINGLE, SampleShare
+    from shoal.rl.learner_group import SINGLE, SampleShard
     from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
     from shoal.rl.spec import RLSpec, describe_encoder, network_kwargs
 

@@ -53,7 +53,7 @@ class BatchShare(NamedTuple):
     lengths: np.ndarray
 
 
-class SampleShare(NamedTuple):
+class SampleShard(NamedTuple):
     """One learner's part of a sample of a replay.
 
     arrays:    by name, with a row for each of its items [b, ...]
@@ -66,7 +66,7 @@ class SampleShare(NamedTuple):
     num_items: int
     num_steps: int
 
-    def select(self, begin: int, end: int) -> SampleShare:
+    def select(self, begin: int, end: int) -> SampleShard:
         """The share of some of its items."""
         return self._replace(arrays={name: each[begin:end] for name, each in self.arrays.items()}, first=begin)
 
@@ -83,7 +83,7 @@ def divide(lengths: np.ndarray, num_learners: int) -> np.ndarray:
 
 
 class _Share(msgspec.Struct, frozen=True):
-    """What a learner is sent: a BatchShare, with the hub's random state, or a SampleShare.
+    """What a learner is sent: a BatchShare, with the hub's random state, or a SampleShard.
 
     tensors:   of a batch `keep`, `lengths` and `random_state`, of a sample its arrays
     batch:     its segments
@@ -124,7 +124,7 @@ class LearnerGroup:
             return self._share
         return BatchShare(batch, np.ones(len(batch.lengths), np.bool_), batch.lengths)
 
-    def divide_sample(self, sample: SampleShare, serialize: Callable[[], bytes]) -> SampleShare:
+    def divide_sample(self, sample: SampleShard, serialize: Callable[[], bytes]) -> SampleShard:
         """Send the others their shares of a whole sample, and return this learner's. serialize: as in `distribute`"""
         return sample
 
@@ -132,7 +132,7 @@ class LearnerGroup:
         """The sum of `values` over the learners of the batch, equal on all of them."""
         return values
 
-    def gather(self, values: Tensor, share: SampleShare) -> Tensor:
+    def gather(self, values: Tensor, share: SampleShard) -> Tensor:
         """Collect, for each item of the sample [num_items], `values` [b] of its learner; NaN where one has died."""
         if self.num_learners == 1:
             return values
@@ -236,7 +236,7 @@ class LearnerHub(LearnerGroup):
         for each in self._members:
             each.has_weights = False
 
-    def divide_sample(self, sample: SampleShare, serialize: Callable[[], bytes]) -> SampleShare:
+    def divide_sample(self, sample: SampleShard, serialize: Callable[[], bytes]) -> SampleShard:
         self._select_working(sample.num_items)
         bounds = [sample.num_items * number // self.num_learners for number in range(self.num_learners + 1)]
         shares = [sample.select(*each) for each in pairwise(bounds)]
@@ -345,7 +345,7 @@ class HubLink(LearnerGroup):
         except _GONE as error:
             raise Closed(f"there is no learner at {address}") from error
 
-    def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch | SampleShare:
+    def wait_for_share(self, load: Callable[[bytes], None]) -> ExperienceBatch | SampleShard:
         """The next share, when its random state, and before it the hub's state (by `load`), have been applied."""
         message = _DECODER.decode(self._receive())
         if message.has_state:
@@ -353,7 +353,7 @@ class HubLink(LearnerGroup):
         self.num_learners = 2  # or more: each of them has a part of the steps
         tensors = decode_tensors(message.tensors)
         if message.sizes is not None:  # copies are writable, as torch wants them
-            return SampleShare({name: each.copy() for name, each in tensors.items()}, *message.sizes)
+            return SampleShard({name: each.copy() for name, each in tensors.items()}, *message.sizes)
         self._share = BatchShare(ExperienceBatch.from_bytes(message.batch), tensors["keep"], tensors["lengths"])
         torch.set_rng_state(torch.from_numpy(tensors["random_state"].copy()))
         return self._share.batch

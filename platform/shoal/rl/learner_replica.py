@@ -13,7 +13,7 @@ import torch
 
 from shoal.errors import Closed
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
-from shoal.rl.learner_group import HubLink, SampleShare
+from shoal.rl.learner_group import HubLink, SampleShard
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
@@ -36,7 +36,7 @@ class LearnerReplica:
                 self._algorithm.group = link
                 share = link.wait_for_share(self._load)
                 with suppress(NonFiniteLoss):  # the hub decides what it drops
-                    if isinstance(share, SampleShare):
+                    if isinstance(share, SampleShard):
                         self._algorithm.learn_share(share)
                         continue
                     for _ in self._algorithm.update(share):

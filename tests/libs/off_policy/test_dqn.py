@@ -28,7 +28,6 @@ SPEC = RLSpec(
 )
 
 
-
 def make_dqn(folder: Path | None = None, **fields: object) -> DQN:
     torch.set_num_threads(1)  # as the learner does
     torch.manual_seed(0)

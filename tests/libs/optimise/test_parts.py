@@ -18,7 +18,7 @@ from shoal.libs.optimise.choice import MaxDrop, Measurement, choose, find_front
 from shoal.libs.optimise.distil import compute_distillation_loss, find_class_axis
 from shoal.libs.optimise.evidence import RowTotals, judge, judge_value
 from shoal.libs.optimise.request import OptimiseRequest, choose_steps
-from shoal.libs.optimise.steps import Model, apply_step
+from shoal.libs.optimise.steps import Model, convert_model
 from shoal.libs.optimise.student import choose_default_student, parse_student
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.predictor import Predictor
@@ -222,7 +222,7 @@ INPUTS = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for s
 def export(network: nn.Module, signature: Signature, **kwargs: Any) -> Model:
     factory = ModelFactory(factory=f"{__name__}:{type(network).__name__}", kwargs=kwargs)
     payload = safetensors.torch.save(network.state_dict())
-    return apply_step(Model((), factory, payload), "onnx", factory, signature, INPUTS)
+    return convert_model(Model((), factory, payload), "onnx", factory, signature, INPUTS)
 
 
 @pytest.mark.parametrize(("kind", "names"), [("tensor", ["y"]), ("tuple", ["z", "y"]), ("dict", ["scores", "half"])])

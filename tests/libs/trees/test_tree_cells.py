@@ -413,4 +413,4 @@ def test_a_level_of_more_nodes_than_one_call_takes() -> None:
 
 def test_chains_of_similar_length_are_one_group() -> None:
     plan = TreeBatch.from_parents([list(range(-1, size - 1)) for size in range(1000, 2000, 31)]).plan
-    assert len(plan.padded_chains.groups) == 1
+    assert len(plan.chain_buckets.groups) == 1

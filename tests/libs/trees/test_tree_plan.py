@@ -31,7 +31,7 @@ def plan_of(*parents: list[int]) -> TreePlan:
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=9))
 def test_chains_are_padded_by_half_at_most(lengths: list[int]) -> None:
     plan = plan_of(*[[*range(1, length), -1] for length in lengths])
-    chains = plan.padded_chains
+    chains = plan.chain_buckets
     steps = plan.order[np.concatenate([group.flatten() for group in chains.groups])]
     assert steps[chains.slots].tolist() == plan.node_of_row.tolist(), "each row has its own node's step"
     assert len(steps) <= 2 * plan.num_nodes

@@ -36,7 +36,7 @@ from shoal.home import home
 from shoal.plugins.find import load_sound_extensions
 from shoal.registry import Registry
 from shoal.rl.experience.quarantine import release_in_run
-from shoal.rl.gateway.game_settings import change_settings, parse_settings
+from shoal.rl.gateway.game_settings import change_game_settings, parse_settings
 from shoal.runs import Run, RunKind, Status, list_runs, load
 from shoal.runs.event_messages import WAITING, format_warning
 from shoal.runs.formatting import (
@@ -261,7 +261,7 @@ def set_settings(run: str, settings: tuple[str, ...]) -> None:
         changed = parse_settings(settings)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
-    if not change_settings(record.folder, changed):
+    if not change_game_settings(record.folder, changed):
         raise ConfigError("run", record.id, "has no games", "name a run of actors")
     is_over = record.status not in (Status.CREATED, Status.RUNNING)
     when = " once it is resumed" if is_over else ""

@@ -112,7 +112,7 @@ class PollStop(Request[bool], frozen=True):
     """Asked by every worker, as it trains."""
 
 
-class ReportFailure(Request[None], frozen=True):
+class ReportFatalError(Request[None], frozen=True):
     """An error that would recur in a replacement ends the run, or its attempt if another may succeed."""
 
     error: str
@@ -155,8 +155,8 @@ class _Inbox:
     def poll_stop(self, caller: CallId, request: PollStop) -> bool:
         return self._should_stop()
 
-    @answers(ReportFailure)
-    def fail(self, caller: CallId, request: ReportFailure) -> None:
+    @answers(ReportFatalError)
+    def fail(self, caller: CallId, request: ReportFatalError) -> None:
         self.error = self.error or (RankLost if request.is_loss else TrainError)(request.error)
 
     @answers(ReportEnd)
@@ -293,7 +293,7 @@ def _report_failure(name: str, addresses: Addresses, error: BaseException) -> No
     if not isinstance(error, ShoalError):
         words = "".join([f"{type(error).__name__}: {words}\n", *traceback.format_exception(error)])
     calls = RpcClient(addresses.journal, CALL_TIMEOUT_S, keys=addresses.keys)
-    calls.call(ReportFailure(f"{name}: {words}", isinstance(error, RankLost)))
+    calls.call(ReportFatalError(f"{name}: {words}", isinstance(error, RankLost)))
     calls.close()
 
 

@@ -17,7 +17,7 @@ from shoal.extend.rl import (
     ExperienceBatch,
     Normalizer,
     RLSpec,
-    SampleShare,
+    SampleShard,
     find_device,
     network_kwargs,
     to_observations,
@@ -75,9 +75,9 @@ class DQN(QLearning[Replay]):
     def make_replay(self, folder: Path | None) -> Replay:
         return Replay(self._experience, *make_ring_options(self._config, folder, self._config.priority_exponent))
 
-    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+    def make_trial(self, batch: ExperienceBatch) -> SampleShard:
         arrays = collect_all(batch, self._config.num_steps, self._config.discount).to_arrays()
-        return SampleShare(self.normalizer.apply(arrays), 0, 1, 1)
+        return SampleShard(self.normalizer.apply(arrays), 0, 1, 1)
 
     def insert(self, batch: ExperienceBatch, replay: Replay) -> None:
         _, errors = self.learn(self.make_trial(batch), is_trial=True)
@@ -86,15 +86,15 @@ class DQN(QLearning[Replay]):
     def count_draws(self) -> float:
         return self._config.batch_size
 
-    def draw(self) -> tuple[np.ndarray, SampleShare]:
+    def draw(self) -> tuple[np.ndarray, SampleShard]:
         config = self._config
         arrays = self.draw_arrays(
             config.batch_size,
             lambda replay, num: replay.sample(num, config.num_steps, config.discount, config.beta).to_arrays(),
         )
-        return arrays["rows"], SampleShare(self.normalizer.apply(arrays), 0, config.batch_size, config.batch_size)
+        return arrays["rows"], SampleShard(self.normalizer.apply(arrays), 0, config.batch_size, config.batch_size)
 
-    def compute_loss(self, share: SampleShare) -> StepLoss:
+    def compute_loss(self, share: SampleShard) -> StepLoss:
         sample = ReplaySample(**share.arrays)
         q = self.model(to_observations(sample.observations, self.device))
         actions, weights = self.to_device(sample.actions), self.to_device(sample.weights)

@@ -23,7 +23,7 @@ from shoal.extend.rl import (
     ExperienceBatch,
     Metrics,
     NonFiniteLoss,
-    SampleShare,
+    SampleShard,
     restore_optimizer,
 )
 from shoal.libs.off_policy.configs import QLearningConfig, SACConfig
@@ -70,15 +70,15 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
         """Store a batch. Raises NonFiniteLoss, storing nothing, when `learn` would for its trial."""
 
     @abstractmethod
-    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+    def make_trial(self, batch: ExperienceBatch) -> SampleShard:
         """All items of a batch as a sample whose losses are sums: one of them may have a later sample to itself."""
 
     @abstractmethod
-    def draw(self) -> tuple[np.ndarray, SampleShare]:
+    def draw(self) -> tuple[np.ndarray, SampleShard]:
         """The numbers of drawn items, for the replay, and the sample of them."""
 
     @abstractmethod
-    def learn(self, share: SampleShare, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
+    def learn(self, share: SampleShard, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
         """Take a step of the optimizer with the other learners of this sample; in a trial only compute its gradients,
         alone. Returns metrics, and the errors of the whole sample [num_items], NaN for unknown ones.
 
@@ -88,7 +88,7 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
     def is_usable(self, segment: ExperienceBatch) -> bool:
         return self._is_sound(self.make_trial(segment))
 
-    def _is_sound(self, share: SampleShare) -> bool:
+    def _is_sound(self, share: SampleShard) -> bool:
         try:
             self.learn(share, is_trial=True)
         except NonFiniteLoss:
@@ -178,7 +178,7 @@ class ReplayAlgorithm(Algorithm, Generic[R]):
         super().prepare(batch)
         return batch
 
-    def learn_share(self, share: SampleShare) -> None:
+    def learn_share(self, share: SampleShard) -> None:
         self.learn(share)
 
 
@@ -223,7 +223,7 @@ class QLearning(ReplayAlgorithm[R]):
         """The steps that one step of the optimizer draws."""
 
     @abstractmethod
-    def compute_loss(self, share: SampleShare) -> StepLoss: ...
+    def compute_loss(self, share: SampleShard) -> StepLoss: ...
 
     def update(self, batch: ExperienceBatch) -> Iterator[Metrics]:
         self.insert(batch, self._replay)
@@ -241,7 +241,7 @@ class QLearning(ReplayAlgorithm[R]):
             numbers = {"epsilon": self.model.epsilon.item(), "replay_steps": float(replay.num_steps)}
             yield {**metrics, **{f"learner/{name}": value for name, value in numbers.items()}, **self.describe_share()}
 
-    def learn(self, share: SampleShare, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
+    def learn(self, share: SampleShard, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
         group = SINGLE if is_trial else self.group
         loss = self.compute_loss(share)
         total = loss.total * (loss.num_steps / share.num_steps)

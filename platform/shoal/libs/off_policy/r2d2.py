@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.extend.models import mask_logits
-from shoal.extend.rl import ExperienceBatch, Normalizer, RLSpec, SampleShare, find_device, network_kwargs
+from shoal.extend.rl import ExperienceBatch, Normalizer, RLSpec, SampleShard, find_device, network_kwargs
 from shoal.libs.off_policy.configs import R2D2Config
 from shoal.libs.off_policy.q_learning import QLearning, StepLoss, make_ring_options
 from shoal.libs.off_policy.q_network import RecurrentQNetwork, invert_rescaling
@@ -126,7 +126,7 @@ class R2D2(QLearning[SequenceReplay]):
         options = make_ring_options(self._config, folder, self._config.priority_exponent)
         return SequenceReplay(self._experience, self._shape, self._state_size, *options)
 
-    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+    def make_trial(self, batch: ExperienceBatch) -> SampleShard:
         return self._make_trial(self._split(batch))
 
     def insert(self, batch: ExperienceBatch, replay: SequenceReplay) -> None:
@@ -134,23 +134,23 @@ class R2D2(QLearning[SequenceReplay]):
         _, errors = self.learn(self._make_trial(sequences), is_trial=True)
         replay.insert(sequences, errors)
 
-    def _make_trial(self, sequences: Sequences) -> SampleShare:
+    def _make_trial(self, sequences: Sequences) -> SampleShard:
         weights = np.ones(len(sequences.states), np.float32)
-        return SampleShare(self.normalizer.apply(sequences.to_arrays() | {"weights": weights}), 0, 1, 1)
+        return SampleShard(self.normalizer.apply(sequences.to_arrays() | {"weights": weights}), 0, 1, 1)
 
     def count_draws(self) -> float:
         return self._config.batch_size * self._replay.num_steps / self._replay.num_drawable
 
-    def draw(self) -> tuple[np.ndarray, SampleShare]:
+    def draw(self) -> tuple[np.ndarray, SampleShard]:
         arrays = self.draw_arrays(self._config.batch_size, self._draw_sequences)
         rows, num_steps = arrays.pop("rows"), int(arrays["num_trained"].sum())
-        return rows, SampleShare(self.normalizer.apply(arrays), 0, len(rows), num_steps)
+        return rows, SampleShard(self.normalizer.apply(arrays), 0, len(rows), num_steps)
 
     def _draw_sequences(self, replay: SequenceReplay, num_items: int) -> dict[str, np.ndarray]:
         rows, sequences, weights = replay.sample(num_items, self._config.beta)
         return {**sequences.to_arrays(), "weights": weights, "rows": rows}
 
-    def compute_loss(self, share: SampleShare) -> StepLoss:
+    def compute_loss(self, share: SampleShard) -> StepLoss:
         arrays = dict(share.arrays)
         weights = self.to_device(arrays.pop("weights"))
         sequences = Sequences(**arrays)

@@ -22,7 +22,7 @@ from shoal.extend.rl import (
     Metrics,
     Normalizer,
     RLSpec,
-    SampleShare,
+    SampleShard,
     describe_encoder,
     find_device,
     network_kwargs,
@@ -112,20 +112,20 @@ class SAC(ReplayAlgorithm[Replay]):
             if metrics := self.take_step():
                 yield {**metrics, "learner/replay_steps": float(self._replay.num_steps), **self.describe_share()}
 
-    def draw(self) -> tuple[np.ndarray, SampleShare]:
+    def draw(self) -> tuple[np.ndarray, SampleShard]:
         num_items = self._config.batch_size
         arrays = self.draw_arrays(
             num_items, lambda replay, num: replay.sample(num, 1, self._config.discount, beta=0.0).to_arrays()
         )
         return arrays["rows"], self._make_share(arrays, num_items)
 
-    def make_trial(self, batch: ExperienceBatch) -> SampleShare:
+    def make_trial(self, batch: ExperienceBatch) -> SampleShard:
         return self._make_share(collect_all(batch, 1, self._config.discount).to_arrays(), 1)
 
-    def _make_share(self, arrays: Mapping[str, np.ndarray], num_items: int) -> SampleShare:
+    def _make_share(self, arrays: Mapping[str, np.ndarray], num_items: int) -> SampleShard:
         """A sample, with the noise of the actions that a step draws."""
         noise = {name: self._draw_noise(len(arrays["rows"])).numpy() for name in ("next_noise", "noise")}
-        return SampleShare({**self.normalizer.apply(arrays), **noise}, 0, num_items, num_items)
+        return SampleShard({**self.normalizer.apply(arrays), **noise}, 0, num_items, num_items)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -150,7 +150,7 @@ class SAC(ReplayAlgorithm[Replay]):
         if self._has_replay:
             self._replay.load_state_dict(state["replay"])
 
-    def learn(self, share: SampleShare, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
+    def learn(self, share: SampleShard, *, is_trial: bool = False) -> tuple[dict[str, float], np.ndarray]:
         """One step of each optimizer: critics, which the target critics follow, policy, temperature. Losses and metrics
         are sums over the learner's items, divided by those of the whole sample. There are no errors: draws are uniform.
 
@@ -181,7 +181,7 @@ class SAC(ReplayAlgorithm[Replay]):
         return {**sums, "learner/temperature": alpha.item()}, np.full(share.num_items, np.nan)
 
     def _minimize(
-        self, name: str, loss: Tensor, metrics: Mapping[str, Tensor], share: SampleShare, is_trial: bool
+        self, name: str, loss: Tensor, metrics: Mapping[str, Tensor], share: SampleShard, is_trial: bool
     ) -> dict[str, float]:
         """One step of an optimizer, with the other learners; returns the metrics of all, of which the loss is one.
 

@@ -20,7 +20,7 @@ from shoal.libs.optimise.choice import Measurement, choose
 from shoal.libs.optimise.entry import build_network, read_payload
 from shoal.libs.optimise.evidence import RowTotals, Verdict, judge, judge_value
 from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
-from shoal.libs.optimise.steps import Model, Step, apply_step
+from shoal.libs.optimise.steps import Model, Step, convert_model
 from shoal.libs.optimise.student import Student
 from shoal.weights import WeightSnapshot
 from shoal.weights.tensor_files import make_weight_file
@@ -120,7 +120,7 @@ def _distil(student: Student, spec: TrainSpec, subject: Subject, say: Say) -> Mo
 def _take_step(origin: Model, step: Step, subject: Subject) -> Model:
     """The model after the step. Raises ConfigError also when it does not compute batches of every size."""
     signature = subject.version.manifest.signature
-    model = apply_step(origin, step, subject.model.factory, signature, subject.inputs[1])
+    model = convert_model(origin, step, subject.model.factory, signature, subject.inputs[1])
     forward = measure.open_forward(model, signature)
     for inputs in subject.inputs:
         num_samples = len(inputs[0])

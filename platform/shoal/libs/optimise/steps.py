@@ -46,7 +46,9 @@ class Model:
         return ", ".join(self.steps) or "as it is"
 
 
-def apply_step(model: Model, step: Step, teacher: ModelFactory, signature: Signature, inputs: Sequence[Any]) -> Model:
+def convert_model(
+    model: Model, step: Step, teacher: ModelFactory, signature: Signature, inputs: Sequence[Any]
+) -> Model:
     """The model after one more step. Raises ConfigError where it cannot be taken, MissingExtra.
 
     teacher: whose hooks the result has

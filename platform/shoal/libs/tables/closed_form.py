@@ -33,7 +33,7 @@ EXTRAPOLATES = torch.tensor([kind % 4 in (LINEAR, WIDE) for kind, _ in REGRESSOR
 PRIOR_ROWS = 2.0  # how many rows the prior of the noise's variance is worth
 
 
-class Predictions(NamedTuple):
+class RegressorPredictions(NamedTuple):
     """Of each regressor, in units of the given targets. Labelled rows are predicted without their own label."""
 
     mean: Tensor  # [B, E, R]
@@ -41,7 +41,7 @@ class Predictions(NamedTuple):
     weight: Tensor  # [B, E] posterior probability of the regressor; of two rows, only of those that return to the mean
 
 
-def predict_closed_form(x: Tensor, column_exists: Tensor, y: Tensor, is_labelled: Tensor) -> Predictions:
+def predict_closed_form(x: Tensor, column_exists: Tensor, y: Tensor, is_labelled: Tensor) -> RegressorPredictions:
     """Fit and predict.
 
     x:             float64 [B, R, D], standardised, 0 where missing; the first C rows are the context
@@ -74,7 +74,7 @@ def predict_closed_form(x: Tensor, column_exists: Tensor, y: Tensor, is_labelled
     left_out = torch.where(labelled, y.unsqueeze(1) - solved / without, mean[..., :C])
     spread = torch.where(labelled, 1 / without, (variance - explained)[..., :C])
     scales = torch.cat([spread, (variance - explained)[..., C:]], -1).clamp_min(1e-9) * noise.unsqueeze(-1)
-    return Predictions(torch.cat([left_out, mean[..., C:]], -1), scales.sqrt(), evidence.softmax(-1))
+    return RegressorPredictions(torch.cat([left_out, mean[..., C:]], -1), scales.sqrt(), evidence.softmax(-1))
 
 
 def correlate(x: Tensor, y: Tensor, is_labelled: Tensor) -> Tensor:

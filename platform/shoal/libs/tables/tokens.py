@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.libs.tables.closed_form import NUM_REGRESSORS, Predictions, correlate, predict_closed_form
+from shoal.libs.tables.closed_form import NUM_REGRESSORS, RegressorPredictions, correlate, predict_closed_form
 
 NUM_CELL_FEATURES, NUM_ROW_FEATURES = 8, 4 * NUM_REGRESSORS + 9
 OWN_ROWS, OWN_SHARE = 0.05, 0.1  # see `scale_targets`
@@ -49,7 +49,9 @@ def prepare(x: Tensor, y: Tensor, x_query: Tensor) -> TableTokens:
 
     flat, labelled = by_problem(standard), by_problem(is_labelled)
     many, column_exists = values.repeat_interleave(T, 0), exists.repeat_interleave(T, 0)
-    predictions = Predictions(*(each.float() for each in predict_closed_form(many, column_exists, flat, labelled)))
+    predictions = RegressorPredictions(
+        *(each.float() for each in predict_closed_form(many, column_exists, flat, labelled))
+    )
     rows, centre, scale = describe_rows(predictions, flat.float(), labelled, column_exists)
     units = by_problem(unit)
     features = torch.cat([many, add_other_targets(standard, values.shape[1])], -1)
@@ -141,7 +143,7 @@ def describe_cells(x: Tensor, is_known: Tensor, y: Tensor, is_labelled: Tensor, 
 
 
 def describe_rows(
-    predictions: Predictions, y: Tensor, is_labelled: Tensor, column_exists: Tensor
+    predictions: RegressorPredictions, y: Tensor, is_labelled: Tensor, column_exists: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Features [BT, R, NUM_ROW_FEATURES], and the mixture's mean and deviation [BT, R] in standard units."""
     mean, deviation, weight = predictions

@@ -382,7 +382,7 @@ def _run_chains(x: Tensor, W: Tensor, b: Tensor, U: Tensor, plan: TreePlan) -> T
         zeros = x.new_zeros(1, T, H)
         steps, *_ = torch.lstm(x.reshape(num_steps, T, -1), (zeros, zeros), *options)
         return steps.reshape(plan.num_nodes, H)
-    chains = plan.padded_chains  # not packed: on a CPU the backward pass of that takes quadratic time
+    chains = plan.chain_buckets  # not packed: on a CPU the backward pass of that takes quadratic time
     outputs = []
     for group in chains.groups:
         positions, zeros = torch.from_numpy(group).to(x.device), x.new_zeros(1, group.shape[1], H)

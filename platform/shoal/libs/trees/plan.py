@@ -105,7 +105,7 @@ class TreePlan:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     @cached_property
-    def padded_chains(self) -> PaddedChains:
+    def chain_buckets(self) -> PaddedChains:
         """For trees whose nodes have at most one child: see there."""
         counts = np.append(self.num_leaves, np.diff(self.level_start))
         step = np.repeat(np.arange(len(counts)), counts)  # of each place: a node's level

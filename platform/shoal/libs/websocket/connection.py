@@ -110,7 +110,7 @@ class GameConnection:
         """Admit larger messages, and many."""
         self.alone_at, self._protocol.max_message_size = None, max_message_bytes
 
-    def end_session(self) -> None:
+    def reset_session(self) -> None:
         """It is as it was before: it may say hello again."""
         self.alone_at = time.monotonic()
         self._num_frames = 0

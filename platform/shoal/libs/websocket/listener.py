@@ -175,7 +175,7 @@ class WebSocketListener:
         for connection in [each for each in self._routes.values() if each.alone_at is None]:
             connection.renew()
             if connection.route not in sessions:
-                connection.end_session()
+                connection.reset_session()
                 (self._ending if connection.is_ending else self._waiting)[connection.route] = connection
                 self._move(connection, self._waiting_epoll)
             elif now > connection.received_at + self._spec.pause_s:

@@ -23,7 +23,7 @@ from shoal.rl.algorithm_config import AlgorithmConfig
 from shoal.rl.algorithms.normalization import Normalizer
 from shoal.rl.experience.demonstrations import ShownExperience
 from shoal.rl.experience.queue import ExperienceBatch
-from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShare
+from shoal.rl.learner_group import SINGLE, LearnerGroup, SampleShard
 from shoal.rl.spec import RLSpec, network_kwargs
 from shoal.wire import ExperienceSpec
 
@@ -69,7 +69,7 @@ class Algorithm(ABC):
     def is_usable(self, segment: ExperienceBatch) -> bool:
         """Whether one segment by itself has a finite loss. Leaves the weights unchanged."""
 
-    def learn_share(self, share: SampleShare) -> None:
+    def learn_share(self, share: SampleShard) -> None:
         """Take the step that the first learner takes, whose replay has drawn the sample. Raises RunError as it does.
 
         Of an algorithm without a replay, not implemented.

@@ -28,7 +28,7 @@ def begin_settings(folder: Path) -> None:
         write_settings(folder, {}, 0)
 
 
-def change_settings(run_folder: Path, changed: Mapping[str, Setting]) -> bool:
+def change_game_settings(run_folder: Path, changed: Mapping[str, Setting]) -> bool:
     """Change the settings of a run, of all its policies; False when it has no games."""
     paths = [*run_folder.glob(FILE), *run_folder.glob(f"*/{FILE}")]
     for folder in (path.parent for path in paths):

@@ -46,7 +46,7 @@ def evaluate(
         sums = {name: measured[name] + sums.get(name, 0.0) for name in sums or measured}
     further = {} if stateful is None else {**stateful.compute(), **stateful.finish()}
     if check is not None:
-        check.judge()
+        check.verify()
     names = sorted(sums)
     if not names:
         return further

@@ -149,7 +149,7 @@ class SplitCheck:
             news = [Trait(index, each) for each in kinds - self._known_kinds[index]]
             yield from (each for each in news if is_thorough or self._spread.get(each) != 0.0)
 
-    def judge(self) -> None:
+    def verify(self) -> None:
         """Compare what was chosen since the last call, if any rank has something. Collective.
 
         Raises ConfigError, on every rank, for what depends on how a batch is split.

@@ -296,7 +296,7 @@ class Trainer:
         how its batch was split.
         """
         if self._loss_check is not None:
-            self._loss_check.judge()
+            self._loss_check.verify()
         mine = self._losses.sum_steps()
         signals = self.sync.exchange(
             mine._replace(
