@@ -1,4 +1,4 @@
-"""Mechanisms of serving that have one place: a text that only these files of the package may have."""
+"""Mechanisms that have one place: a text that only these files of the package may have."""
 
 import re
 
@@ -31,6 +31,23 @@ PLACES = {
         {"serve/http/admin.py"},
     ),
     "another replica answers a client": (r"_transport\.relay\(", {"serve/replica/cold_models.py"}),
+    "an inference goes through its pipeline: HTTP's and gRPC's": (
+        r"await answer_inference\(",
+        {"serve/http/app.py", "libs/grpc/service.py"},
+    ),
+    "the record of a run is read": (
+        r"FROM (runs|events|metrics|endpoints)\b",
+        {
+            *("runs/curves.py", "runs/run_reader.py"),
+            *(f"runs/record/{name}.py" for name in ("database", "opening", "removal", "metric_summaries")),
+            *(f"runs/record/{name}.py" for name in ("store_copies", "store_mirror")),
+        },
+    ),
+    "an episode is open at the gateway": (r"\bRemoteEpisode\(", {"rl/gateway/remote_episodes.py"}),
+    "a rank takes a step to be measured: of a real model, and of a fake one": (
+        r"\brun_rank\(",
+        {f"libs/planning/predict/{name}.py" for name in ("rank_step", "fake_step", "predict")},
+    ),
 }
 
 
