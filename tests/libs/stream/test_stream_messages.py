@@ -1,4 +1,4 @@
-"""Payloads, duplicates, the log of batches, and the test for drift: each against an oracle or by its bytes."""
+"""Payloads, duplicates, and the test for drift: each against an oracle or by its bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.client import topic_matches_sub
-from stream_case import make_messages
 
-from shoal.errors import CheckpointError, DataError
-from shoal.libs.stream.batch_log import BatchLog, LoggedBatch, read_batches
+from shoal.errors import DataError
 from shoal.libs.stream.fleet import make_topic
 from shoal.libs.stream.messages import Message, MessageParser, encode_payload, match_wildcards
 from shoal.libs.stream.replay_source import ReplaySource
@@ -232,44 +230,6 @@ def test_a_publisher_that_counts_anew_is_noticed_and_one_without_a_name_is_compa
     assert (deduplicator.num_stale, deduplicator.num_duplicates) == (1, 1)
     first, other = (parse_one(MessageParser(1), "s", encode_payload((1.0,), at), "", None) for at in (1.0, 2.0))
     assert [deduplicator.admit(each) for each in (first, other, first)] == [True, True, False]
-
-
-def write_log(folder: Path, batches: list[list[Message]], commits: tuple[int, ...] = ()) -> None:
-    log = BatchLog(folder)
-    for number, messages in enumerate(batches, 1):
-        log.append(LoggedBatch(number, messages))
-        if number in commits:
-            log.sync(log.rotate())
-    log.close()
-
-
-def test_a_record_that_was_torn_is_removed_wherever_it_broke(tmp_path: Path) -> None:
-    messages = make_messages(6)
-    write_log(tmp_path / "log", [messages[:2], messages[2:4], messages[4:]], commits=(1,))
-    last = tmp_path / "log" / "batches-000000000002.log"
-    content = last.read_bytes()
-    (end,) = {len(content) // 2}  # two records of the same size
-    for size in range(len(content)):
-        last.write_bytes(content[:size])
-        expected = 1 + (size >= end)
-        assert [batch.number for batch in BatchLog(tmp_path / "log").recover(0)] == list(range(1, expected + 1))
-        log = BatchLog(tmp_path / "log")
-        log.append(LoggedBatch(expected + 1, messages[:1]))
-        log.close()
-        assert len(list(read_batches(tmp_path / "log"))) == expected + 1
-        (tmp_path / "log" / f"batches-{expected + 1:012d}.log").unlink()
-
-
-def test_a_log_that_lacks_a_batch_is_not_replayed(tmp_path: Path) -> None:
-    messages = make_messages(8)
-    write_log(tmp_path, [messages[:2], messages[2:4], messages[4:6], messages[6:]], commits=(1, 2, 3))
-    BatchLog(tmp_path).remove_before(1)
-    assert [batch.number for batch in read_batches(tmp_path, after=1)] == [2, 3, 4]
-    with pytest.raises(CheckpointError, match="batch 2 follows, where 1 was expected"):
-        list(read_batches(tmp_path))
-    (tmp_path / "batches-000000000003.log").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="4 follows, where 3"):
-        list(read_batches(tmp_path, after=1))
 
 
 def find_drift(errors: list[float], tolerance: float, threshold: float, min_count: int) -> list[int]:
