@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,10 @@ def test_files_have_the_bytes_that_they_had(tmp_path: Path, folder: Path) -> Non
 
 
 def test_a_record_that_is_torn_or_damaged_at_any_byte_is_as_if_it_were_never_written(folder: Path) -> None:
+    """By a kill, by a power cut that leaves zeros, by a bit of the disk."""
     newest, content = folder / "batches-000000000002.log", SECOND + THIRD
     for at in range(len(content)):
-        for damage in (b"", bytes([content[at] ^ 1]) + content[at + 1 :]):
+        for damage in (b"", bytes(100), bytes([content[at] ^ 1]) + content[at + 1 :]):
             newest.write_bytes(content[:at] + damage)
             num_complete = 1 + (at >= len(SECOND))
             assert BatchLog(folder).recover(0) == BATCHES[:num_complete]
@@ -74,3 +76,14 @@ def test_a_log_that_lacks_a_batch_is_not_replayed(folder: Path) -> None:
     append(folder, [LoggedBatch(4, [])])
     with pytest.raises(CheckpointError, match="4 follows, where 2"):
         list(read_batches(folder, after=1))
+
+
+def test_a_batch_that_the_disk_takes_in_part_is_an_error(tmp_path: Path) -> None:
+    log, (limit, highest) = BatchLog(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(SECOND) - 1, highest))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            log.append(BATCHES[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
+        log.close()
