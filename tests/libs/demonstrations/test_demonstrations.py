@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path, caplog: pytest
 
 def test_files_are_bounded_idempotent_and_outlive_the_gateway(tmp_path: Path) -> None:
     size = 2 * len(
-        record(make_site(tmp_path / "one"), shown_segment())._folder.read(
+        record(make_site(tmp_path / "one"), shown_segment())._files.store.read(
             open_files(make_site(tmp_path / "one")).list_names()[0] + ".safetensors"
         )
     )

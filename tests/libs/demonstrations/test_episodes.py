@@ -18,7 +18,7 @@ from click.testing import Result
 import shoal
 import shoal.runs
 from rl_setting import EXPERIENCE, TOKEN, segment, serving
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StoreError
 from shoal.libs.demonstrations.episodes import EpisodeCollector
 from shoal.libs.demonstrations.files import Demonstration, DemonstrationFiles
 from shoal.libs.demonstrations.recorder import copy_source
@@ -28,6 +28,7 @@ from shoal.rl.local_loop import LocalLoop
 from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
 from shoal.rl.spec import RLSpec
 from shoal.store import open_store
+from shoal.store.folder import FolderStore
 from shoal.wire import Segment
 from typed import typed
 from waiting import wait_for
@@ -144,6 +145,22 @@ def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch
     recorder.add(ACTOR, end(8, 8.0, 8), 0, {})
     recorder.close()
     assert recorder.get_counts() == {"episodes": 1, "recorded": 1, "skipped": 0, "failed": 1}
+
+
+def test_a_store_that_was_away_has_them_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    monkeypatch.setattr("shoal.libs.demonstrations.recorder.RETRY_S", 0.01)
+    site, write, problems = replace(make_site(tmp_path), name="run-1"), FolderStore.write, [StoreError("is away")] * 3
+
+    def write_later(store: FolderStore, key: str, content: bytes | Path) -> None:
+        if problems and "run-1" in store.url:
+            raise problems.pop()
+        write(store, key, content)
+
+    monkeypatch.setattr(FolderStore, "write", write_later)
+    assert record(site, end(8, 8.0, 8))["failed"] == 0
+    record(site, end(8, 8.0, 8), newest=1)  # another gateway, of which the first one's goes
+    assert [name[-6:] for name in read_all(tmp_path / "store/runs/run-1")] == ["000002"]
 
 
 def test_episodes_wait_for_the_disk_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
