@@ -284,7 +284,7 @@ def test_a_run_starts_with_those_of_another_and_names_what_does_not_fit(tmp_path
     site = make_site(tmp_path / "run", source=source)
     site.prepare()
     found = open_files(site)
-    assert [each.info.run_steps for each in found.read_sound(found.list_names()).values()] == [0, 0]
+    assert [each.info.run_steps for each in found.read_sound().values()] == [0, 0]
     found.delete(found.list_names()[:1])
     site.prepare()  # as a resumed run does
     assert len(found.list_names()) == 1
@@ -296,7 +296,7 @@ def test_a_run_starts_with_those_of_another_and_names_what_does_not_fit(tmp_path
     copied = make_site(tmp_path / "gru", recurrent, source=source)
     copy_source(copied)  # another network's state says nothing to it
     files = open_files(copied)
-    states = [each.segment.extras["state"] for each in files.read_sound(files.list_names()).values()]
+    states = [each.segment.extras["state"] for each in files.read_sound().values()]
     assert [(state.shape, state.any()) for state in states] == [((1, spec.core_size), False)] * 2
     with pytest.raises(ConfigError, match="has no demonstrations"):
         copy_source(make_site(tmp_path / "none", source=str(tmp_path)))

@@ -31,8 +31,7 @@ EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(SPEC.hidden
 
 
 def read_all(folder: Path) -> list[Demonstration]:
-    files = DemonstrationFiles([open_store(folder / "demonstrations")])
-    return list(files.read_sound(files.list_names()).values())
+    return list(DemonstrationFiles([open_store(folder / "demonstrations")]).read_sound().values())
 
 
 def play_by_hand(actor: EpisodeActor, num_episodes: int, *, is_perfect: bool = True) -> None:

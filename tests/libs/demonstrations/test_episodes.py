@@ -38,8 +38,7 @@ ACTOR = ("actor", 7)
 
 
 def read_all(folder: Path) -> dict[str, Demonstration]:
-    files = DemonstrationFiles([open_store(folder / "episodes")])
-    return files.read_sound(files.list_names())
+    return DemonstrationFiles([open_store(folder / "episodes")]).read_sound()
 
 
 def make_site(folder: Path, **fields: object) -> DemonstrationSite:

@@ -139,21 +139,7 @@ class Demonstration(NamedTuple):
     @classmethod
     def join(cls, actor: tuple[str, int], number: int, pieces: Sequence[Segment]) -> Demonstration:
         """An episode of its segments, in order; `split` takes it apart. number: among those of the actor"""
-        last = pieces[-1]
-        ends = [*(each.num_steps for each in pieces[:-1]), None]  # the next one begins where each ends
-        extras = {}
-        for name in last.extras:
-            rows = [each.extras[name] for each in pieces]  # of each observation, or one of the segment
-            extras[name] = np.concatenate(
-                [each if len(each) == 1 else each[:end] for each, end in zip(rows, ends, strict=True)]
-            )
-        joined = replace(
-            last,
-            observations=np.concatenate([each.observations[:end] for each, end in zip(pieces, ends, strict=True)]),
-            **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in PER_STEP},
-            extras=extras,
-            behaviour="",
-        )
+        joined = replace(join_pieces(pieces), behaviour="")
         info = cls.of(actor, number, joined, run_steps=0).info
         lengths, behaviours = tuple(each.num_steps for each in pieces), tuple(each.behaviour for each in pieces)
         return cls(msgspec.structs.replace(info, lengths=lengths, behaviours=behaviours), joined)
@@ -185,6 +171,23 @@ class Demonstration(NamedTuple):
             pieces.append(Demonstration(own, piece))
             begin = end
         return pieces or [self]
+
+
+def join_pieces(pieces: Sequence[Segment]) -> Segment:
+    """The last one, with the steps of all, each of which begins where the one before ends."""
+    last = pieces[-1]
+
+    def join_rows(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        """Of each observation, or one of each piece."""
+        *earlier, newest = arrays
+        return np.concatenate([*(each if len(each) == 1 else each[:-1] for each in earlier), newest])
+
+    return replace(
+        last,
+        observations=join_rows(each.observations for each in pieces),
+        **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in PER_STEP},
+        extras={name: join_rows(each.extras[name] for each in pieces) for name in last.extras},
+    )
 
 
 def read_info(payload: bytes) -> Info:
@@ -220,10 +223,10 @@ class DemonstrationFiles:
                 continue
         raise FileNotFoundError(f"there is no demonstration {name}")
 
-    def read_sound(self, names: Iterable[str]) -> dict[str, Demonstration]:
-        """Those that are there and can be read, by name."""
+    def read_sound(self, names: Iterable[str] | None = None) -> dict[str, Demonstration]:
+        """Those, or all, that are there and can be read, by name."""
         found = {}
-        for name in names:
+        for name in self.list_names() if names is None else names:
             try:
                 found[name] = self.read(name)
             except FileNotFoundError:

@@ -49,8 +49,7 @@ class RecordedFolder:
         self._newest = newest
         self._num_bytes = 0
         self._stored: dict[str, tuple[Info, int]] = {}  # facts and bytes, the oldest first
-        files = DemonstrationFiles([self.store])
-        for name, (info, _) in files.read_sound(files.list_names()).items():
+        for name, (info, _) in DemonstrationFiles([self.store]).read_sound().items():
             self._add(name, info, self.store.find(name + SUFFIX).size_bytes)
         self._changed: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names; None: the end
         self._thread: threading.Thread | None = None
@@ -151,10 +150,10 @@ def copy_source(site: DemonstrationSite) -> None:
 def read_source(site: DemonstrationSite) -> dict[str, Demonstration]:
     """Those of `site.spec.source`, by name, and the segments of its recorded episodes. Raises ConfigError where there
     are none, or one does not fit."""
-    source, found = site.spec.source, _open_source(site)
+    source = site.spec.source
     demonstrations = {
         name if len(pieces) == 1 else f"{name}-{index:04d}": piece
-        for name, each in found.read_sound(found.list_names()).items()
+        for name, each in _open_source(site).read_sound().items()
         for pieces in [each.split()]
         for index, piece in enumerate(pieces)
     }
