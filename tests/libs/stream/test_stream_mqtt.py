@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion
-from paho.mqtt.packettypes import PacketTypes
-from paho.mqtt.properties import Properties
 from stream_case import SMALL, differing_tensors, make_messages, relearn
 
+from broker_rig import connected, publish_all
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ConfigError, DataError
 from shoal.libs.stream import mqtt as mqtt_module
@@ -28,7 +26,6 @@ from shoal.libs.stream.batch_log import read_batches
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.messages import Message, encode_payload
 from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
-from shoal.libs.stream.mqtt_source import parse_address
 from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
 from shoal.sources.source import MalformedPayload, StreamState
@@ -50,16 +47,6 @@ def spec(broker: PrivateBroker, request: pytest.FixtureRequest) -> SensorTopicSp
 
 
 @contextmanager
-def connected(spec: SensorTopicSpec) -> Iterator[paho.Client]:
-    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
-    client.connect(*parse_address(spec))
-    client.loop_start()
-    yield client
-    client.disconnect()
-    client.loop_stop()
-
-
-@contextmanager
 def opened(spec: SensorTopicSpec, report: Callable[..., None] = lambda kind, **details: None) -> Iterator[SensorSource]:
     source = SensorSource(spec, 1, report)
     source.open(StreamState())
@@ -67,17 +54,9 @@ def opened(spec: SensorTopicSpec, report: Callable[..., None] = lambda kind, **d
     source.close()
 
 
-def publish(
-    spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]], qos: int = 1, retain: bool = False
-) -> None:
-    """Publish (sensor, payload, sequence), and wait until the broker has them."""
-    with connected(spec) as client:
-        for sensor, payload, sequence in packets:
-            properties = Properties(PacketTypes.PUBLISH)
-            if sequence is not None:
-                properties.UserProperty = [("publisher", "p"), ("sequence", str(sequence))]
-            topic = spec.topic.replace("+", sensor)
-            client.publish(topic, payload, qos, retain, properties=properties).wait_for_publish(30)
+def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]], **options: Any) -> None:
+    """Publish (sensor, payload, sequence)."""
+    publish_all(spec.broker, [(spec.topic.replace("+", sensor), *rest) for sensor, *rest in packets], **options)
 
 
 def begin_session(spec: SensorTopicSpec) -> None:
@@ -106,22 +85,6 @@ def test_a_topic_keeps_the_contract_of_sources(spec: SensorTopicSpec) -> None:
     publish(spec, make_packets(1, 9))
     expected = [Message(f"s{at % 3}", (at / 7,), float(at), "p", at) for at in range(1, 10)]
     check_source(lambda: SensorSource(spec, 1), expected)
-
-
-def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: SensorTopicSpec) -> None:
-    with opened(spec) as first:
-        publish(spec, make_packets(1, 9))
-        messages = poll(first, 9)
-        assert messages == [Message(f"s{at % 3}", (at / 7,), float(at), "p", at) for at in range(1, 10)]
-        first.commit(StreamState(num_delivered=4))
-    publish(spec, make_packets(10, 11))  # to the session of a process that is away
-    with opened(spec) as second:
-        assert poll_sequences(second, 7) == [5, 6, 7, 8, 9, 10, 11]
-        second.commit(StreamState(num_delivered=7))
-    with opened(spec) as third:
-        publish(spec, make_packets(12, 12))
-        assert poll_sequences(third, 1) == [12]
-        third.close()  # and again
 
 
 def test_messages_of_qos_0_are_taken_and_not_acknowledged(spec: SensorTopicSpec) -> None:
@@ -256,7 +219,7 @@ def run_loop(
 def receive_forecasts(spec: SensorTopicSpec) -> Iterator[queue.SimpleQueue[paho.MQTTMessage]]:
     answers: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
     subscribed = threading.Event()
-    with connected(spec) as client:
+    with connected(spec.broker) as client:
         client.on_message = lambda client, data, packet: answers.put(packet)
         client.on_subscribe = lambda *details: subscribed.set()
         client.subscribe(f"{spec.answers}/#")
