@@ -21,7 +21,7 @@ import shoal.runs
 from rl_setting import EXPERIENCE, random_batch, segment
 from shoal.errors import ConfigError
 from shoal.libs.demonstrations.command import demonstrations
-from shoal.libs.demonstrations.files import Demonstration, open_files, read_info
+from shoal.libs.demonstrations.files import Demonstration, open_files
 from shoal.libs.demonstrations.recorder import Recorder, copy_source
 from shoal.libs.demonstrations.shown import Shown, fade
 from shoal.rl.algorithms.algorithm import make_algorithm
@@ -254,7 +254,7 @@ def test_files_are_bounded_idempotent_and_outlive_the_gateway(tmp_path: Path) ->
     (tmp_path / "run/demonstrations/human-x.safetensors").write_bytes(b"half a file")
     assert Recorder(site).get_counts() == recorder.get_counts()
     payload = (tmp_path / f"run/demonstrations/{names[-1]}.safetensors").read_bytes()
-    assert read_info(payload).episode_return == 8.0
+    assert Demonstration.from_bytes(payload).info.episode_return == 8.0
     assert "demonstration" in json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
 
 

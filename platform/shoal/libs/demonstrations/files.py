@@ -101,7 +101,8 @@ class Demonstration(NamedTuple):
     def from_bytes(cls, payload: bytes) -> Demonstration:
         """Raises ValueError for what is no demonstration."""
         try:
-            info = read_info(payload)
+            metadata = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
+            info = msgspec.json.decode(metadata[_INFO], type=Info)
             arrays = safetensors.numpy.load(payload)
             extras = {name.removeprefix(_EXTRA): each for name, each in arrays.items() if name.startswith(_EXTRA)}
             rewards = arrays["rewards"]
@@ -116,7 +117,7 @@ class Demonstration(NamedTuple):
             )
             if sum(info.lengths) not in (0, len(rewards)) or len(info.behaviours) != len(info.lengths):
                 raise ValueError("is no demonstration (its segments are not as long as it is)")
-        except (safetensors.SafetensorError, KeyError, TypeError) as error:
+        except (safetensors.SafetensorError, msgspec.MsgspecError, KeyError, TypeError) as error:
             raise ValueError(f"is no demonstration ({error})") from None
         return cls(info, segment)
 
@@ -188,15 +189,6 @@ def join_pieces(pieces: Sequence[Segment]) -> Segment:
         **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in PER_STEP},
         extras={name: join_rows(each.extras[name] for each in pieces) for name in last.extras},
     )
-
-
-def read_info(payload: bytes) -> Info:
-    """The facts of a file, or of its beginning. Raises ValueError."""
-    try:
-        metadata = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
-        return msgspec.json.decode(metadata[_INFO], type=Info)
-    except (KeyError, TypeError, msgspec.MsgspecError) as error:
-        raise ValueError(f"is no demonstration ({error})") from None
 
 
 class DemonstrationFiles:
