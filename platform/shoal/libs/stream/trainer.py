@@ -66,29 +66,28 @@ class PageHinkley:
         self._tolerance = tolerance
         self._threshold = threshold
         self._min_count = min_count
-        self.counts, self.means, self.sums, self.minima = (np.zeros(0) for _ in self.FIELDS)
+        self._state = np.zeros((len(self.FIELDS), 0))
 
     def update(self, sensors: np.ndarray, errors: np.ndarray) -> np.ndarray:
         """Which of `sensors` [B], each at most once, drift with these errors [B]."""
-        missing = int(sensors.max(initial=-1)) + 1 - len(self.counts)
-        for name in self.FIELDS if missing > 0 else ():
-            setattr(self, name, np.pad(getattr(self, name), (0, missing)))
-        counts = self.counts[sensors] + 1
-        means = self.means[sensors] + (errors - self.means[sensors]) / counts
-        sums = self.sums[sensors] + errors - means - self._tolerance
-        minima = np.minimum(self.minima[sensors], sums)
+        missing = int(sensors.max(initial=-1)) + 1 - self._state.shape[1]
+        if missing > 0:
+            self._state = np.pad(self._state, ((0, 0), (0, missing)))
+        counts, means, sums, minima = self._state[:, sensors]
+        counts += 1
+        means += (errors - means) / counts
+        sums = sums + errors - means - self._tolerance
+        minima = np.minimum(minima, sums)
         is_drifting = (sums - minima > self._threshold) & (counts >= self._min_count)
-        for name, values in zip(self.FIELDS, (counts, means, sums, minima), strict=True):
-            getattr(self, name)[sensors] = np.where(is_drifting, 0.0, values)
+        self._state[:, sensors] = np.where(is_drifting, 0.0, (counts, means, sums, minima))
         drifting: np.ndarray = sensors[is_drifting]
         return drifting
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name).tolist() for name in self.FIELDS}
+        return dict(zip(self.FIELDS, self._state.tolist(), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.FIELDS:
-            setattr(self, name, np.array(state[name], np.float64))
+        self._state = np.array([state[name] for name in self.FIELDS], np.float64)
 
 
 class _Adam:
