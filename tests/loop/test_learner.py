@@ -14,7 +14,7 @@ import torch
 from rl_setting import EXPERIENCE, segment
 from shoal import atomic_file, checkpoint
 from shoal.checkpoint import files
-from shoal.checkpoint.mirror import CheckpointMirror
+from shoal.checkpoint.files import CheckpointMirror
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import CheckpointError, Closed, SpecMismatch, StoreError
 from shoal.rl import batch_checks
