@@ -26,7 +26,6 @@ from shoal.extend.train import Task, TrainSpec, choose_metric, load_data, make_t
 from shoal.libs.optimise import entry
 from shoal.libs.optimise.choice import Cost, MaxDrop
 from shoal.libs.optimise.distil import list_tensors
-from shoal.libs.optimise.entry import build_module, build_network, name_outputs, read_payload
 from shoal.libs.optimise.measure import count_network_flops
 from shoal.libs.optimise.steps import STEPS, Model, Step, require_step
 from shoal.yaml_text import parse_yaml
@@ -114,8 +113,8 @@ def open_subject(request: OptimiseRequest) -> Subject:
     spec = _find_spec(request, version)
     task = make_task(spec.task, spec.args)
     data = load_data(task, spec.task)
-    payload = read_payload(version.snapshot())
-    network = build_network(factory, payload)
+    payload = entry.read_payload(version.snapshot())
+    network = entry.build_network(factory, payload)
     if callable(getattr(network, "predict", None)):
         raise ConfigError("MODEL", version.ref, "answers by its method predict, which no Task measures")
     if data.validation is None:
@@ -235,7 +234,7 @@ def _choose_metric(request: OptimiseRequest, spec: TrainSpec, task: Task, output
 
 def _require_student_fits(student: Student, subject: Subject) -> None:
     try:
-        network = build_module(student.factory)
+        network = entry.build_module(student.factory)
     except ConfigError as error:
         raise ConfigError("--student", student.title, error.problem, error.remedy) from error
     except Exception as error:  # user code may raise anything
@@ -249,7 +248,7 @@ def _require_student_fits(student: Student, subject: Subject) -> None:
 
 
 def _describe_outputs(outputs: Any) -> str:
-    shapes: Mapping[str, Any] = {name: getattr(each, "shape", ()) for name, each in name_outputs(outputs).items()}
+    shapes: Mapping[str, Any] = {name: getattr(each, "shape", ()) for name, each in entry.name_outputs(outputs).items()}
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
 
 
