@@ -66,7 +66,7 @@ def main(name: str, num_steps: int) -> None:
             optimizer.step()
             seconds[side].append(time.process_time() - began_s)
         if step < WARM:
-            check.judge()
+            check.verify()
     if world.is_first:
         say(**{side: statistics.median(each[WARM:]) for side, each in seconds.items()})
     for model, _ in sides.values():

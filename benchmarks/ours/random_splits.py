@@ -142,7 +142,7 @@ def train(world: World, name: str, draw: Draw, is_split: bool = True, is_checked
                 check.watch(batch)
             loss = model.train_step(batch, step)
             if check is not None:
-                check.judge()
+                check.verify()
             if not all(world.gather(bool(loss.isfinite()))):
                 raise FloatingPointError(f"step {step}")
             optimizer.step()
