@@ -8,18 +8,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion
-from paho.mqtt.packettypes import PacketTypes
-from paho.mqtt.properties import Properties
 
 import shoal.runs
+from broker_rig import publish_all
 from message_task import IMAGE_BYTES, decode, make_source
 from shoal.data import Data, Loader, LoaderSpec
 from shoal.data.fingerprint import fingerprint
@@ -46,32 +41,15 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateBroker]:
         yield started
 
 
-@contextmanager
-def connect(broker: PrivateBroker) -> Iterator[paho.Client]:
-    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
-    client.connect("127.0.0.1", broker.port)
-    client.loop_start()
-    yield client
-    client.disconnect()
-    client.loop_stop()
-
-
 def publish(broker: PrivateBroker, topic: str, numbers: range) -> None:
     """Picture `number` has its number in the first pixels; its class is its last digit."""
-    with connect(broker) as client:
-        for number in numbers:
-            properties = Properties(PacketTypes.PUBLISH)
-            properties.UserProperty = [("publisher", "camera"), ("sequence", str(number))]
-            pixels = np.zeros(IMAGE_BYTES, np.uint8)
-            pixels[:2] = divmod(number, 256)
-            sent = client.publish(f"{topic}/{number % 10}", pixels.tobytes(), 1, properties=properties)
-            sent.wait_for_publish(600)
+    pictures = ((f"{topic}/{each % 10}", bytes(divmod(each, 256)).ljust(IMAGE_BYTES, b"\0"), each) for each in numbers)
+    publish_all(broker.address, pictures)
 
 
 def publish_retained(broker: PrivateBroker, topic: str) -> None:
     """A message that everybody gets who subscribes later."""
-    with connect(broker) as client:
-        client.publish(topic, bytes(IMAGE_BYTES), 1, retain=True).wait_for_publish(600)
+    publish_all(broker.address, [(topic, bytes(IMAGE_BYTES), None)], retain=True)
 
 
 def begin_session(broker: PrivateBroker, name: str) -> None:

@@ -23,7 +23,7 @@ from shoal.wire.experience_spec import DTYPES, ExperienceSpec, TensorSpec
 from shoal.wire.messages import EpisodeSummary, SegmentMessage, TensorHeader, encode
 
 _NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
-_TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")
+TENSORS = ("observations", "actions", "rewards", "log_probabilities", "versions")  # of each segment
 _HEADER_BYTES = 1024  # more than the header of five tensors ever needs
 _EXTRA_HEADER_BYTES = 256  # and of each further one
 _UNRECORDED_BYTES = 80  # of an episode without a segment of its end
@@ -125,7 +125,7 @@ def _row_bytes(spec: TensorSpec) -> int:
 def estimate_segment_bytes(segment: Segment) -> int:
     """The size of its message, header included."""
     extras = sum(_EXTRA_HEADER_BYTES + int(array.nbytes) for array in segment.extras.values())
-    tensors = sum(int(getattr(segment, name).nbytes) for name in _TENSORS)
+    tensors = sum(int(getattr(segment, name).nbytes) for name in TENSORS)
     return _HEADER_BYTES + tensors + extras + _UNRECORDED_BYTES * len(segment.unrecorded)
 
 
@@ -139,7 +139,7 @@ class PackedSegment(NamedTuple):
     def from_segment(cls, segment: Segment) -> PackedSegment:
         """Raises InvalidSegment when an array has an unsupported dtype."""
         headers, tensors = [], []
-        named = [(name, getattr(segment, name)) for name in (_TENSORS[:3] if segment.behaviour else _TENSORS)]
+        named = [(name, getattr(segment, name)) for name in (TENSORS[:3] if segment.behaviour else TENSORS)]
         for name, array in (*named, *segment.extras.items()):
             array = np.ascontiguousarray(array)
             dtype = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))

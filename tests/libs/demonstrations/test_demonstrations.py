@@ -14,30 +14,24 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from demonstration_case import ACTOR, make_site, read_all
 from torch.distributions import Categorical, Normal
 
 import shoal.runs
 from rl_setting import EXPERIENCE, random_batch, segment
 from shoal.errors import ConfigError
 from shoal.libs.demonstrations.command import demonstrations
-from shoal.libs.demonstrations.files import DemonstrationFiles, open_files, read_info
+from shoal.libs.demonstrations.files import Demonstration, open_files
 from shoal.libs.demonstrations.recorder import Recorder, copy_source
 from shoal.libs.demonstrations.shown import Shown, fade
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.part_specs import DemonstrationsSpec
 from shoal.rl.spec import RLSpec, experience_spec
 from shoal.wire import ExperienceSpec, Segment
-
-ACTOR = ("actor", 7)
 
 
 def shown_segment(length: int = 8, **changes: object) -> Segment:
     return segment(length, behaviour="human", **changes)
-
-
-def make_site(folder: Path, experience: ExperienceSpec = EXPERIENCE, **fields: object) -> DemonstrationSite:
-    return DemonstrationSite(DemonstrationsSpec.parse(fields), experience, folder)
 
 
 def record(site: DemonstrationSite, *segments: Segment, run_steps: int = 0) -> Recorder:
@@ -116,8 +110,8 @@ def is_finite(loss: torch.Tensor) -> bool:
     return bool(loss.isfinite())
 
 
-def test_the_weight_falls_to_zero_in_its_steps() -> None:
-    spec = DemonstrationsSpec(weight=2.0, fade_steps=100)
+def test_the_weight_falls_to_zero_in_its_steps(tmp_path: Path) -> None:
+    spec = make_site(tmp_path, weight=2.0, fade_steps=100).spec
     assert [fade(spec, steps) for steps in (-5, 0, 50, 100, 500)] == [2.0, 2.0, 1.0, 0.0, 0.0]
 
 
@@ -249,11 +243,7 @@ def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path, caplog: pytest
 
 
 def test_files_are_bounded_idempotent_and_outlive_the_gateway(tmp_path: Path) -> None:
-    size = 2 * len(
-        record(make_site(tmp_path / "one"), shown_segment())._folder.read(
-            open_files(make_site(tmp_path / "one")).list_names()[0] + ".safetensors"
-        )
-    )
+    size = 2 * len(Demonstration.of(ACTOR, 0, shown_segment(), 0).to_bytes())
     site = make_site(tmp_path / "run", max_mb=(size + 10) / 2**20)
     ended = shown_segment(terminated=True, episode_return=8.0, episode_length=8)
     recorder = record(site, shown_segment(), shown_segment(), ended)
@@ -264,7 +254,7 @@ def test_files_are_bounded_idempotent_and_outlive_the_gateway(tmp_path: Path) ->
     (tmp_path / "run/demonstrations/human-x.safetensors").write_bytes(b"half a file")
     assert Recorder(site).get_counts() == recorder.get_counts()
     payload = (tmp_path / f"run/demonstrations/{names[-1]}.safetensors").read_bytes()
-    assert read_info(payload).episode_return == 8.0
+    assert Demonstration.from_bytes(payload).info.episode_return == 8.0
     assert "demonstration" in json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
 
 
@@ -284,7 +274,7 @@ def test_a_run_starts_with_those_of_another_and_names_what_does_not_fit(tmp_path
     site = make_site(tmp_path / "run", source=source)
     site.prepare()
     found = open_files(site)
-    assert [each.info.run_steps for each in found.read_sound(found.list_names()).values()] == [0, 0]
+    assert [each.info.run_steps for each in found.read_sound().values()] == [0, 0]
     found.delete(found.list_names()[:1])
     site.prepare()  # as a resumed run does
     assert len(found.list_names()) == 1
@@ -295,8 +285,7 @@ def test_a_run_starts_with_those_of_another_and_names_what_does_not_fit(tmp_path
     recurrent = experience_spec(gymnasium.spaces.Box(-10, 10, (4,), np.float32), gymnasium.spaces.Discrete(2), spec)
     copied = make_site(tmp_path / "gru", recurrent, source=source)
     copy_source(copied)  # another network's state says nothing to it
-    files = open_files(copied)
-    states = [each.segment.extras["state"] for each in files.read_sound(files.list_names()).values()]
+    states = [each.segment.extras["state"] for each in read_all(tmp_path / "gru/demonstrations").values()]
     assert [(state.shape, state.any()) for state in states] == [((1, spec.core_size), False)] * 2
     with pytest.raises(ConfigError, match="has no demonstrations"):
         copy_source(make_site(tmp_path / "none", source=str(tmp_path)))
@@ -336,5 +325,5 @@ def test_the_command_lists_films_copies_and_drops(tmp_path: Path) -> None:
     wrong = call(run.id, "--drop", "humans")
     assert isinstance(wrong.exception, ConfigError)
     assert "dropped 2 of 3" in call(run.id, "--drop", "human").output
-    assert [each.partition("-")[0] for each in DemonstrationFiles(open_files(site).stores).list_names()] == ["script"]
+    assert [each.partition("-")[0] for each in open_files(site).list_names()] == ["script"]
     assert "dropped 1 of 1" in call("latest", "--drop", names[2]).output

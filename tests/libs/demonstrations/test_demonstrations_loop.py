@@ -11,16 +11,15 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from demonstration_case import read_all
 
 import shoal
 from rl_setting import EXPERIENCE as OTHER_MODEL
 from rl_setting import TOKEN, serving
 from shoal.actor.game import EpisodeActor
 from shoal.errors import ConfigError
-from shoal.libs.demonstrations.files import Demonstration, DemonstrationFiles
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
-from shoal.store import open_store
 from shoal.wire import DropReason
 from sign_game import SignGame
 from waiting import wait_for
@@ -28,11 +27,6 @@ from waiting import wait_for
 PAGE = Path(__file__).parents[3] / "docs/games/demonstrations.md"
 SPEC = RLSpec(hidden=(16,)).override(["learner.batch_steps=64", "learner.take_timeout_s=0.1"])
 EXPERIENCE = msgspec.structs.replace(OTHER_MODEL, policy=policy_spec(SPEC.hidden))
-
-
-def read_all(folder: Path) -> list[Demonstration]:
-    files = DemonstrationFiles([open_store(folder / "demonstrations")])
-    return list(files.read_sound(files.list_names()).values())
 
 
 def play_by_hand(actor: EpisodeActor, num_episodes: int, *, is_perfect: bool = True) -> None:
@@ -62,7 +56,7 @@ def test_perfect_play_by_hand_solves_no_run_and_is_kept(tmp_path: Path, inferenc
         assert stats["segments"]["balanced"]
         assert stats["quarantined"] == {}
         assert math.isnan(stats["mean_return"])
-    shown = read_all(tmp_path / "run")
+    shown = read_all(tmp_path / "run/demonstrations").values()
     assert len(shown) == 110
     assert {(each.info.behaviour, each.info.episode_return) for each in shown} == {("script", 8.0)}
     assert all(((each.segment.observations[:-1, 0] > 0) == each.segment.actions).all() for each in shown)
@@ -88,7 +82,7 @@ def test_a_person_takes_the_controls_and_gives_them_back_in_one_episode(tmp_path
         assert batch.terminated.tolist() == [False, True]
         stats = parts.gateway.stats()
         assert (stats["steps"], stats["episodes"]) == (4, 0)  # its return is not the policy's
-        (shown,) = read_all(tmp_path)
+        (shown,) = read_all(tmp_path / "demonstrations").values()
         assert shown.info.behaviour == "human"
         assert shown.segment.actions.tolist() == [1, 1, 1]
         assert shown.segment.rewards.tolist() == [2.0, 3.0, 4.0]
@@ -117,7 +111,7 @@ def test_the_script_of_the_page_shows_twenty_episodes(tmp_path: Path) -> None:
         exec(compile(block.replace("tcp://127.0.0.1:5555", parts.address), "demonstrations.md", "exec"), names)
         counts = parts.gateway.stats()["demonstrations"]
     assert counts == {"segments": 20, "steps": 160, "episodes": 20}
-    assert {each.info.episode_return for each in read_all(tmp_path)} == {8.0}
+    assert {each.info.episode_return for each in read_all(tmp_path / "demonstrations").values()} == {8.0}
 
 
 @pytest.mark.parametrize("inference", ["local", "remote"])
@@ -128,4 +122,5 @@ def test_who_leaves_in_the_middle_of_an_episode_has_shown_all_steps(tmp_path: Pa
                 actor.act([step / 10] * 4, taken=step % 2)
         wait_for(lambda: parts.ledger.get_totals().received == 1)
         assert parts.gateway.stats()["actors"][0]["lag"] == 0
-    assert [each.segment.actions.tolist() for each in read_all(tmp_path)] == [[0, 1, 0]]  # the last has no outcome
+    (shown,) = read_all(tmp_path / "demonstrations").values()
+    assert shown.segment.actions.tolist() == [0, 1, 0]  # the last has no outcome

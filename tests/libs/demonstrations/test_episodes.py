@@ -14,35 +14,26 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import Result
+from demonstration_case import ACTOR, make_site, read_all
 
 import shoal
 import shoal.runs
 from rl_setting import EXPERIENCE, TOKEN, segment, serving
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StoreError
 from shoal.libs.demonstrations.episodes import EpisodeCollector
-from shoal.libs.demonstrations.files import Demonstration, DemonstrationFiles
+from shoal.libs.demonstrations.files import Demonstration
 from shoal.libs.demonstrations.recorder import copy_source
 from shoal.libs.demonstrations.shown import MAX_OFFLINE_STEPS, Shown
 from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.local_loop import LocalLoop
-from shoal.rl.part_specs import DemonstrationsSpec, RecordSpec
+from shoal.rl.part_specs import RecordSpec
 from shoal.rl.spec import RLSpec
-from shoal.store import open_store
+from shoal.store.folder import FolderStore
 from shoal.wire import Segment
 from typed import typed
 from waiting import wait_for
 
 CLIENT = Path(__file__).parents[3] / "clients" / "javascript"
-ACTOR = ("actor", 7)
-
-
-def read_all(folder: Path) -> dict[str, Demonstration]:
-    files = DemonstrationFiles([open_store(folder / "episodes")])
-    return files.read_sound(files.list_names())
-
-
-def make_site(folder: Path, **fields: object) -> DemonstrationSite:
-    return DemonstrationSite(DemonstrationsSpec.parse(fields), EXPERIENCE, folder)
 
 
 def end(length: int, total: float, episode_length: int, **fields: object) -> Segment:
@@ -81,7 +72,7 @@ def test_an_episode_is_recorded_as_it_was_played(tmp_path: Path, inference: str)
             for agent in range(2):
                 actor.end_episode([2.0, agent, 0, 0], episode=agent, truncated=agent == 1)
             wait_for(lambda: parts.gateway.stats()["recorded"]["recorded"] == 2)
-    found = list(read_all(tmp_path).values())
+    found = list(read_all(tmp_path / "episodes").values())
     assert [each.segment.actions.tolist() for each in found] == actions
     for number, (info, whole) in enumerate(found):
         np.testing.assert_allclose(whole.observations[:, 0], np.arange(21) / 10, rtol=1e-6)
@@ -100,7 +91,7 @@ def test_what_is_not_whole_is_not_recorded(tmp_path: Path) -> None:
     shown = end(8, 8.0, 8, behaviour="human")
     counts = record(make_site(tmp_path), under_way, *whole, whole[0], whole[2], *other_agent, shown, end(8, 8.0, 8))
     assert counts == {"episodes": 3, "recorded": 3, "skipped": 2, "failed": 0}
-    assert sorted(each.info.num_steps for each in read_all(tmp_path).values()) == [8, 12, 20]
+    assert sorted(each.info.num_steps for each in read_all(tmp_path / "episodes").values()) == [8, 12, 20]
     moved = end(8, 12.0, 8, episode=5)  # under a new number, since its gateway was lost: 4 were earned before
     assert record(make_site(tmp_path / "moved"), moved, end(8, 8.0, 8, episode=6))["recorded"] == 1
 
@@ -121,7 +112,7 @@ def test_a_share_is_drawn_by_episode_and_the_folder_is_bounded(tmp_path: Path) -
         "skipped": 0,
         "failed": 0,
     }
-    assert [name[-6:] for name in read_all(tmp_path / "newest")] == ["000003", "000004", "000005"]
+    assert [name[-6:] for name in read_all(tmp_path / "newest/episodes")] == ["000003", "000004", "000005"]
     (tmp_path / "newest/episodes/.policy-a-000006.safetensors-0123456789abcdef").write_bytes(b"of a killed gateway")
     record(make_site(tmp_path / "newest"), end(8, 8.0, 8), newest=3)  # goes on counting
     assert [path.name[-18:-12] for path in sorted((tmp_path / "newest/episodes").iterdir())] == [
@@ -144,6 +135,22 @@ def test_a_full_disk_costs_episodes_and_nothing_else(tmp_path: Path, monkeypatch
     recorder.add(ACTOR, end(8, 8.0, 8), 0, {})
     recorder.close()
     assert recorder.get_counts() == {"episodes": 1, "recorded": 1, "skipped": 0, "failed": 1}
+
+
+def test_a_store_that_was_away_has_them_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
+    monkeypatch.setattr("shoal.libs.demonstrations.recorder.RETRY_S", 0.01)
+    site, write, problems = replace(make_site(tmp_path), name="run-1"), FolderStore.write, [StoreError("is away")] * 3
+
+    def write_later(store: FolderStore, key: str, content: bytes | Path) -> None:
+        if problems and "run-1" in store.url:
+            raise problems.pop()
+        write(store, key, content)
+
+    monkeypatch.setattr(FolderStore, "write", write_later)
+    assert record(site, end(8, 8.0, 8))["failed"] == 0
+    record(site, end(8, 8.0, 8), newest=1)  # another gateway, of which the first one's goes
+    assert [name[-6:] for name in read_all(tmp_path / "store/runs/run-1/episodes")] == ["000002"]
 
 
 def test_episodes_wait_for_the_disk_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +226,7 @@ def test_a_run_learns_from_the_episodes_of_another_before_any_game(tmp_path: Pat
     assert [shown.take_offline_steps() for _ in range(3)] == [MAX_OFFLINE_STEPS, 1, 0]
     wide = msgspec.structs.replace(EXPERIENCE, observation=msgspec.structs.replace(EXPERIENCE.observation, shape=(5,)))
     with pytest.raises(ConfigError, match=r"demonstrations.source.*observations: \[9, 4\], expected \[9, 5\]"):
-        copy_source(replace(make_site(tmp_path / "other", source=source), experience=wide))
+        copy_source(make_site(tmp_path / "other", wide, source=source))
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-"""Payloads, duplicates, the log of batches, and the test for drift: each against an oracle or by its bytes."""
+"""Payloads, duplicates, and the test for drift: each against an oracle or by its bytes."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import math
 import re
 from pathlib import Path
 
@@ -13,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.client import topic_matches_sub
-from stream_case import make_messages
 
-from shoal.errors import CheckpointError, DataError
-from shoal.libs.stream.batch_log import BatchLog, LoggedBatch, read_batches
+from shoal.errors import DataError
 from shoal.libs.stream.fleet import make_topic
 from shoal.libs.stream.messages import Message, MessageParser, encode_payload, match_wildcards
 from shoal.libs.stream.replay_source import ReplaySource
 from shoal.libs.stream.trainer import PageHinkley
 from shoal.sources.deduplicator import Deduplicator
-from shoal.sources.source import MalformedPayload, Payload, StreamState
+from shoal.sources.source import Delivery, MalformedPayload, Payload, StreamState
 from stream_contract import check_source
 
 
@@ -234,44 +230,6 @@ def test_a_publisher_that_counts_anew_is_noticed_and_one_without_a_name_is_compa
     assert [deduplicator.admit(each) for each in (first, other, first)] == [True, True, False]
 
 
-def write_log(folder: Path, batches: list[list[Message]], commits: tuple[int, ...] = ()) -> None:
-    log = BatchLog(folder)
-    for number, messages in enumerate(batches, 1):
-        log.append(LoggedBatch(number, messages))
-        if number in commits:
-            log.sync(log.rotate())
-    log.close()
-
-
-def test_a_record_that_was_torn_is_removed_wherever_it_broke(tmp_path: Path) -> None:
-    messages = make_messages(6)
-    write_log(tmp_path / "log", [messages[:2], messages[2:4], messages[4:]], commits=(1,))
-    last = tmp_path / "log" / "batches-000000000002.log"
-    content = last.read_bytes()
-    (end,) = {len(content) // 2}  # two records of the same size
-    for size in range(len(content)):
-        last.write_bytes(content[:size])
-        expected = 1 + (size >= end)
-        assert [batch.number for batch in BatchLog(tmp_path / "log").recover(0)] == list(range(1, expected + 1))
-        log = BatchLog(tmp_path / "log")
-        log.append(LoggedBatch(expected + 1, messages[:1]))
-        log.close()
-        assert len(list(read_batches(tmp_path / "log"))) == expected + 1
-        (tmp_path / "log" / f"batches-{expected + 1:012d}.log").unlink()
-
-
-def test_a_log_that_lacks_a_batch_is_not_replayed(tmp_path: Path) -> None:
-    messages = make_messages(8)
-    write_log(tmp_path, [messages[:2], messages[2:4], messages[4:6], messages[6:]], commits=(1, 2, 3))
-    BatchLog(tmp_path).remove_before(1)
-    assert [batch.number for batch in read_batches(tmp_path, after=1)] == [2, 3, 4]
-    with pytest.raises(CheckpointError, match="batch 2 follows, where 1 was expected"):
-        list(read_batches(tmp_path))
-    (tmp_path / "batches-000000000003.log").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="4 follows, where 3"):
-        list(read_batches(tmp_path, after=1))
-
-
 def find_drift(errors: list[float], tolerance: float, threshold: float, min_count: int) -> list[int]:
     """The test of Page and Hinkley as it is printed, of one series."""
     found = []
@@ -307,6 +265,15 @@ def test_drift_is_noticed_as_by_one_series_at_a_time() -> None:
     assert 200 <= found[1][0] < 230
 
 
+def replay(path: Path, num_learnt: int = 0) -> Delivery:
+    """What a source has of the files, after so many rows."""
+    source = ReplaySource([str(path)])
+    source.open(StreamState(0, {path.name: num_learnt}))
+    delivery = source.poll(8, 0.0)
+    assert source.is_exhausted
+    return delivery
+
+
 def test_files_of_all_kinds_give_the_same_messages(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -314,20 +281,15 @@ def test_files_of_all_kinds_give_the_same_messages(tmp_path: Path) -> None:
     table = pa.table({"sensor": ["a", "b", "a"], "value": [1.0, 2.0, 3.0], "time": [10.0, 11.0, 12.0]})
     parquet.write_table(table, tmp_path / "x.parquet")
     csv.write_csv(table, tmp_path / "x.csv")
-    rows = [json.dumps(row) for row in table.to_pylist()]
-    (tmp_path / "x.jsonl").write_text("\n".join(rows))
+    rows = table.to_pylist()
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for path in sorted(tmp_path.iterdir()):
-        source = ReplaySource([str(path)])
-        source.open(StreamState())
         expected = [
-            Message(name, (value,), time, path.name, at)
-            for at, (name, value, time) in enumerate([("a", 1.0, 10.0), ("b", 2.0, 11.0), ("a", 3.0, 12.0)], 1)
+            Message(row["sensor"], (row["value"],), row["time"], path.name, at) for at, row in enumerate(rows, 1)
         ]
-        assert source.example() == expected[0]
-        assert source.poll(8, 0.0).messages == expected
-        assert source.is_exhausted
-        source.open(StreamState(0, {path.name: 2}))
-        assert source.poll(8, 0.0).messages == expected[2:]
+        assert ReplaySource([str(path)]).example() == expected[0]
+        assert replay(path).messages == expected
+        assert replay(path, 2).messages == expected[2:]
 
 
 def test_files_keep_the_contract_of_sources(tmp_path: Path) -> None:
@@ -338,9 +300,7 @@ def test_files_keep_the_contract_of_sources(tmp_path: Path) -> None:
 
 def test_files_with_gaps_name_the_row_and_others_the_file(tmp_path: Path) -> None:
     (tmp_path / "gaps.csv").write_text("value,time\n1.5,1\n,2\n2.5,3\n")
-    source = ReplaySource([str(tmp_path / "*.csv")])
-    source.open(StreamState())
-    delivery = source.poll(8, 0.0)
+    delivery = replay(tmp_path / "*.csv")
     assert [message.values for message in delivery.messages] == [(1.5,), (2.5,)]
     assert [message.sensor for message in delivery.messages] == ["gaps", "gaps"]
     assert delivery.malformed[0].origin == "gaps.csv, row 2"
@@ -356,23 +316,11 @@ def test_files_with_gaps_name_the_row_and_others_the_file(tmp_path: Path) -> Non
             ReplaySource([str(tmp_path / name)]).example()
 
 
-def test_times_may_be_dates(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("value,time\n1.5,2026-01-01 00:00:00\n2,2026-01-01 01:00:00\n")
-    source = ReplaySource([str(tmp_path / "x.csv")])
-    source.open(StreamState())
-    first, second = source.poll(8, 0.0).messages
-    assert math.isclose(second.time_s - first.time_s, 3600.0)
-    assert first.time_s == 1767225600.0  # UTC, whatever this machine's zone
-
-
-def test_days_are_times_too_and_a_missing_one_is_malformed(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet as pq
-
-    table = pa.table({"value": [1.5, 2.0], "time": pa.array([datetime.date(2026, 1, 1), None])})
-    pq.write_table(table, tmp_path / "x.parquet")
-    source = ReplaySource([str(tmp_path / "x.parquet")])
-    source.open(StreamState())
-    delivery = source.poll(8, 0.0)
-    assert [message.time_s for message in delivery.messages] == [1767225600.0]
-    assert len(delivery.malformed) == 1
+def test_times_may_be_dates_and_a_missing_one_is_malformed(tmp_path: Path) -> None:
+    """Of UTC, whatever this machine's zone."""
+    path = tmp_path / "x.csv"
+    for first, second, later_s in (("2026-01-01 00:00:00", "2026-01-01 01:00:00", [3600.0]), ("2026-01-01", "", [])):
+        path.write_text(f"value,time\n1.5,{first}\n2,{second}\n")
+        delivery = replay(path)
+        assert [message.time_s - 1767225600.0 for message in delivery.messages] == [0.0, *later_s]
+        assert len(delivery.malformed) == 1 - len(later_s)

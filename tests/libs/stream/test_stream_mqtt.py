@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion
-from paho.mqtt.packettypes import PacketTypes
-from paho.mqtt.properties import Properties
 from stream_case import SMALL, differing_tensors, make_messages, relearn
 
+from broker_rig import connected, publish_all
 from shoal.cluster.ports import find_free_port
 from shoal.errors import ConfigError, DataError
 from shoal.libs.stream import mqtt as mqtt_module
@@ -28,7 +26,6 @@ from shoal.libs.stream.batch_log import read_batches
 from shoal.libs.stream.loop import StreamLoop
 from shoal.libs.stream.messages import Message, encode_payload
 from shoal.libs.stream.mqtt import PrivateBroker, SensorSource
-from shoal.libs.stream.mqtt_source import parse_address
 from shoal.libs.stream.spec import CommitSpec, SensorTopicSpec
 from shoal.libs.stream.trainer import OnlineTrainer, SensorForecast
 from shoal.sources.source import MalformedPayload, StreamState
@@ -49,28 +46,23 @@ def spec(broker: PrivateBroker, request: pytest.FixtureRequest) -> SensorTopicSp
     return SensorTopicSpec(broker=broker.address, topic=f"{name}/+", answers=f"{name}-answers", client_id=name)
 
 
-def publish(
-    spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]], qos: int = 1, retain: bool = False
-) -> None:
-    """Publish (sensor, payload, sequence), and wait until the broker has them."""
-    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
-    client.connect(*parse_address(spec))
-    client.loop_start()
-    for sensor, payload, sequence in packets:
-        properties = Properties(PacketTypes.PUBLISH)
-        if sequence is not None:
-            properties.UserProperty = [("publisher", "p"), ("sequence", str(sequence))]
-        topic = spec.topic.replace("+", sensor)
-        client.publish(topic, payload, qos, retain, properties=properties).wait_for_publish(30)
-    client.disconnect()
-    client.loop_stop()
+@contextmanager
+def opened(spec: SensorTopicSpec, report: Callable[..., None] = lambda kind, **details: None) -> Iterator[SensorSource]:
+    source = SensorSource(spec, 1, report)
+    source.open(StreamState())
+    yield source
+    source.close()
+
+
+def publish(spec: SensorTopicSpec, packets: list[tuple[str, bytes, int | None]], **options: Any) -> None:
+    """Publish (sensor, payload, sequence)."""
+    publish_all(spec.broker, [(spec.topic.replace("+", sensor), *rest) for sensor, *rest in packets], **options)
 
 
 def begin_session(spec: SensorTopicSpec) -> None:
     """From now on, the broker holds messages for it."""
-    source = SensorSource(spec, 1)
-    source.open(StreamState())
-    source.close()
+    with opened(spec):
+        pass
 
 
 def make_packets(first: int, last: int) -> list[tuple[str, bytes, int | None]]:
@@ -84,6 +76,10 @@ def poll(source: SensorSource, count: int) -> list[Message]:
     return found
 
 
+def poll_sequences(source: SensorSource, count: int) -> list[int]:
+    return [message.sequence for message in poll(source, count)]
+
+
 def test_a_topic_keeps_the_contract_of_sources(spec: SensorTopicSpec) -> None:
     begin_session(spec)
     publish(spec, make_packets(1, 9))
@@ -91,37 +87,13 @@ def test_a_topic_keeps_the_contract_of_sources(spec: SensorTopicSpec) -> None:
     check_source(lambda: SensorSource(spec, 1), expected)
 
 
-def test_what_is_not_committed_comes_again_in_order_to_the_next_process(spec: SensorTopicSpec) -> None:
-    first = SensorSource(spec, 1)
-    first.open(StreamState())
-    publish(spec, make_packets(1, 9))
-    messages = poll(first, 9)
-    assert messages == [Message(f"s{at % 3}", (at / 7,), float(at), "p", at) for at in range(1, 10)]
-    first.commit(StreamState(num_delivered=4))
-    first.close()
-    publish(spec, make_packets(10, 11))  # to the session of a process that is away
-    second = SensorSource(spec, 1)
-    second.open(StreamState())
-    assert [message.sequence for message in poll(second, 7)] == [5, 6, 7, 8, 9, 10, 11]
-    second.commit(StreamState(num_delivered=7))
-    second.close()
-    third = SensorSource(spec, 1)
-    third.open(StreamState())
-    publish(spec, make_packets(12, 12))
-    assert [message.sequence for message in poll(third, 1)] == [12]
-    third.close()
-    third.close()
-
-
 def test_messages_of_qos_0_are_taken_and_not_acknowledged(spec: SensorTopicSpec) -> None:
     """An acknowledgement without a packet's number would end the connection."""
     events: list[str] = []
-    source = SensorSource(spec, 1, lambda kind, **details: events.append(kind))
-    source.open(StreamState())
-    publish(spec, [("s", b"21.5", None)] * 3, qos=0)
-    assert all(message.is_first for message in poll(source, 3))
-    source.commit(StreamState(num_delivered=3))
-    source.close()
+    with opened(spec, lambda kind, **details: events.append(kind)) as source:
+        publish(spec, [("s", b"21.5", None)] * 3, qos=0)
+        assert all(message.is_first for message in poll(source, 3))
+        source.commit(StreamState(num_delivered=3))
     assert events == ["not_held"]
 
 
@@ -129,20 +101,16 @@ def test_what_was_acknowledged_before_a_close_does_not_come_again(tmp_path: Path
     """Though the broker takes its time, and then finds the next connection of the session beside the last one."""
     with PrivateBroker(tmp_path) as broker:
         spec = SensorTopicSpec(broker=broker.address, topic="slow/+", client_id="slow")
-        source = SensorSource(spec, 1)
-        source.open(StreamState())
-        publish(spec, make_packets(1, 40))
-        assert len(poll(source, 40)) == 40
-        stop, go_on = (partial(os.kill, broker._process.pid, each) for each in (signal.SIGSTOP, signal.SIGCONT))
-        stop()
-        threading.Timer(0.5, go_on).start()
-        source.commit(StreamState(num_delivered=40))
-        source.close()
-        again = SensorSource(spec, 1)
-        again.open(StreamState())
-        publish(spec, make_packets(41, 41))
-        assert [message.sequence for message in again.poll(10, 30).messages] == [41]
-        again.close()
+        with opened(spec) as source:
+            publish(spec, make_packets(1, 40))
+            assert len(poll(source, 40)) == 40
+            stop, go_on = (partial(os.kill, broker._process.pid, each) for each in (signal.SIGSTOP, signal.SIGCONT))
+            stop()
+            threading.Timer(0.5, go_on).start()
+            source.commit(StreamState(num_delivered=40))
+        with opened(spec) as again:
+            publish(spec, make_packets(41, 41))
+            assert [message.sequence for message in again.poll(10, 30).messages] == [41]
 
 
 def test_what_is_published_once_a_source_is_open_comes(spec: SensorTopicSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,39 +121,33 @@ def test_what_is_published_once_a_source_is_open_comes(spec: SensorTopicSpec, mo
         threading.Timer(0.5, subscribe, (client, *words), options).start()
 
     monkeypatch.setattr(paho.Client, "subscribe", subscribe_late)
-    source = SensorSource(spec, 1)
-    source.open(StreamState())
-    publish(spec, make_packets(1, 3))
-    assert [message.sequence for message in poll(source, 3)] == [1, 2, 3]
-    source.close()
+    with opened(spec) as source:
+        publish(spec, make_packets(1, 3))
+        assert poll_sequences(source, 3) == [1, 2, 3]
 
 
 def test_an_example_is_not_consumed(spec: SensorTopicSpec) -> None:
-    source = SensorSource(spec, 1)
-    source.open(StreamState())
     found: queue.SimpleQueue[Message] = queue.SimpleQueue()
     asking = threading.Thread(target=lambda: found.put(SensorSource(spec, 1).example()))
-    asking.start()
-    sequence = 0
-    while found.empty() and sequence < 1000:
-        sequence += 1
-        publish(spec, make_packets(sequence, sequence))
-    asking.join()
-    assert isinstance(found.get(), Message)
-    assert [message.sequence for message in poll(source, sequence)] == list(range(1, sequence + 1))
-    source.close()
+    with opened(spec) as source:
+        asking.start()
+        sequence = 0
+        while found.empty() and sequence < 1000:
+            sequence += 1
+            publish(spec, make_packets(sequence, sequence))
+        asking.join()
+        assert isinstance(found.get(), Message)
+        assert poll_sequences(source, sequence) == list(range(1, sequence + 1))
 
 
 def test_the_broker_sends_no_more_than_the_window_before_an_acknowledgement(spec: SensorTopicSpec) -> None:
     """A slow consumer holds messages back in the broker."""
-    source = SensorSource(spec.model_copy(update={"receive_maximum": 5}), 1)
-    source.open(StreamState())
-    publish(spec, make_packets(1, 30))
-    assert [message.sequence for message in poll(source, 5)] == [1, 2, 3, 4, 5]
-    assert source.poll(100, 0.3).messages == []
-    source.commit(StreamState(num_delivered=3))
-    assert [message.sequence for message in poll(source, 3)] == [6, 7, 8]
-    source.close()
+    with opened(spec.model_copy(update={"receive_maximum": 5})) as source:
+        publish(spec, make_packets(1, 30))
+        assert poll_sequences(source, 5) == [1, 2, 3, 4, 5]
+        assert source.poll(100, 0.3).messages == []
+        source.commit(StreamState(num_delivered=3))
+        assert poll_sequences(source, 3) == [6, 7, 8]
 
 
 def test_a_broker_that_is_down_is_named_with_host_and_port() -> None:
@@ -217,18 +179,14 @@ def test_a_connection_with_tls_delivers(tmp_path: Path, monkeypatch: pytest.Monk
     with PrivateBroker(tmp_path / "broker") as broker:
         spec = SensorTopicSpec(broker=broker.address, topic="t/+", answers="t", client_id="tls", has_tls=True)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        source, malformed = SensorSource(spec, 1), list[MalformedPayload]()
-        source.open(StreamState())
-        forecasts = [SensorForecast(message, 1.0, 0) for message in make_messages(100)]
-        source.publish_forecasts(forecasts)  # which do not come back
-        other = SensorSource(spec.model_copy(update={"client_id": "other"}), 1)
-        other.open(StreamState())
-        other.publish_forecasts([each._replace(num_updates=7) for each in forecasts])
-        while len(malformed) < len(forecasts):
-            malformed += wait_for(lambda: source.poll(100, 0.1).malformed, what="messages")
+        malformed = list[MalformedPayload]()
+        with opened(spec) as source, opened(spec.model_copy(update={"client_id": "other"})) as other:
+            forecasts = [SensorForecast(message, 1.0, 0) for message in make_messages(100)]
+            source.publish_forecasts(forecasts)  # which do not come back
+            other.publish_forecasts([each._replace(num_updates=7) for each in forecasts])
+            while len(malformed) < len(forecasts):
+                malformed += wait_for(lambda: source.poll(100, 0.1).malformed, what="messages")
         assert all('"updates":7' in each.text for each in malformed)
-        source.close()
-        other.close()
 
 
 def test_a_topic_without_readings_is_named(spec: SensorTopicSpec) -> None:
@@ -260,17 +218,13 @@ def run_loop(
 @contextmanager
 def receive_forecasts(spec: SensorTopicSpec) -> Iterator[queue.SimpleQueue[paho.MQTTMessage]]:
     answers: queue.SimpleQueue[paho.MQTTMessage] = queue.SimpleQueue()
-    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
-    client.on_message = lambda client, data, packet: answers.put(packet)
     subscribed = threading.Event()
-    client.on_subscribe = lambda *details: subscribed.set()
-    client.connect(*parse_address(spec))
-    client.subscribe(f"{spec.answers}/#")
-    client.loop_start()
-    assert subscribed.wait(30)
-    yield answers
-    client.disconnect()
-    client.loop_stop()
+    with connected(spec.broker) as client:
+        client.on_message = lambda client, data, packet: answers.put(packet)
+        client.on_subscribe = lambda *details: subscribed.set()
+        client.subscribe(f"{spec.answers}/#")
+        assert subscribed.wait(30)
+        yield answers
 
 
 def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(
@@ -289,10 +243,8 @@ def test_malformed_payloads_and_clock_jumps_are_counted_and_answers_come_back(
     malformed = [details for kind, details in events if kind == "malformed"]
     assert [(each["reason"], each["text"]) for each in malformed] == [("not_json", "hot"), ("null", '{"value": null}')]
     assert [each["sequence"] for each in received] == list(range(1, 13))
-    again = SensorSource(spec, 1)  # all was acknowledged, the malformed ones too
-    again.open(StreamState())
-    assert again.poll(1, 0.3).messages == []
-    again.close()
+    with opened(spec) as again:  # all was acknowledged, the malformed ones too
+        assert again.poll(1, 0.3).messages == []
 
 
 def test_sensors_of_a_wildcard_are_not_merged_and_each_has_a_topic_of_forecasts(
@@ -337,10 +289,8 @@ def test_a_broker_that_goes_and_comes_back_costs_no_message(spec: SensorTopicSpe
 
 
 def test_a_sequence_beyond_64_bits_does_not_count(spec: SensorTopicSpec) -> None:
-    source = SensorSource(spec, 1)
-    source.open(StreamState())
-    publish(spec, [("s1", encode_payload((1.0,), 2.0), 10**30)])
-    (message,) = poll(source, 1)
+    with opened(spec) as source:
+        publish(spec, [("s1", encode_payload((1.0,), 2.0), 10**30)])
+        (message,) = poll(source, 1)
     assert message.publisher == ""
     assert message.sequence < 2**64
-    source.close()

@@ -322,5 +322,5 @@ def test_an_action_of_a_number_and_a_choice(client: str, tmp_path: Path, program
         assert jump == 1
         assert parts.take().actions.tolist() == [pytest.approx([0, 1 + math.tanh(2)], abs=0.01)]
         files = DemonstrationFiles([open_store(tmp_path / "demonstrations")])
-        (shown,) = files.read_sound(files.list_names()).values()
+        (shown,) = files.read_sound().values()
         assert shown.segment.actions.tolist() == [[0.5, 0.5]]

@@ -102,6 +102,14 @@ def lease(host: Host, max_segments: int = 64, position: int = 0) -> BatchLease:
     return BatchLease(host.queue, BatchRequest(1, 64, max_segments, 0.0, position=position))
 
 
+def learn(before: BatchLease) -> list[int]:
+    """Take a batch, to be acknowledged; returns its numbers."""
+    batch = before.take(0, 64)
+    if batch is not None:
+        before.set_outcomes(batch, [None] * len(batch.lengths), [])
+    return values_of(batch)
+
+
 class Actor:
     """Sends the numbers from `first` on, again from where the gateway says, and notes which were acknowledged."""
 
@@ -143,14 +151,11 @@ class Learner:
         assert self._lease is not None
         if self._lease.outcomes is not None:
             self._lease.acknowledge()
-        batch = self._lease.take(0, 64)
-        if batch is None:
-            return 0
-        self.learnt += values_of(batch)
-        self._lease.set_outcomes(batch, [None] * len(batch.lengths), [])
-        if self._chance.random() < 0.7:
+        learnt = learn(self._lease)
+        self.learnt += learnt
+        if learnt and self._chance.random() < 0.7:
             self._lease.acknowledge()
-        return len(batch.lengths)
+        return len(learnt)
 
 
 def live(host: Host, actors: list[Actor], learner: Learner, chance: random.Random, num_segments: int) -> None:
@@ -232,10 +237,7 @@ def test_both_the_gateway_and_the_learner_may_be_lost(tmp_path: Path) -> None:
     first.put_logged(A, 1, 2, 3, 4)
     before = lease(first, 2)
     first.commit._log._store = DyingStore(tmp_path, -1)  # the log never hears of the following
-    batch = before.take(0, 64)
-    assert values_of(batch) == [1, 2]
-    assert batch is not None
-    before.set_outcomes(batch, [None, None], [])
+    assert learn(before) == [1, 2]
     before.acknowledge()
     checkpointed = before.request.position
     assert values_of(before.take(0, 64)) == [3, 4]
@@ -255,14 +257,11 @@ def test_a_lease_that_alone_has_changed_is_logged(tmp_path: Path, monkeypatch: p
     first = Host(store)
     first.put_logged(A, 1, 2)
     before = lease(first)
-    batch = before.take(0, 64)
-    assert values_of(batch) == [1, 2]
+    assert learn(before) == [1, 2]
     group = first.commit.await_group()  # of segments that the group before had
     wait_for(lambda: first.commit.num_uploaded >= group)
     abandon(first)
     second = Host(store)
-    assert batch is not None
-    before.set_outcomes(batch, [None, None], [])
     before._source = second.queue
     before.acknowledge()
     totals = second.queue.ledger.get_totals()
@@ -315,9 +314,7 @@ def test_a_group_that_the_earlier_gateway_deletes_while_the_log_is_read_is_not_m
     first = Host(FolderStore(tmp_path))
     first.put_logged(A, 1)
     before = lease(first)
-    batch = before.take(0, 64)
-    assert batch is not None
-    before.set_outcomes(batch, [None], [])
+    assert learn(before) == [1]
     before.acknowledge()
     first.put_logged(A, 2)
     abandon(first)
@@ -369,9 +366,7 @@ def test_a_new_log_has_positions_that_no_learner_has_seen(tmp_path: Path) -> Non
     first = Host(FolderStore(tmp_path / "one"))
     first.put_logged(A, 1)
     before = lease(first)
-    batch = before.take(0, 64)
-    assert batch is not None
-    before.set_outcomes(batch, [None], [])
+    assert learn(before) == [1]
     first.queue.close()
     second = Host(FolderStore(tmp_path / "two"))
     second.put_logged(A, 2)

@@ -99,7 +99,7 @@ def _run(
 ) -> None:
     record = load(run)
     files = _open(record, verb.folder)
-    found = files.read_sound(files.list_names())
+    found = files.read_sound()
     if above is not None:
         returns = {name: each.info.episode_return for name, each in found.items()}
         highest = max((total for total in returns.values() if total is not None), default=None)

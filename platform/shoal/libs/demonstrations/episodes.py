@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 
 from shoal.extend.rl import DemonstrationSite, RecordSpec
-from shoal.libs.demonstrations.files import EPISODES, PER_STEP, SUFFIX, Demonstration, open_shared
-from shoal.libs.demonstrations.recorder import CLOSE_S, BoundedFolder
-from shoal.store import open_store
+from shoal.libs.demonstrations.files import EPISODES, PER_STEP, Demonstration
+from shoal.libs.demonstrations.recorder import CLOSE_S, RecordedFolder
 from shoal.wire import Segment
 
 MAX_QUEUED = 64
@@ -49,9 +48,7 @@ class EpisodeCollector:
 
     def __init__(self, site: DemonstrationSite, spec: RecordSpec) -> None:
         self._limit = spec.share * 2**32
-        self._files = BoundedFolder(open_store(site.folder / EPISODES), spec.max_mb, spec.newest)
-        self._files.store.remove_drafts(0.0)  # of a gateway that was killed
-        self._shared = open_shared(site.name, EPISODES)
+        self._files = RecordedFolder(site, EPISODES, spec.max_mb, spec.newest)
         self._max_bytes = min(MAX_OPEN_BYTES, int(spec.max_mb * 2**20))
         self._open: dict[Hashable, _Open] = {}  # by actor and number; the oldest first
         self._open_bytes = 0
@@ -102,6 +99,7 @@ class EpisodeCollector:
         with suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
+        self._files.close()
 
     def _count(self, key: Key, segment: Segment) -> int:
         """The number of the segment's episode, of an actor that sends none: the one whose last observation is the first
@@ -148,11 +146,8 @@ class EpisodeCollector:
                 values = {**episode.settings} if episode.settings or not episode.version else None
                 facts = {"settings": episode.version, "values": values, "skipped": self._counts["skipped"]}
                 made = Demonstration(msgspec.structs.replace(info, **facts), segment)
-                gone = self._files.write(made)
+                self._files.write(made)
                 self._counts["recorded"] += 1
-                if self._shared is not None:
-                    self._shared.write(made.name + SUFFIX, made.to_bytes())
-                    self._shared.delete(name + SUFFIX for name in gone)
             except OSError as error:  # as of a full disk
                 self._counts["failed"] += 1
                 if self._problem != str(error):

@@ -101,7 +101,8 @@ class Demonstration(NamedTuple):
     def from_bytes(cls, payload: bytes) -> Demonstration:
         """Raises ValueError for what is no demonstration."""
         try:
-            info = read_info(payload)
+            metadata = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
+            info = msgspec.json.decode(metadata[_INFO], type=Info)
             arrays = safetensors.numpy.load(payload)
             extras = {name.removeprefix(_EXTRA): each for name, each in arrays.items() if name.startswith(_EXTRA)}
             rewards = arrays["rewards"]
@@ -116,7 +117,7 @@ class Demonstration(NamedTuple):
             )
             if sum(info.lengths) not in (0, len(rewards)) or len(info.behaviours) != len(info.lengths):
                 raise ValueError("is no demonstration (its segments are not as long as it is)")
-        except (safetensors.SafetensorError, KeyError, TypeError) as error:
+        except (safetensors.SafetensorError, msgspec.MsgspecError, KeyError, TypeError) as error:
             raise ValueError(f"is no demonstration ({error})") from None
         return cls(info, segment)
 
@@ -139,21 +140,7 @@ class Demonstration(NamedTuple):
     @classmethod
     def join(cls, actor: tuple[str, int], number: int, pieces: Sequence[Segment]) -> Demonstration:
         """An episode of its segments, in order; `split` takes it apart. number: among those of the actor"""
-        last = pieces[-1]
-        ends = [*(each.num_steps for each in pieces[:-1]), None]  # the next one begins where each ends
-        extras = {}
-        for name in last.extras:
-            rows = [each.extras[name] for each in pieces]  # of each observation, or one of the segment
-            extras[name] = np.concatenate(
-                [each if len(each) == 1 else each[:end] for each, end in zip(rows, ends, strict=True)]
-            )
-        joined = replace(
-            last,
-            observations=np.concatenate([each.observations[:end] for each, end in zip(pieces, ends, strict=True)]),
-            **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in PER_STEP},
-            extras=extras,
-            behaviour="",
-        )
+        joined = replace(join_pieces(pieces), behaviour="")
         info = cls.of(actor, number, joined, run_steps=0).info
         lengths, behaviours = tuple(each.num_steps for each in pieces), tuple(each.behaviour for each in pieces)
         return cls(msgspec.structs.replace(info, lengths=lengths, behaviours=behaviours), joined)
@@ -187,13 +174,21 @@ class Demonstration(NamedTuple):
         return pieces or [self]
 
 
-def read_info(payload: bytes) -> Info:
-    """The facts of a file, or of its beginning. Raises ValueError."""
-    try:
-        metadata = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
-        return msgspec.json.decode(metadata[_INFO], type=Info)
-    except (KeyError, TypeError, msgspec.MsgspecError) as error:
-        raise ValueError(f"is no demonstration ({error})") from None
+def join_pieces(pieces: Sequence[Segment]) -> Segment:
+    """The last one, with the steps of all, each of which begins where the one before ends."""
+    last = pieces[-1]
+
+    def join_rows(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        """Of each observation, or one of each piece."""
+        *earlier, newest = arrays
+        return np.concatenate([*(each if len(each) == 1 else each[:-1] for each in earlier), newest])
+
+    return replace(
+        last,
+        observations=join_rows(each.observations for each in pieces),
+        **{name: cast("Any", np.concatenate([getattr(each, name) for each in pieces])) for name in PER_STEP},
+        extras={name: join_rows(each.extras[name] for each in pieces) for name in last.extras},
+    )
 
 
 class DemonstrationFiles:
@@ -220,10 +215,10 @@ class DemonstrationFiles:
                 continue
         raise FileNotFoundError(f"there is no demonstration {name}")
 
-    def read_sound(self, names: Iterable[str]) -> dict[str, Demonstration]:
-        """Those that are there and can be read, by name."""
+    def read_sound(self, names: Iterable[str] | None = None) -> dict[str, Demonstration]:
+        """Those, or all, that are there and can be read, by name."""
         found = {}
-        for name in names:
+        for name in self.list_names() if names is None else names:
             try:
                 found[name] = self.read(name)
             except FileNotFoundError:

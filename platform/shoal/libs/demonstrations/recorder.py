@@ -1,4 +1,4 @@
-"""Keeps the demonstrations that come to a gateway, and copies those that a run starts with.
+"""Keeps the demonstrations and episodes of a gateway, and copies those that a run starts with.
 
 | queue                    | capacity            | what blocks | who unblocks | close()                        |
 |--------------------------|---------------------|-------------|--------------|--------------------------------|
@@ -38,66 +38,91 @@ _MARK = "copied-from"  # the source that a run has started with
 _log = logging.getLogger(__name__)
 
 
-class BoundedFolder:
-    """Demonstrations or episodes in a folder, of `max_mb` and `newest` at most: beyond, the oldest go. Raises
-    OSError."""
+class RecordedFolder:
+    """Demonstrations or episodes of a policy, of `max_mb` and `newest` at most: beyond, the oldest go. Mirrored to
+    `$SHOAL_STORE` in the background. Raises OSError."""
 
-    def __init__(self, folder: Store, max_mb: float, newest: int | None = None) -> None:
-        self.store = folder
+    def __init__(self, site: DemonstrationSite, folder: str, max_mb: float, newest: int | None = None) -> None:
+        self.store = open_store(site.folder / folder)
+        self.store.remove_drafts(0.0)  # of a gateway that was killed
         self._max_bytes = int(max_mb * 2**20)
         self._newest = newest
         self._num_bytes = 0
         self._stored: dict[str, tuple[Info, int]] = {}  # facts and bytes, the oldest first
-        files = DemonstrationFiles([folder])
-        for name, (info, _) in files.read_sound(files.list_names()).items():
-            self._add(name, info, folder.find(name + SUFFIX).size_bytes)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+        for name, (info, _) in DemonstrationFiles([self.store]).read_sound().items():
+            self._add(name, info, self.store.find(name + SUFFIX).size_bytes)
+        self._changed: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names; None: the end
+        self._thread: threading.Thread | None = None
+        if (shared := open_shared(site.name, folder)) is not None:
+            for name in self._stored:
+                self._changed.put(name)
+            self._thread = threading.Thread(target=self._mirror, args=[shared], name=folder, daemon=True)
+            self._thread.start()
 
     @property
     def infos(self) -> dict[str, Info]:
         return {name: info for name, (info, _) in self._stored.items()}
 
-    def write(self, demonstration: Demonstration) -> list[str]:
-        """Returns the names that went for it."""
+    def write(self, demonstration: Demonstration) -> None:
         payload = demonstration.to_bytes()
         self.store.write(demonstration.name + SUFFIX, payload)
         self._add(demonstration.name, demonstration.info, len(payload))
-        gone = []
+        changed = [demonstration.name]
         while len(self._stored) > 1 and (
             self._num_bytes > self._max_bytes or len(self._stored) > (self._newest or inf)
         ):
-            gone.append(oldest := next(iter(self._stored)))
+            changed.append(oldest := next(iter(self._stored)))
             self._num_bytes -= self._stored.pop(oldest)[1]
-        self.store.delete(name + SUFFIX for name in gone)
-        return gone
+        self.store.delete(name + SUFFIX for name in changed[1:])
+        if self._thread is not None:
+            for name in changed:
+                self._changed.put(name)
+
+    def close(self) -> None:
+        """Upload what the store lacks, for CLOSE_S at most. Idempotent."""
+        if self._thread is not None:
+            self._changed.put(None)
+            self._thread.join(CLOSE_S)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
     def _add(self, name: str, info: Info, size_bytes: int) -> None:
         self._num_bytes += size_bytes - self._stored.pop(name, (info, 0))[1]
         self._stored[name] = info, size_bytes
 
+    def _mirror(self, shared: Store) -> None:
+        """Upload what the store lacks, and delete there what is gone here; while the store is away, later."""
+        uploaded: set[str] | None = None  # when this gateway began
+        name = self._changed.get()
+        while name is not None:
+            key = name + SUFFIX
+            try:
+                if uploaded is None:
+                    uploaded = {each.key for each in shared.list_entries()}
+                try:
+                    payload = self.store.read(key)
+                except FileNotFoundError:
+                    shared.delete([key])
+                    uploaded.discard(key)
+                else:
+                    if key not in uploaded:
+                        shared.write(key, payload)
+            except OSError as error:
+                _log.warning("%s takes nothing now: %s", shared.url, error)
+                time.sleep(RETRY_S)
+            else:
+                name = self._changed.get()
+
 
 class Recorder:
-    """A DemonstrationRecorder in the folder of `site`, of at most `max_mb`; mirrored to the store in the background."""
+    """A DemonstrationRecorder in the folder of `site`, of at most `max_mb`."""
 
     def __init__(self, site: DemonstrationSite) -> None:
-        self._files = BoundedFolder(open_store(site.folder / FOLDER), site.spec.max_mb)
-        self._folder = self._files.store
-        self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names that changed; None: the end
-        self._thread: threading.Thread | None = None
-        if (shared := open_shared(site.name)) is not None:
-            for name in self._files.infos:
-                self._waiting.put(name)
-            self._thread = threading.Thread(target=self._mirror, args=[shared], name="demonstrations", daemon=True)
-            self._thread.start()
+        self._files = RecordedFolder(site, FOLDER, site.spec.max_mb)
 
     def store(self, key: tuple[str, int], seq: int, segment: Segment, run_steps: int) -> None:
-        made = Demonstration.of(key, seq, segment, run_steps)
-        gone = self._files.write(made)
-        if self._thread is not None:
-            for name in (made.name, *gone):
-                self._waiting.put(name)
+        self._files.write(Demonstration.of(key, seq, segment, run_steps))
 
     def get_counts(self) -> dict[str, int]:
         infos = self._files.infos.values()
@@ -105,32 +130,7 @@ class Recorder:
         return {"segments": len(infos), "steps": sum(info.num_steps for info in infos), "episodes": ended}
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join(CLOSE_S)
-
-    def _mirror(self, shared: Store) -> None:
-        """Upload what the store lacks, and delete there what is gone here; while the store is away, later."""
-        name = self._waiting.get()
-        while name is not None:
-            try:
-                _mirror_file(self._folder, shared, name + SUFFIX)
-            except OSError as error:
-                _log.warning("the store takes no demonstrations now: %s", error)
-                time.sleep(RETRY_S)
-            else:
-                name = self._waiting.get()
-
-
-def _mirror_file(folder: Store, shared: Store, key: str) -> None:
-    try:
-        payload = folder.read(key)
-    except FileNotFoundError:
-        return shared.delete([key])
-    try:
-        shared.find(key)
-    except FileNotFoundError:
-        shared.write(key, payload)
+        self._files.close()
 
 
 def copy_source(site: DemonstrationSite) -> None:
@@ -150,10 +150,10 @@ def copy_source(site: DemonstrationSite) -> None:
 def read_source(site: DemonstrationSite) -> dict[str, Demonstration]:
     """Those of `site.spec.source`, by name, and the segments of its recorded episodes. Raises ConfigError where there
     are none, or one does not fit."""
-    source, found = site.spec.source, _open_source(site)
+    source = site.spec.source
     demonstrations = {
         name if len(pieces) == 1 else f"{name}-{index:04d}": piece
-        for name, each in found.read_sound(found.list_names()).items()
+        for name, each in _open_source(site).read_sound().items()
         for pieces in [each.split()]
         for index, piece in enumerate(pieces)
     }

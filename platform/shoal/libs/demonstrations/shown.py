@@ -14,9 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from shoal.extend.rl import DemonstrationSite, DemonstrationsSpec
-from shoal.libs.demonstrations.files import Demonstration, open_files
+from shoal.libs.demonstrations.files import Demonstration, join_pieces, open_files
 from shoal.wire import Segment
-from shoal.wire.action_masks import MASKS
 from shoal.wire.experience_spec import STATE
 
 _log = logging.getLogger(__name__)
@@ -49,24 +48,11 @@ def join_segments(demonstrations: Iterable[Demonstration]) -> list[Segment]:
         parts.append(segment)
         if not (info.terminated or info.truncated):
             ends[info.actor_id, info.incarnation, segment.observations[-1].tobytes()] = parts
-    return [parts[0] if len(parts) == 1 else _join(parts) for parts in joined]
-
-
-def _join(parts: Sequence[Segment]) -> Segment:
-    def join_rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate([*(each[:-1] for each in arrays[:-1]), arrays[-1]])
-
-    first = parts[0]
-    masks = {MASKS: join_rows([each.extras[MASKS] for each in parts])} if MASKS in first.extras else {}
-    return replace(
-        first,
-        observations=join_rows([each.observations for each in parts]),
-        actions=np.concatenate([each.actions for each in parts]),
-        rewards=np.concatenate([each.rewards for each in parts]),
-        log_probabilities=np.concatenate([each.log_probabilities for each in parts]),
-        versions=np.concatenate([each.versions for each in parts]),
-        extras={**first.extras, **masks},
-    )
+    return [
+        replace(whole, extras={**whole.extras, STATE: parts[0].extras[STATE]})
+        for parts in joined
+        for whole in [join_pieces(parts)]
+    ]
 
 
 class Shown:

@@ -21,7 +21,7 @@ it. Then the broker's redelivery is taken.
 
 | killed                | log      | checkpoint | acknowledged | what recovery does                                   |
 |-----------------------|----------|------------|--------------|------------------------------------------------------|
-| before or in 1        | no, torn | no         | no           | removes a torn record; its messages come again       |
+| before or in 1        | no, torn | no         | no           | passes over a torn record; its messages come again   |
 | after 1, in 2 or in 3 | yes      | no         | no           | answers and learns it; what comes again is dropped   |
 | answered, but pending | yes      | no         | no           | the same: the rows that are pending follow from it   |
 | in 4                  | yes      | no         | no           | the same: a draft without its name does not exist    |
@@ -30,7 +30,7 @@ it. Then the broker's redelivery is taken.
 *Nothing is lost*: a message is acknowledged (5) only after a durable checkpoint contains its update (3, 4). *Nothing is
 learnt twice*: what the deduplicator has admitted is in the same checkpoint as its update, and batches beyond the
 checkpoint pass through it again. *The same bits*: weights are a function of the log alone (2), and the log never
-changes but for a torn record, from which nothing was learnt (1). Recovery publishes the answers of the open group
+changes; from a torn record nothing was learnt (1). Recovery publishes the answers of the open group
 again, the same to the bit.
 
 A kill of the process loses nothing that was written; a power cut may lose what was not fsynced. Then batches of the
@@ -164,8 +164,8 @@ class StreamLoop:
                 self._acknowledge()
         finally:
             self._writer.shutdown()
-            self._log.close()
             self._source.close()
+            self._log.close()
 
     def recover(self) -> None:
         """Become what the last process was when it ended, and open the source."""

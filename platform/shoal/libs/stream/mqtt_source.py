@@ -73,6 +73,7 @@ class MqttSource:
         self._spec, self._report = spec, report
         self._parser: Parser = SampleParser(parser) if callable(parser) else parser
         self._address = parse_address(spec)
+        self._broker = ":".join(map(str, self._address))
         self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._unacknowledged: deque[tuple[int, int, int]] = deque()  # delivery, connection, packet id
         self.num_delivered = 0
@@ -167,7 +168,7 @@ class MqttSource:
     def _make_error(self, problem: str) -> ConfigError:
         host, port = self._address
         remedy = f"start a broker at host {host}, port {port}, or leave it out: a private one is started"
-        return ConfigError("mqtt.broker", f"{host}:{port}", problem, remedy)
+        return ConfigError("mqtt.broker", self._broker, problem, remedy)
 
     # -- the network thread
 
@@ -175,9 +176,7 @@ class MqttSource:
         self, client: paho.Client, data: Any, flags: paho.ConnectFlags, reason: ReasonCode, *rest: Any
     ) -> None:
         if reason.is_failure:
-            self._rejection = str(reason)
-            self._report("broker_rejects", broker=":".join(map(str, self._address)), reason=str(reason))
-            return
+            return self._reject(reason)
         self._connection += 1
         self._subscribe(client)
         if self._connection > 1:
@@ -191,17 +190,20 @@ class MqttSource:
 
     def _begin(self, client: paho.Client, data: Any, number: int, reasons: Sequence[ReasonCode], *rest: Any) -> None:
         """The broker has the subscription: what is published from now on comes."""
-        if failed := [str(reason) for reason in reasons if reason.is_failure]:
-            self._rejection = failed[0]
-            self._report("broker_rejects", broker=":".join(map(str, self._address)), reason=failed[0])
-            return
+        for reason in reasons:
+            if reason.is_failure:
+                return self._reject(reason)
         self._connected.set()
+
+    def _reject(self, reason: ReasonCode) -> None:
+        self._rejection = str(reason)
+        self._report("broker_rejects", broker=self._broker, reason=self._rejection)
 
     def _lose(self, client: paho.Client, data: Any, flags: Any, reason: ReasonCode, *rest: Any) -> None:
         was_connected = self._connected.is_set()
         self._connected.clear()
         if was_connected and reason.is_failure:
-            self._report("broker_lost", broker=":".join(map(str, self._address)), reason=str(reason))
+            self._report("broker_lost", broker=self._broker, reason=str(reason))
 
     # -- the caller's thread
 

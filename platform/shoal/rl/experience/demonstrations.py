@@ -9,7 +9,6 @@ Without it, gateways drop demonstrations as NOT_STORED, and record no episodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -98,33 +97,28 @@ class DemonstrationSite:
     def check(self) -> None:
         """Raise ConfigError where `spec.source` has none, and for those that do not fit."""
         if self.spec.source:
-            self._find("check")(self)
+            find_extension("check", GROUP, {})(self)
 
     def prepare(self) -> None:
         """Copy those of `spec.source`, once in a run. Raises ConfigError as `check` does."""
         if self.spec.source:
-            self._find("prepare")(self)
+            find_extension("prepare", GROUP, {})(self)
 
     def open_recorder(self) -> DemonstrationRecorder | None:
         """None without the extension."""
-        found = self._find_if_any("recorder")
-        return None if found is None else cast("DemonstrationRecorder", found(self))
+        return cast("DemonstrationRecorder | None", self._open("recorder"))
 
     def open_episodes(self, spec: RecordSpec) -> EpisodeRecorder | None:
         """None where no episode is recorded, and without the extension. Raises OSError."""
-        found = self._find_if_any("episodes") if spec.share else None
-        return None if found is None else cast("EpisodeRecorder", cast("Any", found)(self, spec))
+        return cast("EpisodeRecorder | None", self._open("episodes", spec) if spec.share else None)
 
     def open_shown(self) -> ShownExperience | None:
         """None without the extension."""
-        found = self._find_if_any("learner")
-        return None if found is None else cast("ShownExperience", found(self))
+        return cast("ShownExperience | None", self._open("learner"))
 
-    def _find_if_any(self, name: str) -> Callable[[DemonstrationSite], Any] | None:
-        with suppress(ValueError):
-            return self._find(name)
-        return None
-
-    def _find(self, name: str) -> Callable[[DemonstrationSite], Any]:
-        found: Callable[[DemonstrationSite], Any] = find_extension(name, GROUP, {})
-        return found
+    def _open(self, name: str, *arguments: object) -> object:
+        try:
+            opener = find_extension(name, GROUP, {})
+        except ValueError:
+            return None
+        return opener(self, *arguments)

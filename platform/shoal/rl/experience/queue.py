@@ -23,7 +23,7 @@ from shoal.rl.experience.quarantine import EvidenceTable
 from shoal.rl.experience.segment_ledger import ActorKey, Ledger
 from shoal.rl.experience.segment_log import Positioned, Unlogged
 from shoal.weights import decode_tensors, encode_tensors
-from shoal.wire.segment import DropReason, Segment
+from shoal.wire.segment import TENSORS, DropReason, Segment
 
 MEAN_SEGMENTS = 32
 UNWRITABLE_PAUSE_S = 0.5
@@ -57,15 +57,11 @@ class ExperienceBatch:
         """Lay segments end to end."""
         return cls(
             lease_id,
-            np.concatenate([segment.observations for segment in segments]),
-            np.concatenate([segment.actions for segment in segments]),
-            np.concatenate([segment.rewards for segment in segments]),
-            np.concatenate([segment.log_probabilities for segment in segments]),
-            np.concatenate([segment.versions for segment in segments]),
-            np.array([segment.num_steps for segment in segments], np.int64),
-            np.array([segment.terminated for segment in segments], np.bool_),
-            {name: np.concatenate([segment.extras[name] for segment in segments]) for name in segments[0].extras},
-            position,
+            **{name: np.concatenate([getattr(segment, name) for segment in segments]) for name in TENSORS},
+            lengths=np.array([segment.num_steps for segment in segments], np.int64),
+            terminated=np.array([segment.terminated for segment in segments], np.bool_),
+            extras={name: np.concatenate([each.extras[name] for each in segments]) for name in segments[0].extras},
+            position=position,
         )
 
     @property
@@ -100,15 +96,11 @@ class ExperienceBatch:
         rows = np.repeat(keep, self.lengths + 1)
         return ExperienceBatch(
             self.lease_id,
-            self.observations[rows],
-            self.actions[steps],
-            self.rewards[steps],
-            self.log_probabilities[steps],
-            self.versions[steps],
-            self.lengths[keep],
-            self.terminated[keep],
-            {name: each[keep if len(each) == len(keep) else rows] for name, each in self.extras.items()},
-            self.position,
+            **{name: getattr(self, name)[rows if name == "observations" else steps] for name in TENSORS},
+            lengths=self.lengths[keep],
+            terminated=self.terminated[keep],
+            extras={name: each[keep if len(each) == len(keep) else rows] for name, each in self.extras.items()},
+            position=self.position,
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -78,8 +78,7 @@ class Account:
         }
 
 
-@dataclass(frozen=True)
-class _Lease:
+class Lease(NamedTuple):
     consumer: str
     keys: tuple[ActorKey, ...]  # one for each segment, in batch order
 
@@ -87,11 +86,11 @@ class _Lease:
 class LedgerChanges(msgspec.Struct, frozen=True):
     """What a log has of a ledger: rows of `accounts`, and all leases and facts.
 
-    leases: the consumer and the keys of each, by its id
+    leases: by their ids
     """
 
     accounts: list[tuple[str, int, int, int, int, int, str]]
-    leases: dict[int, tuple[str, tuple[ActorKey, ...]]]
+    leases: dict[int, Lease]
     facts: dict[str, str]
 
 
@@ -116,7 +115,7 @@ class Ledger:
         self._accounts: dict[ActorKey, Account] = {}
         self._totals = Account()  # of all accounts; its `next_seq` is unused
         self._newest_incarnations: dict[str, int] = {}  # incarnation of each actor
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, Lease] = {}
         self._dirty: set[ActorKey] = set()
         self._dirty_leases: set[int] = set()
         self._new_facts: dict[str, str] = {}
@@ -201,7 +200,7 @@ class Ledger:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
             self._last_opened = lease_id
             self._new_facts |= {"next_lease": str(self._next_lease), "last_opened": str(lease_id)}
-            self._leases[lease_id] = _Lease(consumer, tuple(keys))
+            self._leases[lease_id] = Lease(consumer, tuple(keys))
             self._dirty_leases.add(lease_id)
             try:
                 self.commit()
@@ -273,8 +272,7 @@ class Ledger:
             if not keys:
                 return None
             facts = dict(self._database.execute("SELECT name, value FROM facts")) | self._new_facts
-            leases = {number: (each.consumer, each.keys) for number, each in self._leases.items()}
-            return LedgerChanges([self._to_row(key) for key in keys], leases, facts)
+            return LedgerChanges([self._to_row(key) for key in keys], dict(self._leases), facts)
 
     @property
     def is_changed(self) -> bool:
@@ -290,7 +288,7 @@ class Ledger:
             self._accounts, self._totals = {}, Account()
             for key in unknown:  # what was received was not acknowledged
                 self._add_account(key, Account())
-            self._leases = {number: _Lease(*each) for number, each in logged.leases.items()}
+            self._leases = dict(logged.leases)
             self._load_accounts(logged.accounts, queued)
             for key in self._accounts:
                 self._touch(key)
@@ -421,7 +419,7 @@ class Ledger:
         self._last_acknowledged = int(self.get_fact("last_settled") or 0)
         for lease_id, consumer, text in self._database.execute("SELECT lease_id, consumer, keys FROM leases"):
             keys = tuple((actor_id, incarnation) for actor_id, incarnation in json.loads(text))
-            self._leases[lease_id] = _Lease(consumer, keys)
+            self._leases[lease_id] = Lease(consumer, keys)
         self._load_accounts(self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM accounts"), {})
         with suppress(LedgerUnwritable):  # a later commit writes it, or the next start repeats this
             self.commit()
