@@ -18,8 +18,7 @@ from shoal.cluster.job_main import job_main
 from shoal.config import last_override, merge, parse_overrides
 from shoal.errors import ConfigError
 from shoal.flows.actor_learner import run_actor_learner
-from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.actor_learner_spec import ActorLearnerSpec, PoliciesSpec
 from shoal.flows.rl_policy import check
 
 TAG = "shoal.libs.games.tag:Tag"

@@ -12,7 +12,7 @@ the job prints. `python jobs/tag.py --help` lists the fields, docs/algorithms/se
 
 from shoal.cluster.job_main import job_main
 from shoal.flows.actor_learner import run_actor_learner
-from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.actor_learner_spec import PoliciesSpec
 from shoal.flows.rl_policy import check
 
 

@@ -336,7 +336,7 @@ class _Served:
         return int(ray.get(self._store.__ray_call__.remote(lambda worker: os.getpid())))
 
     def controller_pid(self) -> int:
-        return int(self.endpoint._call_controller("pid"))
+        return int(self.endpoint._controller.call_blocking("pid"))
 
     def stored_version(self) -> int:
         latest = self._source.latest()

@@ -115,7 +115,7 @@ def _home(shared_home: Path) -> Iterator[None]:
 
 def test_from_deploy_to_roll_back_no_request_fails(run_id: str) -> None:
     found = find_endpoint(MODEL)
-    assert "version 1" in said("predict", MODEL, "--input", "1,2,3,4")
+    assert "version 1" in typed("predict", MODEL, "--input", "1,2,3,4").output
     assert f"{MODEL}@1 stable: share 100%" in said("serve status")
     with Client(found.url, token=token_for(found.url)) as client, Asking(client) as asking:
         wait_for(lambda: asking.settled_on({1}), END_S, "answers")

@@ -14,7 +14,6 @@ import torch
 from rl_setting import EXPERIENCE, segment
 from shoal import atomic_file, checkpoint
 from shoal.checkpoint import files
-from shoal.checkpoint.mirror import CheckpointMirror
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import CheckpointError, Closed, SpecMismatch, StoreError
 from shoal.rl import batch_checks
@@ -347,7 +346,7 @@ def test_a_learner_that_finds_no_checkpoint_of_its_run_is_an_error(
 def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = CheckpointMirror(StoredCheckpoints(store), tmp_path / "a", keep=2)
+    mirror = files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "a", keep=2)
     write = type(store).write
     is_down = True
 
@@ -364,7 +363,7 @@ def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
         failure = mirror.finish(TIMEOUT_S)
         assert ("only in" in failure and "down" in failure) == is_down
     assert store.list_folders() == ["step-000000003", "step-000000004"]
-    other = CheckpointMirror(StoredCheckpoints(store), tmp_path / "b", keep=2)
+    other = files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "b", keep=2)
     other.fetch_newest()
     loaded = files.load_latest(tmp_path / "b")
     assert loaded is not None

@@ -22,7 +22,7 @@ from shoal.actor import ActorClient, play
 from shoal.actor.policy import make_policy
 from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError, SpecMismatch
-from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.actor_learner_spec import PoliciesSpec
 from shoal.flows.rl_policy import check
 from shoal.libs.games.tag import HUNTERS, PREY, Tag
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest

@@ -31,8 +31,7 @@ from shoal.errors import (
 )
 from shoal.flows import actor_learner, loop_policy, policy_evaluation
 from shoal.flows.actor_learner import LoopRun
-from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.actor_learner_spec import ActorLearnerSpec, PoliciesSpec
 from shoal.flows.policy_connection import ActionAnswer, InferenceConnection
 from shoal.flows.policy_evaluation import EpisodePlayer, Evaluation, evaluate_policies, hold_trial
 from shoal.serve.on_ray.ownership import EndpointOwnership

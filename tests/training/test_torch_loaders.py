@@ -27,7 +27,7 @@ from shoal.data.loader import load_first_batch, make_loader
 from shoal.errors import ConfigError, DataError, SpecMismatch
 from shoal.train import TrainSpec
 from shoal.train.launch.local import fit_locally
-from shoal.train.run_setup import adopt_batch_size
+from shoal.train.run_facts import adopt_batch_size
 
 NUMBERS = TensorDataset(torch.arange(22))
 

@@ -195,7 +195,7 @@ def test_a_killed_rank_is_a_rank_lost_for_the_others_and_the_run_goes_on_exactly
 
 def die_on_the_way(world: World, folder: Path, plan: str, place: str) -> Any:
     """The program of a rank: the last one dies as soon as it comes to `place`."""
-    from shoal.sync.rank_signals import RankSync
+    from shoal.sync.synchronizer import RankSync
     from shoal.train.loop import trainer
 
     places = {

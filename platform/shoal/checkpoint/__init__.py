@@ -5,27 +5,16 @@ for one process with all of its state. All are imported at their first use: torc
 distributed checkpoints another. A reader of names and manifests needs neither.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.errors import needs_extra
+from shoal.plugins.lazy import load_on_demand
 
 with needs_extra("cluster"):
-    import pydantic  # noqa: F401 - of the extra: without it the import of this package names it
+    import pydantic  # of the extra: without it the import of this package names it
 
 if TYPE_CHECKING:
     from shoal.checkpoint.checkpointer import Checkpointer, Extras, Found
     from shoal.checkpoint.files import Loaded, load_latest, save
 
-__all__ = ["Checkpointer", "Extras", "Found", "Loaded", "load_latest", "save"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needs_extra("cluster"):
-        from shoal.checkpoint import files
-    if hasattr(files, name):
-        return getattr(files, name)
-    from shoal.checkpoint import checkpointer
-
-    return getattr(checkpointer, name)
+__getattr__ = load_on_demand(__name__)

@@ -1,9 +1,9 @@
-"""Full resumable state of one process in one file.
+"""Full resumable state of one process in one file, and the store's copy of it.
 
     FOLDER/step-000000123/state.pt        torch.save, read back with weights_only
     FOLDER/step-000000123/manifest.json   step, time, size and SHA-256 of state.pt
 
-Called by the RL learner. Never unpickles arbitrary objects; knows nothing of what it saves.
+Called by the RL learner and by streams. Never unpickles arbitrary objects; knows nothing of what it saves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +22,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from shoal.atomic_file import describe_newer_format, is_newer_format, make_folder
+from shoal.atomic_file import describe_newer_format, is_newer_format, make_folder, write_synced
 from shoal.checkpoint.directory import (
+    FileChecksum,
     checkpoint_path,
     delete_old_checkpoints,
     draft_path,
     list_newest_first,
+    parse_step,
     publish,
     write_file,
 )
-from shoal.errors import CheckpointError, ConfigError
+from shoal.checkpoint.manifest import MANIFEST, build_manifest
+from shoal.checkpoint.stored import StoredCheckpoints
+from shoal.errors import CheckpointError, ConfigError, StoreError, summarize_error
 
 FORMAT = 1  # of the manifest
+STATE = "state.pt"
 
 
 class Loaded(NamedTuple):
@@ -58,9 +65,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     try:
         shutil.rmtree(draft, ignore_errors=True)
         make_folder(draft)
-        written = write_file(draft / "state.pt", [buffer.getbuffer()])
+        written = write_file(draft / STATE, [buffer.getbuffer()])
         manifest = {"format": FORMAT, "step": step, "time": time.time(), **written._asdict()}
-        write_file(draft / "manifest.json", [json.dumps(manifest).encode()])
+        write_file(draft / MANIFEST, [json.dumps(manifest).encode()])
         publish(draft, target)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
@@ -77,13 +84,13 @@ def load_latest(folder: Path) -> Loaded | None:
     damaged: list[str] = []
     for path in list_newest_first(folder):
         try:
-            manifest = json.loads((path / "manifest.json").read_text())
-            payload = (path / "state.pt").read_bytes()
+            manifest = json.loads((path / MANIFEST).read_text())
+            payload = (path / STATE).read_bytes()
         except (OSError, ValueError) as error:
             damaged.append(f"{path.name}: {error}")
             continue
         if isinstance(manifest, dict) and is_newer_format(found := manifest.get("format"), FORMAT):
-            raise CheckpointError(describe_newer_format(path / "manifest.json", found, FORMAT))
+            raise CheckpointError(describe_newer_format(path / MANIFEST, found, FORMAT))
         step = manifest.get("step") if isinstance(manifest, dict) else None
         if type(step) is not int or checkpoint_path(folder, step) != path:  # no checksum covers the manifest itself
             damaged.append(f"{path.name}: manifest.json does not name this step")
@@ -95,3 +102,80 @@ def load_latest(folder: Path) -> Loaded | None:
     if damaged:
         raise CheckpointError(f"no checkpoint in {folder} can be read: {'; '.join(damaged)}")
     return None
+
+
+class CheckpointMirror:
+    """The newest `keep` checkpoints of `folder`, in a store.
+
+    The newest one is uploaded in the background; those that come while another is in flight are skipped, but for the
+    last one.
+
+    failure: why the last upload failed; "" if it did not
+    """
+
+    def __init__(self, stored: StoredCheckpoints, folder: Path, keep: int) -> None:
+        self._stored = stored
+        self._folder = folder
+        self._keep = keep
+        self._token = secrets.token_hex(4)
+        self._next: Path | None = None
+        self._lock = threading.Lock()  # guards `_next` and `_thread`
+        self._thread: threading.Thread | None = None
+        self.failure = ""
+
+    def fetch_newest(self) -> None:
+        """Download the newest checkpoint into the folder, unless that has it, or a later one.
+
+        Raises CheckpointError when it is damaged, or when the folder has none and the store cannot be reached.
+        """
+        own = next((parse_step(path.name) for path in list_newest_first(self._folder)), -1)
+        try:
+            step = next(iter(self._stored.list_steps()), -1)
+            manifest = self._stored.read_manifest(step) if step > own else ""
+            if isinstance(manifest, str):
+                problem = manifest
+            else:
+                path = checkpoint_path(self._folder, step)
+                problem = self._stored.download(step, manifest, STATE, path / STATE)
+                if not problem:
+                    content = {"format": FORMAT, "step": step, "time": manifest["time"], **manifest["files"][STATE]}
+                    write_synced(path / MANIFEST, json.dumps(content).encode())
+        except StoreError as error:
+            if own >= 0:
+                return
+            problem = str(error)
+        if problem:
+            raise CheckpointError(f"no checkpoint can be read from {self._stored.url}: {problem}")
+
+    def add(self, path: Path) -> None:
+        """Upload this checkpoint, which is the newest."""
+        with self._lock:
+            self._next = path
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint upload", daemon=True)
+                self._thread.start()
+
+    def finish(self, timeout_s: float) -> str:
+        """Wait until the newest one is in the store. Returns why it is not; "" if it is."""
+        if (thread := self._thread) is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return f"the upload to {self._stored.url} has not ended within {timeout_s:g} s"
+        return self.failure
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                path, self._next = self._next, None
+                if path is None:
+                    self._thread = None
+                    return
+            try:
+                step, content = parse_step(path.name), json.loads((path / MANIFEST).read_bytes())
+                files = {STATE: FileChecksum(content["size_bytes"], content["sha256"])}
+                self._stored.upload(step, self._token, path / STATE)
+                self._stored.publish(step, build_manifest(step, files, folder=self._token), best=False)
+                self._stored.delete_old(step, self._keep, None)
+                self.failure = ""
+            except Exception as error:  # noqa: BLE001 - the top of a thread: the learner reports it when it saves
+                self.failure = f"{path.name} is only in {self._folder}: {summarize_error(error)}"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from shoal.data.sampling.sampler_order import SamplerOrder
+from shoal.data.sampling.sampler import SamplerOrder
 from shoal.errors import ConfigError
 
 Source = Any  # map-style (`__len__`, `__getitem__`), iterable (`__iter__`), or a stream of messages (`poll`, `commit`)

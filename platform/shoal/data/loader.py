@@ -24,8 +24,7 @@ from shoal.data.readers.iterable_reader import make_stream_reader
 from shoal.data.readers.map_reader import EpochEnd, InProcessReader, MapReader, ReadBatch, Reader
 from shoal.data.readers.message_dataset import MessageDataset
 from shoal.data.sampling.epoch_plan import EpochPlan, MapEpochPlan, StreamEpochPlan
-from shoal.data.sampling.sampler import Indices, MapOrder, RankShare
-from shoal.data.sampling.sampler_order import SamplerOrder
+from shoal.data.sampling.sampler import Indices, MapOrder, RankShare, SamplerOrder
 from shoal.data.workers.pool import WorkerPool
 from shoal.errors import ConfigError, DataError
 

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from shoal.runs.tracker import Tracker
     from shoal.serve.model.formats.template import Arrays, Forward, TemplateConfig
     from shoal.sync.config import SyncConfig
-    from shoal.sync.rank_signals import RankSignals
-    from shoal.sync.synchronizer import AllReduce, Replica, Synchronizer
+    from shoal.sync.synchronizer import AllReduce, RankSignals, Replica, Synchronizer
     from shoal.train.launch.predicted_cost import Estimator
     from shoal.wire import ExperienceSpec
 

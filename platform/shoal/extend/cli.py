@@ -15,8 +15,11 @@ if TYPE_CHECKING:
         make_literal_console,
         make_number_column,
         make_table,
+        prepare_output_folder,
         print_json,
         strip_task_key,
+        to_json_value,
+        write_files,
     )
     from shoal.cli.support.endpoint_logs import EndpointLogs
     from shoal.cli.support.jobs import (
@@ -40,6 +43,5 @@ if TYPE_CHECKING:
         overrides_argument,
         plain_option,
     )
-    from shoal.cli.support.output_files import prepare_output_folder, to_json_value, write_files
 
 __getattr__ = load_on_demand(__name__)

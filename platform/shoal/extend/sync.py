@@ -7,8 +7,7 @@ from shoal.plugins.lazy import load_on_demand
 if TYPE_CHECKING:
     from shoal.sync.config import SyncConfig, find_sync_config_type
     from shoal.sync.costs import EVICTED_BYTES, CostProbe, ServerCosts, load_probe
-    from shoal.sync.rank_signals import RankSignals, RankSync
     from shoal.sync.rpc import LATER, CallId, CurveKeys, Request, RpcClient, RpcService, answers, list_handlers
-    from shoal.sync.synchronizer import Connection, Replica, StateAccess, Synchronizer, Traffic
+    from shoal.sync.synchronizer import Connection, RankSignals, RankSync, Replica, StateAccess, Synchronizer, Traffic
 
 __getattr__ = load_on_demand(__name__)

@@ -14,6 +14,7 @@ MOVED = {
     "shoal.models.prior_fitted": "shoal.libs.tables",
     "shoal.models.q_network": "shoal.libs.off_policy.q_network",
     "shoal.models.som": "shoal.libs.som.network",
+    "shoal.models.recurrent_actor_critic": "shoal.models.actor_critic",
     "shoal.models.syntax_tree": "shoal.libs.trees.syntax_tree",
     "shoal.population": "shoal.libs.population",
     "shoal.segmentation": "shoal.libs.segmentation",

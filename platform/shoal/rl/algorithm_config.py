@@ -49,7 +49,7 @@ class AlgorithmConfig(Spec):
 
     algorithm: ClassVar[str]
     model_factory: ClassVar[str] = "shoal.models.actor_critic:ActorCritic"
-    recurrent_factory: ClassVar[str] = "shoal.models.recurrent_actor_critic:RecurrentActorCritic"
+    recurrent_factory: ClassVar[str] = "shoal.models.actor_critic:RecurrentActorCritic"
     score_output: ClassVar[str] = "logits"
     has_value: ClassVar[bool] = True
     has_value_head: ClassVar[bool] = True

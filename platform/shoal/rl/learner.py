@@ -20,7 +20,7 @@ import torch
 
 from shoal import checkpoint
 from shoal.checkpoint.directory import list_newest_first
-from shoal.checkpoint.mirror import CheckpointMirror
+from shoal.checkpoint.files import CheckpointMirror
 from shoal.checkpoint.stored import StoredCheckpoints
 from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, summarize_error
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm

@@ -20,9 +20,8 @@ from shoal.libs.asynchronous.messages import LeaveRun
 from shoal.libs.asynchronous.peers import PeerController, PeerSync
 from shoal.parallel import World
 from shoal.sync.config import SyncConfig
-from shoal.sync.rank_signals import RankSignals
 from shoal.sync.rpc import RpcClient
-from shoal.sync.synchronizer import Connection, Replica, StateAccess, make_synchronizer
+from shoal.sync.synchronizer import Connection, RankSignals, Replica, StateAccess, make_synchronizer
 
 TIMEOUT_S = 30.0
 

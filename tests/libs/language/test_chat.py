@@ -25,7 +25,7 @@ from shoal.extend.serve import ModelOptions, RegisteredModel
 from shoal.home import home
 from shoal.libs.batch_predict import flow
 from shoal.libs.batch_predict.output import count_rows, has_rows
-from shoal.libs.batch_predict.text_predictor import TextPredictor
+from shoal.libs.batch_predict.table_predictor import TextPredictor
 from shoal.libs.language.command import Conversation
 from shoal.models.decoder import Decoder
 from shoal.registry import ModelFactory, Registry, Signature, TensorSignature

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, MissingExtra
 from shoal.libs.optimise import measure
-from shoal.libs.optimise.choice import MaxDrop, Measurement, choose, find_front
+from shoal.libs.optimise.choice import MaxDrop, Measurement, RowTotals, choose, find_front, judge, judge_value
 from shoal.libs.optimise.distil import compute_distillation_loss, find_class_axis
-from shoal.libs.optimise.evidence import RowTotals, judge, judge_value
-from shoal.libs.optimise.request import OptimiseRequest, choose_steps
+from shoal.libs.optimise.request import OptimiseRequest, choose_default_student, choose_steps, parse_student
 from shoal.libs.optimise.steps import Model, convert_model
-from shoal.libs.optimise.student import choose_default_student, parse_student
 from shoal.registry import ModelFactory, Signature, TensorSignature
 from shoal.serve.model.predictor import Predictor
 from shoal.serve.spec.model_options import ModelOptions

@@ -20,8 +20,7 @@ from shoal import runs
 from shoal.checkpoint import Checkpointer, files
 from shoal.config import Spec
 from shoal.errors import CheckpointError, RegistryError, RunError, ShoalError
-from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.actor_learner_spec import ActorLearnerSpec, PoliciesSpec
 from shoal.flows.serving_spec import ServingSpec
 from shoal.registry import ModelFactory, Registry, Signature
 from shoal.rl.experience.quarantine import read_run_quarantine

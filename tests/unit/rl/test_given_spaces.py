@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from shoal.actor.environment import make_environment
 from shoal.cluster.job_main import ACTORS_INFERENCE
 from shoal.errors import ConfigError
-from shoal.flows.actor_learner_spec import ActorLearnerSpec
-from shoal.flows.policies_spec import PoliciesSpec
+from shoal.flows.actor_learner_spec import ActorLearnerSpec, PoliciesSpec
 from shoal.flows.rl_policy import check, inspect_environment
 from shoal.rl.first_game import describe_given
 from shoal.rl.part_specs import GatewaySpec

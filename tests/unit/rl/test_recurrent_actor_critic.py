@@ -10,7 +10,7 @@ import torch
 from shoal.actor.policy import make_policy
 from shoal.actor.segment_builder import SegmentBuilder
 from shoal.flows.rl_policy import describe_policy_model
-from shoal.models.recurrent_actor_critic import RecurrentActorCritic
+from shoal.models.actor_critic import RecurrentActorCritic
 from shoal.rl.algorithms.algorithm import make_algorithm
 from shoal.rl.algorithms.impala import Impala
 from shoal.rl.algorithms.ppo import PPO

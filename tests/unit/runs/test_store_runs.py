@@ -23,7 +23,7 @@ from shoal import runs
 from shoal.errors import RunError, StoreError
 from shoal.runs import Status
 from shoal.runs.record import removal, store_copies, store_mirror
-from shoal.runs.record.store_head import HEADS, RunHead, decode_head, head_key, read_head, record_key
+from shoal.runs.record.store_mirror import HEADS, RunHead, decode_head, head_key, read_head, record_key
 from shoal.store import Store, open_store
 from shoal.store.folder import FolderStore
 from typed import said

@@ -1,13 +1,21 @@
-"""What verbs print with: the console, tables, JSON and facts.
+"""What verbs print with: the console, tables, JSON and facts; and the files that they leave.
 
 The console is for names, paths and words of others: `[a]` and `:b:` stand there as they were written. Called by the
-verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup in a string.
+verbs. Pictures style what they assemble (`rich.text.Text`), and never by markup in a string. Files of pictures and
+numbers lie in a folder of the user's or in $SHOAL_HOME, and never overwrite one of another second.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -15,8 +23,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from shoal.cli.support.groups import SuggestingGroup
-from shoal.cli.support.output_files import to_json_value
 from shoal.errors import ConfigError, RunError, suggest
+from shoal.home import home
 from shoal.plugins.find import load_reference
 from shoal.plugins.library import find_libraries
 from shoal.runs.formatting import parse_duration
@@ -43,6 +51,15 @@ def make_number_column(heading: str) -> Column:
 def print_json(value: object) -> None:
     """The answer of a verb for programs. NaN and infinities are null."""
     click.echo(json.dumps(to_json_value(value), indent=2))
+
+
+def to_json_value(value: Any) -> Any:
+    """Ready for JSON: NaN and infinities become null."""
+    if isinstance(value, dict):
+        return {name: to_json_value(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [to_json_value(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -140,3 +157,35 @@ def parse_age(_context: object, _option: object, text: str | None) -> float | No
 def strip_task_key(_context: object, _argument: object, task: str) -> str:
     """A click callback: accepts the task also as for `shoal run`, `task=NAME`."""
     return task.removeprefix("task=")
+
+
+def prepare_output_folder(out: Path | None, name: str = "found") -> Path:
+    """`out` or the folder `name` in $SHOAL_HOME, created before hours of work. Raises ConfigError when it is not
+    writable."""
+    folder = out or home() / name
+    with _translate_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+def write_files(folder: Path, stem: str, files: dict[str, bytes]) -> list[Path]:
+    """Write STEM-TIME.SUFFIX for each suffix into `folder`; the paths. Raises ConfigError."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    paths = []
+    with _translate_write_errors(folder):
+        for suffix, content in files.items():
+            path = folder / f"{stem}-{stamp}.{suffix}"
+            path.write_bytes(content)
+            paths.append(path)
+    return paths
+
+
+@contextmanager
+def _translate_write_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"takes no files: {error.strerror}"
+        raise ConfigError("--out", str(folder), problem, "name a folder where you may write") from None

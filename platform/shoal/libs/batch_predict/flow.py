@@ -22,7 +22,7 @@ from shoal.extend.cluster import expected_run_id, job_main
 from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.serve import BatchLayout, GpuCount, ModelOptions, RegisteredModel
 from shoal.libs.batch_predict.output import BucketOutput, open_lines
-from shoal.libs.batch_predict.text_predictor import find_texts
+from shoal.libs.batch_predict.table_predictor import find_texts
 from shoal.open_inference.tables import choose_columns, parse_columns
 from shoal.store import is_url, locate, open_source, require_location
 

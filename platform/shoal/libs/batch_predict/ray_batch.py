@@ -49,8 +49,7 @@ from shoal.libs.batch_predict.output import (
     require_all_rows,
     verify_row_count,
 )
-from shoal.libs.batch_predict.table_predictor import TablePredictor, keep_columns
-from shoal.libs.batch_predict.text_predictor import TextPredictor
+from shoal.libs.batch_predict.table_predictor import TablePredictor, TextPredictor, keep_columns
 from shoal.store import BucketPath, fetch
 
 BLOCK_ROWS = 4096  # sent to a worker together

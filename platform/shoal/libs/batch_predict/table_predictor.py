@@ -1,4 +1,5 @@
-"""A model as a function of tables: takes some columns, and adds its outputs and its version as columns.
+"""A model as a function of tables: takes some columns, and adds its outputs and its version as columns. One of
+language answers the text, or the messages, in a column of each row; its rows share the steps of one engine.
 
 Called by each process of a batch prediction. Uses the endpoint's own Predictor, so that a row gets the same outputs as
 from the endpoint. Rows whose lists differ in length share a batch if the model's options allow it (`ragged`). Knows no
@@ -10,19 +11,30 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from shoal.errors import ConfigError, DataError, InferenceError
-from shoal.extend.serve import ModelOptions, ModelPackage, Predictor
+from shoal.extend.serve import ModelOptions, ModelPackage, Predictor, RegisteredModel
 from shoal.open_inference.tables import build_inputs, choose_columns, column_type, split_by_length, to_column
+from shoal.plugins.find import find_in_library
 
 # The number of rows, with their outputs, or None and the error of a failed one.
 OutputPart = tuple[int, dict[str, np.ndarray] | None, str | None]
 VERSION_COLUMN = "model_version"
 ERROR_COLUMN = "error"
 SKIP_ERRORS_HINT = "--skip-errors goes on without outputs for such rows"
+TEXT_SCHEMA = pa.schema(
+    [
+        ("answer", pa.string()),
+        ("finish_reason", pa.string()),
+        ("new_tokens", pa.int64()),
+        (VERSION_COLUMN, pa.int64()),
+        (ERROR_COLUMN, pa.string()),
+    ]
+)
 
 
 @dataclass
@@ -187,3 +199,44 @@ class TablePredictor:
         for part in (request.slice(0, half), request.slice(half, request.num_rows)):
             self._predict([part])
             request.parts += part.parts
+
+
+def find_texts(name: str) -> Any:
+    """What writes texts, `local`, or checks a version for them, `check`. Raises ConfigError."""
+    return find_in_library(name, "shoal.texts", "language", "text", name)
+
+
+class TextPredictor:
+    """Answers columns with one version of a language model. generate: fields of the HTTP API, for each row.
+
+    Raises ConfigError, WeightsError when the model cannot be loaded, or writes no text.
+    """
+
+    def __init__(
+        self, source: RegisteredModel, version: int, options: ModelOptions, generate: Mapping[str, Any], threads: int
+    ) -> None:
+        package = source.load_package(version)
+        assert package.snapshot is not None, "a registered version has weights"
+        options = options.update({"warm_up": False})  # an example says nothing of texts
+        predictor = Predictor(package.factory, package.signature, options, threads)
+        self._texts = find_texts("local")(source.name, source.registry, options, predictor.load(package.snapshot))
+        self._version, self._generate = version, generate
+
+    def __call__(self, given: pa.ChunkedArray, skip_errors: bool) -> pa.Table:
+        """A row for each text or list of messages. Raises InferenceError, unless `skip_errors`."""
+        texts = given.to_pylist()
+        rows: list[dict[str, Any]] = [{VERSION_COLUMN: self._version} for _ in texts]
+        for row, answer in self._texts.answer_all(texts, self._generate):
+            if not isinstance(answer, InferenceError):
+                rows[row] |= {
+                    "answer": answer.text,
+                    "finish_reason": answer.finish,
+                    "new_tokens": answer.num_new_tokens,
+                }
+            elif skip_errors:
+                rows[row][ERROR_COLUMN] = str(answer)
+            else:
+                problem = f"{answer.message}, in the row {reprlib.repr(texts[row])}. {SKIP_ERRORS_HINT}"
+                raise InferenceError(answer.status, problem, field=answer.field)
+        table = pa.Table.from_pylist(rows, TEXT_SCHEMA)
+        return table if skip_errors else table.drop_columns(ERROR_COLUMN)

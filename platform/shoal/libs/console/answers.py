@@ -1,12 +1,15 @@
-"""What the console reads of a request, and how it answers."""
+"""What the console reads of a request, how it answers, and who may ask for what."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -64,3 +67,18 @@ def load_exactly(run_id: str) -> Run:
     if run.id != run_id:
         raise ConfigError("run", run_id, "is not the full name of a run", f"is it {run.id}?")
     return run
+
+
+def with_fields(handle: Callable[[Request, dict[str, Any]], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler that gets the JSON object of the request, and runs in a thread."""
+
+    async def handle_fields(request: Request) -> Response:
+        return await run_in_threadpool(handle, request, await read_body(request))
+
+    return handle_fields
+
+
+def require_session(request: Request) -> None:
+    """Refuse one who has not logged in, also on this host: other users may be there."""
+    if not request.scope["state"]["may_write"]:
+        raise HTTPException(401, "log in with the access token first")

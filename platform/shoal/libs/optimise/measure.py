@@ -22,7 +22,7 @@ from shoal.extend.parallel import Mean, ParallelSpec, SingleProcessModel, World
 from shoal.extend.registry import Signature
 from shoal.extend.serve import Forward, ModelOptions, TemplateConfig, open_template
 from shoal.extend.train import MetricSet, Task, evaluate
-from shoal.libs.optimise.evidence import RowTotals
+from shoal.libs.optimise.choice import RowTotals
 from shoal.libs.optimise.steps import Model
 from shoal.weights import WeightSnapshot
 

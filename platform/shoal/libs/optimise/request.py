@@ -1,10 +1,12 @@
 """What a search for a smaller model is to try, and the model with the Task that judges it: checked before any training.
 
-Owns the request and its checks. Called by `search`. Trains nothing.
+Owns the request, its students (as the user names them, or narrower than the teacher by default) and its checks. Called
+by `search`. Trains nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +18,17 @@ from torch import Tensor, nn
 from shoal.config import format_override
 from shoal.errors import ConfigError, MissingExtra, summarize_error
 from shoal.extend.data import Data, load_first_batch
+from shoal.extend.models import read_source
 from shoal.extend.parallel import compute_loss_and_metrics
-from shoal.extend.registry import ModelVersion, Registry, require_alias
+from shoal.extend.registry import ModelFactory, ModelVersion, Registry, activate_code, find_callable, require_alias
 from shoal.extend.runs import infer_direction
-from shoal.extend.train import Task, TrainSpec, choose_metric, load_data, make_task, spec_from_overrides
+from shoal.extend.train import Task, TrainSpec, choose_metric, load_data, make_task, model_entry, spec_from_overrides
+from shoal.libs.optimise import entry
 from shoal.libs.optimise.choice import Cost, MaxDrop
 from shoal.libs.optimise.distil import list_tensors
-from shoal.libs.optimise.entry import build_module, build_network, name_outputs, read_payload
 from shoal.libs.optimise.measure import count_network_flops
 from shoal.libs.optimise.steps import STEPS, Model, Step, require_step
-from shoal.libs.optimise.student import TASK_FACTORY, Student, choose_default_student, parse_student
+from shoal.yaml_text import parse_yaml
 
 Say = Callable[[str], None]
 _OWN_FIELDS = {
@@ -35,6 +38,10 @@ _OWN_FIELDS = {
     "task": "give --data",
     "stop.target": "leave it out, and give stop.epochs or stop.steps",
 }
+TASK_FACTORY = f"{model_entry.__name__}:build"
+_DIVISORS = ("narrow",)  # arguments by which every width is divided
+_WIDTHS = ("width", "hidden", "hidden_size", "d_model", "channels")
+_STUDENT_REMEDY = "write hidden=64, file.py:Student, or file.py:Student,hidden=64"
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,8 @@ def open_subject(request: OptimiseRequest) -> Subject:
     spec = _find_spec(request, version)
     task = make_task(spec.task, spec.args)
     data = load_data(task, spec.task)
-    payload = read_payload(version.snapshot())
-    network = build_network(factory, payload)
+    payload = entry.read_payload(version.snapshot())
+    network = entry.build_network(factory, payload)
     if callable(getattr(network, "predict", None)):
         raise ConfigError("MODEL", version.ref, "answers by its method predict, which no Task measures")
     if data.validation is None:
@@ -227,7 +234,7 @@ def _choose_metric(request: OptimiseRequest, spec: TrainSpec, task: Task, output
 
 def _require_student_fits(student: Student, subject: Subject) -> None:
     try:
-        network = build_module(student.factory)
+        network = entry.build_module(student.factory)
     except ConfigError as error:
         raise ConfigError("--student", student.title, error.problem, error.remedy) from error
     except Exception as error:  # user code may raise anything
@@ -241,5 +248,57 @@ def _require_student_fits(student: Student, subject: Subject) -> None:
 
 
 def _describe_outputs(outputs: Any) -> str:
-    shapes: Mapping[str, Any] = {name: getattr(each, "shape", ()) for name, each in name_outputs(outputs).items()}
+    shapes: Mapping[str, Any] = {name: getattr(each, "shape", ()) for name, each in entry.name_outputs(outputs).items()}
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+
+
+@dataclass(frozen=True)
+class Student:
+    """A network that is to learn from the teacher. title: of its step, as the user wrote it."""
+
+    title: str
+    factory: ModelFactory
+
+
+def parse_student(text: str, teacher: ModelFactory) -> Student:
+    """`hidden=64`: the teacher with other arguments; `file.py:Student`, with arguments or without: another network.
+
+    Raises ConfigError.
+    """
+    first, *others = text.split(",")
+    is_own = "=" not in first
+    kwargs: dict[str, Any] = {}
+    for argument in others if is_own else [first, *others]:
+        name, separator, value = argument.partition("=")
+        if not (separator and name.strip().isidentifier()):
+            raise ConfigError("--student", text, f"{argument!r} is no argument NAME=VALUE", _STUDENT_REMEDY)
+        kwargs[name.strip()] = parse_yaml(value)
+    if not is_own:
+        changed = {**teacher.kwargs, **kwargs}
+        if teacher.factory == TASK_FACTORY:
+            changed = {**teacher.kwargs, "args": {**teacher.kwargs["args"], **kwargs}}
+        return Student(text, teacher.model_copy(update={"kwargs": changed}))
+    try:
+        source = read_source(first)
+    except ValueError as error:
+        raise ConfigError("--student", text, str(error), _STUDENT_REMEDY) from None
+    own = ModelFactory(
+        factory=f"{entry.__name__}:build_student",
+        kwargs={"source": source.source, "reference": first, "kwargs": kwargs},
+    )
+    return Student(text, entry.make_factory(own.with_code(), "fp32", teacher))
+
+
+def choose_default_student(teacher: ModelFactory, task: Task | None) -> Student | None:
+    """The teacher at half its width; None if it has no argument for it."""
+    if teacher.factory == TASK_FACTORY:
+        arguments, given = inspect.signature(type(task)).parameters, teacher.kwargs["args"]
+    else:
+        with activate_code(teacher.code):
+            arguments = inspect.signature(find_callable("model.factory", teacher.factory)).parameters
+        given = teacher.kwargs
+    for name, change in (*((each, 2.0) for each in _DIVISORS), *((each, 0.5) for each in _WIDTHS)):
+        value = given.get(name, arguments[name].default if name in arguments else None)
+        if isinstance(value, int) and not isinstance(value, bool) and value * change >= 1:
+            return parse_student(f"{name}={int(value * change)}", teacher)
+    return None

@@ -16,12 +16,18 @@ from shoal.extend.data import fingerprint
 from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.train import TrainSpec, fit_locally, validate_run
 from shoal.libs.optimise import distil, measure
-from shoal.libs.optimise.choice import Measurement, choose
+from shoal.libs.optimise.choice import Measurement, RowTotals, Verdict, choose, judge, judge_value
 from shoal.libs.optimise.entry import build_network, read_payload
-from shoal.libs.optimise.evidence import RowTotals, Verdict, judge, judge_value
-from shoal.libs.optimise.request import OptimiseRequest, Say, Subject, choose_steps, choose_students, open_subject
+from shoal.libs.optimise.request import (
+    OptimiseRequest,
+    Say,
+    Student,
+    Subject,
+    choose_steps,
+    choose_students,
+    open_subject,
+)
 from shoal.libs.optimise.steps import Model, Step, convert_model
-from shoal.libs.optimise.student import Student
 from shoal.weights import WeightSnapshot
 from shoal.weights.tensor_files import make_weight_file
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models.action_distribution import Categorical, MultiCategorical, SquashedGaussian, mask_logits
-from shoal.models.recurrent_actor_critic import AnyActorCritic
+from shoal.models.actor_critic import AnyActorCritic
 from shoal.rl.algorithm_config import AlgorithmConfig, ImpalaConfig, PPOConfig
 from shoal.rl.algorithms.algorithm import (
     Algorithm,

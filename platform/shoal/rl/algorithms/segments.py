@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.action_distribution import mask_logits
-from shoal.models.recurrent_actor_critic import AnyActorCritic
+from shoal.models.actor_critic import AnyActorCritic
 from shoal.rl.experience.queue import ExperienceBatch
 from shoal.wire.action_masks import MASKS
 from shoal.wire.experience_spec import STATE

@@ -24,16 +24,16 @@ from msgspec import structs
 from shoal.atomic_file import make_folder, replace_synced
 from shoal.errors import RunError, ShoalError, StoreError
 from shoal.runs.record.database import SCHEMA_VERSION, TABLES, connect, transaction
-from shoal.runs.record.store_head import (
+from shoal.runs.record.store_mirror import (
     HEADS,
     RunHead,
     decode_head,
+    describe_other_writer,
     head_key,
     parse_head_key,
     read_head,
     reject_newer_format,
 )
-from shoal.runs.record.store_mirror import describe_other_writer
 from shoal.runs.run_status import Status, resolve_status
 from shoal.store import Entry, KeyChanged, Store, open_shared_store, store_url
 

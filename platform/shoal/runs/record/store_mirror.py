@@ -1,6 +1,8 @@
 """Mirrors one run to the store while it is running, in a thread of the process that records it.
 
-Owns the run's head and record in the store. Called by the recorder, where `$SHOAL_STORE` is set. Never makes a caller
+Owns the names and the format of what the store has of a run: its record, and its head, which says who writes the run,
+when it last did, and which object has the record. Each change of a head is conditional: one writer wins. Called by the
+recorder, where `$SHOAL_STORE` is set, and by `store_copies`, which reads the runs of other hosts. Never makes a caller
 wait for the store, except `close`, and for a bounded time.
 """
 
@@ -17,14 +19,18 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 from msgspec import structs
 
+from shoal.atomic_file import is_newer_format
 from shoal.errors import RunError, ShoalError
 from shoal.runs.record.database import BUSY_TIMEOUT_S, SCHEMA_VERSION, TABLES, record_path
-from shoal.runs.record.store_head import RunHead, head_key, read_head, record_folder, record_key
 from shoal.runs.run_status import Status
-from shoal.store import Store, open_shared_store
+from shoal.store import Store, Tagged, open_shared_store
 
+HEAD_FORMAT = 1
+HEADS = "run-heads"  # one listing shows all runs, however many objects their checkpoints have
+_HEAD_SUFFIX = ".json"
 TOUCH_INTERVAL_S = 5.0  # at most two of the recorder's heartbeats
 RECORD_INTERVAL_S = 10.0
 MAX_SHARE = 0.05  # of the time that may go into records: those of long runs are written less often
@@ -33,6 +39,79 @@ FILES = ("spec.yaml", "pictures/*", "tracking-*.json")  # of the run's folder: w
 MAX_FILE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
+
+
+class RunHead(msgspec.Struct, frozen=True, kw_only=True):
+    """`run-heads/ID.json`.
+
+    writer:   a random token of the process that records the run
+    status:   that of the record
+    record:   the key of the record, of this incarnation or, until it is written, of the one before
+    revision: counts the records of an incarnation
+    beat:     differs each time
+    """
+
+    format: int = HEAD_FORMAT
+    id: str
+    host: str
+    pid: int
+    incarnation: int
+    writer: str
+    status: str
+    record: str = ""
+    revision: int = 0
+    beat: int = 0
+    is_removed: bool = False
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def head_key(run_id: str) -> str:
+    return f"{HEADS}/{run_id}{_HEAD_SUFFIX}"
+
+
+def parse_head_key(key: str) -> str:
+    """The run of a head; "" for another key."""
+    return key.removeprefix(f"{HEADS}/").removesuffix(_HEAD_SUFFIX) if key.endswith(_HEAD_SUFFIX) else ""
+
+
+def record_folder(run_id: str) -> str:
+    return f"runs/{run_id}/record"
+
+
+def record_key(run_id: str, incarnation: int) -> str:
+    """Each incarnation has its own: a process that was taken for dead overwrites nothing of the next one."""
+    return f"{record_folder(run_id)}/{incarnation:06d}.sqlite.z"
+
+
+def read_head(store: Store, run_id: str) -> tuple[RunHead, Tagged]:
+    """Raises FileNotFoundError, StoreError, and RunError for a head that is damaged or of a newer format."""
+    tagged = store.read_tagged(head_key(run_id))
+    return decode_head(run_id, tagged.payload), tagged
+
+
+def decode_head(run_id: str, payload: bytes) -> RunHead:
+    """Raises RunError for a head that is damaged or of a newer format."""
+    try:
+        reject_newer_format(run_id, msgspec.json.decode(payload, type=_Format).format, HEAD_FORMAT)
+        head = msgspec.json.decode(payload, type=RunHead)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunError(f"{head_key(run_id)} in the store is damaged: {error}") from None
+    if head.id != run_id:
+        raise RunError(f"{head_key(run_id)} in the store is damaged: it is of the run {head.id!r}")
+    return head
+
+
+def reject_newer_format(run_id: str, found: int, known: int) -> None:
+    """Raises RunError."""
+    if is_newer_format(found, known):
+        problem = f"was written to the store by a newer Shoal (format {found}; this one reads {known})"
+        raise RunError(f"run {run_id!r} {problem}: upgrade Shoal")
 
 
 class Superseded(RunError):

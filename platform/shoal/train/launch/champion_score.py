@@ -26,7 +26,7 @@ from shoal.store import is_url
 from shoal.train.export.model_entry import make_model_name
 from shoal.train.launch.validate import ValidatedRun
 from shoal.train.loop.evaluation import evaluate
-from shoal.train.run_setup import make_facts
+from shoal.train.run_facts import make_facts
 from shoal.train.spec import TrainSpec
 from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task, load_data, make_task

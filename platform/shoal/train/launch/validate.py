@@ -39,7 +39,7 @@ from shoal.train.initial_weights import load_initial_weights
 from shoal.train.loop.evaluation import load_sample_sheet
 from shoal.train.loop.oom import is_out_of_memory
 from shoal.train.optim.lr_schedule import resolve_total_steps
-from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
+from shoal.train.run_facts import adopt_batch_size, make_facts, needs_even_batches
 from shoal.train.shape_errors import BroadcastTrap, explain_shapes
 from shoal.train.spec import OptimizerSpec, TrainSpec
 from shoal.train.task import Task, build_model, find_task, load_data, make_task, require_source_file

@@ -48,8 +48,7 @@ from shoal.train.optim.optimizers import (
     set_learning_rate,
 )
 from shoal.train.optim.selective_backprop import SelectiveBackprop
-from shoal.train.run_facts import epochs_to_steps
-from shoal.train.run_setup import adopt_batch_size, make_facts, needs_even_batches
+from shoal.train.run_facts import adopt_batch_size, epochs_to_steps, make_facts, needs_even_batches
 from shoal.train.spec import TrainSpec
 from shoal.train.stateful_metric import MetricSet
 from shoal.train.task import Task, build_model, load_data

@@ -24,7 +24,7 @@ from torch.utils.data import default_convert
 
 from shoal.parallel.model import ParallelModel
 from shoal.runs.record.event_log import EventLog, NullLog
-from shoal.sync.rank_signals import RankSignals
+from shoal.sync.synchronizer import RankSignals
 
 NUM_BINS = 64
 CHUNK_SIZE = 2**24  # torch.histc counts in float32, which cannot count further by 1

@@ -23,8 +23,7 @@ from shoal.errors import NotFinite, TrainError, WeightsError
 from shoal.parallel import World
 from shoal.runs.event_messages import NO_CHECKPOINT
 from shoal.runs.record.event_log import EventLog, NullLog
-from shoal.sync.rank_signals import INTERVAL_S, RankSignals
-from shoal.sync.synchronizer import Connection, Synchronizer, make_synchronizer
+from shoal.sync.synchronizer import INTERVAL_S, Connection, RankSignals, Synchronizer, make_synchronizer
 from shoal.train.callback import Callback, CallbackRunner, TrainingState
 from shoal.train.loop.checkpointing import CheckpointManager, TrainProgress
 from shoal.train.loop.components import TrainReplica, build_components

@@ -24,8 +24,7 @@ from shoal.extend.cli import EndpointLogs, list_jobs_by_endpoint
 from shoal.extend.cluster import list_clusters
 from shoal.extend.serve import EndpointStatus, read_audit_log
 from shoal.home import home
-from shoal.libs.console.answers import PROGRAM, answer_json
-from shoal.libs.console.serving.changes import require_session, with_fields
+from shoal.libs.console.answers import PROGRAM, answer_json, require_session, with_fields
 from shoal.libs.console.serving.readings import SharedReading, wait_for_all
 
 STATUS_TIMEOUT_S = 5.0

@@ -19,8 +19,7 @@ from shoal.errors import ConfigError, RunError
 from shoal.extend.registry import ModelVersion, Registry
 from shoal.extend.runs import Run, load
 from shoal.extend.serve import EndpointStatus
-from shoal.libs.console.answers import answer_json
-from shoal.libs.console.serving.changes import with_fields
+from shoal.libs.console.answers import answer_json, with_fields
 from shoal.libs.console.serving.endpoints_api import Endpoints
 from shoal.store import store_url
 
