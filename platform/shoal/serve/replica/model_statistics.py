@@ -164,8 +164,11 @@ class ForwardTimes:
         self._times: dict[int, dict[int, deque[float]]] = {}  # version -> size class -> seconds
 
     def add(self, version: int, rows: int, seconds: float) -> None:
+        size = rows.bit_length() - 1
         by_size = self._times.setdefault(version, {})
-        by_size.setdefault(rows.bit_length() - 1, deque(maxlen=MAX_FORWARDS)).append(seconds)
+        if (times := by_size.get(size)) is None:
+            times = by_size[size] = deque(maxlen=MAX_FORWARDS)
+        times.append(seconds)
 
     def retain_medians(self, versions: Iterable[int]) -> dict[int, ForwardMedians]:
         """The medians of these versions; drops the times of others."""
