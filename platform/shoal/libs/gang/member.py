@@ -131,7 +131,6 @@ class GangMember:
 
     def _join(self, replica: Connection, join: JoinGang) -> None:
         self._rank = join.rank
-        self._is_last = join.rank == join.size - 1
         self._next = None
         self._mesh = None
         if join.splits_layers:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.extend.sync import Connection, Replica, RpcClient
-from shoal.libs.asynchronous.clock import Settings
 from shoal.libs.asynchronous.config import LocalStepsConfig
 from shoal.libs.asynchronous.messages import WatchRound
 from shoal.libs.asynchronous.parameter_server.partition import divide_fragments
@@ -119,10 +118,6 @@ class LocalStepsSync(ParameterServerSync):
         self._arrives_in = None
         self._begin_segment()
         self._position += self._delay
-
-    def _get_settings(self) -> Settings:
-        """The outer optimiser keeps its own."""
-        return []
 
     def collect_state(self) -> None:
         """The servers' weights and outer optimiser; the inner optimiser's state is this worker's own."""

@@ -8,8 +8,6 @@ from shoal.batching.latency_model import ForwardTime
 from shoal.extend.serve import SECONDS, BatcherCounts, Histogram, LibraryMetric, ModelLoad
 from shoal.libs.language.engine import Observation, SlotEngine
 
-_CHUNK = 128  # tokens of a prompt in a step of an engine
-
 
 class TextStatistics:
     """Counts only rise. A token that is written is the unit of load; those of a prompt are computed many at a time, and
