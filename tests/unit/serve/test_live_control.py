@@ -13,7 +13,7 @@ from shoal.serve.controller import live_control
 from shoal.serve.controller.admin_api import AdminApi
 from shoal.serve.controller.controller import EndpointController
 from shoal.serve.controller.state import Deployment, StateFile
-from shoal.serve.messages.desired_state import NEWEST, ModelPlan, TrafficShares
+from shoal.serve.messages.desired_state import NEWEST, ModelPlan
 from shoal.serve.messages.replica_report import MAX_REJECTED, ModelReport, RejectedVersion, ReplicaReport
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.weights import WeightSnapshot
@@ -207,9 +207,13 @@ def test_only_the_newest_of_what_was_left_is_listed(endpoint: Endpoint) -> None:
     assert (state.unrecorded, state.last_rejected) == (num_unrecorded, rejected(39))
 
 
+def administer(endpoint: Endpoint, **change: Any) -> None:
+    asked = {"model": "m", "timeout_s": 0.01, **change}
+    asyncio.run(AdminApi(endpoint.controller, "", lambda name: ModelOptions()).administer(asked, "me"))
+
+
 def measure(endpoint: Endpoint, value: float, metric: str = "return") -> None:
-    change = {"action": "metric", "model": "m", "metric": metric, "value": value, "timeout_s": 0.01}
-    asyncio.run(AdminApi(endpoint.controller, "", lambda name: ModelOptions()).administer(change, "me"))
+    administer(endpoint, action="metric", metric=metric, value=value)
 
 
 def test_a_version_goes_by_what_a_user_measures(tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_the_newest_that_has_a_share_is_measured_and_not_what_is_pinned(tmp_path
     endpoint.live.pin("m", 1, "me", "")
     measure(endpoint, 80.0)
     assert endpoint.plan.rejected == ()
-    endpoint.live.share("m", TrafficShares(50.0), "canary", "me", "")
+    administer(endpoint, action="canary", percent=50.0)
     endpoint.hear("a", 1, (1, 2), candidate=2)
     measure(endpoint, 80.0)
     assert (endpoint.plan.rejected, endpoint.plan.pinned) == ((2,), 1)

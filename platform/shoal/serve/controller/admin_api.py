@@ -20,17 +20,15 @@ from shoal.serve.controller.change_request import (
     ChangeRequest,
     append_details,
     append_shares,
-    is_shadow_end,
     list_options,
     parse_change,
     parse_options,
     require_from_version,
     require_guard_metric,
-    require_shadow_percent,
 )
 from shoal.serve.controller.config import LOAD_TIMEOUT_S
 from shoal.serve.controller.controller import EndpointController
-from shoal.serve.controller.rollout import Goal, Phase
+from shoal.serve.controller.rollout import Goal, Phase, repoint
 from shoal.serve.controller.state import Deployment, ModelState
 from shoal.serve.messages.desired_state import NEWEST
 from shoal.serve.messages.model_errors import unknown_model
@@ -133,10 +131,14 @@ class AdminApi:
     async def _open_canary(self, change: ChangeRequest, by: str) -> None:
         """Stage a version as canary or shadow, or give the open candidate other shares; 0 ends a shadow."""
         name, model = change.model, self._get_model(change.model)
-        version = self._to_open(change, model)
+        problem = f": only those can get a share, and no version by its number. Name {name} alone"
+        version = self._select_version(change, model, problem)
+        if not version:
+            raise InferenceError(400, f"{change.action} needs a version of {name!r}: name {name}@2 or {name}@candidate")
         if model.rollout.phase is not Phase.CANARY or model.rollout.candidate != version:
             self._require_open(model)
-            require_shadow_percent(change)
+            if change.action == "shadow" and not change.percent:
+                raise InferenceError(409, f"model {name!r} has no shadow that could end: see its status")
             if model.rollout.stable == NEWEST:
                 await self._pin_live(change, by, change.reason, stay=True)
                 model = self._get_model(name)
@@ -148,73 +150,57 @@ class AdminApi:
                 raise InferenceError(409, f"version {version} of {name!r} is the stable one already")
         rollout = model.rollout
         shares = change.shares_over(rollout.shares)
-        if rollout.phase is Phase.CANARY:
-            if is_shadow_end(change, rollout.shares):
+        if rollout.phase is Phase.CANARY or version == NEWEST:
+            if change.action == "shadow" and not change.percent and rollout.shares.is_shadow:
                 await self._rollback(msgspec.structs.replace(change, version=""), by)
                 return
-            adjusted = replace(rollout, kind=change.action, by=by, why=change.reason, shares=shares)
+            shared = replace(rollout, kind=change.action, by=by, why=change.reason, shares=shares)
+            if version == NEWEST:  # each replica has it already
+                shared = repoint(shared, rollout.stable, shares)
             reason = append_shares(change.reason, shares)
             self._controller.record_event(change.action, name, version, rollout.stable, by, reason)
-            self._controller.adjust_rollout(name, adjusted)
-        elif version == NEWEST:
-            self._live.share(name, shares, change.action, by, append_shares(change.reason, shares))
+            self._controller.store.set_rollout(name, shared)
         else:
             self._controller.begin_rollout(
                 name, version, Goal.CANARY, kind=change.action, by=by, why=change.reason, shares=shares
             )
             await self._wait_for_end(change, lambda: model.rollout.phase is Phase.CANARY, version)
 
-    def _to_open(self, change: ChangeRequest, model: ModelState) -> int:
-        """The version to open as candidate. Raises InferenceError."""
-        name = change.model
+    def _select_version(self, change: ChangeRequest, model: ModelState, problem: str) -> int:
+        """The named version, or the candidate; 0 for none. Of a live model the newest: `problem` says why it has no
+        number. Raises InferenceError."""
+        ref = change.version_ref
         if model.deployment.is_live:
-            if change.version_ref:
-                problem = f"model {name!r} follows the newest weights of its run: only those can get a share"
-                raise InferenceError(409, f"{problem}, and no version by its number. Name {name} alone")
+            if ref:
+                raise InferenceError(409, f"model {change.model!r} follows the newest weights of its run{problem}")
             return NEWEST
-        version = (
-            self._resolve_version(model.deployment, change.version_ref)
-            if change.version_ref
-            else model.rollout.candidate
-        )
-        if not version:
-            raise InferenceError(400, f"{change.action} needs a version of {name!r}: name {name}@2 or {name}@candidate")
-        return version
+        return self._resolve_version(model.deployment, ref) if ref else model.rollout.candidate
 
     async def _promote(self, change: ChangeRequest, by: str) -> None:
-        model = self._get_model(change.model)
-        if model.deployment.is_live:
-            name = change.model
-            if change.version_ref:
-                problem = f"model {name!r} follows the newest weights of its run, and no version by its number"
-                remedy = f"promote {name}, or roll it back to {change.version_ref} to pin it"
-                raise InferenceError(409, f"{problem}: {remedy}")
-            if model.rollout.stable == NEWEST and not model.rejected:
+        name, model = change.model, self._get_model(change.model)
+        rollout = model.rollout
+        remedy = f"promote {name}, or roll it back to {change.version_ref} to pin it"
+        version = self._select_version(change, model, f", and no version by its number: {remedy}")
+        if version == NEWEST:
+            if rollout.stable == NEWEST and not model.rejected:
                 problem = f"model {name!r} follows the weights of its run already, and none are rejected"
                 raise InferenceError(409, problem)
             self._live.follow(name, by, change.reason)
             return
-        rollout = model.rollout
-        version = (
-            self._resolve_version(model.deployment, change.version_ref) if change.version_ref else rollout.candidate
-        )
         if rollout.phase is not Phase.CANARY:
             if not change.version_ref:
-                raise InferenceError(409, f"model {change.model!r} has no open candidate: name a version")
+                raise InferenceError(409, f"model {name!r} has no open candidate: name a version")
             self._require_open(model)
             alias = "" if model.deployment.alias == LATEST else model.deployment.alias
             if version != rollout.stable or (alias and self._resolve_version(model.deployment, alias) != version):
-                self._controller.begin_rollout(
-                    change.model, version, Goal.FLIP, kind="promote", by=by, why=change.reason
-                )
+                self._controller.begin_rollout(name, version, Goal.FLIP, kind="promote", by=by, why=change.reason)
         elif version != rollout.candidate:
-            raise InferenceError(409, f"the candidate of {change.model!r} is version {rollout.candidate}: roll it back")
+            raise InferenceError(409, f"the candidate of {name!r} is version {rollout.candidate}: roll it back")
         else:
             await self._wait_until_staged(change, model)
-            self._controller.adjust_rollout(
-                change.model, replace(model.rollout, kind="promote", by=by, why=change.reason)
-            )
-            self._controller.flip(change.model)
+            promoted = replace(model.rollout, kind="promote", by=by, why=change.reason)
+            self._controller.adjust_rollout(name, promoted)
+            self._controller.flip(name)
         await self._wait_until_stable(change, version)
 
     async def _wait_until_staged(self, change: ChangeRequest, model: ModelState) -> None:
@@ -237,15 +223,14 @@ class AdminApi:
         name, model = change.model, self._get_model(change.model)
         rollout = model.rollout
         reason = change.reason or "asked for"
-        is_live = model.deployment.is_live
-        if is_live and (change.version_ref or rollout.phase is not Phase.CANARY):
+        if model.deployment.is_live and (change.version_ref or rollout.phase is not Phase.CANARY):
             await self._pin_live(change, by, reason)
             return
         if change.version_ref:
             ref = f"{name}@{change.version_ref}"
             problem = f"a registered model is rolled back to what was stable before: promote {ref} instead"
             raise InferenceError(409, problem)
-        if not is_live:
+        if rollout.candidate != NEWEST:
             require_from_version(change, rollout.candidate or rollout.stable)
         elif change.from_version == rollout.stable:
             what = f"leave the newest weights of its run, not version {rollout.stable}, which is pinned"

@@ -52,12 +52,11 @@ class PromoteCandidate:
 
 def is_following_alias(model: ModelState) -> bool:
     """Whether the model follows its alias now: not while an administrator's change is under way."""
-    deployment, rollout = model.deployment, model.rollout
-    is_pinned = not deployment.alias and deployment.version != ""
+    rollout = model.rollout
     is_following = rollout.phase is Phase.STAGING and rollout.kind == "follow"
-    if deployment.is_live or not (rollout.is_open or rollout.phase is Phase.CANARY or is_following):
+    if not (rollout.is_open or rollout.phase is Phase.CANARY or is_following):
         return False
-    return rollout.phase is Phase.VACANT or not (is_pinned or not deployment.version)
+    return rollout.phase is Phase.VACANT or model.deployment.alias != ""
 
 
 def next_for_alias(model: ModelState) -> BeginRollout | AbandonRollout | PromoteCandidate | None:
@@ -67,9 +66,7 @@ def next_for_alias(model: ModelState) -> BeginRollout | AbandonRollout | Promote
     rollout = model.rollout
     meant = model.meant
     ref = f"{deployment.name}@{deployment.version}" if deployment.version else deployment.name
-    if rollout.phase is Phase.STAGING:
-        return AbandonRollout(f"{ref} is version {meant} now") if meant != rollout.candidate else None
-    if rollout.phase is Phase.CANARY and rollout.kind == "follow":
+    if rollout.phase is Phase.STAGING or (rollout.phase is Phase.CANARY and rollout.kind == "follow"):
         return AbandonRollout(f"{ref} is version {meant} now") if meant != rollout.candidate else None
     if meant in (rollout.stable, rollout.refused, *model.rejected):
         return None

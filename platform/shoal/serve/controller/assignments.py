@@ -102,9 +102,6 @@ class Assignments:
         replicas = self._placement.get(name, ())
         return [report for report in reports if report.replica in replicas]
 
-    def list_models(self, report: ReplicaReport) -> list[str]:
-        return [name for name in self._models if self.select(name, [report])]
-
     def find_error(self, name: str) -> str:
         """The reason why a model could not be loaded; "" if it could."""
         failed = self._failed.get(name)
@@ -144,7 +141,10 @@ class Assignments:
 
     def count_lost(self, replica: str) -> None:
         """Count a lost replica against the rollouts of its models, and against the models that it was loading."""
-        self._state.count_lost_replica(self.list_models(self._reports[replica]))
+        for name, model in self._models.items():
+            rollout = model.rollout
+            if rollout.phase in (Phase.STAGING, Phase.CANARY) and self.select(name, [self._reports[replica]]):
+                model.rollout = replace(rollout, lost_replicas=rollout.lost_replicas + 1)
         for name in list(self._placement):
             self._count_lost_load(name, replica)
 
@@ -364,11 +364,8 @@ class Assignments:
     @property
     def _capacity_bytes(self) -> int:
         """The memory of a replica beyond the models that it always has."""
-        pinned_bytes = 0
-        for name, model in self._models.items():
-            if not (model.deployment.is_live or self.is_on_demand(model)):
-                pinned_bytes += self._total_bytes(name, model)
-        return (self._memory_bytes or 0) - pinned_bytes
+        pinned = [(name, model) for name, model in self._models.items() if not self.is_on_demand(model)]
+        return (self._memory_bytes or 0) - sum(self._total_bytes(*each) for each in pinned)
 
     def _total_bytes(self, name: str, model: ModelState) -> int:
         """The bytes of the versions that a replica has of a model now."""

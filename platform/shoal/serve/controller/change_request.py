@@ -141,14 +141,3 @@ def require_guard_metric(change: ChangeRequest, guard: GuardOptions) -> None:
     if change.metric != guard.metric:
         looks_at = f"{guard.metric!r}, not {change.metric!r}" if guard.metric else "no metric: set guard.metric"
         raise InferenceError(400, f"the guard of {change.model!r} uses {looks_at}")
-
-
-def is_shadow_end(change: ChangeRequest, open_now: TrafficShares) -> bool:
-    """Whether the change ends the shadow of a candidate that has no other share."""
-    return change.action == "shadow" and not change.percent and open_now.is_shadow
-
-
-def require_shadow_percent(change: ChangeRequest) -> None:
-    """Check that a shadow to open has a share above 0. Raises InferenceError (409)."""
-    if change.action == "shadow" and not change.percent:
-        raise InferenceError(409, f"model {change.model!r} has no shadow that could end: see its status")

@@ -242,11 +242,11 @@ class EndpointController:
                     self.abandon_candidate(name, rollout.by, reason)
                 case Proceed() if rollout.phase is Phase.FLIPPING:
                     model.before = None
-                    self.store.set_rollout(name, finish_rollout(rollout, time.time()))
+                    self.store.set_rollout(name, finish_rollout(rollout))
                 case Proceed() if rollout.goal is Goal.CANARY:
                     model.metrics = {}
                     self.record_event(rollout.kind, name, rollout.candidate, rollout.stable, rollout.by, rollout.why)
-                    self.store.set_rollout(name, open_canary(rollout, time.time()))
+                    self.store.set_rollout(name, open_canary(rollout))
                 case Proceed():
                     self.flip(name)
 
@@ -284,13 +284,13 @@ class EndpointController:
         self.store.phases.pop(name, None)
         self.registry_errors.pop(name, None)
         self.store.file.delete_weights(name)
-        self.record_event("delete", name, None, max(rollout.stable, 0) or None, by, reason)
+        self.record_event("delete", name, 0, rollout.stable, by, reason)
         self.store.commit()
 
     def begin_rollout(self, name: str, version: int, goal: Goal, **change: Any) -> None:
         """Stage a version of a model whose rollout allows it. change: see `stage_version`"""
         rollout, generation = self.state.models[name].rollout, self.state.generation + 1
-        staged = stage_version(rollout, version, goal, now_s=time.time(), generation=generation, **change)
+        staged = stage_version(rollout, version, goal, generation=generation, **change)
         self.store.set_rollout(name, staged)
         self._advance(name)
 
@@ -320,8 +320,8 @@ class EndpointController:
             raise InferenceError(503, problem)
         if model.deployment.alias == LATEST and rollout.kind in ("promote", "rollback"):
             model.rejected = [model.meant]  # it stays with the candidate until another version is registered
-        self.record_event(rollout.kind, name, rollout.candidate, rollout.stable or None, rollout.by, rollout.why)
-        self.store.set_rollout(name, flip_to_candidate(rollout, self.state.generation + 1, time.time()))
+        self.record_event(rollout.kind, name, rollout.candidate, rollout.stable, rollout.by, rollout.why)
+        self.store.set_rollout(name, flip_to_candidate(rollout, self.state.generation + 1))
         self._advance(name)
 
     def abandon_candidate(self, name: str, by: str, reason: str) -> None:
@@ -329,18 +329,16 @@ class EndpointController:
         model = self.state.models[name]
         rollout = model.rollout
         model.revert_deployment()
-        self.record_event("abandon", name, rollout.candidate, rollout.stable or None, by, reason)
-        self._reject_version(model, drop_candidate(rollout, reason, time.time()))
+        self.record_event("abandon", name, rollout.candidate, rollout.stable, by, reason)
+        self._reject_version(model, drop_candidate(rollout, reason))
 
     def drop_candidate(self, name: str, kind: str, by: str, reason: str) -> None:
         """Drop the open candidate; the stable version answers all requests again."""
         model = self.state.models[name]
         rollout = model.rollout
-        if rollout.candidate == NEWEST:
-            self.live.unshare(name, kind, by, reason)
-            return
-        self.record_event(kind, name, rollout.stable, rollout.candidate, by, reason)
-        self._reject_version(model, drop_candidate(rollout, reason, time.time()))
+        left = max(self.live.candidates(name), default=0) if rollout.candidate == NEWEST else rollout.candidate
+        self.record_event(kind, name, rollout.stable, left, by, reason)
+        self._reject_version(model, drop_candidate(rollout, reason))
 
     def _reject_version(self, model: ModelState, rollout: Rollout) -> None:
         """Reject the alias's version: it is not tried again automatically, whatever else is staged."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from shoal.serve.controller.plan_store import PlanStore
 from shoal.serve.controller.rollout import repoint
 from shoal.serve.controller.state import ModelState
-from shoal.serve.messages.desired_state import NEWEST, ModelPlan, TrafficShares
+from shoal.serve.messages.desired_state import NEWEST, ModelPlan
 from shoal.serve.messages.replica_report import MAX_REJECTED, RejectedVersion, ReplicaReport
 from shoal.weights import WeightSnapshot
 
@@ -36,7 +36,7 @@ class LiveControl:
 
     def complete(self, plan: ModelPlan, model: ModelState) -> ModelPlan:
         """Complete a model's plan with the fields of one that follows a run."""
-        if not model.deployment.is_live:
+        if plan.registry:
             return plan
         return replace(
             plan,
@@ -121,35 +121,23 @@ class LiveControl:
         """Let every replica answer with an available version until `follow` is called."""
         model = self._models[name]
         model.retained = version
-        self._store.record_event("pin", name, version, self.find_newest(name) or None, by, reason)
-        self._store.set_rollout(name, repoint(model.rollout, version, None, time.time()))
+        self._store.record_event("pin", name, version, self.find_newest(name), by, reason)
+        self._store.set_rollout(name, repoint(model.rollout, version, None))
 
     def follow(self, name: str, by: str, reason: str) -> None:
         """Let every replica follow the run again, rejected versions included."""
         model = self._models[name]
-        self._store.record_event("follow", name, None, max(model.rollout.stable, 0) or None, by, reason)
+        self._store.record_event("follow", name, NEWEST, model.rollout.stable, by, reason)
         model.rejected = []
         model.last_rejected = None
         model.unrecorded = 0
-        self._store.set_rollout(name, repoint(model.rollout, NEWEST, None, time.time()))
-
-    def share(self, name: str, shares: TrafficShares, kind: str, by: str, reason: str) -> None:
-        """Give the run's newest version a share alongside the pinned version."""
-        rollout = self._models[name].rollout
-        self._store.record_event(kind, name, None, rollout.stable, by, reason)
-        self._store.set_rollout(name, repoint(rollout, rollout.stable, shares, time.time()))
-
-    def unshare(self, name: str, kind: str, by: str, reason: str) -> None:
-        """Let the pinned version answer all requests again."""
-        rollout = self._models[name].rollout
-        self._store.record_event(kind, name, rollout.stable, max(self.candidates(name), default=0) or None, by, reason)
-        self._store.set_rollout(name, repoint(rollout, rollout.stable, None, time.time()))
+        self._store.set_rollout(name, repoint(model.rollout, NEWEST, None))
 
     def reject(self, name: str, version: int, reason: str) -> None:
         """Reject a version on every replica because of a user's metric."""
         answering = self.answering(name)
         has_answered = version in (*answering, *self.candidates(name))
-        instead = self.before(name, version) if version in answering else max(answering, default=0)
+        instead = self.before(name, version) if version in answering else self.find_newest(name)
         rejected = RejectedVersion(version, reason, instead=instead, has_answered=has_answered)
         self._reject(name, self._models[name], rejected)
         self._store.commit()
@@ -167,9 +155,9 @@ class LiveControl:
         rejected, num_others = model.last_rejected, model.unrecorded - 1
         assert rejected is not None  # of versions not yet recorded
         others = f" (and {num_others} versions before it, since the last entry)" if num_others else ""
-        answers = rejected.instead or None
+        reason = rejected.reason + others
         if rejected.has_answered:
-            self._store.record_event("rollback", name, answers, rejected.version, "guard", rejected.reason + others)
+            self._store.record_event("rollback", name, rejected.instead, rejected.version, "guard", reason)
         else:
-            self._store.record_event("abandon", name, rejected.version, answers, "guard", rejected.reason + others)
+            self._store.record_event("abandon", name, rejected.version, rejected.instead, "guard", reason)
         model.unrecorded, model.recorded_at = 0, time.time()

@@ -70,11 +70,6 @@ class Assign:
 
 
 @dataclass(frozen=True)
-class WaitForMemory:
-    """Every replica uses what it has."""
-
-
-@dataclass(frozen=True)
 class TooLarge:
     """No replica has so much memory."""
 
@@ -83,8 +78,9 @@ class TooLarge:
 
 def choose_replica(
     size_bytes: int, replicas: Mapping[str, ReplicaMemory], min_idle_s: float = 0.0
-) -> Assign | WaitForMemory | TooLarge:
-    """The replica on which a model of this size costs the least; of equal ones that with the most free memory.
+) -> Assign | TooLarge | None:
+    """The replica on which a model of this size costs the least; of equal ones that with the most free memory. None
+    while every replica uses what it has.
 
     min_idle_s: models used since are not dropped for it
     """
@@ -100,7 +96,7 @@ def choose_replica(
         key = sum(memory.models[each].loss for each in candidates), -memory.free_bytes, name
         if best is None or key < best:
             best, evicted = key, candidates
-    return WaitForMemory() if best is None else Assign(best[2], evicted)
+    return None if best is None else Assign(best[2], evicted)
 
 
 def choose_evicted(

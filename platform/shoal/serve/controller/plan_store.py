@@ -21,7 +21,7 @@ from typing import Protocol
 from shoal.serve.controller.canary_guard import EvidenceCollector
 from shoal.serve.controller.rollout import FOLLOWING, Phase, Rollout, build_model_plan
 from shoal.serve.controller.state import MAX_EVENTS, ControllerState, Deployment, Event, ModelState, StateFile
-from shoal.serve.messages.desired_state import NEWEST, EndpointPlan, ModelPlan
+from shoal.serve.messages.desired_state import EndpointPlan, ModelPlan
 from shoal.serve.messages.replica_report import ModelReport, ReplicaReport
 from shoal.serve.spec.model_source import RegistryCatalogue
 
@@ -69,7 +69,7 @@ class PlanStore:
         self.certificate_expires_at = 0.0  # of the ingress, for the replicas' metrics
         self.has_peers = False  # whether replicas call each other
         self.parts: Sequence[PlanPart] = ()
-        self._plan_changed = asyncio.Event()
+        self._plan_changed = asyncio.Event()  # wakes each replica: with every report would be too often
         self._changed = asyncio.Event()
         self._closed = False
         saved = file.load(deployment_id)
@@ -130,12 +130,12 @@ class PlanStore:
                 phase.evidence.add_report(report)
 
     def record_event(
-        self, kind: str, model: str = "", version: int | None = None, previous: int | None = None,
-        by: str = "", reason: str = "",
-    ) -> None:  # fmt: skip
-        """Append a change to the events and the audit log, where the newest version of a run has no number."""
-        state, version = self.state, None if version == NEWEST else version
-        event = Event(state.num_events, time.time(), kind, model, version, previous, by, reason)
+        self, kind: str, model: str = "", version: int = 0, previous: int = 0, by: str = "", reason: str = ""
+    ) -> None:
+        """Append a change to the events and the audit log, where no version and the newest of a run have no number."""
+        state = self.state
+        versions = max(version, 0) or None, max(previous, 0) or None
+        event = Event(state.num_events, time.time(), kind, model, *versions, by, reason)
         state.num_events += 1
         state.events = [*state.events[-(MAX_EVENTS - 1) :], event]
         self._audit(event)

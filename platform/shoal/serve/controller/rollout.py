@@ -62,7 +62,6 @@ class Rollout:
     withdrawn:      versions that were rolled back or rejected, and have not become stable since
     attempt:        counts the stagings, so that a failed version may be tried again
     generation:     of the plan in which the replicas stage the candidate, or flip
-    since_s:        time.time() of the last move
     kind, by, why:  the requested change, its author and the reason given
     refused, reason: the last candidate that did not become stable, and why
     changes_options: the candidate is loaded and answers under other options than the stable version, which it may be
@@ -79,7 +78,6 @@ class Rollout:
     withdrawn: tuple[int, ...] = ()
     attempt: int = 0
     generation: int = 0
-    since_s: float = 0.0
     kind: str = ""
     by: str = ""
     why: str = ""
@@ -97,9 +95,7 @@ class Rollout:
 FOLLOWING = Rollout(Phase.STEADY, stable=NEWEST)  # the initial rollout of a model that follows a run
 
 
-def stage_version(
-    rollout: Rollout, version: int, goal: Goal, *, now_s: float, generation: int = 0, **change: Any
-) -> Rollout:
+def stage_version(rollout: Rollout, version: int, goal: Goal, *, generation: int = 0, **change: Any) -> Rollout:
     """Begin: every replica loads `version` alongside the stable one, from plan `generation` on.
 
     change: `kind`, `by` and `why`; `shares` and `changes_options` where it has them
@@ -107,7 +103,6 @@ def stage_version(
     return _enter(
         rollout,
         Phase.STAGING,
-        now_s,
         candidate=version,
         goal=goal,
         attempt=rollout.attempt + 1,
@@ -119,20 +114,20 @@ def stage_version(
     )
 
 
-def open_canary(rollout: Rollout, now_s: float) -> Rollout:
+def open_canary(rollout: Rollout) -> Rollout:
     """Give the candidate, staged everywhere, its share."""
-    return _enter(rollout, Phase.CANARY, now_s, lost_replicas=0)
+    return _enter(rollout, Phase.CANARY, lost_replicas=0)
 
 
-def flip_to_candidate(rollout: Rollout, generation: int, now_s: float) -> Rollout:
+def flip_to_candidate(rollout: Rollout, generation: int) -> Rollout:
     """Make the candidate, staged everywhere, the stable version from plan `generation` on."""
-    return _enter(rollout, Phase.FLIPPING, now_s, generation=generation, shares=NO_SHARES)
+    return _enter(rollout, Phase.FLIPPING, generation=generation, shares=NO_SHARES)
 
 
-def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
+def finish_rollout(rollout: Rollout) -> Rollout:
     """End the rollout once every replica has flipped."""
     stable, before = rollout.candidate, rollout.stable
-    moved = _enter(replace(rollout, stable=stable, candidate=0), Phase.STEADY, now_s)
+    moved = _enter(replace(rollout, stable=stable, candidate=0), Phase.STEADY)
     if stable == before:  # its options alone have changed
         return moved
     history = list(rollout.history or filter(None, [rollout.previous]))  # a state of before has no history
@@ -145,17 +140,19 @@ def finish_rollout(rollout: Rollout, now_s: float) -> Rollout:
     return _remember(moved, history, withdrawn)
 
 
-def drop_candidate(rollout: Rollout, reason: str, now_s: float) -> Rollout:
+def drop_candidate(rollout: Rollout, reason: str) -> Rollout:
     """Drop a candidate that a replica cannot stage, that is worse than the stable version, or is no longer wanted."""
+    if rollout.candidate == NEWEST:
+        return repoint(rollout, rollout.stable, None)
     refused = 0 if rollout.candidate == rollout.stable else rollout.candidate  # then its options alone are
-    cleared = _enter(rollout, Phase.STEADY, now_s, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
+    cleared = _enter(rollout, Phase.STEADY, candidate=0, shares=NO_SHARES, refused=refused, reason=reason)
     if not refused or rollout.shares.is_shadow:
         return cleared
     history = rollout.history or filter(None, [rollout.previous])
     return _remember(cleared, [*history], [*rollout.withdrawn, refused])
 
 
-def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None, now_s: float) -> Rollout:
+def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None) -> Rollout:
     """Pin a model that follows a run to a version, with `shares` for the run's newest; or let it follow again as a new
     attempt, in which rejected versions may be tried again."""
     assert shares is None or stable != NEWEST, rollout
@@ -167,15 +164,14 @@ def repoint(rollout: Rollout, stable: int, shares: TrafficShares | None, now_s: 
         candidate=0 if shares is None else NEWEST,
         shares=shares or NO_SHARES,
         attempt=rollout.attempt + (stable == NEWEST),
-        since_s=now_s,
         lost_replicas=rollout.lost_replicas if phase is rollout.phase else 0,
     )
 
 
-def _enter(rollout: Rollout, phase: Phase, now_s: float, **change: Any) -> Rollout:
+def _enter(rollout: Rollout, phase: Phase, **change: Any) -> Rollout:
     assert phase in _NEXT[rollout.phase], f"a rollout goes from {rollout.phase} to {phase}"
     is_vacant = phase is Phase.STEADY and not rollout.stable
-    return replace(rollout, phase=Phase.VACANT if is_vacant else phase, since_s=now_s, **change)
+    return replace(rollout, phase=Phase.VACANT if is_vacant else phase, **change)
 
 
 def _remember(rollout: Rollout, history: list[int], withdrawn: list[int]) -> Rollout:
@@ -229,27 +225,20 @@ class AbandonRollout:
     reason: str
 
 
-@dataclass(frozen=True)
-class WaitForReplicas:
-    """Wait for `replicas`, by name."""
-
-    replicas: tuple[str, ...] = ()
-
-
 def decide_next_step(
     model: str, rollout: Rollout, replicas: Sequence[ReplicaReport], waited_s: float, stage_timeout_s: float
-) -> Proceed | AbandonRollout | WaitForReplicas:
-    """The next step of a rollout that is STAGING or FLIPPING, from the living replicas' last reports.
+) -> Proceed | AbandonRollout | None:
+    """The next step of a rollout that is STAGING or FLIPPING, from the living replicas' last reports; None while it
+    waits for replicas.
 
     waited_s: the time since the phase began
     """
     if rollout.phase is Phase.STAGING and rollout.lost_replicas > MAX_LOST_REPLICAS:
         return AbandonRollout(f"{rollout.lost_replicas} replicas died while version {rollout.candidate} was loaded")
     if not replicas:
-        return WaitForReplicas()
+        return None
     if rollout.phase is Phase.FLIPPING:
-        late = [report.replica for report in replicas if report.generation < rollout.generation]
-        return WaitForReplicas(tuple(late)) if late else Proceed()
+        return None if any(report.generation < rollout.generation for report in replicas) else Proceed()
     assert rollout.phase is Phase.STAGING, rollout.phase
     if reason := find_staging_error(model, rollout, replicas):
         return AbandonRollout(reason)
@@ -269,7 +258,7 @@ def decide_next_step(
         return AbandonRollout(
             f"replica {late[0]} had not staged version {rollout.candidate} after {stage_timeout_s:g} s"
         )
-    return WaitForReplicas(tuple(late)) if late else Proceed()
+    return None if late else Proceed()
 
 
 def find_staging_error(model: str, rollout: Rollout, replicas: Sequence[ReplicaReport]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -143,12 +142,6 @@ class ControllerState:
     addresses: dict[str, str] = field(default_factory=dict)
     peer_token: str = field(default_factory=lambda: secrets.token_hex(16))
     format: int = FORMAT
-
-    def count_lost_replica(self, names: Iterable[str]) -> None:
-        """Count a dead replica, which had these models, against each rollout whose version may have killed it."""
-        for model in (self.models[name] for name in names):
-            if model.rollout.phase in (Phase.STAGING, Phase.CANARY):
-                model.rollout = replace(model.rollout, lost_replicas=model.rollout.lost_replicas + 1)
 
     def catch_up_generation(self, generation: int) -> bool:
         """Raise the generation past a replica's when the file was lost; whether it was."""

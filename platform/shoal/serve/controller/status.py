@@ -109,33 +109,25 @@ class StatusReporter:
         controller = self._controller
         reports = controller.store.list_reports(name)
         rollout, deployment = model.rollout, model.deployment
-        is_open, candidate = rollout.phase is Phase.CANARY, rollout.candidate
+        is_open = rollout.phase is Phase.CANARY
         options = ModelOptions.parse(deployment.options)
         counts = _merge_present(report.counts for report in reports)
-        answering = max((report.version for report in reports), default=0)
-        phase: str = rollout.phase
-        state = STATES.get(rollout.phase, "READY") if not rollout.stable else "READY"
-        if deployment.is_live:
-            phase, state = "live", "READY" if answering else "UNAVAILABLE"
-            candidate = max(controller.live.candidates(name), default=0) if is_open else 0
         before_s, before = self._counts_before_window(name)
         slowest: dict[int, float] = {}  # the slowest replica's forward of so many rows: a safe estimate
         for rows, seconds in (each for report in reports for each in report.latency):
             slowest[rows] = max(slowest.get(rows, 0.0), seconds)
-        return ModelStatus(
+        status = ModelStatus(
             name=name,
-            state=state,
+            state="READY" if rollout.stable else STATES.get(rollout.phase, "READY"),
             reason=(
                 controller.registry_errors.get(name, "")
                 or _describe_rejection(model)
                 or controller.assignments.find_error(name)
             ),
-            phase=phase,
-            source=f"{name}@{deployment.version}" if deployment.version else ("a run" if deployment.is_live else name),
-            pinned=max(rollout.stable, 0) if deployment.is_live else 0,
-            newest_percent=rollout.shares.percent if deployment.is_live and is_open else None,
-            stable=0 if deployment.is_live else rollout.stable,
-            candidate=candidate,
+            phase=rollout.phase,
+            source=f"{name}@{deployment.version}" if deployment.version else name,
+            stable=rollout.stable,
+            candidate=rollout.candidate,
             versions=[
                 build_version_status(
                     version, *_find_track_and_share(version, rollout, reports), counts, before, before_s
@@ -154,6 +146,18 @@ class StatusReporter:
             residency=_build_residency(reports) if controller.assignments.is_on_demand(model) else None,
             evidence=_build_evidence(*controller.collect_evidence(name)) if is_open else None,
             metrics=_summarize_metrics(counts, before, before_s),
+        )
+        if not deployment.is_live:
+            return status
+        return msgspec.structs.replace(
+            status,
+            state="READY" if any(report.version for report in reports) else "UNAVAILABLE",
+            phase="live",
+            source="a run",
+            pinned=max(rollout.stable, 0),
+            newest_percent=rollout.shares.percent if is_open else None,
+            stable=0,
+            candidate=max(controller.live.candidates(name), default=0) if is_open else 0,
         )
 
     def _counts_before_window(self, name: str) -> tuple[float, ModelCounts | None]:
@@ -182,8 +186,7 @@ def _list_problems(models: Mapping[str, ModelState], report: ReplicaReport) -> I
     forward that blocks its requests, after whose `hang_s` it is replaced."""
     for name, model in models.items():
         for rejected in report.models[name].rejected if name in report.models else ():
-            wanted = (0,) if model.deployment.is_live else (model.rollout.stable, model.rollout.candidate)
-            if rejected.version in wanted:
+            if rejected.version in (0, model.rollout.stable, model.rollout.candidate):
                 yield f"{name}{f'@{rejected.version}' if rejected.version else ''}: {rejected.reason}"
     if report.computing_s >= LONG_FORWARD_S:
         yield f"a forward has taken {report.computing_s:.0f} s"
