@@ -30,6 +30,13 @@ PLACES = {
         r"import [^)]*build_model_config",
         {"serve/http/admin.py"},
     ),
+    "the newest version of a run, whose number a replica never sees: the controller's plans": (
+        r"\bNEWEST\b",
+        {
+            "serve/messages/desired_state.py",
+            *(f"serve/controller/{name}.py" for name in ("admin_api", "controller", "live_control", "rollout")),
+        },
+    ),
     "another replica answers a client": (r"_transport\.relay\(", {"serve/replica/cold_models.py"}),
     "an inference goes through its pipeline: HTTP's and gRPC's": (
         r"await answer_inference\(",

@@ -11,7 +11,7 @@ Like the real one it checks nothing that the protocol has checked, but it fails 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -134,6 +134,10 @@ class FakeHost:
         self.known = {model.name: model for model in (*models, *shelf)}
         self.changes: list[dict[str, Any]] = []
         self.parameters: list[dict[str, Any]] = []  # of each load
+
+    @property
+    def controller(self) -> Self:
+        return self
 
     @property
     def is_ready(self) -> bool:

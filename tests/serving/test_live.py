@@ -110,7 +110,7 @@ async def test_a_replica_is_let_in_when_it_has_what_is_pinned(endpoint: LiveSet)
 async def test_a_batch_that_two_versions_computed_does_not_say_how_long_one_takes(endpoint: LiveSet) -> None:
     [replica] = endpoint.replicas.values()
     hosted = replica.manager.get_model("moody")
-    forwards, on_batch = hosted._forward_times, hosted._queue._on_batch
+    forwards, on_batch = hosted.forward_times, hosted._queue._on_batch
     assert on_batch is not None
     await until(lambda: sum(num for num, _ in forwards.get_medians(1).values()) == hosted.batcher_counts().batches)
     told, timed = [], []

@@ -53,8 +53,8 @@ def staged(faults: list[str]) -> StagedVersion:
     async def body(stager: VersionLoader) -> StagedVersion:
         last: StagedVersion | None = None
         for version in range(1, len(packages) + 1):
-            before = last.built if last is not None else None
-            last = await stager.load_version(source, version, ModelOptions(max_batch_size=4), SIGNATURE, before)  # type: ignore[arg-type]
+            before = last.predictor if last is not None else None
+            last = await stager.load_version(source, version, ModelOptions(max_batch_size=4), before)  # type: ignore[arg-type]
         assert last is not None
         return last
 
@@ -95,14 +95,14 @@ def test_models_that_are_built_alike_share_a_template_and_nothing_else() -> None
     async def body(loader: VersionLoader) -> dict[str, StagedVersion]:
         async def load(name: str, options: ModelOptions) -> StagedVersion:
             source = SimpleNamespace(name=name, load_package=lambda version: packages[name])
-            return await loader.load_version(source, packages[name].snapshot.version, options, None, None)  # type: ignore[arg-type,union-attr]
+            return await loader.load_version(source, packages[name].snapshot.version, options, None)  # type: ignore[arg-type]
 
         found = {name: await load(name, ModelOptions(max_batch_size=4)) for name in packages}
         return found | {"short": await load("a", ModelOptions(max_batch_size=2))}
 
     with closing(VersionLoader(1, num_threads=2, num_alike=2)) as loader:
         found = asyncio.run(body(loader))
-    of = {name: each.built.predictor for name, each in found.items()}
+    of = {name: each.predictor for name, each in found.items()}
     assert of["a"] is of["b"] is of["c"]
     assert len({id(each) for each in of.values()}) == 3 + len(HOOKED)
     x = np.ones((1, 1), np.float32)
@@ -132,7 +132,7 @@ def test_versions_with_other_code_answer_side_by_side_and_may_be_required_to_be_
         source, first = RegisteredModel("shift", Registry().location), None
         loaded = []
         for version in (1, 2):
-            first = await loader.load_version(source, version, ModelOptions(), signature, first and first.built)
+            first = await loader.load_version(source, version, ModelOptions(), first and first.predictor)
             loaded.append(first.loaded)
         return loaded
 

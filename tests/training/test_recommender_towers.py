@@ -134,7 +134,6 @@ def test_from_training_to_an_order_on_the_site() -> None:
     assert version.version == 1
     package: ModelPackage = RegisteredModel("movies", Registry().location).load_package(1)
     predictor: Any = Predictor(package.factory, package.signature, ModelOptions())
-    assert package.snapshot is not None
     loaded = predictor.load(package.snapshot)
     model = FakeModel(
         "movies", package.signature.inputs, package.signature.outputs, lambda each: loaded.predict_batch([each])[0],

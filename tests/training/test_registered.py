@@ -82,7 +82,6 @@ def test_a_network_of_several_files_is_registered_served_and_begun_with(monkeypa
     assert outcome.weights is not None
     expected = dict(open_tensors(list_files(outcome.weights)))
     package = RegisteredModel("toy", Registry().location).load_package(1)
-    assert package.snapshot is not None
     model = Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
     assert model.predict_batch([{"input": np.zeros((1, 8), np.float32)}])[0]
     again = fit_locally(spec_of(init="toy@1", name="again", optimizer={"learning_rate": 1e-12}))
@@ -130,7 +129,6 @@ def test_a_run_trains_and_registers_the_modules_of_its_file_as_they_are_when_it_
     file.unlink()
     (tmp_path / "widths.py").write_text("raise SystemExit('edited')\n")
     package = RegisteredModel("reader", Registry().location).load_package(1)
-    assert package.snapshot is not None
     Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
 
 
@@ -226,7 +224,6 @@ def test_what_a_task_makes_of_its_outputs_is_what_is_registered_and_served(
     fit_locally(spec_of(task=f"{tmp_path}/named.py:Prepared", name="named", args={}))
     package = RegisteredModel("named", Registry().location).load_package(1)
     assert [(each.name, each.datatype, each.shape) for each in package.signature.outputs] == [("best", "BYTES", [-1])]
-    assert package.snapshot is not None
     model = Predictor(package.factory, package.signature, ModelOptions()).load(package.snapshot)
     (answer,) = model.predict_batch([{"input": np.ones((2, 8), np.float32)}])
     assert set(answer["best"]) <= {b"0", b"1", b"2"}

@@ -282,7 +282,6 @@ def predictor_of(name: str) -> Any:
     spec = load_serving_spec(ROOT / "serve_apps" / "roots.yaml")
     check(spec)
     predictor = Predictor(package.factory, package.signature, spec.endpoint.options(name))
-    assert package.snapshot is not None
     return package.signature, predictor.load(package.snapshot)
 
 

@@ -127,5 +127,5 @@ def slower() -> tuple[Subject, FallbackPredictor, FakeLoaded]:
     now = subject.live._trial
     assert now is not None
     assert now.before is not None
-    before: Any = now.before.loaded
+    before: Any = now.before
     return subject, now, before

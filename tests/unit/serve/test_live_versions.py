@@ -230,7 +230,7 @@ def test_errors_that_say_whose_fault_they_are_are_not_put_to_another_version() -
         def refuse(requests: object, _: object, status: int = status) -> list[Any]:
             raise InferenceError(status, "no")
 
-        now.now.loaded.predict_batch = refuse  # type: ignore[method-assign]
+        now.now.predict_batch = refuse  # type: ignore[method-assign]
         with pytest.raises(InferenceError, match="no"):
             subject.ask()
     assert subject.live.report().rejected == ()
@@ -240,7 +240,7 @@ def test_a_forward_that_ends_when_its_version_is_gone_judges_nobody_else() -> No
     subject = Subject()
     for version in (1, 2):
         subject.publish(version)
-    loaded = subject.live._trial.now.loaded  # type: ignore[union-attr]
+    loaded = subject.live._trial.now  # type: ignore[union-attr]
 
     def late(requests: Sequence[Any], _: object) -> list[Any]:
         subject.publish(3)

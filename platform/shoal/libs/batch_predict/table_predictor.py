@@ -82,7 +82,6 @@ class TablePredictor:
         skip_errors: bool = False,
         torch_threads: int = 1,
     ) -> None:
-        assert package.snapshot is not None, "a registered version has weights"
         self._columns_by_input = columns_by_input or {}
         self._keep = keep
         self._skip_errors = skip_errors
@@ -216,7 +215,6 @@ class TextPredictor:
         self, source: RegisteredModel, version: int, options: ModelOptions, generate: Mapping[str, Any], threads: int
     ) -> None:
         package = source.load_package(version)
-        assert package.snapshot is not None, "a registered version has weights"
         options = options.update({"warm_up": False})  # an example says nothing of texts
         predictor = Predictor(package.factory, package.signature, options, threads)
         self._texts = find_texts("local")(source.name, source.registry, options, predictor.load(package.snapshot))

@@ -78,15 +78,15 @@ class RestHandlers:
         match target.action:
             case RouteAction.LOAD:
                 parameters = _decode_body(body, RepositoryRequest).parameters or {}
-                await self._manager.load(target.model or "", parameters, origin)
+                await self._manager.controller.load(target.model or "", parameters, origin)
                 return {}
             case RouteAction.UNLOAD:
-                await self._manager.unload(target.model or "", origin)
+                await self._manager.controller.unload(target.model or "", origin)
                 return {}
             case RouteAction.STATUS:
-                return await self._manager.status()
+                return await self._manager.controller.status()
             case RouteAction.ROLLOUT:
-                return await self._manager.administer(_decode_body(body, dict[str, Any]), origin)
+                return await self._manager.controller.administer(_decode_body(body, dict[str, Any]), origin)
             case RouteAction.EPISODES:
                 step = _decode_body(body, EpisodeRequest)
                 if not caller.can_see(step.model):

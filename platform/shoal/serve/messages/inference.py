@@ -113,9 +113,34 @@ class ServedModelProtocol(Protocol):
         ...
 
 
+class ControllerApi(Protocol):
+    """What clients ask of an endpoint's controller, through any replica. `by`: see `format_origin`.
+
+    Every method raises ConnectionLost while the controller is away.
+    """
+
+    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None:
+        """Load a registered model on every replica; returns when all have it. Raises InferenceError (400, 404, 503)."""
+        ...
+
+    async def unload(self, name: str, by: str) -> None:
+        """Unload a model on every replica, once its queued requests are answered. Raises InferenceError (400, 404)."""
+        ...
+
+    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]:
+        """Change a rollout: see `ChangeRequest`. Raises InferenceError (400, 404, 409, 503)."""
+        ...
+
+    async def status(self) -> dict[str, Any]:
+        """The endpoint as the controller sees it: an `EndpointStatus` of `shoal.client.endpoint_status` as a dict."""
+        ...
+
+
 class ModelManagerProtocol(Protocol):
-    """The models of an endpoint on one replica. `by` is the name of the caller (`Caller.name`), for the record. What
-    asks the controller raises ConnectionLost while it is away."""
+    """The models of an endpoint on one replica."""
+
+    @property
+    def controller(self) -> ControllerApi: ...
 
     @property
     def is_ready(self) -> bool:
@@ -138,25 +163,9 @@ class ModelManagerProtocol(Protocol):
 
     def list_repository(self) -> list[RepositoryEntry]: ...
 
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
-        """Load a registered model on every replica; returns when all have it. Raises InferenceError (400, 404, 503)."""
-        ...
-
-    async def unload(self, name: str, by: str = "") -> None:
-        """Unload a model on every replica, once its queued requests are answered. Raises InferenceError (400, 404)."""
-        ...
-
-    async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        """Forward a change of the rollout to the controller. Raises InferenceError (400, 404, 409, 503)."""
-        ...
-
     async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
         """Act, reward or end for a user of a live model that learns from its users. Raises InferenceError (404 for any
         other, and as `EpisodeService.take`)."""
-        ...
-
-    async def status(self) -> dict[str, Any]:
-        """The endpoint as the controller sees it: an `EndpointStatus` of `shoal.client.endpoint_status` as a dict."""
         ...
 
 

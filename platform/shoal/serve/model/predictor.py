@@ -64,6 +64,7 @@ class Predictor:
         after: Predictor | None = None,
         share: OpenTemplate | None = None,
     ) -> None:
+        self.factory = factory
         self.signature = signature
         self.options = options
         self.torch_threads = torch_threads
@@ -219,7 +220,10 @@ class LoadedModel:
     module:      what computes it, where that is a module that runs eagerly in this process; None for others. It is not
                  to be changed
     sampler:     of a policy with a distribution: draws actions, for the caller to apply
+    snapshot:    of a version of a run: its weights as received, which other replicas may need
     """
+
+    snapshot: WeightSnapshot
 
     def __init__(self, version: int, forward: Forward, steps: ForwardSteps, sampler: ActionSampler | None) -> None:
         self.version = version

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import InferenceError
@@ -21,7 +20,6 @@ from shoal.serve.model.formats.template import InputLimits
 from shoal.serve.model.predictor import LoadedModel
 from shoal.serve.replica.model_statistics import ForwardTimes
 from shoal.serve.spec.model_options import GuardOptions
-from shoal.weights import WeightSnapshot
 
 
 class Answered(NamedTuple):
@@ -35,18 +33,6 @@ class Answered(NamedTuple):
     is_alone: bool
 
 
-@dataclass(frozen=True)
-class LoadedVersion:
-    """A version that could answer at once, and its weights as received."""
-
-    loaded: LoadedModel
-    snapshot: WeightSnapshot
-
-    @property
-    def version(self) -> int:
-        return self.loaded.version
-
-
 class FallbackPredictor:
     """The newer version `now`, and the one `before` it; None without a fallback.
 
@@ -56,8 +42,8 @@ class FallbackPredictor:
 
     def __init__(
         self,
-        now: LoadedVersion,
-        before: LoadedVersion | None,
+        now: LoadedModel,
+        before: LoadedModel | None,
         guard: GuardOptions,
         forwards: ForwardTimes,
         reject: Callable[[FallbackPredictor, str], None],
@@ -81,7 +67,7 @@ class FallbackPredictor:
 
     @property
     def size_limits(self) -> InputLimits | None:
-        return self.now.loaded.size_limits
+        return self.now.size_limits
 
     @property
     def is_proven(self) -> bool:
@@ -92,11 +78,11 @@ class FallbackPredictor:
         """Compute a batch. Raises the error of `now` when `before` fails too. count_columns: see `LoadedModel`"""
         before = self.before
         if before is None:
-            return Answered(self.now.loaded.predict_batch(requests, count_columns), self.version, True)
+            return Answered(self.now.predict_batch(requests, count_columns), self.version, True)
         if self.is_suspect:
             return self._compare(before, requests, count_columns)
         try:
-            outputs = self.now.loaded.predict_batch(requests, count_columns)
+            outputs = self.now.predict_batch(requests, count_columns)
         except Exception as error:  # noqa: BLE001 - on any error the version before may succeed
             return self._fall_back(before, requests, error)
         with self._lock:
@@ -109,11 +95,11 @@ class FallbackPredictor:
                 self.is_suspect = ratio is not None and ratio > self._guard.max_latency_ratio
         return Answered(outputs, self.version, True)
 
-    def _fall_back(self, before: LoadedVersion, requests: Sequence[Arrays], error: Exception) -> Answered:
+    def _fall_back(self, before: LoadedModel, requests: Sequence[Arrays], error: Exception) -> Answered:
         if not is_model_error(error):
             raise error
         try:
-            outputs = before.loaded.predict_batch(requests)
+            outputs = before.predict_batch(requests)
         except Exception:  # noqa: BLE001 - both fail: the request is at fault
             raise error from None
         with self._lock:
@@ -124,13 +110,13 @@ class FallbackPredictor:
             self._reject(self, f"{reason} ({type(error).__name__}: {error})")
         return Answered(outputs, before.version, False)
 
-    def _compare(self, before: LoadedVersion, requests: Sequence[Arrays], count: CountColumns | None) -> Answered:
+    def _compare(self, before: LoadedModel, requests: Sequence[Arrays], count: CountColumns | None) -> Answered:
         """Compute a batch with both, under the same load of the machine."""
         is_first = self._num_compared % 2 == 0  # the second reads from a warm cache
         before_s = self._time(before, requests) if is_first else None
         started_s = self._clock()
         try:
-            outputs = self.now.loaded.predict_batch(requests, count)
+            outputs = self.now.predict_batch(requests, count)
         except Exception as error:  # noqa: BLE001 - as in `predict`
             return self._fall_back(before, requests, error)
         now_s = self._clock() - started_s
@@ -150,10 +136,10 @@ class FallbackPredictor:
             self._reject(self, reason)
         return Answered(outputs, self.version, False)
 
-    def _time(self, version: LoadedVersion, requests: Sequence[Arrays]) -> float | None:
+    def _time(self, version: LoadedModel, requests: Sequence[Arrays]) -> float | None:
         started_s = self._clock()
         try:
-            version.loaded.predict_batch(requests)
+            version.predict_batch(requests)
         except Exception:  # noqa: BLE001 - there is nothing to compare with
             return None
         return self._clock() - started_s

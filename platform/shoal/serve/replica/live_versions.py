@@ -24,19 +24,18 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.errors import ConnectionLost, WeightsError
-from shoal.serve.messages.desired_state import NEWEST, ModelPlan
+from shoal.serve.messages.desired_state import ModelPlan
 from shoal.serve.messages.replica_report import MAX_REJECTED, ModelReport, RejectedVersion, truncate_reason
 from shoal.serve.model.predictor import LoadedModel
-from shoal.serve.replica.fallback_predictor import FallbackPredictor, LoadedVersion
+from shoal.serve.replica.fallback_predictor import FallbackPredictor
 from shoal.serve.replica.model_statistics import ForwardTimes
-from shoal.serve.replica.version_router import Answering
+from shoal.serve.replica.version_router import Answering, get_version
 from shoal.serve.replica.watchers import RETRY_S, ControllerClient, WeightFollower
 from shoal.serve.spec.model_options import GuardOptions
 from shoal.weights import WeightSnapshot, WeightSource
 
 RETRY_AFTER_S = (0.2, 1.0)  # a load that failed
 OLDER_EVERY_S = 30.0  # between retained older versions
-FOLLOW = ModelPlan("", "", {}, stable=NEWEST)
 logger = logging.getLogger(__name__)
 
 
@@ -68,23 +67,25 @@ class LiveVersionSelector:
         self._lock = threading.Lock()
         self._trial: FallbackPredictor | None = None
         self._older: deque[WeightSnapshot] = deque(maxlen=num_older)
-        self._plan = FOLLOW
+        self._answering = Answering(None)
+        self._plan = ModelPlan("", "", {})
         self._rejected: dict[int, RejectedVersion] = {}  # by this replica, in this attempt
         self._is_refused = False  # a version arrived before any could answer, and was not taken
 
     @property
     def version(self) -> int:
         """The version that answers by default; 0 before the first."""
-        shared, trial = self._shared(), self._trial
-        if shared is not None:
-            return shared.version
-        return trial.version if trial else 0
+        return get_version(self._answering.stable)
+
+    @property
+    def _candidate(self) -> int:
+        return get_version(self._answering.candidate)
 
     def report(self) -> ModelReport:
         """The versions' part of the report to the controller."""
         with self._lock:
-            staged = {each.version for each in self._loaded()} | {each.version for each in self._older}
-            return ModelReport(self.version, self._candidate(), tuple(sorted(staged)), tuple(self._rejected.values()))
+            staged = {each.version for each in self._answering.loaded} | {each.version for each in self._older}
+            return ModelReport(self.version, self._candidate, tuple(sorted(staged)), tuple(self._rejected.values()))
 
     # -- available versions ----------------------------------------------------------------------------------------
 
@@ -118,14 +119,14 @@ class LiveVersionSelector:
         with self._lock:
             if version != self.version and version in (self._plan.pinned, self._missing()):
                 newest = self._trial.now if self._trial else None
-                is_shared = self._plan.candidate == NEWEST and version == self._plan.pinned
+                is_shared = self._plan.candidate and version == self._plan.pinned
                 if is_shared and newest is not None and not self._is_rejected(newest.version):
                     self._try(newest, loaded)
                 else:
                     self._try(loaded, None)
         self.changed()
 
-    def _load_version(self, snapshot: WeightSnapshot) -> LoadedVersion:
+    def _load_version(self, snapshot: WeightSnapshot) -> LoadedModel:
         """Load a version. Raises WeightsError for any failure; serving continues.
 
         Weights that do not fit say so by a WeightsError. Any other error may be of this moment, as when memory is
@@ -133,7 +134,9 @@ class LiveVersionSelector:
         """
         for pause_s in (*RETRY_AFTER_S, None):
             try:
-                return LoadedVersion(self._load(snapshot), snapshot)
+                loaded = self._load(snapshot)
+                loaded.snapshot = snapshot
+                return loaded
             except WeightsError:
                 raise
             except Exception as error:
@@ -161,22 +164,21 @@ class LiveVersionSelector:
             trial = self._trial
             if trial is None:
                 return
+            before = trial.before
             if plan.pinned and (shared is None or self._shared() is None):
-                there = next((each for each in self._loaded() if each.version == plan.pinned), shared)
+                there = next((each for each in self._answering.loaded if each.version == plan.pinned), shared)
                 if there is not None:  # else the answering version stays until the pinned one arrives
-                    trial = self._try(there, None)
-            else:
-                before = trial.before
-                if before is not None and before is not self._shared() and before.version in plan.rejected:
-                    trial = self._try(trial.now, None)
-                if trial.version in plan.rejected and trial.before is not None:
-                    trial = self._try(trial.before, None)
-            self._tell(trial)
+                    self._try(there, None)
+            elif before is not None and before is not self._shared() and before.version in plan.rejected:
+                self._try(trial.now, None)
+            elif before is not None and trial.version in plan.rejected:
+                self._try(before, None)
+            self._tell()
 
     def snapshot(self, version: int) -> WeightSnapshot | None:
         """The weights of an available version; None for another."""
         with self._lock:
-            snapshots = [*(each.snapshot for each in self._loaded()), *self._older]
+            snapshots = [*(each.snapshot for each in self._answering.loaded), *self._older]
             return next((snapshot for snapshot in snapshots if snapshot.version == version), None)
 
     @property
@@ -187,7 +189,7 @@ class LiveVersionSelector:
         return plan.is_frozen or (plan.pinned > 0 and self.version > 0 and self._shared() is None)
 
     def _is_wanted(self, version: int) -> bool:
-        if version in (self.version, self._candidate()) or self._is_rejected(version):
+        if version in (self.version, self._candidate) or self._is_rejected(version):
             return False
         return not self.is_resting or (version == self._plan.pinned and not self._plan.is_frozen)
 
@@ -211,23 +213,15 @@ class LiveVersionSelector:
 
     # -- selection --------------------------------------------------------------------------------------------------
 
-    def _shared(self) -> LoadedVersion | None:
+    def _shared(self) -> LoadedModel | None:
         """The pinned version, if available, while the run's newest should have a share alongside it."""
         trial, plan = self._trial, self._plan
-        if trial is None or plan.candidate != NEWEST:
+        if trial is None or not plan.candidate:
             return None
         pinned = trial.before or trial.now
         return pinned if pinned.version == plan.pinned else None
 
-    def _candidate(self) -> int:
-        trial = self._trial
-        return trial.version if trial and trial.before and self._shared() else 0
-
-    def _loaded(self) -> list[LoadedVersion]:
-        trial = self._trial
-        return [each for each in (trial.now, trial.before) if each is not None] if trial else []
-
-    def _replace_trial(self, loaded: LoadedVersion) -> None:
+    def _replace_trial(self, loaded: LoadedModel) -> None:
         """Put a version on trial, before the newest one that has answered a request, or else the first.
 
         Retains the replaced version, if it is long enough after the last retained one, also if it has answered no
@@ -245,7 +239,7 @@ class LiveVersionSelector:
                 older.append(last)
         self._try(loaded, before)
 
-    def _try(self, now: LoadedVersion, before: LoadedVersion | None) -> FallbackPredictor:
+    def _try(self, now: LoadedModel, before: LoadedModel | None) -> None:
         def reject(rejected: FallbackPredictor, reason: str) -> None:  # in a forward's thread
             with self._lock:
                 if rejected is not self._trial:  # another version is on trial by now
@@ -254,18 +248,19 @@ class LiveVersionSelector:
             logger.error("version %d is rejected for version %d: %s", rejected.version, self.version, reason)
             self.changed()
 
-        trial = self._trial = FallbackPredictor(now, before, self._guard, self._forwards, reject, self._clock)
-        self._tell(trial)
-        return trial
+        self._trial = FallbackPredictor(now, before, self._guard, self._forwards, reject, self._clock)
+        self._tell()
 
-    def _tell(self, trial: FallbackPredictor) -> None:
-        shared, loaded = self._shared(), tuple(each.loaded for each in self._loaded())
-        if shared is None:
-            self._point(Answering(trial, loaded=loaded))
-        elif trial.before is None:
-            self._point(Answering(shared.loaded, loaded=loaded))
-        else:
-            self._point(Answering(shared.loaded, trial, self._plan.shares, loaded))
+    def _tell(self) -> None:
+        """Let the version on trial answer, alone or alongside the pinned one."""
+        trial = self._trial
+        assert trial is not None  # of a model with a version
+        loaded = tuple(filter(None, (trial.now, trial.before)))
+        answering = Answering(trial, loaded=loaded)
+        if trial.before is not None and self._shared() is not None:
+            answering = Answering(trial.before, trial, self._plan.shares, loaded)
+        self._answering = answering
+        self._point(answering)
 
     def _reject(self, version: int, reason: str) -> None:
         trial = self._trial
@@ -297,7 +292,7 @@ class LiveFollower:
         self._versions = versions
         self._controller = controller
         self._changed = changed
-        self._plan, self._is_resting = plan, False
+        self._plan = plan
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         versions.changed = self._tell
@@ -331,8 +326,7 @@ class LiveFollower:
     def _rest(self, is_again: bool = False) -> None:
         """Pause the run's thread while no version would be taken, and resume with the newest weights afterwards."""
         is_resting = self._versions.is_resting
-        if is_resting != self._is_resting or is_again:
-            self._is_resting = is_resting
+        if is_resting != self.thread.is_paused or is_again:
             self.thread.set_paused(is_resting)
 
     def _tell(self) -> None:

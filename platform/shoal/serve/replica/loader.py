@@ -35,18 +35,10 @@ class StagingError(Exception):
 
 
 @dataclass(frozen=True)
-class BuiltModel:
-    """The parts of a version that its successors may reuse; without weights."""
-
-    predictor: Predictor
-    factory: ModelFactory
-
-
-@dataclass(frozen=True)
 class StagedVersion:
     """A loaded and warm version, and how long that took."""
 
-    built: BuiltModel
+    predictor: Predictor
     loaded: LoadedModel
     load_s: float
 
@@ -72,24 +64,18 @@ class VersionLoader:
         self._share = share
         self._code = code
         self._threads = ThreadPoolExecutor(num_threads, "shoal-stage")
-        self._alike: deque[BuiltModel] = deque(maxlen=num_alike)
+        self._alike: deque[Predictor] = deque(maxlen=num_alike)
         self._alike_lock = threading.Lock()  # threads search and change them
         self._since_s: dict[object, float] = {}  # when each current load began
         self._locks: dict[str, asyncio.Lock] = {}  # versions of a model share its template
 
     async def load_version(
-        self,
-        source: RegisteredModel,
-        version: int,
-        options: ModelOptions,
-        signature: Signature | None,
-        last: BuiltModel | None,
+        self, source: RegisteredModel, version: int, options: ModelOptions, last: Predictor | None
     ) -> StagedVersion:
         """Load one version. Raises StagingError.
 
-        signature: the served model's; another one is refused
-        last:      the previous version's parts; its predictor is reused when the model is built in the same way, with
-                   the same options, and this version must answer an example if that one did
+        last: of the previous version: it is reused when the model is built in the same way, with the same options;
+              another signature is refused, and this version must answer an example if that one did
         """
 
         def load() -> StagedVersion:
@@ -97,8 +83,8 @@ class VersionLoader:
             package = source.load_package(version)
             if self._code == "installed":
                 require_installed(package.factory.model_dump())
-            if signature is not None and package.signature != signature:
-                before, after = ([*each.inputs, *each.outputs] for each in (signature, package.signature))
+            if last is not None and package.signature != last.signature:
+                before, after = ([*each.inputs, *each.outputs] for each in (last.signature, package.signature))
                 unlike = dict.fromkeys(each.name for each in before + after if each not in before or each not in after)
                 raise WeightsError(f"{OTHER_TENSORS} (not alike: {', '.join(unlike) or 'their order'})")
             return StagedVersion(*self._load(package, options, last), time.monotonic() - since_s)
@@ -133,31 +119,29 @@ class VersionLoader:
             raise StagingError(truncate_reason(f"{type(error).__name__}: {error}")) from error
 
     def _load(
-        self, package: ModelPackage, options: ModelOptions, last: BuiltModel | None
-    ) -> tuple[BuiltModel, LoadedModel]:
-        assert package.snapshot is not None
+        self, package: ModelPackage, options: ModelOptions, last: Predictor | None
+    ) -> tuple[Predictor, LoadedModel]:
         if self._share is None and isinstance(package.snapshot, WeightFile):
             package.snapshot.download()  # here: models that are built alike load one after the other
-        predictor = last.predictor if last is not None else None
-        if last is None or last.factory != package.factory or last.predictor.options != options:
+        predictor = last
+        if predictor is None or (predictor.factory, predictor.options) != (package.factory, options):
             predictor = self._find_alike(package, options) or Predictor(
-                package.factory, package.signature, options, self._torch_threads, predictor, self._share
+                package.factory, package.signature, options, self._torch_threads, last, self._share
             )
-        assert predictor is not None
         predictor.set_torch_threads()
-        built, loaded = BuiltModel(predictor, package.factory), predictor.load(package.snapshot)
+        loaded = predictor.load(package.snapshot)
         with self._alike_lock:
-            if built not in self._alike and predictor.can_be_shared and package.factory.format == "module":
-                self._alike.append(built)
-        return built, loaded
+            if predictor not in self._alike and predictor.can_be_shared and package.factory.format == "module":
+                self._alike.append(predictor)
+        return predictor, loaded
 
     def _find_alike(self, package: ModelPackage, options: ModelOptions) -> Predictor | None:
         """The predictor of a model that is built in the same way, with the same options."""
+        wanted = package.factory, package.signature, options
         with self._alike_lock:
-            for built in self._alike:
-                same = built.predictor
-                if (built.factory, same.signature, same.options) == (package.factory, package.signature, options):
-                    self._alike.remove(built)
-                    self._alike.append(built)
-                    return same
+            for each in self._alike:
+                if (each.factory, each.signature, each.options) == wanted:
+                    self._alike.remove(each)
+                    self._alike.append(each)
+                    return each
         return None

@@ -10,7 +10,6 @@ import hmac
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import psutil
 
@@ -60,6 +59,7 @@ class ModelManager:
         peers: PeerTransport | None = None,
     ) -> None:
         self.replica, self._spec = replica, spec
+        self.controller = controller
         self._plan: EndpointPlan | None = None
         self._slots: dict[str, ModelSlot] = {}  # of planned models
         self._retired: list[ModelSlot] = []  # which may not have ended
@@ -152,15 +152,6 @@ class ModelManager:
             RepositoryEntry(name, "", "UNLOADING") for name in ending if name not in self.on_demand.models
         ]
 
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str = "") -> None:
-        await self._host.controller.load(name, parameters, by)
-
-    async def unload(self, name: str, by: str = "") -> None:
-        await self._host.controller.unload(name, by)
-
-    async def administer(self, change: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        return await self._host.controller.administer(change, by)
-
     async def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer:
         name = request.model if request.model in self.on_demand.models else self.get_model(request.model).name
         live = self._host.live.get(name)
@@ -168,9 +159,6 @@ class ModelManager:
             remedy = "a run's policy does, with learn_from_endpoint=true"
             raise InferenceError(404, f"model {name!r} does not learn from its users: {remedy}")
         return await live.episodes.take(request)
-
-    async def status(self) -> dict[str, Any]:
-        return await self._host.controller.status()
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ answers. A slot that the plan no longer has is retired: it drains its model, clo
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
@@ -19,14 +18,16 @@ from shoal.serve.messages.inference import ServedModelProtocol, TracerProtocol
 from shoal.serve.messages.replica_report import ModelReport, RejectedVersion
 from shoal.serve.model.predictor import LoadedModel, Predictor
 from shoal.serve.replica.cold_models import OnDemandRequests
-from shoal.serve.replica.live_versions import LiveFollower
+from shoal.serve.replica.live_versions import LiveFollower, LiveVersionSelector
 from shoal.serve.replica.loader import StagedVersion, StagingError, VersionLoader
 from shoal.serve.replica.model_memory import ModelMemory
+from shoal.serve.replica.model_statistics import ModelStatistics
 from shoal.serve.replica.served_model import ServedModel
 from shoal.serve.replica.version_router import ModelBatcher
 from shoal.serve.replica.watchers import ControllerClient
 from shoal.serve.spec.model_options import ModelOptions
 from shoal.serve.spec.model_source import LiveModel, RegisteredModel
+from shoal.weights import WeightSnapshot
 
 DRAIN_POLL_S = 0.02
 Options = dict[str, Any]  # as the plan has them
@@ -171,8 +172,7 @@ class ModelSlot:
         """Let the planned versions answer, as far as they are loaded, and load the missing ones."""
         if self.rejected is not None and self.rejected.attempt != plan.attempt:
             self.rejected = None
-        version, options = self._find_next(plan)
-        if self._next is not None and (self._next.plan_options != options or version not in self._next.versions):
+        if not any(_has_loaded(self._next, *each) for each in self._list_wanted(plan)):
             self._drop_next()
         if self.served is not None and self._next is not None and self._next.plan_options == plan.options:
             former = self.served
@@ -187,25 +187,21 @@ class ModelSlot:
         if self._loading is None and self._find_missing() is not None:
             self._loading = self._start(self._load_missing())
 
-    def _find_next(self, plan: ModelPlan) -> tuple[int, Options]:
-        """The version that is to be loaded alongside under other options, and these; 0 for none."""
-        if self.served is not None and self.served.plan_options != plan.options:
-            return max(plan.staged[:1], default=0), plan.options  # it has missed the staging, and still answers
-        return plan.next_version, plan.next_options
+    def _list_wanted(self, plan: ModelPlan) -> list[tuple[int, Options]]:
+        """The versions to have, each with its options, in the order of their loads. The others wait for a first one
+        under the plan's options: they are checked against it, and it may answer."""
+        served = self.served
+        if served is None or not served.versions or served.plan_options != plan.options:
+            return [(version, plan.options) for version in plan.staged[:1]]
+        return [*((version, plan.options) for version in plan.staged), (plan.next_version, plan.next_options)]
 
     def _find_missing(self) -> tuple[int, Options] | None:
         """The version to load next, and its options; None for none."""
-        plan, served = self.plan, self.served
-        if plan is None:
-            return None
-        loaded = served.versions if served is not None else []
-        has_other_options = served is not None and served.plan_options != plan.options
-        missing = [] if has_other_options else [(each, plan.options) for each in plan.staged if each not in loaded]
-        if not (loaded or has_other_options):
-            missing = missing[:1]  # the others are checked against it
-        elif self._next is None:
-            missing.append(self._find_next(plan))
-        return next((each for each in missing if each[0] not in (0, self.failed_version)), None)
+        for wanted in self._list_wanted(self.plan) if self.plan is not None else ():
+            is_loaded = _has_loaded(self.served, *wanted) or _has_loaded(self._next, *wanted)
+            if not is_loaded and wanted[0] not in (0, self.failed_version):
+                return wanted
+        return None
 
     # -- loads --------------------------------------------------------------------------------------------------------
 
@@ -225,12 +221,12 @@ class ModelSlot:
         host = self._host
         assert plan is not None
         source, options = RegisteredModel(self.name, plan.registry), ModelOptions.parse(plan_options)
-        signature, built = (served.signature, served.built) if served is not None else (None, None)
+        last = served.predictor if served is not None else None
         wanted = version, plan_options
         async with host.memory.reserve(version, lambda: self.plan if self._find_missing() == wanted else None) as fits:
             try:
                 if fits:
-                    staged = await host.loader.load_version(source, version, options, signature, built)
+                    staged = await host.loader.load_version(source, version, options, last)
                     await asyncio.to_thread(host.prepare, self.name, plan.registry, options, staged.loaded)
                     self._add(staged, plan_options)
             except StagingError as error:
@@ -241,17 +237,14 @@ class ModelSlot:
         """Add a loaded version, if the plan still wants it."""
         plan = self.plan
         served = self.served
-        version = staged.loaded.version
-        if plan is None:
+        predictor = staged.predictor
+        if plan is None or (staged.loaded.version, options) not in self._list_wanted(plan):
             return
-        predictor = staged.built.predictor
-        if options == plan.options and version in plan.staged and (served is None or served.plan_options == options):
+        if served is None or served.plan_options == options:
             target = self.served = served or self._make_served(predictor, options)
-        elif served is not None and (version, options) == self._find_next(plan):
-            target = self._next = self._next or self._make_served(predictor, options)
         else:
-            return
-        target.built, target.predictor = staged.built, predictor
+            target = self._next = self._next or self._make_served(predictor, options)
+        target.predictor = predictor
         target.router.add(staged.loaded)
         self._host.memory.add(target, plan, staged.load_s)
 
@@ -265,22 +258,37 @@ class ModelSlot:
                 self.rejected = RejectedVersion(0, str(error), plan.attempt)
         else:
             if self.plan is not None:
-                self.served = self._make_served(predictor, plan.options, is_live=True)
-                assert self.served.live is not None
+                served = self.served = self._make_served(predictor, plan.options, ModelStatistics(self.name, live=True))
+
+                def load(snapshot: WeightSnapshot) -> LoadedModel:
+                    loaded = predictor.load(snapshot)
+                    host.prepare(self.name, "", options, loaded)
+                    return loaded
+
+                served.live = LiveVersionSelector(
+                    options.guard, load, served.point, served.forward_times, options.held_versions
+                )
                 self.follower = LiveFollower(
-                    self.name, self.served.live, model.weights, host.controller, self.plan, lambda: host.on_changed()
+                    self.name, served.live, model.weights, host.controller, self.plan, lambda: host.on_changed()
                 )
         self._loading = None
 
-    def _make_served(self, predictor: Predictor, options: Options, *, is_live: bool = False) -> ServedModel:
+    def _make_served(
+        self, predictor: Predictor, options: Options, counts: ModelStatistics | None = None
+    ) -> ServedModel:
         host = self._host
-        counts = self.served.counts if self.served is not None else None
+        if self.served is not None:
+            counts = self.served.counts
         if self.name in host.on_demand.models:
             counts = host.on_demand.get_use(self.name).counts
         served = ServedModel(
-            self.name, predictor, host.batcher, is_live=is_live, tracer=host.tracer, show_errors=host.show_errors,
-            counts=counts, prepare=functools.partial(host.prepare, self.name, "", ModelOptions.parse(options)),
-        )  # fmt: skip
+            self.name,
+            predictor,
+            host.batcher,
+            tracer=host.tracer,
+            show_errors=host.show_errors,
+            counts=counts,
+        )
         served.plan_options = options
         return served
 
@@ -316,3 +324,7 @@ class ModelSlot:
     @staticmethod
     def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work)
+
+
+def _has_loaded(served: ServedModel | None, version: int, options: Options) -> bool:
+    return served is not None and served.plan_options == options and version in served.versions

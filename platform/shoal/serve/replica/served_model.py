@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,21 +27,28 @@ from shoal.serve.messages.inference import CLIENT_GONE, ServedModelProtocol, Tra
 from shoal.serve.messages.model_errors import failed_model
 from shoal.serve.messages.replica_report import ModelFailure, ModelReport, truncate_reason
 from shoal.serve.model.action_sampler import ActionSampler, check_parameters
-from shoal.serve.model.predictor import LoadedModel, Predictor
+from shoal.serve.model.predictor import Predictor
 from shoal.serve.replica.fallback_predictor import FallbackPredictor, is_model_error
 from shoal.serve.replica.live_versions import LiveVersionSelector
-from shoal.serve.replica.loader import BuiltModel
 from shoal.serve.replica.model_statistics import ForwardTimes, ModelStatistics
 from shoal.serve.replica.shadow import ShadowTraffic
-from shoal.serve.replica.version_router import Answering, BatchGroup, CallBatch, ModelBatcher, Track, VersionTable
+from shoal.serve.replica.version_router import (
+    Answering,
+    BatchGroup,
+    CallBatch,
+    ModelBatcher,
+    Track,
+    VersionTable,
+    get_version,
+)
 from shoal.serve.scaling.replica_counts import ModelLoad
 from shoal.serve.spec.model_options import ModelOptions
-from shoal.weights import WeightSnapshot
 
 logger = logging.getLogger(__name__)
 
 SHORT_FORWARD_S = 0.001  # a thread's wake-up, and its wait for the interpreter's lock, cost as much under load
 STEP_SIZE = 32  # the size class of an engine's step over one token: above those of all batches
+NO_TRACK = Track()  # of a call that was refused before it had one
 TIMER_TOLERANCE_S = 0.01  # the most between the timers of one deadline: the protocol's, which cancels, and the queue's
 
 
@@ -108,7 +115,6 @@ class ServedModel:
 
     live: selects the versions of a model that follows a run; None for a registered one
     counts: continues those of the model that this one replaces
-    prepare: called with each version of a live model once it is loaded, in the thread that loads it
     """
 
     def __init__(
@@ -117,11 +123,9 @@ class ServedModel:
         predictor: Predictor,
         batcher: ModelBatcher,
         *,
-        is_live: bool = False,
         tracer: TracerProtocol | None = None,
         show_errors: bool = False,
         counts: ModelStatistics | None = None,
-        prepare: Callable[[LoadedModel], None] = lambda loaded: None,
     ) -> None:
         self.name = name
         self.predictor = predictor
@@ -132,19 +136,12 @@ class ServedModel:
         self.signature: Signature = predictor.signature
         self.options: ModelOptions = predictor.options
         self.plan_options: dict[str, Any] = {}  # `options` as its plan has them
-        self.built: BuiltModel | None = None  # of the newest version of a registered model
         self.successor: ServedModel | None = None  # under other options: answers late calls
         self.cold: ServedModelProtocol | None = None  # it made way for others: finds who answers late calls
         self.router = VersionTable(name)
         self._failures = FailureLog(name, show_errors)
-        self._forward_times = ForwardTimes()
+        self.forward_times = ForwardTimes()
         self.live: LiveVersionSelector | None = None
-        self._prepare = prepare
-        if is_live:
-            options = self.options
-            self.live = LiveVersionSelector(
-                options.guard, self._load_live, self.point, self._forward_times, num_older=options.held_versions
-            )
         self._queue = batcher.add_queue(
             name,
             self._forward,
@@ -155,7 +152,7 @@ class ServedModel:
             short_s=SHORT_FORWARD_S if predictor.has_even_forwards else 0.0,
             on_batch=self._count_batch,
         )
-        self.counts = counts or ModelStatistics(name, live=is_live)
+        self.counts = counts or ModelStatistics(name)
         outputs = {spec.name: spec.datatype for spec in self.signature.outputs}
         self.shadow = ShadowTraffic(name, batcher, self._forward, self.options, self.counts, outputs, self._record_time)
 
@@ -174,7 +171,7 @@ class ServedModel:
         if not layout.is_first:
             call = msgspec.structs.replace(call, inputs=layout.to_batch_first(dict(call.inputs), call.num_rows))
         deadline_s = call.deadline_s
-        track: Track | None = None
+        track = NO_TRACK
         try:
             check_parameters(call, self.predictor.sampler)
             track = self.router.choose_track(call.version, call.track, call.sticky)
@@ -196,11 +193,12 @@ class ServedModel:
                 return await successor.infer(asked)
             raise InferenceError(503, f"model {self.name!r} is closing; try again later", retry_after_s=1.0) from None
         except RequestFault as fault:
-            self._count_failure(track, 500, arrived_s, is_excused=True)
-            raise self._to_answer(fault.error, track) from None
+            self._count_failure(track, 500, arrived_s)
+            self.counts.excuse_failure(get_version(track.loaded))
+            raise self.describe_failure(fault.error, get_version(track.loaded)) from None
         except Exception as error:  # noqa: BLE001 - any error of the model's: its caller receives a reference
             self._count_failure(track, error.status if isinstance(error, InferenceError) else 500, arrived_s)
-            raise self._to_answer(error, track) from None
+            raise self.describe_failure(error, get_version(track.loaded)) from None
         except asyncio.CancelledError:
             is_late = deadline_s is not None and time.monotonic() > deadline_s - TIMER_TOLERANCE_S
             status = 504 if is_late else CLIENT_GONE
@@ -248,7 +246,7 @@ class ServedModel:
         return replace(
             report if self.live is None else self.live.report(),
             counts=counts,
-            forwards=self._forward_times.retain_medians(versions),
+            forwards=self.forward_times.retain_medians(versions),
             queued_rows=self._queue.queued_rows,
             failure=self._failures.last,
             latency=tuple((each, seconds) for each in rows if (seconds := latency.seconds(each)) > 0.0),
@@ -289,28 +287,17 @@ class ServedModel:
     def record_step(self, version: int, num_tokens: int, seconds: float) -> None:
         """Record a step of a streamed answer's engine, which a canary is compared by. Callable from any thread."""
         if self.live is None:
-            self._forward_times.add(version, num_tokens << STEP_SIZE, seconds)
+            self.forward_times.add(version, num_tokens << STEP_SIZE, seconds)
 
     def describe_failure(self, error: Exception, version: int) -> InferenceError:
         """What the caller receives for an error of a version: its text, or a reference to the log."""
         return self._failures.to_answer(error, version)
 
-    def _load_live(self, snapshot: WeightSnapshot) -> LoadedModel:
-        loaded = self.predictor.load(snapshot)
-        self._prepare(loaded)
-        return loaded
-
-    def _count_failure(self, track: Track | None, status: int, arrived_s: float, *, is_excused: bool = False) -> None:
+    def _count_failure(self, track: Track, status: int, arrived_s: float) -> None:
         """Count a failure: a 5xx of the model's making counts against the version, a request refused before a forward
         against none."""
-        loaded = track.loaded if track is not None and status == 500 else None
-        self.counts.count_request(loaded.version if loaded else 0, status, time.monotonic() - arrived_s)
-        if loaded and is_excused:
-            self.counts.excuse_failure(loaded.version)
-
-    def _to_answer(self, error: Exception, track: Track | None) -> InferenceError:
-        loaded = track.loaded if track is not None else None
-        return self._failures.to_answer(error, loaded.version if loaded else 0)
+        version = get_version(track.loaded) if status == 500 else 0
+        self.counts.count_request(version, status, time.monotonic() - arrived_s)
 
     # What follows runs in a forward's thread, or for short batches on the event loop.
 
@@ -344,7 +331,7 @@ class ServedModel:
 
     def _record_time(self, batch: CallBatch) -> None:
         if not batch.failed and batch.is_alone:
-            self._forward_times.add(batch.version, batch.rows, batch.computed_s)
+            self.forward_times.add(batch.version, batch.rows, batch.computed_s)
 
 
 def _act(sampler: ActionSampler | None, batch: CallBatch, outputs: Sequence[Outputs]) -> Sequence[Outputs]:

@@ -22,6 +22,11 @@ from shoal.serve.replica.fallback_predictor import FallbackPredictor
 GOLDEN = 0.6180339887498949  # of a full turn: spreads any number of draws evenly
 
 
+def get_version(loaded: LoadedModel | FallbackPredictor | None) -> int:
+    """Its number; 0 for no version."""
+    return 0 if loaded is None else loaded.version
+
+
 class Track:
     """The answering version, shared by calls that may share a batch. Compared by identity."""
 
@@ -35,7 +40,7 @@ class Track:
         """The version itself, without its fallback; of a track that answers."""
         loaded = self.loaded
         assert loaded is not None
-        return loaded.now.loaded if isinstance(loaded, FallbackPredictor) else loaded
+        return loaded.now if isinstance(loaded, FallbackPredictor) else loaded
 
 
 class BatchGroup(NamedTuple):
@@ -91,8 +96,7 @@ class VersionTable:
     @property
     def version(self) -> int:
         """The stable version; 0 before the first."""
-        loaded = self._stable.loaded
-        return loaded.version if loaded else 0
+        return get_version(self._stable.loaded)
 
     @property
     def candidate(self) -> Track | None:
@@ -100,8 +104,7 @@ class VersionTable:
 
     @property
     def candidate_version(self) -> int:
-        loaded = self._candidate.loaded
-        return loaded.version if loaded is not None and self._shares is not None else 0
+        return 0 if self._shares is None else get_version(self._candidate.loaded)
 
     @property
     def percent(self) -> float:

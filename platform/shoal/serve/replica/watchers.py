@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from shoal.errors import Closed, ConnectionLost, WeightsError
 from shoal.serve.messages.desired_state import EndpointPlan
+from shoal.serve.messages.inference import ControllerApi
 from shoal.serve.messages.replica_report import PeerReport, ReplicaReport
 from shoal.weights import WeightSnapshot, WeightSource
 
@@ -40,8 +41,8 @@ class WeightFollower:
         self.has_polled = False
         self._last_version = 0  # the source's last version
         self._stop = threading.Event()
-        self._is_paused = False
         self._resumed = threading.Event()
+        self._resumed.set()
         self._taking_since_s: float | None = None  # of the snapshot being taken
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
         self._thread.start()
@@ -56,10 +57,13 @@ class WeightFollower:
         began_s = self._taking_since_s
         return time.monotonic() - began_s if began_s is not None else 0.0
 
-    def set_paused(self, resting: bool) -> None:
+    @property
+    def is_paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    def set_paused(self, paused: bool) -> None:
         """Pause or resume polling the source; after a resume, the present snapshot counts as new."""
-        self._is_paused = resting
-        if resting:
+        if paused:
             self._resumed.clear()
         else:
             self._last_version = 0
@@ -72,10 +76,7 @@ class WeightFollower:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            if self._is_paused:
-                self._resumed.wait()
-                continue
+        while self._resumed.wait() and not self._stop.is_set():
             try:
                 snapshot = self._source.wait_newer(self._last_version, self._poll_s)
             except Closed:
@@ -86,7 +87,7 @@ class WeightFollower:
                 self._stop.wait(self._poll_s)
                 continue
             if snapshot is None:
-                self.has_polled = self.has_polled or self._source.is_reachable
+                self.has_polled |= self._source.is_reachable
                 continue
             self._last_version = snapshot.version
             self._taking_since_s = time.monotonic()
@@ -100,9 +101,8 @@ class WeightFollower:
                 self._taking_since_s, self.has_polled = None, True
 
 
-class ControllerClient(Protocol):
-    """A replica's view of the controller. Raises ConnectionLost while it is away, and for administrators' requests what
-    `AdminApi` raises."""
+class ControllerClient(ControllerApi, Protocol):
+    """A replica's view of the controller. Raises ConnectionLost while it is away."""
 
     async def follow(self, replica: str, known_generation: int, timeout_s: float) -> EndpointPlan | None: ...
     async def report(self, report: ReplicaReport) -> list[PeerReport]:
@@ -122,11 +122,6 @@ class ControllerClient(Protocol):
         ...
 
     async def fetch_weights(self, model: str, version: int) -> WeightSnapshot | None: ...
-
-    async def administer(self, change: Mapping[str, Any], by: str) -> dict[str, Any]: ...
-    async def load(self, name: str, parameters: Mapping[str, Any], by: str) -> None: ...
-    async def unload(self, name: str, by: str) -> None: ...
-    async def status(self) -> dict[str, Any]: ...
 
 
 class PlanFollower:

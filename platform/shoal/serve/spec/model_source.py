@@ -25,11 +25,11 @@ FOLLOW_S = 5.0  # between two looks at a bucket
 
 @dataclass(frozen=True)
 class ModelPackage:
-    """A replica's parts of a model: how to build it, its signature, and its weights if there are any yet."""
+    """A version: how to build the model, its signature, and its weights."""
 
     factory: ModelFactory
     signature: Signature
-    snapshot: WeightSnapshot | None = None
+    snapshot: WeightSnapshot
 
 
 @dataclass(frozen=True)
