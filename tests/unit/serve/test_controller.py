@@ -124,7 +124,7 @@ def test_what_replicas_had_of_a_candidate_that_was_dropped_does_not_count_when_i
     cluster: Cluster,
 ) -> None:
     cluster.change(action="canary", version=2, percent=10)
-    cluster.controller.drop_candidate("m", "rollback", "guard", "slow")
+    cluster.controller.drop_candidate("m", "guard", "slow")
     cluster.ask(action="promote", version=2)
     for replica in cluster.replicas.values():
         cluster.tell(replica)  # before it has heard of either

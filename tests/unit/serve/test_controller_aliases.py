@@ -195,7 +195,7 @@ def test_what_was_refused_is_not_tried_again_when_another_canary_ends(cluster: C
     cluster.controller.tick()
     cluster.ask(action="rollback", from_version=4)
     cluster.change(action="canary", version=2, percent=10)
-    cluster.controller.drop_candidate("m", "rollback", "guard", "bad")
+    cluster.controller.drop_candidate("m", "guard", "bad")
     cluster.settle()
     assert cluster.position == (Phase.STEADY, 1)
     cluster.catalogue.promote("m", 3, "champion")
@@ -312,7 +312,7 @@ def test_a_rollback_passes_over_a_version_that_was_refused_as_a_candidate_since(
     cluster.change(action="rollback")  # the end of a shadow says nothing against it
     assert cluster.rollout.previous == 2
     cluster.change(action="canary", version=2, percent=10)
-    cluster.controller.drop_candidate("m", "rollback", "guard", "bad")
+    cluster.controller.drop_candidate("m", "guard", "bad")
     cluster.settle()
     assert cluster.change(action="rollback") == 1
 

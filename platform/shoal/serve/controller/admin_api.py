@@ -199,7 +199,7 @@ class AdminApi:
         else:
             await self._wait_until_staged(change, model)
             promoted = replace(model.rollout, kind="promote", by=by, why=change.reason)
-            self._controller.adjust_rollout(name, promoted)
+            self._controller.store.set_rollout(name, promoted)
             self._controller.flip(name)
         await self._wait_until_stable(change, version)
 
@@ -236,12 +236,12 @@ class AdminApi:
             what = f"leave the newest weights of its run, not version {rollout.stable}, which is pinned"
             raise InferenceError(409, f"a rollback of {name!r} would {what}: see its status")
         if rollout.phase is Phase.CANARY:
-            self._controller.drop_candidate(name, "rollback", by, reason)
+            self._controller.drop_candidate(name, by, reason)
             self._controller.tick()  # begin the alias's present version, and wait for it
             await self._wait_until(lambda: self._is_idle(name), change.timeout_s)
             return
         if rollout.phase is Phase.STAGING:
-            self._controller.abandon_candidate(name, by, reason)
+            self._controller.drop_candidate(name, by, reason)
             return
         self._require_open(model)
         try:

@@ -201,14 +201,12 @@ class EndpointController:
         if meant != model.meant:
             rollout = replace(model.rollout, refused=0) if model.meant else model.rollout
             model.meant, model.rejected = meant, []
-            self.adjust_rollout(name, rollout)
+            self.store.set_rollout(name, rollout)
         match alias_sync.next_for_alias(model):
-            case AbandonRollout(reason) if model.rollout.phase is Phase.CANARY:
-                self.drop_candidate(name, "rollback", "registry", reason)
             case AbandonRollout(reason):
-                self.abandon_candidate(name, "registry", reason)
+                self.drop_candidate(name, "registry", reason)
             case alias_sync.PromoteCandidate(why) if self.has_candidate(name):
-                self.adjust_rollout(name, replace(model.rollout, kind="promote", by="registry", why=why))
+                self.store.set_rollout(name, replace(model.rollout, kind="promote", by="registry", why=why))
                 with suppress(InferenceError):  # the registry is gone since the last query: the next tick tries again
                     self.flip(name)
             case alias_sync.BeginRollout(kind, why):
@@ -231,7 +229,7 @@ class EndpointController:
         if rollout.phase is Phase.CANARY:
             guard, evidence = self.collect_evidence(name)
             if reason := find_staging_error(name, rollout, reports) or judge(guard, evidence):
-                self.drop_candidate(name, "rollback", "guard", reason)
+                self.drop_candidate(name, "guard", reason)
             elif rollout.kind == "follow" and evidence.requests >= guard.min_requests and self.has_candidate(name):
                 self.flip(name)
         elif rollout.phase in (Phase.STAGING, Phase.FLIPPING):
@@ -239,7 +237,7 @@ class EndpointController:
             step = self.assignments.prepare(name)
             match step or decide_next_step(name, rollout, reports, waited_s, self._stage_timeout_s):
                 case AbandonRollout(reason):
-                    self.abandon_candidate(name, rollout.by, reason)
+                    self.drop_candidate(name, rollout.by, reason)
                 case Proceed() if rollout.phase is Phase.FLIPPING:
                     model.before = None
                     self.store.set_rollout(name, finish_rollout(rollout))
@@ -294,11 +292,6 @@ class EndpointController:
         self.store.set_rollout(name, staged)
         self._advance(name)
 
-    def adjust_rollout(self, name: str, rollout: Rollout) -> None:
-        """Change the shares or the goal within the same phase."""
-        assert rollout.phase is self.state.models[name].rollout.phase, rollout
-        self.store.set_rollout(name, rollout)
-
     def has_candidate(self, name: str) -> bool:
         """Whether every replica has staged the candidate, also those that joined after it was opened."""
         candidate = self.state.models[name].rollout.candidate
@@ -315,7 +308,7 @@ class EndpointController:
         rollout = model.rollout
         if problem := alias_sync.move_alias(model.deployment, rollout, self.catalogue):
             if rollout.phase is Phase.STAGING:
-                self.abandon_candidate(name, rollout.by, problem)
+                self.drop_candidate(name, rollout.by, problem)
                 return
             raise InferenceError(503, problem)
         if model.deployment.alias == LATEST and rollout.kind in ("promote", "rollback"):
@@ -324,27 +317,21 @@ class EndpointController:
         self.store.set_rollout(name, flip_to_candidate(rollout, self.state.generation + 1))
         self._advance(name)
 
-    def abandon_candidate(self, name: str, by: str, reason: str) -> None:
-        """Abandon the version that is being staged, and follow what was followed before."""
+    def drop_candidate(self, name: str, by: str, reason: str) -> None:
+        """Drop the candidate: the stable version answers all requests again, and the model follows what it followed
+        before. An alias's version is not tried again automatically, whatever else is staged."""
         model = self.state.models[name]
         rollout = model.rollout
-        model.revert_deployment()
-        self.record_event("abandon", name, rollout.candidate, rollout.stable, by, reason)
-        self._reject_version(model, drop_candidate(rollout, reason))
-
-    def drop_candidate(self, name: str, kind: str, by: str, reason: str) -> None:
-        """Drop the open candidate; the stable version answers all requests again."""
-        model = self.state.models[name]
-        rollout = model.rollout
-        left = max(self.live.candidates(name), default=0) if rollout.candidate == NEWEST else rollout.candidate
-        self.record_event(kind, name, rollout.stable, left, by, reason)
-        self._reject_version(model, drop_candidate(rollout, reason))
-
-    def _reject_version(self, model: ModelState, rollout: Rollout) -> None:
-        """Reject the alias's version: it is not tried again automatically, whatever else is staged."""
+        if rollout.phase is Phase.CANARY:
+            left = max(self.live.candidates(name), default=0) if rollout.candidate == NEWEST else rollout.candidate
+            self.record_event("rollback", name, rollout.stable, left, by, reason)
+        else:
+            model.revert_deployment()
+            self.record_event("abandon", name, rollout.candidate, rollout.stable, by, reason)
+        rollout = drop_candidate(rollout, reason)
         if rollout.refused and rollout.refused == model.meant:
             model.rejected = [rollout.refused]
-        self.store.set_rollout(model.deployment.name, rollout)
+        self.store.set_rollout(name, rollout)
 
     def announce_certificate(self, expires_at: float) -> None:
         """Give the replicas the end of the ingress's certificate, for their metrics."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -28,11 +28,8 @@ class LiveControl:
 
     def __init__(self, store: PlanStore) -> None:
         self._store = store
+        self._models = store.state.models
         self._frozen: Counter[str] = Counter()  # the number of concurrent callers
-
-    @property
-    def _models(self) -> Mapping[str, ModelState]:
-        return self._store.state.models
 
     def complete(self, plan: ModelPlan, model: ModelState) -> ModelPlan:
         """Complete a model's plan with the fields of one that follows a run."""
