@@ -159,12 +159,6 @@ def test_weights_that_were_damaged_on_disk_are_asked_for_again(endpoint: Endpoin
     assert again.plan.is_retained
 
 
-def test_while_it_is_decided_what_to_go_back_to_nothing_new_is_taken(endpoint: Endpoint) -> None:
-    with endpoint.live.freeze("m"):
-        assert endpoint.plan.is_frozen
-    assert not endpoint.plan.is_frozen
-
-
 def test_what_is_pinned_stays_kept_whatever_is_left(endpoint: Endpoint) -> None:
     endpoint.hear("a", 3, (1, 3))
     endpoint.live.pin("m", 3, "me", "")

@@ -116,7 +116,10 @@ class StatusReporter:
         slowest: dict[int, float] = {}  # the slowest replica's forward of so many rows: a safe estimate
         for rows, seconds in (each for report in reports for each in report.latency):
             slowest[rows] = max(slowest.get(rows, 0.0), seconds)
-        status = ModelStatus(
+        status = _fill(
+            ModelStatus,
+            rollout,
+            options,
             name=name,
             state="READY" if rollout.stable else STATES.get(rollout.phase, "READY"),
             reason=(
@@ -124,10 +127,7 @@ class StatusReporter:
                 or _describe_rejection(model)
                 or controller.assignments.find_error(name)
             ),
-            phase=rollout.phase,
             source=f"{name}@{deployment.version}" if deployment.version else name,
-            stable=rollout.stable,
-            candidate=rollout.candidate,
             versions=[
                 build_version_status(
                     version, *_find_track_and_share(version, rollout, reports), counts, before, before_s
@@ -139,7 +139,6 @@ class StatusReporter:
             max_queued_rows=options.max_queue_size * len(reports),
             batch_rows=_average_batch_rows(counts, before),
             max_batch_rows=options.max_rows,
-            deadline_s=options.deadline_s,
             refused=sum(counts.refused.get(status, 0) for status in (429, 504)) if counts else 0,
             latency=sorted(slowest.items()),
             last_failure=next((report.failure.describe() for report in reports if report.failure is not None), ""),
