@@ -198,15 +198,15 @@ async def test_a_replica_that_hangs_while_it_takes_weights_of_its_run_is_not_hea
     async with ReplicaSet(EndpointModel("live", LiveModel(LINEAR, SIGNATURE, store))) as endpoint:
         [replica] = await endpoint.start()
         monkeypatch.setattr("shoal.serve.replica.model_manager.MAX_STAGING_S", 0.05)  # to start may well take longer
-        follower = replica.manager.followers["live"]
-        await until(lambda: not follower.thread.busy_s)
+        loader = replica.manager._host.loader
+        await until(lambda: not loader.longest_load_s)
         replica.check_health()
         store.publish(constant(2))
-        await until(lambda: follower.thread.busy_s > 0.05)
+        await until(lambda: loader.longest_load_s > 0.05)
         with pytest.raises(ShoalError, match="has been loading for"):
             replica.check_health()
         release.set()
-        await until(lambda: endpoint.versions("live") == [2] and not follower.thread.busy_s)
+        await until(lambda: endpoint.versions("live") == [2] and not loader.longest_load_s)
         replica.check_health()
     store.close()
 

@@ -69,26 +69,15 @@ def test_what_is_published_is_taken_and_what_does_not_fit_is_skipped(caplog: pyt
     assert not follower.is_alive
 
 
-def test_it_says_for_how_long_it_has_been_at_one_version() -> None:
-    store, release = WeightStore(), threading.Event()
-    follower = WeightFollower(store, lambda snapshot: release.wait(10), poll_s=0.05)
-    assert follower.busy_s == 0
-    store.publish(weights(1))
-    wait_for(lambda: follower.busy_s > 0.02)
-    release.set()
-    wait_for(lambda: follower.busy_s == 0)
-    follower.close()
-
-
 @pytest.mark.parametrize("fits", [True, False])
 def test_it_has_polled_when_what_was_published_is_taken_or_rejected(fits: bool) -> None:
     """A replica that served earlier would answer 503, and attract the retries, while others could answer."""
     store = WeightStore()
-    release = threading.Event()
+    began, release = threading.Event(), threading.Event()
     taker = Taker(*([] if fits else [1]))
     store.publish(weights(1))
-    follower = WeightFollower(store, lambda snapshot: [release.wait(60), taker(snapshot)], poll_s=0.02)
-    wait_for(lambda: follower.busy_s > 0.1)
+    follower = WeightFollower(store, lambda snapshot: [began.set(), release.wait(60), taker(snapshot)], poll_s=0.02)
+    assert began.wait(60)
     assert not follower.has_polled
     release.set()
     wait_for(lambda: follower.has_polled)

@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -100,17 +101,24 @@ class VersionLoader:
     def longest_load_s(self) -> float:
         return max((time.monotonic() - since_s for since_s in self._since_s.copy().values()), default=0.0)
 
+    @contextmanager
+    def time_load(self) -> Iterator[None]:
+        """Count what runs within as a load, also one of a run's version in another thread."""
+        load = object()
+        self._since_s[load] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._since_s[load]
+
     def close(self) -> None:
         """Start no more loads, without waiting for the current one. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, what: str, work: Callable[[], T]) -> T:
         def timed() -> T:
-            self._since_s[work] = time.monotonic()
-            try:
+            with self.time_load():
                 return work()
-            finally:
-                del self._since_s[work]
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, timed)

@@ -244,11 +244,9 @@ class ModelManager:
 
     def check_health(self) -> None:
         """Raise ShoalError when a thread has died or a load hangs."""
-        followers = self.followers
-        busy_s = max([self._host.loader.longest_load_s, *(follower.thread.busy_s for follower in followers.values())])
-        if busy_s > MAX_STAGING_S:
-            raise ShoalError(f"a version has been loading for {busy_s:.0f} s")
-        for name, follower in followers.items():
+        if (load_s := self._host.loader.longest_load_s) > MAX_STAGING_S:
+            raise ShoalError(f"a version has been loading for {load_s:.0f} s")
+        for name, follower in self.followers.items():
             if not follower.thread.is_alive:
                 raise ShoalError(f"the thread that follows the weights of {name!r} has died")
 

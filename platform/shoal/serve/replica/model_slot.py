@@ -261,8 +261,9 @@ class ModelSlot:
                 served = self.served = self._make_served(predictor, plan.options, ModelStatistics(self.name, live=True))
 
                 def load(snapshot: WeightSnapshot) -> LoadedModel:
-                    loaded = predictor.load(snapshot)
-                    host.prepare(self.name, "", options, loaded)
+                    with host.loader.time_load():
+                        loaded = predictor.load(snapshot)
+                        host.prepare(self.name, "", options, loaded)
                     return loaded
 
                 served.live = LiveVersionSelector(

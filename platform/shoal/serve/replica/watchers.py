@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -43,19 +42,12 @@ class WeightFollower:
         self._stop = threading.Event()
         self._resumed = threading.Event()
         self._resumed.set()
-        self._taking_since_s: float | None = None  # of the snapshot being taken
         self._thread = threading.Thread(target=self._run, name="shoal-weights", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
-
-    @property
-    def busy_s(self) -> float:
-        """How long `take` has been running; 0 while it is not."""
-        began_s = self._taking_since_s
-        return time.monotonic() - began_s if began_s is not None else 0.0
 
     @property
     def is_paused(self) -> bool:
@@ -90,7 +82,6 @@ class WeightFollower:
                 self.has_polled |= self._source.is_reachable
                 continue
             self._last_version = snapshot.version
-            self._taking_since_s = time.monotonic()
             try:
                 is_served = self._take(snapshot)
             except WeightsError as error:
@@ -98,7 +89,7 @@ class WeightFollower:
             else:
                 logger.info("%s weights version %d", "serving" if is_served else "passing over", snapshot.version)
             finally:
-                self._taking_since_s, self.has_polled = None, True
+                self.has_polled = True
 
 
 class ControllerClient(ControllerApi, Protocol):
