@@ -110,8 +110,7 @@ def test_it_plays_with_the_policy_at_the_gateway_and_goes_on_at_one_that_has_res
         with node_actor(address, "--actor-id", "node", "--inference", "remote") as process:
             wait_for(lambda: first.gateway.stats()["episodes"] > 20)
             first.gateway.close()
-            first.learner.stop()
-            first._thread.join(30)
+            first.learner.finish(30)
             first.ledger.close()
             with LocalLoop(SPEC, experience, folder, TOKEN) as second:
                 assert second.websocket_address == address
