@@ -125,6 +125,7 @@ def test_a_users_algorithm_has_a_space_of_its_own_which_is_widened_to_its_defaul
         ((RATE, STOP, "learn_from_endpoint=true"), {}, "no endpoint"),
         ((RATE, STOP, "gateway.port=5555"), {}, "a free port"),
         ((RATE, STOP, "learner.replicas=2"), {}, "one process"),
+        ((RATE, STOP, "gateway.durable=store"), {}, "one process"),
         (("env=choice(a:b,c:d)", STOP), {}, "the same in all trials"),
         ((RATE, STOP, "env=sign_game:Nothing"), {}, "sign_game:Nothing"),
     ],
