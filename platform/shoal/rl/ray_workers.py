@@ -248,8 +248,7 @@ class ActorLearnerWorkers:
         does not start."""
         deadline = time.monotonic() + START_TIMEOUT_S
         self._wait_for_start("learner", self._learner.stats, deadline)
-        addresses: dict[str, str] = self._wait_for_start("gateway", self._gateway.addresses, deadline)
-        return addresses
+        return self._wait_for_start("gateway", self._gateway.addresses, deadline)
 
     def relay_websockets(self, addresses: Mapping[str, str]) -> None:
         """Let this gateway pass games on to those of other policies. Raises ClusterError."""
@@ -280,8 +279,7 @@ class ActorLearnerWorkers:
 
     def load_pool(self) -> list[WeightSnapshot]:
         """Past versions of the run, in the pool of opponents. Raises ClusterError."""
-        pool: list[WeightSnapshot] = self._call_until_answered(self._gateway.load_pool)
-        return pool
+        return self._call_until_answered(self._gateway.load_pool)
 
     def pause_learner(self) -> WeightSnapshot:
         """Pause learning; the weights stay unchanged until `resume_learner`. Raises ClusterError."""
