@@ -19,7 +19,8 @@ import ray
 from rl_setting import EXPERIENCE, TOKEN
 from shoal.cluster.job_main import connect, disconnect
 from shoal.libs.asynchronous.ray_processes import RayProcesses
-from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
+from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.ray_workers import ActorLearnerWorkers
 from shoal.rl.spec import RLSpec
 from shoal.runs.ray_event_channel import start_mailbox
 from shoal.train.spec import TrainSpec
@@ -89,9 +90,9 @@ def report_processes(folder: Path) -> None:
 def report_loop(folder: Path, *numbers: float) -> None:
     for asked in numbers:
         words = ["learner.replicas=2", f"learner.device={'auto' if asked else 'cpu'}", f"learner.num_gpus={asked or 1}"]
-        setting = RunSetting(f"gpus-{asked}", folder / str(asked), TOKEN, None, None)
-        setting.folder.mkdir()
-        workers = ActorLearnerWorkers(RLSpec(hidden=(8,)).override(words), EXPERIENCE, setting)
+        spec = RLSpec(hidden=(8,)).override(words)
+        setting = GatewaySetting.of_run(spec, EXPERIENCE, folder / str(asked), TOKEN, run_id=f"gpus-{asked}")
+        workers = ActorLearnerWorkers(spec, setting)
         report_actor("learner", asked, workers._learner)
         report_actor("replica of a learner", asked, workers._replicas[0])
         report_actor("gateway", 0, workers._gateway)

@@ -1,7 +1,8 @@
-"""Waiting for a state, with a deadline: the only sleep of the tests."""
+"""Waiting for a state, with a deadline: the only sleep of the tests; and threads, whose state is waited for."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -26,3 +27,10 @@ def wait_until_none(left: Callable[[], Collection[object]], timeout_s: float, wh
     while found := left():
         assert time.monotonic() < deadline_s, f"{what} are there after {timeout_s:g} s: {found}"
         time.sleep(POLL_S)
+
+
+def start_thread(target: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A thread that runs `target`, and ends with this process at the latest."""
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread

@@ -9,7 +9,6 @@ when asked, what became of these. `numbers`: lag is the difference of two versio
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -48,7 +47,7 @@ def main(folder: Path) -> None:
     learner.on_batch = lambda _: time.sleep(UPDATE_S)
     gateway = Gateway(GatewaySetting(spec.applied_gateway, EXPERIENCE, TOKEN, RUN), queue, weights, group_commit=commit)
     gateway.start()
-    threading.Thread(target=learner.run_as_thread, daemon=True).start()
+    learner.thread.start()
     say(address=gateway.address, recovered=num_recovered, version=learner.version)
     for _ in commands():
         of_recovered = outcomes[:num_recovered]

@@ -85,16 +85,20 @@ class RayEngine:
         import ray
 
         from shoal.cluster.job_main import connect
-        from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
+        from shoal.rl.gateway.state import GatewaySetting
+        from shoal.rl.ray_workers import ActorLearnerWorkers
 
         connect()
         closing.callback(ray.shutdown)
         folder = Path(setting["folder"])
-        run = RunSetting(folder.name, folder, os.environ["SHOAL_TOKEN"], setting["target_return"], None)
-        self._workers = ActorLearnerWorkers(spec, experience, run)
+        token = os.environ["SHOAL_TOKEN"]
+        of_gateway = GatewaySetting.of_run(
+            spec, experience, folder, token, run_id=folder.name, target_return=setting["target_return"]
+        )
+        self._workers = ActorLearnerWorkers(spec, of_gateway)
         closing.callback(self._workers.close)
         closing.callback(self._workers.close_gateway, finished=True)
-        self.address = self._workers.wait_for_gateway()
+        self.address = self._workers.wait_for_gateway()["address"]
 
     def stats(self) -> dict[str, Any]:
         return self._workers.stats()[0] or {}

@@ -139,10 +139,10 @@ ORDER: dict[str, list[set[str]]] = {
     "cli": [{"."}, {"commands"}, {"display"}, {"support"}],
     "train": [{"__main__"}, {"launch"}, {"export", "loop"}, {"optim", "reporting"}, {"."}],
     "rl": [
-        {"local_loop", "ray_workers", "ray_first_game"},
+        {"local_loop", "ray_workers"},
         {"first_game"},
         {"learner", "learner_replica", "ray_gateway_handle"},
-        {"batch_checks", "batch_lease", "published_versions"},
+        {"batch_checks", "batch_lease", "pausable_loop", "published_versions"},
         {"gateway", "algorithms"},
         {"learner_group"},
         {"experience"},

@@ -50,6 +50,15 @@ PLACES = {
             *(f"runs/record/{name}.py" for name in ("store_copies", "store_mirror")),
         },
     ),
+    "the queue of a run is made, and with it the gateway's half of a loop": (
+        r"\bExperienceQueue\(",
+        {"rl/gateway/gateway.py"},
+    ),
+    "a gateway's socket is bound": (
+        r"\bbind_router\(",
+        {"rl/gateway/connections.py", "rl/gateway/zmq_listener.py"},
+    ),
+    "a hello is held against the gateway's token": (r"hello\.token", {"rl/gateway/sessions.py"}),
     "an episode is open at the gateway": (r"\bRemoteEpisode\(", {"rl/gateway/remote_episodes.py"}),
     "a rank takes a step to be measured: of a real model, and of a fake one": (
         r"\brun_rank\(",

@@ -16,7 +16,7 @@ import pytest
 import shoal.runs
 from shoal.cluster.processes import find_cluster_processes
 from shoal.errors import RegistryError, RunError
-from shoal.flows.policy_connection import InferenceConnection, wait_for_version
+from shoal.flows.policy_connection import InferenceConnection, PolicyAddress, wait_for_version
 from shoal.registry import Registry
 from shoal_program import END_S, commands_with, shoal_command, shoal_program
 from typed import typed
@@ -119,7 +119,7 @@ def test_the_endpoint_answers_while_actors_teach_it_and_ctrl_c_ends_it_all(home:
         program.wait_for_line("learning")
         run = shoal.runs.load("latest")
         url = next(endpoint.address for endpoint in run.endpoints() if endpoint.kind == "inference")
-        connection = InferenceConnection(url, "cartpole", (home / "token").read_text(), timeout_s=ANSWER_S)
+        connection = InferenceConnection(PolicyAddress(url, "cartpole", (home / "token").read_text()), ANSWER_S)
         # Actors and learner do not wait for the replica, which says 503 until it has staged its first version.
         wait_for_version(connection, question[0], 1, timeout_s=ANSWER_S)
 

@@ -29,7 +29,8 @@ class Loop:
     """The workers of one run, and the external actors that were started for it."""
 
     def __init__(self, folder: Path, run_id: str, *words: str) -> None:
-        from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
+        from shoal.rl.gateway.state import GatewaySetting
+        from shoal.rl.ray_workers import ActorLearnerWorkers
         from shoal.rl.spec import RLSpec, experience_spec
 
         folder.mkdir(parents=True)
@@ -45,8 +46,8 @@ class Loop:
         )
         environment = gymnasium.make(spec.env)
         experience = experience_spec(environment.observation_space, environment.action_space, spec)
-        setting = RunSetting(run_id, folder, TOKEN, None, None)
-        self.workers: ActorLearnerWorkers = ActorLearnerWorkers(spec, experience, setting)
+        setting = GatewaySetting.of_run(spec, experience, folder, TOKEN, run_id=run_id)
+        self.workers: ActorLearnerWorkers = ActorLearnerWorkers(spec, setting)
         self.actors: list[Program] = []
         self._ending = ExitStack()
 
@@ -58,7 +59,7 @@ class Loop:
         self._ending.__exit__(*raised)
 
     def start_actor(self, actor_id: str) -> Program:
-        address = self.workers.wait_for_gateway()
+        address = self.workers.wait_for_gateway()["address"]
         words = [sys.executable, "-m", "shoal.actor", "--connect", address, "--env", "CartPole-v1"]
         environment = {**os.environ, "SHOAL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         actor = self._ending.enter_context(Program([*words, "--actor-id", actor_id], environment))

@@ -36,7 +36,7 @@ from shoal.weights import shared_memory
 from shoal.weights.shared_memory import PayloadAddress, map_payload
 from shoal.wire import PackedSegment
 from shoal.wire.messages import Bye, Hello, Ping, WeightsMessage
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 
 @contextmanager
@@ -157,8 +157,7 @@ def test_the_ready_loop_waits_for_a_busy_learner_as_long_as_the_gateway_answers(
     steps: list[int] = []
     with serving(queue_capacity=2) as parts, client(parts) as actor:
         length = EXPERIENCE.segment_length
-        player = threading.Thread(target=lambda: steps.append(play(Endless(), actor, max_steps=3 * length)))
-        player.start()
+        player = start_thread(lambda: steps.append(play(Endless(), actor, max_steps=3 * length)))
         wait_for(lambda: len(parts.queue) == 2)
         player.join(4 * limit_s)
         assert player.is_alive()
@@ -175,8 +174,7 @@ def test_a_run_that_ends_before_its_weights_have_come_ends_the_actor_without_an_
         monkeypatch.setattr(actor._weights, "take", lambda message, frames: None)  # they are on their way
         actor._weights.latest = None
         steps: list[int] = []
-        player = threading.Thread(target=lambda: steps.append(play(Endless(), actor)))
-        player.start()
+        player = start_thread(lambda: steps.append(play(Endless(), actor)))
         parts.gateway.close(finished=True)
         player.join(20.0)  # for 30 s they would be waited for
         assert (steps, actor.finished) == ([0], True)
@@ -316,8 +314,7 @@ def test_close_ends_the_search_of_another_thread() -> None:
                 ended.append(error)
 
         with actor._lock:
-            thread = threading.Thread(target=look)
-            thread.start()
+            thread = start_thread(look)
         wait_for(lambda: actor._is_session_lost)
         actor.close(0.2)
         thread.join(SOON_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec
 from shoal.wire import MessageLimits, decode, encode
 from shoal.wire.messages import ErrorMessage, Hello, Ping
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 SPEC = RLSpec(env="ask", hidden=(8,), gateway={"websocket": 0})
 OFFERS = {"name": "catch", "observation": [4], "action": 3}
@@ -39,8 +38,7 @@ def waiting(folder: Path) -> Iterator[tuple[list[str], list[LocalLoop]]]:
         loop.start()
         loops.append(loop)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread = start_thread(run)
     try:
         wait_for(lambda: said, WAIT_S)
         assert "waiting for a game that brings its spaces, at\n    tcp://127.0.0.1:" in said[0]
@@ -109,10 +107,11 @@ def test_what_comes_without_spaces_is_answered_and_a_gateway_that_cannot_listen_
             with context.socket(zmq.DEALER) as socket:
                 socket.connect(game.format_addresses()[0])
                 socket.send(encode(message))
-                assert not game.wait(0.1)
+                assert game.wait(0.1) == ("", "")
                 answer = decode(socket.recv_multipart(), MessageLimits())
                 assert isinstance(answer, ErrorMessage)
                 assert answer.code == ("no_spaces", "hello_required", "bad_version")[number]
         game.close()
+    elsewhere = SPEC.update({"gateway": {"host": "192.0.2.1", "curve": True, "websocket": None}})
     with pytest.raises(ConfigError, match=r"gateway.host"):
-        FirstGame(SPEC.update({"gateway": {"host": "192.0.2.1", "curve": True, "websocket": None}}), tmp_path, TOKEN)
+        FirstGame(elsewhere, tmp_path, TOKEN, zmq.curve_keypair())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import shoal
 from rl_setting import TOKEN, Parts, serving, weights
 from shoal.actor import GameActor
 from shoal.errors import ConfigError, InvalidSegment, Refused
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 
 @contextmanager
@@ -45,8 +44,7 @@ def test_a_game_goes_on_with_older_weights_while_its_connection_is_being_mended(
     with serving() as parts, connected(parts) as actor:
         actions: list[int] = []
         with actor.client._lock:  # as a reconnect holds it
-            game = threading.Thread(target=lambda: actions.extend(actor.act(observe(0)) for _ in range(200)))
-            game.start()
+            game = start_thread(lambda: actions.extend(actor.act(observe(0)) for _ in range(200)))
             game.join(60)
             assert len(actions) == 200
         parts.store.publish(weights(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from shoal.runs.event_messages import format_warning
 from shoal.wire import MessageLimits, Segment, decode, pack_segment, unpack_segment
 from shoal.wire.messages import SegmentMessage
 from typed import typed
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 
 class ToldGame(SignGame):
@@ -51,8 +50,7 @@ def test_a_game_is_told_at_welcome_and_on_change_and_returns_are_counted_by_vers
     spec = SPEC.override(["settings.gravity=9.8"])
     with LocalLoop(spec, EXPERIENCE, tmp_path / "run", TOKEN) as loop:
         stats = loop.gateway.stats
-        thread = threading.Thread(target=run, args=(loop.address,), daemon=True)
-        thread.start()
+        thread = start_thread(run, loop.address)
         wait_for(lambda: stats()["by_settings"].get(1, {}).get("episodes", 0) >= 3)
         loop.change_settings({"gravity": 9.8})  # as before: nobody is told again
         loop.change_settings({"gravity": 1, "mode": "moon"})

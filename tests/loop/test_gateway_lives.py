@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket as network
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from shoal.rl.experience.segment_ledger import Ledger
 from shoal.store.folder import FolderStore
 from shoal.wire import pack_segment
 from shoal.wire.messages import Bye, Hello
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 
 def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_acknowledge(tmp_path: Path) -> None:
@@ -32,8 +31,7 @@ def test_a_gateway_that_died_is_found_where_it_was_and_gets_what_it_did_not_ackn
             actor.send(segment())
         assert actor.drain(60)
         first.gateway.close()
-        sender = threading.Thread(target=lambda: [actor.send(segment()) for _ in range(2)])
-        sender.start()  # nobody is there
+        sender = start_thread(lambda: [actor.send(segment()) for _ in range(2)])  # nobody is there
         with serving(tmp_path) as second:
             assert second.gateway.port == port
             sender.join(60)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec, policy_spec
 from shoal.weights import WeightSnapshot
 from shoal.wire import PolicySpec
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 CLIENT = Path(__file__).parents[2] / "clients" / "javascript"
 ENDLESS = ("--game", str(Path(__file__).parent / "endless_game.js"))
@@ -90,8 +89,7 @@ def test_it_learns_in_one_run_together_with_a_python_actor(tmp_path: Path) -> No
             return sum(each["steps"] for each in loop.gateway.stats()["actors"] if each["actor_id"] == actor_id)
 
         wait_for(lambda: count_steps("node") > 300)  # one alone may solve it before the other has begun
-        python = threading.Thread(target=play_in_python, args=[loop.address])
-        python.start()
+        python = start_thread(play_in_python, loop.address)
         wait_for(lambda: count_steps("python") > 300)
         assert loop.wait_until_solved(timeout_s=600) > 0
         actors = {each["actor_id"]: each for each in loop.gateway.stats()["actors"]}
@@ -112,8 +110,7 @@ def test_it_plays_with_the_policy_at_the_gateway_and_goes_on_at_one_that_has_res
         with node_actor(address, "--actor-id", "node", "--inference", "remote") as process:
             wait_for(lambda: first.gateway.stats()["episodes"] > 20)
             first.gateway.close()
-            first.learner.stop()
-            first._thread.join(30)
+            first.learner.finish(30)
             first.ledger.close()
             with LocalLoop(SPEC, experience, folder, TOKEN) as second:
                 assert second.websocket_address == address

@@ -6,7 +6,6 @@ import json
 import shutil
 import struct
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosedOK
 from websockets.sync.server import ServerConnection, serve
+
+from waiting import start_thread
 
 CLIENT = Path(__file__).parents[2] / "clients" / "javascript" / "index.js"
 pytestmark = pytest.mark.skipif(
@@ -85,8 +86,7 @@ def gateway(script: list[Any]) -> Iterator[str]:
             errors.append(error)
 
     with serve(handle, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+        thread = start_thread(server.serve_forever)
         yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
         server.shutdown()
         thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from shoal.rl.spec import RLSpec
 from shoal.store import Store, open_store
 from shoal.weights import WeightStore
 from shoal.wire import Segment
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 A = ("a", 1)
 
@@ -275,8 +274,7 @@ def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monk
     bench.learner._versions._num_reserved = bench.learner.version
     paused: list[int] = []
     with full_disk(monkeypatch) as refusals:
-        pausing = threading.Thread(target=lambda: paused.append(bench.learner.pause().version))
-        pausing.start()
+        pausing = start_thread(lambda: paused.append(bench.learner.pause().version))
         wait_for(lambda: len(refusals) >= 3)
         assert paused == []
     pausing.join(60)
@@ -286,8 +284,7 @@ def test_a_pause_waits_for_room_for_the_number_of_a_version(tmp_path: Path, monk
 
 def test_a_paused_learner_holds_its_weights_and_goes_on_where_it_was(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "learner.publish_interval_s=1000")
-    thread = threading.Thread(target=bench.learner.run)
-    thread.start()
+    thread = start_thread(bench.learner.run)
     bench.put(segment(16))
     wait_for(lambda: bench.learner.updates == 1)
     held = bench.learner.pause()

@@ -17,7 +17,7 @@ from shoal.errors import Closed, ConfigError, RunError
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, policy_spec
 from sign_game import SignGame
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 SPEC = RLSpec(hidden=(16,)).override(
     [
@@ -36,8 +36,7 @@ def actor(loop: LocalLoop, index: int) -> threading.Thread:
         with ActorClient(loop.address, TOKEN, f"actor-{index}", timeout_s=60) as client:
             play(SignGame(), client, seed=index)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread = start_thread(run)
     return thread
 
 

@@ -29,7 +29,7 @@ from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.local_loop import LocalLoop
 from shoal.weights import decode_tensors
 from shoal.wire import ExperienceSpec
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 SPEC = PoliciesSpec.parse(
     {
@@ -60,8 +60,7 @@ def start_actor(
             while not stop.is_set():
                 play([Tag() for _ in range(num_envs)], clients, seed=1, max_steps=500)
 
-    thread = threading.Thread(target=act)
-    thread.start()
+    thread = start_thread(act)
     opened.callback(thread.join)
     opened.callback(stop.set)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import msgspec
@@ -31,7 +30,7 @@ from shoal.rl.spec import RLSpec, policy_spec
 from shoal.runs.event_messages import format_warning
 from sign_game import SignGame
 from typed import typed
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 A = ("a", 1)
 SPEC = RLSpec(hidden=(16,)).override(
@@ -131,8 +130,7 @@ class Actor:
         self.claim = claim
         self._pull_every = pull_every
         self.drops: dict[str, int] = {}
-        self.thread = threading.Thread(target=self._play, daemon=True)
-        self.thread.start()
+        self.thread = start_thread(self._play)
 
     def _play(self) -> None:
         with ActorClient(self._loop.address, TOKEN, self._name, timeout_s=60) as client:

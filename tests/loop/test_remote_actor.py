@@ -28,7 +28,7 @@ from shoal.testing import Loop
 from shoal.weights import WeightSnapshot
 from shoal.wire.action_masks import describe_masks
 from shoal.wire.messages import ActMessage
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 
 def connect(parts: Parts, **options: Any) -> RemoteActor:
@@ -155,8 +155,7 @@ def test_an_actor_waits_for_a_busy_learner_and_goes_on() -> None:
                 actor.end_episode(observe(0))
                 ended.append(number)
 
-        game = threading.Thread(target=play)
-        game.start()
+        game = start_thread(play)
         wait_for(lambda: len(parts.queue) == 2 and len(ended) == 2)
         parts.store.publish(weights(2))
         taken = []
@@ -210,8 +209,7 @@ def start_player(loop: LocalLoop, index: int) -> threading.Thread:
         with RemoteClient(loop.address, TOKEN, f"actor-{index}", timeout_s=60) as client:
             run_remote_actor(SignGame(), client, seed=index)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread = start_thread(run)
     return thread
 
 
@@ -221,8 +219,7 @@ def test_the_actions_go_on_while_the_learner_restarts(tmp_path: Path) -> None:
     with loop:
         players = [start_player(loop, index) for index in range(2)]
         wait_for(lambda: loop.learner.updates > 3)
-        loop.learner.stop()
-        loop._thread.join(60)
+        loop.learner.finish(60)
         stopped, version = loop.gateway.stats(), loop.learner.version
 
         def count_actions() -> int:
@@ -230,8 +227,7 @@ def test_the_actions_go_on_while_the_learner_restarts(tmp_path: Path) -> None:
 
         wait_for(lambda: count_actions() > stopped["remote_inference"]["actions"] + 100)
         loop.learner = Learner(spec, OF_SIGNS, loop.queue, loop.store, tmp_path / "run" / "checkpoints", version)
-        loop._thread = threading.Thread(target=loop._learn, daemon=True)
-        loop._thread.start()
+        loop.learner.thread.start()
         wait_for(lambda: any(actor["weights_version"] > version + 3 for actor in loop.gateway.stats()["actors"]))
     for player in players:
         player.join(60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from shoal.rl.spec import RLSpec, policy_spec
 from shoal.wire import ExtraSpec, Segment, TensorSpec
 from shoal.wire.messages import Pull, WeightsMessage
 from sign_game import SignGame
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 PROGRAM = Path(__file__).parents[1] / "sign_game.py"
 SPEC = RLSpec(hidden=(16,)).override(
@@ -114,8 +113,7 @@ def test_an_actor_that_knows_nothing_of_pauses_is_dropped_where_it_lags_and_lear
                     if ended:
                         builder.begin(game.reset()[0])
 
-        thread = threading.Thread(target=act, daemon=True)
-        thread.start()
+        thread = start_thread(act)
         wait_for(lambda: len(batches) > 10)
     thread.join(60)
     assert_no_lag(batches)

@@ -32,7 +32,7 @@ from shoal.errors import (
 from shoal.flows import actor_learner, loop_policy, policy_evaluation
 from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec, PoliciesSpec
-from shoal.flows.policy_connection import ActionAnswer, InferenceConnection
+from shoal.flows.policy_connection import ActionAnswer, InferenceConnection, PolicyAddress
 from shoal.flows.policy_evaluation import EpisodePlayer, Evaluation, evaluate_policies, hold_trial
 from shoal.serve.on_ray.ownership import EndpointOwnership
 from shoal.weights import WeightSnapshot
@@ -329,8 +329,8 @@ def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkey
     num_rows: list[int] = []
 
     class Connection:
-        def __init__(self, url: str, model: str, token: str, *, state_size: int, action: str) -> None:
-            assert (model, state_size, action) == ("cartpole", 0, "best")
+        def __init__(self, address: PolicyAddress) -> None:
+            assert (address.model, *address[3:]) == ("cartpole", 0, "best")
 
         def insist(
             self, observations: np.ndarray, patience_s: float = 60.0, masks: np.ndarray | None = None
@@ -636,7 +636,7 @@ class FakeWorker:
     """Its methods' results stand for what Ray would fetch."""
 
     def __init__(self, result: object) -> None:
-        self.stats = self.address = self.version = SimpleNamespace(remote=lambda: result)
+        self.stats = self.addresses = self.version = SimpleNamespace(remote=lambda: result)
 
 
 def fake_get(result: object, timeout: float) -> object:
@@ -700,10 +700,10 @@ def test_games_are_told_one_address_with_a_path_for_each_policy_also_when_it_has
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stats = make_stats(websocket_address="ws://h:8765", pid=7)
-    flow, recorded = make_policies_flow(monkeypatch, hunters=stats, prey=make_stats(websocket_address="ws://h:1"))
+    prey = make_stats(websocket_address="ws://h:1", bound_websocket="ws://bound:1")
+    flow, recorded = make_policies_flow(monkeypatch, hunters=stats, prey=prey)
     relayed = list[dict[str, str]]()
     flow.policies[0]._workers.relay_websockets = relayed.append
-    flow.policies[1]._workers.get_websocket_address = lambda is_bound: "ws://bound:1" if is_bound else ""
     flow._poll()
     address = "ws://h:8765/hunters,ws://h:8765/prey"
     assert ("websocket", "websocket", address, "ready", {}) in recorded

@@ -29,8 +29,7 @@ def test_the_first_game_brings_the_spaces_which_the_record_keeps(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.flows.rl_policy import keep_spaces
-    from shoal.rl.ray_first_game import take_spaces
-    from shoal.rl.ray_workers import _release_ports
+    from shoal.rl.ray_workers import _release_ports, take_spaces
 
     answers: list[Any] = []
     said: list[str] = []

@@ -54,7 +54,8 @@ def test_users_of_an_endpoint_teach_its_policy(cluster: EmbeddedCluster, tmp_pat
     from shoal.client import Client
     from shoal.errors import InferenceError
     from shoal.flows.rl_policy import describe_policy_model
-    from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
+    from shoal.rl.gateway.state import GatewaySetting
+    from shoal.rl.ray_workers import ActorLearnerWorkers
     from shoal.rl.spec import RLSpec, experience_spec
     from shoal.serve.on_ray.deployment import deploy
     from shoal.serve.spec.endpoint import EndpointSpec
@@ -70,7 +71,8 @@ def test_users_of_an_endpoint_teach_its_policy(cluster: EmbeddedCluster, tmp_pat
     space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     experience = experience_spec(space, gymnasium.spaces.Discrete(2), spec)
     with ExitStack() as closing:
-        workers = ActorLearnerWorkers(spec, experience, RunSetting("users", tmp_path, TOKEN, 5.5, None))
+        setting = GatewaySetting.of_run(spec, experience, tmp_path, TOKEN, run_id="users", target_return=5.5)
+        workers = ActorLearnerWorkers(spec, setting)
         closing.callback(workers.close)
         model = describe_policy_model(spec, experience)
         policy = LiveModel(*model, workers.make_weight_source(), workers.make_episode_service())

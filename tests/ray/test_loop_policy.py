@@ -28,7 +28,7 @@ def begin(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[LoopPolicy, di
     gateway |= {"mean_return": math.nan, "episodes_in_window": 0, "settings": {}}
     policy = LoopPolicy("", SPEC, EXPERIENCE, np.zeros(4, np.float32))
     policy._folder_name = "run-1"
-    policy._workers = SimpleNamespace(stats=lambda: (gateway, {"pid": 2}), take_events=list)  # type: ignore[assignment]
+    policy._workers = SimpleNamespace(stats=lambda: ({**gateway}, {"pid": 2}), take_events=list)  # type: ignore[assignment]
     assert policy.poll() == []
     return policy, gateway
 
@@ -65,7 +65,7 @@ def test_a_policy_is_registered_with_the_code_of_its_beginning(tmp_path: Path, m
     workers = SimpleNamespace(make_weight_source=lambda follows_hold: None)
     monkeypatch.setattr(loop_policy, "ActorLearnerWorkers", lambda *_: workers)
     policy = LoopPolicy("", SPEC.override(["model=my_net.py:Net"]), EXPERIENCE, np.zeros(4, np.float32))
-    served = policy.start("run-1", tmp_path, "token", None).source
+    served = policy.start("run-1", tmp_path, "token", (b"public", b"secret")).source
     Path("sizes.py").write_text("WIDTH = 9\n")
     policy.gateway = {"mean_return": 1.0, "steps": 2}
     recorder: Any = SimpleNamespace(id="run-1", record_model=lambda *_: None)

@@ -1,7 +1,9 @@
-"""Find the processes of one cluster by the marker they inherit, and end them.
+"""Find the processes of one cluster by the marker they inherit, and end them; and programs that a process of ours
+starts beside itself, with their output in a file.
 
 Every process of a cluster has `SHOAL_CLUSTER_ID=<id>` in its environment, also after a double fork. Called by the
-embedded cluster, by the head process when its parent has died, and by `shoal down`. Signals a process only with proof
+embedded cluster, by the head process when its parent has died, and by `shoal down`; programs are actors, followers of
+runs, simulated sensors and brokers. Signals a process only with proof
 that it belongs to the cluster (see `find_cluster_processes`), and never the calling process.
 """
 
@@ -10,16 +12,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+from shoal.atomic_file import create_private
 from shoal.errors import ClusterError
 
 CLUSTER_ID_VARIABLE = "SHOAL_CLUSTER_ID"
 POLL_S = 0.02
+Program = subprocess.Popen[bytes]
 
 # Ray's servers answer SIGTERM late or never without the others, and hold nothing that outlives the cluster.
 _SERVERS = ("raylet", "gcs_server", "ray::RuntimeEnvAgent", "shoal.cluster.ray_head")
@@ -124,3 +130,38 @@ def end_cluster(cluster_id: str, temp_dir: Path, *, grace_s: float = 2.0) -> Non
     """Remove every process and file of the cluster. Idempotent; raises ClusterError on failure."""
     end_processes(cluster_id, temp_dir, grace_s=grace_s)
     remove_folder(temp_dir, cluster_id)
+
+
+# -- programs
+
+
+def start_program(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, has_lifeline: bool = True
+) -> Program:
+    """Start a program that prints into `log`. Ctrl-C is not for it: this process receives it, and ends all in order.
+
+    has_lifeline: its standard input closes when this process ends, however that ends
+    """
+    stdin = subprocess.PIPE if has_lifeline else subprocess.DEVNULL
+    with create_private(log).open("ab") as output:
+        return subprocess.Popen(
+            command, env=environment, stdin=stdin, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def wait_for_programs(programs: Iterable[Program], timeout_s: float) -> None:
+    """Wait until all have ended, so long at most."""
+    deadline_s = time.monotonic() + timeout_s
+    for each in programs:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def end_programs(programs: Sequence[Program], grace_s: float) -> None:
+    """Ask all to end, by their lifeline or by SIGTERM, and kill those that still run after `grace_s`. Idempotent."""
+    for each in programs:
+        each.stdin.close() if each.stdin is not None else each.terminate()
+    wait_for_programs(programs, grace_s)
+    for each in programs:
+        each.kill()
+        each.wait()

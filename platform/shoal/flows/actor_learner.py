@@ -70,7 +70,7 @@ from shoal.flows.rl_policy import check, keep_spaces, list_actions
 from shoal.flows.serving import list_addresses, record_changes
 from shoal.home import load_access_token
 from shoal.rl.gateway.zmq_listener import load_curve_keys
-from shoal.rl.ray_first_game import take_spaces
+from shoal.rl.ray_workers import take_spaces
 from shoal.runs import RunRecorder, Status
 from shoal.serve.on_ray.ownership import require_free_name
 from shoal.weights import WeightSnapshot

@@ -7,29 +7,25 @@ however that ends. Called by `shoal run --actors`, by trials of a sweep and by m
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from shoal.actor.connection import format_actor_options
-from shoal.atomic_file import create_private
+from shoal.cluster.processes import Program, end_programs, start_program, wait_for_programs
 
 TERMINATION_TIMEOUT_S = 3.0  # after SIGTERM, before an actor is killed
 
 
 class ActorProcesses:
-    """The actors of one run; their output is in `folder`, `actor-0.log` and so on. Use as a context manager, or
-    `end()`.
+    """The actors of one run; their output is in `folder`, `actor-0.log` and so on. `finish` or `end` them.
 
     environment: variables beside those of this process, such as the token
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder, self._environment = folder, environment
-        self._actors: list[subprocess.Popen[bytes]] = []
+        self._actors: list[Program] = []
 
     def start(
         self,
@@ -51,17 +47,7 @@ class ActorProcesses:
             own = ["--actor-id", f"actor-{index}", "--seed", str(seed + index)]
             if record_every and not index:
                 own += ["--record", str(self._folder / "films"), "--record-every", str(record_every)]
-            with create_private(self._get_log(index)).open("ab") as log:
-                self._actors.append(
-                    subprocess.Popen(
-                        [*command, *options, *own],
-                        env=variables,
-                        stdin=subprocess.PIPE,  # closes when this program ends
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,  # only this program receives Ctrl-C, and then ends them in order
-                    )
-                )
+            self._actors.append(start_program([*command, *options, *own], self._get_log(index), variables))
 
     @property
     def are_all_dead(self) -> bool:
@@ -75,34 +61,13 @@ class ActorProcesses:
 
     def finish(self, timeout_s: float) -> None:
         """The gateway has ended their sessions: give them a moment to exit, then `end` them."""
-        deadline = time.monotonic() + timeout_s
-        for actor in self._actors:
-            try:
-                actor.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                break
+        wait_for_programs(self._actors, timeout_s)
         self.end()
 
     def end(self) -> None:
         """End all that still run, and forget them: others may be started. Idempotent."""
-        for actor in self._actors:
-            if actor.poll() is None:
-                actor.terminate()
-        for actor in self._actors:
-            try:
-                actor.wait(TERMINATION_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                actor.kill()
-                actor.wait()
-            if actor.stdin is not None:
-                actor.stdin.close()
+        end_programs(self._actors, TERMINATION_TIMEOUT_S)
         self._actors.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
 
     def _get_log(self, index: int) -> Path:
         return self._folder / f"actor-{index}.log"

@@ -5,8 +5,9 @@ The trials of a sweep and the members of a population are such runs. Imports no 
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Mapping
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -14,7 +15,7 @@ from typing import Self
 from shoal.errors import ConfigError, RunError
 from shoal.flows.actor_processes import ActorProcesses
 from shoal.network_address import is_loopback
-from shoal.rl.local_loop import LocalLoop
+from shoal.rl.local_loop import LocalLoop, require_one_process
 from shoal.rl.spec import RLSpec
 from shoal.wire import ExperienceSpec
 
@@ -27,11 +28,17 @@ def require_local(spec: RLSpec) -> None:
     if spec.learn_from_endpoint:
         problem = "such a run has no endpoint"
         raise ConfigError("learn_from_endpoint", True, problem, "leave it out: its own actors teach it")
-    if spec.learner.replicas > 1:
-        raise ConfigError("learner.replicas", spec.learner.replicas, "such a run is one process", "use 1")
+    require_one_process(spec)
     if spec.gateway.curve or not is_loopback(spec.gateway.host) or spec.gateway.port or spec.gateway.advertise:
         problem = "such a run has a gateway of its own, at a free port of its own machine"
         raise ConfigError("gateway", spec.gateway.host, problem, "leave out host, port, curve and advertise")
+
+
+def find_python_path() -> str:
+    """`$PYTHONPATH` for actors: a game may be in a module that is not installed, which they find where this process
+    does."""
+    own = [each for each in sys.path if not each.startswith((sys.prefix, sys.base_prefix))]
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *own]))
 
 
 class LocalRun:
@@ -39,7 +46,6 @@ class LocalRun:
 
     name:      in errors
     folder:    of its ledger, its checkpoints and its actors' logs
-    variables: of the actors' environment, but for the token
     seed:      of the first actor
     is_paused: the learner begins with a pause
     """
@@ -51,7 +57,6 @@ class LocalRun:
         experience: ExperienceSpec,
         folder: Path,
         num_actors: int,
-        variables: Mapping[str, str],
         seed: int,
         is_paused: bool = False,
     ) -> None:
@@ -60,7 +65,7 @@ class LocalRun:
         self.experience = experience
         token = secrets.token_hex(16)
         self.loop = LocalLoop(spec, experience, folder, token)
-        self.actors = ActorProcesses(folder, {**variables, "SHOAL_TOKEN": token})
+        self.actors = ActorProcesses(folder, {"PYTHONPATH": find_python_path(), "SHOAL_TOKEN": token})
         self._num_actors = num_actors
         self._seed = seed
         self._is_paused = is_paused
@@ -76,7 +81,7 @@ class LocalRun:
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            opened.enter_context(self.actors)
+            opened.callback(self.actors.finish, ACTORS_END_S)
             opened.enter_context(self.loop)
             if self._is_paused:
                 self.loop.learner.pause()
@@ -85,8 +90,4 @@ class LocalRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            self.loop.close()
-            self.actors.finish(ACTORS_END_S)
-        finally:
-            self._opened.close()
+        self._opened.close()

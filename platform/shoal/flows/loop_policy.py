@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,10 +29,10 @@ from shoal.network_address import is_loopback
 from shoal.registry import ModelVersion
 from shoal.registry.champion import CHAMPION
 from shoal.registry.model_code import ModelCode
-from shoal.rl.experience.demonstrations import DemonstrationSite
 from shoal.rl.gateway.game_settings import advance_settings, begin_settings, read_settings
 from shoal.rl.gateway.opponent_pool import OpponentPool
-from shoal.rl.ray_workers import ActorLearnerWorkers, RunSetting
+from shoal.rl.gateway.state import GatewaySetting
+from shoal.rl.ray_workers import ActorLearnerWorkers
 from shoal.runs import RunRecorder
 from shoal.runs.formatting import format_number
 from shoal.serve.on_ray.ownership import list_driver_endpoints
@@ -54,7 +53,7 @@ MIN_SETTINGS_EPISODES = 20  # likewise, for a rule of the game's settings
 class LoopPolicy:
     """A policy with its gateway and its learners. `name` is "" where it is the only one of its run.
 
-    address:  of its gateway; `websocket`: that for games, empty without one
+    addresses: of its gateway, as its worker has them
     solved_s: when it reached its target, from the first segment; stays, though its gateway may restart
     tried_at: the learner's updates at its last trial
     trial_return: the mean return of the version that is registered, in its trial; None without one
@@ -71,7 +70,7 @@ class LoopPolicy:
         self._code: ModelCode | None = None
         self.gateway: dict[str, Any] = {}
         self.learner: dict[str, Any] = {}
-        self.address = self.websocket = ""
+        self.addresses: Mapping[str, Any] = {}
         self._stored: dict[str, str] = {}  # the addresses in the store, by name
         self._relayed: dict[str, str] = {}  # to which its gateway passes games on, by policy
         self._restarted_at: float | None = None  # its gateway, since which no actor has sent anything
@@ -90,20 +89,28 @@ class LoopPolicy:
 
     def start(self, run_id: str, folder: Path, token: str, keys: tuple[bytes, bytes] | None) -> EndpointModel:
         """Start the workers, with files in the run's folder or one of its own there; returns the model to serve."""
+        self._folder_name = f"{run_id}/{self.name}" if self.name else run_id
         if self.name:
             run_id, folder = f"{run_id}.{self.name}", folder / self.name
             make_folder(folder)
+        self._folder = folder
         OpponentPool.of_run(self.spec.self_play, folder)  # takes registered opponents out of this process's registry
         has_learnt = bool(self.spec.resume) and shoal.runs.load(self.spec.resume).num_versions() > 0
-        name = self.name or self.spec.model_name
-        setting = RunSetting(run_id, folder, token, self.spec.target_return, keys, has_learnt, name)
-        self._folder, self._folder_name = folder, setting.folder_name
         begin_settings(folder)
-        site = DemonstrationSite(self.spec.demonstrations, self.experience, folder, setting.folder_name)
-        site.prepare()
-        values = {**self.spec.settings, **read_settings(folder)[0]}
-        setting = replace(setting, demonstrations=site, settings=values)
-        self._workers = workers = ActorLearnerWorkers(self.spec, self.experience, setting)
+        setting = GatewaySetting.of_run(
+            self.spec,
+            self.experience,
+            folder,
+            token,
+            self._folder_name,
+            run_id=run_id,
+            target_return=self.spec.target_return,
+            curve_keys=keys,
+            policy=self.name or self.spec.model_name,
+            settings={**self.spec.settings, **read_settings(folder)[0]},
+        )
+        setting.site.prepare()
+        self._workers = workers = ActorLearnerWorkers(self.spec, setting, has_learnt)
         factory, signature = describe_policy_model(self.spec, self.experience)
         factory = factory.with_code()  # as it is now: what learns is registered, whatever is edited meanwhile
         self._code = factory.code
@@ -123,6 +130,16 @@ class LoopPolicy:
     def workers(self) -> ActorLearnerWorkers:
         assert self._workers is not None
         return self._workers
+
+    @property
+    def address(self) -> str:
+        """Of its gateway; empty until that has started."""
+        return str(self.addresses.get("address", ""))
+
+    @property
+    def websocket(self) -> str:
+        """The same for games; empty without one."""
+        return str(self.addresses.get("websocket_address", ""))
 
     @property
     def mean_return(self) -> float:
@@ -175,8 +192,7 @@ class LoopPolicy:
         gateway, learner = self.workers.stats()
         known, known_address = self.updates, self.address  # of earlier incarnations, if these are others
         self.gateway, self.learner = gateway or self.gateway, learner or self.learner
-        self.address = gateway["address"] if gateway else self.address
-        self.websocket = gateway.get("websocket_address", "") if gateway else self.websocket
+        self.addresses = gateway or self.addresses
         self.solved_s = self.solved_s if self.solved_s is not None else self.gateway.get("solved_s")
         happened = [
             (f"{part}_restarted", {"pid": stats["pid"], "damaged_checkpoints": stats.get("damaged_checkpoints", [])})
@@ -212,10 +228,8 @@ class LoopPolicy:
         return happened + [(kind, {"at": at, **details}) for at, kind, details in self.workers.take_events()]
 
     def wait_for_gateway(self) -> None:
-        """Wait for its address. Raises ClusterError."""
-        self.address = self.workers.wait_for_gateway()
-        if self.spec.gateway.websocket is not None:
-            self.websocket = self.workers.get_websocket_address()
+        """Wait for its addresses. Raises ClusterError."""
+        self.addresses = self.workers.wait_for_gateway()
 
     def relay_websockets(self, addresses: dict[str, str]) -> None:
         """Let its gateway pass games on to those of other policies, also after it has restarted. Raises
@@ -370,7 +384,7 @@ def describe_other_addresses(policies: Sequence[LoopPolicy]) -> dict[str, str]:
     address, websocket = join_addresses(policies)
     bound, connect = "", ",".join(each.store_address() for each in policies)
     if policies[0].spec.gateway.advertise:
-        bound = ",".join(each.workers.get_bound_address() for each in policies)
+        bound = ",".join(each.addresses["bound"] for each in policies)
     found = {"bound": bound, "connect": connect, "websocket": websocket}
     return {name: each for name, each in found.items() if each not in ("", address)}
 
@@ -379,7 +393,7 @@ def announce_websocket(policies: Sequence[LoopPolicy], run_id: str) -> None:
     """Say where games join, and let the first gateway pass them on to those of the other policies. Raises
     ClusterError."""
     first, *others = policies
-    first.relay_websockets({each.name: each.workers.get_websocket_address(is_bound=True) for each in others})
+    first.relay_websockets({each.name: each.addresses["bound_websocket"] for each in others})
     shown = join_addresses(policies)[1].replace(",", "\n    ")
     print(f"run {run_id}: games join over WebSocket at\n    {shown}", flush=True)
 

@@ -8,8 +8,6 @@ Called by `policy_evaluation`, benchmarks and tests.
 from __future__ import annotations
 
 import http.client
-import json
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,8 +19,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from shoal.client.payload import decode_answer, encode_inputs
+from shoal.client.retry import Reply, decode_error
 from shoal.client.tls import create_tls_context
 from shoal.errors import ConnectionLost, InferenceError
+from shoal.open_inference.messages import ModelMetadata, Parameters, TensorMetadata
 from shoal.weights import WeightSnapshot
 from shoal.wire.action_masks import INFO_KEY
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 NUM_CONNECTIONS = 2  # the endpoint computes for one while this process steps the environments of the other
 PATIENCE_S = 60.0  # with an unavailable endpoint: a dead replica restarts within it
-HEADER_LENGTH = "Inference-Header-Content-Length"
+_DATATYPES = {"observation": "FP32", "state": "FP32", INFO_KEY: "BOOL"}
+_INPUTS = [TensorMetadata(name, datatype, [-1]) for name, datatype in _DATATYPES.items()]
+_SIGNATURE = ModelMetadata("a policy", [], "", _INPUTS, [])
 
 
 class ActionAnswer(NamedTuple):
@@ -83,82 +86,62 @@ class PolicyConnection(ABC):
         """Release it."""
 
 
-class InferenceConnection(PolicyConnection):
-    """One kept-alive connection to one model of an endpoint. Not for use by several threads.
+class PolicyAddress(NamedTuple):
+    """One model of an endpoint, and how it acts.
 
     state_size: numbers in the state of a recurrent policy; 0 of others
     action:     best or sampled; None: as the endpoint acts by default
     """
-
-    def __init__(
-        self, url: str, model: str, token: str, timeout_s: float = 10.0, state_size: int = 0, action: str | None = None
-    ) -> None:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        self._connection = (
-            http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=create_tls_context(host))
-            if parts.scheme == "https"
-            else http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
-        )
-        self._path = f"{parts.path}/v2/models/{model}/infer"
-        self._token, self._state_size = token, state_size
-        self._parameters = {} if action is None else {"parameters": {"action": action}}
-
-    def infer(
-        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
-    ) -> ActionAnswer:
-        # As bytes, which take the endpoint and this client half the time of JSON.
-        inputs = {"observation": np.ascontiguousarray(observations, "<f4")}
-        if self._state_size:
-            zeros = np.zeros((len(observations), self._state_size))
-            inputs["state"] = np.ascontiguousarray(zeros if states is None else states, "<f4")
-        if masks is not None:
-            inputs[INFO_KEY] = np.ascontiguousarray(masks, np.bool_)
-        described = [
-            {
-                "name": name,
-                "datatype": "BOOL" if name == INFO_KEY else "FP32",
-                "shape": rows.shape,
-                "parameters": {"binary_data_size": rows.nbytes},
-            }
-            for name, rows in inputs.items()
-        ]
-        names = ["action", "next_state"] if self._state_size else ["action"]
-        outputs = [{"name": name, "parameters": {"binary_data": True}} for name in names]
-        head = json.dumps({"inputs": described, "outputs": outputs, **self._parameters}).encode()
-        payload = head + b"".join(rows.tobytes() for rows in inputs.values())
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/octet-stream"}
-        headers[HEADER_LENGTH] = str(len(head))
-        try:
-            self._connection.request("POST", self._path, payload, headers)
-            response = self._connection.getresponse()
-            answer = response.read()
-            size = int(response.getheader(HEADER_LENGTH, len(answer)))
-            body: dict[str, Any] = json.loads(answer[:size])
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self._connection.close()
-            raise ConnectionLost(f"the endpoint did not answer: {error}") from error
-        if response.status != 200:
-            raise InferenceError(response.status, str(body.get("error", body)))
-        arrays, offset = {}, size
-        for output in body["outputs"]:
-            dtype, count = {"INT64": "<i8", "FP32": "<f4"}[output["datatype"]], math.prod(output["shape"])
-            arrays[output["name"]] = np.frombuffer(answer, dtype, count, offset).reshape(output["shape"])
-            offset += arrays[output["name"]].nbytes
-        return ActionAnswer(arrays, int(body["model_version"]))
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-class PolicyAddress(NamedTuple):
-    """Where an InferenceConnection goes, and how the policy acts: see there."""
 
     url: str
     model: str
     token: str
     state_size: int = 0
     action: str | None = None
+
+
+class InferenceConnection(PolicyConnection):
+    """A kept-alive connection. Not for use by several threads."""
+
+    def __init__(self, address: PolicyAddress, timeout_s: float = 10.0) -> None:
+        self._address = address
+        parts = urlsplit(address.url)
+        host = parts.hostname or ""
+        self._connection = (
+            http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=create_tls_context(host))
+            if parts.scheme == "https"
+            else http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+        )
+        self._path = f"{parts.path}/v2/models/{address.model}/infer"
+        self._parameters: Parameters = {} if address.action is None else {"action": address.action}
+
+    def infer(
+        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
+    ) -> ActionAnswer:
+        inputs = {"observation": observations}
+        if self._address.state_size:
+            inputs["state"] = np.zeros((len(observations), self._address.state_size)) if states is None else states
+        if masks is not None:
+            inputs[INFO_KEY] = masks
+        outputs = ["action", "next_state"] if self._address.state_size else ["action"]
+        # As bytes, which take the endpoint and this client half the time of JSON.
+        headers, payload = encode_inputs(_SIGNATURE, inputs, outputs, "", self._parameters, binary=True)
+        headers["authorization"] = f"Bearer {self._address.token}"
+        try:
+            self._connection.request("POST", self._path, payload, headers)
+            response = self._connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            reply = Reply(response.status, found, response.read())
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise ConnectionLost(f"the endpoint did not answer: {error}") from error
+        if reply.status != 200:
+            raise decode_error(reply)
+        answer = decode_answer(reply)
+        return ActionAnswer(answer.outputs, answer.version)
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class RelayedConnection(PolicyConnection):
@@ -185,17 +168,14 @@ def _infer(address: PolicyAddress, *inputs: Any) -> ActionAnswer:
     return _connect_once(address).infer(*inputs)
 
 
-def _connect(address: PolicyAddress) -> InferenceConnection:
-    url, model, token, state_size, action = address
-    return InferenceConnection(url, model, token, state_size=state_size, action=action)
-
-
-_connect_once = cache(_connect)
+@cache
+def _connect_once(address: PolicyAddress) -> InferenceConnection:
+    return InferenceConnection(address)
 
 
 def connect_policy(address: PolicyAddress, call: Callable[..., Any] | None = None) -> PolicyConnection:
     """A connection from this process, or, given `call`, from where that calls."""
-    return _connect(address) if call is None else RelayedConnection(call, address)
+    return InferenceConnection(address) if call is None else RelayedConnection(call, address)
 
 
 @contextmanager

@@ -274,27 +274,31 @@ def describe_policy_model(spec: RLSpec, experience: ExperienceSpec) -> tuple[Mod
     num_actions = kwargs["num_actions"]
     factory = ModelFactory(factory=spec.model_factory, kwargs=kwargs)
     action = TensorSignature(name="action", datatype="INT64", shape=[-1, *experience.action.shape])
-    scores = spec.algorithm.score_output
-    parameters = [scores]
+    parameters = [spec.algorithm.score_output]
     if experience.policy.action_low:
-        action = TensorSignature(name="action", datatype="FP32", shape=[-1, *experience.action.shape])
+        action = describe_numbers("action", *experience.action.shape)
         parameters = ["mean", "log_std"]
     state = [spec.state_size] if spec.state_size else []
     signature = Signature(
         inputs=[
-            TensorSignature(name="observation", datatype="FP32", shape=[-1, *experience.observation.shape]),
-            *[TensorSignature(name="state", datatype="FP32", shape=[-1, size]) for size in state],
+            describe_numbers("observation", *experience.observation.shape),
+            *[describe_numbers("state", size) for size in state],
             *[TensorSignature(name=INFO_KEY, datatype="BOOL", shape=[-1, num_actions])]
             * bool(find_choices(experience)),
         ],
         outputs=[
             action,
-            *[TensorSignature(name=name, datatype="FP32", shape=[-1, num_actions]) for name in parameters],
-            *([TensorSignature(name="value", datatype="FP32", shape=[-1])] if spec.algorithm.has_value else []),
-            *[TensorSignature(name="next_state", datatype="FP32", shape=[-1, size]) for size in state],
+            *[describe_numbers(name, num_actions) for name in parameters],
+            *([describe_numbers("value")] if spec.algorithm.has_value else []),
+            *[describe_numbers("next_state", size) for size in state],
         ],
     )
     return factory, signature
+
+
+def describe_numbers(name: str, *shape: int) -> TensorSignature:
+    """A tensor of floats with rows of this shape."""
+    return TensorSignature(name=name, datatype="FP32", shape=[-1, *shape])
 
 
 def list_actions(spec: ActorLearnerSpec, experience: ExperienceSpec) -> tuple[str, ...]:
@@ -314,8 +318,8 @@ def mix_policies(
     inputs, outputs = (
         [each for each in side if each.name not in states] for side in (signature.inputs, signature.outputs)
     )
-    inputs.insert(1, TensorSignature(name="state", datatype="FP32", shape=[-1, size]))
-    outputs.append(TensorSignature(name="next_state", datatype="FP32", shape=[-1, size]))
+    inputs.insert(1, describe_numbers("state", size))
+    outputs.append(describe_numbers("next_state", size))
     network = factory.model_dump(include={"factory", "kwargs", "code"}, exclude_none=True)
     mixed = ModelFactory(
         factory="shoal.models.policy_mixture:PolicyMixture",

@@ -7,26 +7,26 @@ Called by `LocalLoop.open`, and by a Ray worker.
 
 from __future__ import annotations
 
-import hmac
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import zmq
 
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, ProtocolViolation
 from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.rl.gateway.listener import find_listener, read_frames
+from shoal.rl.gateway.connections import Connections
+from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.gateway.sessions import find_hello_problem, to_printable
 from shoal.rl.gateway.state import GatewaySetting
-from shoal.rl.gateway.zmq_listener import bind_router, format_address
+from shoal.rl.gateway.zmq_listener import format_address
 from shoal.rl.spec import RLSpec, experience_spec
-from shoal.wire import ExperienceSpec, MessageLimits, PolicySpec, TensorSpec, encode
+from shoal.wire import ExperienceSpec, PolicySpec, TensorSpec
 from shoal.wire.given_spaces import GivenSpaces, find_wrong_spaces
-from shoal.wire.messages import PROTOCOL_VERSION, Bye, ErrorMessage, Hello, Message, reject_version
+from shoal.wire.messages import Bye, ErrorMessage, Hello, Message
 
 STAY_S = 0.05  # between two looks at whether the gateway comes
 WAITING_PRINT_S = 30.0  # between two lines that say what a run waits for
@@ -47,80 +47,64 @@ class FirstGame:
 
     def __init__(self, spec: RLSpec, folder: Path, token: str, curve_keys: tuple[bytes, bytes] | None = None) -> None:
         self.spec, self._token = spec, token
-        self._limits = MessageLimits(max_message_bytes=spec.gateway.max_message_bytes)
+        setting = GatewaySetting(spec.gateway, _NOTHING, token, curve_keys=curve_keys)
         make_folder(folder)
         self._ledger = ledger = Ledger(folder / LEDGER_NAME)
         self.env, self.brought_by = ledger.get_fact("spaces") or "", ledger.get_fact("spaces_from") or ""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            port = int(ledger.get_fact("port") or 0)
-            self._socket, self.port = bind_router(self._context, spec.gateway, port, curve_keys)
-            ledger.set_fact("port", str(self.port))
-            setting = GatewaySetting(spec.gateway, _NOTHING, token, curve_keys=curve_keys)
-            listener, port = find_listener(spec.gateway), int(ledger.get_fact("websocket_port") or 0)
-            self._listener = None if listener is None else listener(setting, port)
-            if self._listener is not None:
-                ledger.set_fact("websocket_port", str(self._listener.port))
+        with ExitStack() as opened:
+            opened.callback(ledger.close)
+            self._connections = Connections(setting, ledger)
+            opened.callback(self._connections.close)
             ledger.commit()
-        except BaseException:
-            self._context.destroy(linger=0)
-            ledger.close()
-            raise
+            self._opened = opened.pop_all()
+        self._closing, self._answering = threading.Event(), threading.Lock()
         self._routes: dict[bytes, None] = {}  # of those that have the token
         self._sweep_at = 0.0
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        if self._listener is not None:
-            self._poller.register(self._listener.fileno(), zmq.POLLIN)
 
     def format_addresses(self, host: str = "") -> list[str]:
         """Where games may connect: by ZeroMQ, and by WebSocket where the run has that. host: by default the
         advertised, or the spec's"""
         advertised, port = self.spec.gateway.advertised
         host = advertised or host or self.spec.gateway.host
-        addresses = [format_address("tcp", host, port or self.port)]
-        if self._listener is not None:
-            addresses.append(format_address(self._listener.scheme, host, self._listener.port))
+        addresses = [format_address("tcp", host, port or self._connections.port)]
+        if websocket := format_websocket_address(self._connections.listener, host):
+            addresses.append(websocket)
         return addresses
 
-    def wait(self, timeout_s: float) -> bool:
-        """Answer games until one has brought the spaces, or the time is over; returns whether one has."""
+    def wait(self, timeout_s: float) -> tuple[str, str]:
+        """Answer games until one has brought the spaces, or the time is over; returns `env` and `brought_by`."""
         deadline = time.monotonic() + timeout_s
         while not self.env and (left_s := deadline - time.monotonic()) > 0:
             self._answer(left_s)
-        return bool(self.env)
+        return self.env, self.brought_by
 
-    def stay(self, closing: threading.Event) -> None:
-        """Tell games that the run begins, until then."""
-        while not closing.is_set():
-            self._answer(STAY_S)
+    def stay(self) -> None:
+        """Tell games that the run begins, until another thread closes this."""
+        with self._answering:
+            while not self._closing.is_set():
+                self._answer(STAY_S)
 
     def close(self) -> None:
-        """Free the ports. Idempotent."""
-        if self._context.closed:
-            return
-        for route in self._routes:
-            self._send(route, Bye("the run has ended", True))
-        if self._listener is not None:
-            self._listener.close()
-        self._context.destroy(linger=500)
-        self._ledger.close()
+        """Free the ports, before the gateway binds them. Idempotent."""
+        self._closing.set()
+        with self._answering:
+            for route in self._routes:
+                self._connections.send(route, Bye("the run has ended", True))
+            self._routes.clear()
+            self._opened.close()
 
     def _answer(self, timeout_s: float) -> None:
         """Wait this long for messages, and answer a round of them."""
-        ready = dict(self._poller.poll(int(1000 * min(timeout_s, self.spec.gateway.heartbeat_s)) + 1))
-        if self._socket in ready:
-            route, *frames = self._socket.recv_multipart()
-            self._take(route, read_frames(frames, self._limits))
-        if self._listener is not None:
-            for route, received, _ in self._listener.receive(is_busy=False):
-                if received is not None:
-                    self._take(route, received)
-                else:
-                    self._routes.pop(route, None)
-        if self._listener is not None and time.monotonic() >= self._sweep_at:
+        connections = self._connections
+        timeout_ms = int(1000 * min(timeout_s, self.spec.gateway.heartbeat_s)) + 1
+        for route, message, _ in connections.receive(dict(connections.poller.poll(timeout_ms))):
+            if message is not None:
+                self._take(route, message)
+            else:
+                self._routes.pop(route, None)
+        if connections.listener is not None and time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + self.spec.gateway.heartbeat_s
-            list(self._listener.sweep(()))
+            list(connections.listener.sweep(()))
 
     def _take(self, route: bytes, message: Message | ProtocolViolation) -> None:
         try:
@@ -130,17 +114,14 @@ class FirstGame:
                 raise ProtocolViolation("hello_required", "say hello first")
             self._take_hello(route, message)
         except ProtocolViolation as error:
-            self._send(route, ErrorMessage(error.code, error.message, error.code in _FATAL, error.seq))
+            self._connections.send(route, ErrorMessage(error.code, error.message, error.code in _FATAL, error.seq))
 
     def _take_hello(self, route: bytes, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL_VERSION:
-            raise reject_version(hello.protocol)
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            raise ProtocolViolation("bad_token", "the token is not the one of this gateway")
-        if (problem := find_hello_problem(hello, None)) is not None:
+        if (problem := find_hello_problem(hello, self._token, lambda actor_id: None)) is not None:
             raise ProtocolViolation(*problem)
         if self.env:
-            return self._send(route, _BEGINS)
+            self._connections.send(route, _BEGINS)
+            return
         self._routes[route] = None
         if not hello.offers:
             remedy = f"add them to hello, as {EXAMPLE}"
@@ -159,18 +140,8 @@ class FirstGame:
         self._ledger.commit()
         self._ledger.close()
         for each in self._routes:
-            self._send(each, _BEGINS)
+            self._connections.send(each, _BEGINS)
         self._routes.clear()
-
-    def _send(self, route: bytes, message: Message) -> None:
-        if self._listener is not None and route in self._listener:
-            self._listener.send(route, message, ())
-            return
-        try:
-            self._socket.send_multipart([route, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
 
 
 def describe_given(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
@@ -183,11 +154,6 @@ def describe_given(spec: RLSpec) -> tuple[ExperienceSpec, np.ndarray]:
     given = GivenSpaces.parse(spec.given)
     experience = experience_spec(given.observation, given.action, spec, given.has_masks)
     return experience, given.make_first_observation()
-
-
-def name_first_game(run_id: str) -> str:
-    """Of its Ray worker, for the gateway that takes its ports."""
-    return f"first-game-{run_id}"
 
 
 def describe_waiting(addresses: list[str], server_key: str = "", token: str = "") -> str:

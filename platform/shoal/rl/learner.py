@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,22 +21,21 @@ import torch
 from shoal import checkpoint
 from shoal.checkpoint.directory import list_newest_first
 from shoal.checkpoint.files import CheckpointMirror
-from shoal.checkpoint.stored import StoredCheckpoints
-from shoal.errors import CheckpointError, Closed, LedgerUnwritable, SpecMismatch, summarize_error
+from shoal.checkpoint.stored import StoredCheckpoints, open_run_store
+from shoal.errors import CheckpointError, LedgerUnwritable, SpecMismatch, summarize_error
 from shoal.rl.algorithms.algorithm import NonFiniteLoss, make_algorithm
 from shoal.rl.batch_checks import BadBatchPolicy, EvidenceCheck
 from shoal.rl.batch_lease import BatchLease
-from shoal.rl.experience.demonstrations import ShownExperience
+from shoal.rl.experience.demonstrations import DemonstrationSite, ShownExperience
 from shoal.rl.experience.queue import UNWRITABLE_PAUSE_S, BatchRequest, ExperienceBatch, ExperienceSource
 from shoal.rl.learner_group import LearnerHub
 from shoal.rl.part_specs import LearnerSpec
+from shoal.rl.pausable_loop import PausableLoop
 from shoal.rl.published_versions import PublishedVersions, WeightSink
 from shoal.rl.spec import RLSpec
 from shoal.store import Store
 from shoal.weights import PublishedVersion, Skipped, WeightSnapshot, decode_tensors
 from shoal.wire import DropReason, ExperienceSpec
-
-T = TypeVar("T")
 
 VERSIONS_FILE = "versions-reserved"  # in the folder of checkpoints
 VERSIONS_AHEAD = 1_000_000  # of a checkpoint: that many are published without another in the store, at most
@@ -100,10 +99,44 @@ class Learner:
         self._evidence = None if spec.algorithm.is_off_policy else check
         self._bad_batches = BadBatchPolicy(spec.applied_gateway.max_version_lag, self._update, self.algorithm.is_usable)
         self._loop = PausableLoop(self.step)
+        self.thread = threading.Thread(target=self.run_as_thread, name="learner", daemon=True)
+        self.error: BaseException | None = None  # what has ended `run` there
         if has_moved:  # before it publishes: the host before must not continue below these numbers
             self.save()
             self.failure = self._checkpoints.finish_upload()
         self._publish()
+
+    @classmethod
+    def of_run(
+        cls,
+        spec: RLSpec,
+        site: DemonstrationSite,
+        source: ExperienceSource,
+        sink: WeightSink,
+        used_version: int = 0,
+        hub: LearnerHub | None = None,
+        has_learnt: bool = False,
+    ) -> Self:
+        """The learner of a run with files at `site`. has_learnt: it is resumed, and has published weights before"""
+        return cls(
+            spec,
+            site.experience,
+            source,
+            sink,
+            site.folder / "checkpoints",
+            used_version,
+            hub,
+            store=open_run_store(site.name),
+            demonstrations=site.open_shown(),
+            must_restore=has_learnt or bool(used_version),
+        )
+
+    def finish(self, timeout_s: float) -> bool:
+        """Stop learning, publish and save; returns whether that is done. Idempotent."""
+        self.stop()
+        if self.thread.is_alive():
+            self.thread.join(timeout_s)
+        return not self.thread.is_alive()
 
     def run(self) -> None:
         """Learn until `stop()`; publish and save the last good state, even when an update raises.
@@ -126,7 +159,11 @@ class Learner:
         """`run`, in a thread of its own, with thread settings suited to learning."""
         # A nearly certain policy has denormal gradients, which cost a hundred times as much as zero.
         torch.set_flush_denormal(True)
-        self.run()
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = error
+            raise
 
     def stop(self) -> None:
         """End `run` after the current update. Idempotent, callable from any thread."""
@@ -218,6 +255,7 @@ class Learner:
                 "restored_updates": self.restored_updates,
                 "damaged_checkpoints": list(self._checkpoints.damaged),
                 "checkpoint_failure": self.failure,
+                "failure": f"{type(self.error).__name__}: {self.error}" if self.error else "",
                 "pid": os.getpid(),
                 "replica_pids": self._hub.pids if self._hub is not None else [],
                 "metrics": dict(self._metrics),
@@ -409,46 +447,6 @@ class LearnerCheckpoints:
     def postpone(self) -> None:
         """The disk is full: the next one is due after the full interval."""
         self._saved_at = time.monotonic()
-
-
-class PausableLoop:
-    """Calls `step` until `stop`. Other threads may pause it between two steps."""
-
-    def __init__(self, step: Callable[[], object]) -> None:
-        self._step = step
-        self._stopping, self._running = threading.Event(), threading.Event()
-        self._running.set()
-        self._step_lock = threading.Lock()  # held during a step of `run`
-
-    def run(self) -> None:
-        """Step until `stop`, in the caller's thread."""
-        while not self._stopping.is_set():
-            if self._running.wait(timeout=0.1):
-                with self._step_lock:
-                    if self._running.is_set():  # `pause` may have come in between
-                        self._step()
-
-    def stop(self) -> None:
-        """End `run` after the current step. Idempotent."""
-        self._stopping.set()
-
-    def pause(self, prepare: Callable[[], T | None], interval_s: float) -> T:
-        """Wait for the current step; then no other is taken until `resume`. Returns what `prepare` returns, which is
-        called again after `interval_s` while that is None. Raises Closed when the loop is stopped before."""
-        self._running.clear()
-        while not self._stopping.is_set():
-            with self._step_lock:
-                if (prepared := prepare()) is not None:
-                    return prepared
-            self._stopping.wait(interval_s)
-        raise Closed("the learner was stopped")
-
-    def resume(self) -> None:
-        self._running.set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return after this time, or when the loop is stopped."""
-        self._stopping.wait(timeout_s)
 
 
 def model_arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:

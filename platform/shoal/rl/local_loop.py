@@ -6,7 +6,6 @@ Actors connect over the wire as always.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,19 +18,30 @@ from shoal.actor.environment import ASK
 from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, RunError
 from shoal.random_state import preserve_rng
-from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.experience.queue import ExperienceQueue
-from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
 from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_given, describe_waiting, print_line
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
-from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.learner import Learner
 from shoal.rl.spec import RLSpec
 from shoal.weights import WeightStore
 from shoal.wire import ExperienceSpec
 from shoal.wire.messages import GameSettings
+
+CLOSE_TIMEOUT_S = 30.0  # for the learner's last update
+
+
+def require_one_process(spec: RLSpec) -> None:
+    """Raise ConfigError for what needs the workers of a cluster."""
+    if spec.learner.replicas > 1:
+        problem = "needs a cluster, and this loop is one process"
+        raise ConfigError("learner.replicas", spec.learner.replicas, problem, "use 1, or shoal run")
+    if spec.gateway.durable == "store":
+        problem = "is for a gateway that may begin again elsewhere, and this loop is one process"
+        raise ConfigError("gateway.durable", "store", problem, "use disk, or shoal run")
+    if spec.rules:
+        problem = "are followed by the job of a run, and this loop is one of several"
+        raise ConfigError("rules", list(spec.rules), problem, "leave them out, or shoal run actor_learner")
 
 
 class LocalLoop:
@@ -40,44 +50,26 @@ class LocalLoop:
     def __init__(
         self, spec: RLSpec, experience: ExperienceSpec, folder: Path, token: str, target_return: float | None = None
     ) -> None:
-        if spec.learner.replicas > 1:
-            problem = "needs a cluster, and this loop is one process"
-            raise ConfigError("learner.replicas", spec.learner.replicas, problem, "use 1, or shoal run")
-        if spec.gateway.durable == "store":
-            problem = "is for a gateway that may begin again elsewhere, and this loop is one process"
-            raise ConfigError("gateway.durable", "store", problem, "use disk, or shoal run")
-        if spec.rules:
-            problem = "are followed by the job of a run, and this loop is one of several"
-            raise ConfigError("rules", list(spec.rules), problem, "leave them out, or shoal run actor_learner")
+        require_one_process(spec)
         make_folder(folder)
         with ExitStack() as closing:
             closing.callback(torch.set_num_threads, torch.get_num_threads())  # the learner sets the process's
             closing.enter_context(preserve_rng(has_cuda=False))
             self.store = WeightStore()
-            self.ledger = Ledger(folder / LEDGER_NAME)
-            self.queue = ExperienceQueue(spec.queue_capacity, self.ledger)
-            site = DemonstrationSite(spec.demonstrations, experience, folder)
-            site.prepare()
-            setting = GatewaySetting(
-                spec.applied_gateway,
+            setting = GatewaySetting.of_run(
+                spec,
                 experience,
+                folder,
                 token,
-                folder.name,
-                target_return,
-                is_synchronous=spec.algorithm.pauses_actors,
-                steps_ahead=spec.steps_ahead,
-                learns_from_users=spec.learn_from_endpoint,
-                demonstrations=site,
+                run_id=folder.name,
+                target_return=target_return,
                 settings=spec.settings,
             )
-            self._settings = spec.settings
-            opponents = OpponentPool.of_run(spec.self_play, folder)
-            self.gateway = Gateway(setting, self.queue, self.store, opponents)
-            checkpoints, shown = folder / "checkpoints", site.open_shown()
-            self.learner = Learner(spec, experience, self.queue, self.store, checkpoints, demonstrations=shown)
+            setting.site.prepare()
+            self.gateway = Gateway.of_run(spec, setting, self.store)
+            self.queue, self.ledger = self.gateway.queue, self.gateway.queue.ledger
+            self.learner = Learner.of_run(spec, setting.site, self.queue, self.store)
             self._closing = closing.pop_all()
-        self._thread = threading.Thread(target=self._learn, name="learner", daemon=True)
-        self._failure: BaseException | None = None
         self._closed = False
 
     @classmethod
@@ -104,8 +96,8 @@ class LocalLoop:
 
     def start(self) -> None:
         self.gateway.start()
-        self.change_settings(self._settings)  # where the ledger has others
-        self._thread.start()
+        self.change_settings(self.gateway.setting.settings)  # where the ledger has others
+        self.learner.thread.start()
 
     @property
     def address(self) -> str:
@@ -128,33 +120,24 @@ class LocalLoop:
             if stats["solved_s"] is not None:
                 return float(stats["solved_s"])
             self.require_learner()
-            self._thread.join(timeout=0.05)
+            self.learner.thread.join(timeout=0.05)
         raise RunError(f"not solved within {timeout_s} s: mean return {self.gateway.stats()['mean_return']:.4g}")
 
     def require_learner(self) -> None:
         """Raise RunError when the learner has failed."""
-        if self._failure is not None:
-            raise RunError(f"the learner failed: {self._failure}") from self._failure
+        if (error := self.learner.error) is not None:
+            raise RunError(f"the learner failed: {error}") from error
 
     def close(self) -> None:
         """Stop the learner, end the actors, close the ledger. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self.learner.stop()
-        if self._thread.is_alive():
-            self._thread.join(timeout=30)
+        self.learner.finish(CLOSE_TIMEOUT_S)
         with self._closing as closing:  # close each part, even if the disk is full
             closing.callback(self.ledger.close)
             closing.callback(self.store.close)
             closing.callback(self.gateway.close, finished=True)
-
-    def _learn(self) -> None:
-        try:
-            self.learner.run_as_thread()
-        except BaseException as error:
-            self._failure = error
-            raise
 
     def __enter__(self) -> Self:
         try:

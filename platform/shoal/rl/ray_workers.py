@@ -1,4 +1,5 @@
-"""The gateway and the learner as Ray workers, which each hold a plain object and forward to it.
+"""The gateway and the learner as Ray workers, which each hold a plain object and forward to it; and what listens on the
+gateway's host until a game has brought the spaces.
 
 Each worker starts its object when it is constructed, so Ray's own restart of a dead worker is the whole recovery: the
 gateway restores its ledger and port, the learner its checkpoint. Called by flows.
@@ -10,68 +11,48 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from shoal.atomic_file import make_folder
+from shoal.actor.environment import ASK
 from shoal.cluster.capacity import count_gpu_slots, get_head_address, get_node_address, gpus_by_host, make_host_options
 from shoal.device_memory import limit_device_memory
-from shoal.errors import Closed, ClusterError, ConfigError, LedgerUnwritable
+from shoal.errors import Closed, ClusterError, ConfigError, LedgerUnwritable, RecordUnwritable, error_summary
 from shoal.gc_freeze import freeze_loaded_objects
+from shoal.home import home
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.ray_call import AWAY, CALL_TIMEOUT_S, NAMESPACE, RETRY_S, call_or_none, call_until_answered
-from shoal.rl.experience.demonstrations import DemonstrationSite
-from shoal.rl.experience.group_commit import GroupCommit
-from shoal.rl.experience.queue import BatchRequest, ExperienceQueue
-from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
-from shoal.rl.experience.segment_log import open_log
-from shoal.rl.first_game import name_first_game
+from shoal.rl.experience.queue import BatchRequest
+from shoal.rl.first_game import WAITING_PRINT_S, FirstGame, describe_waiting, print_line
 from shoal.rl.gateway.gateway import Gateway
 from shoal.rl.gateway.listener import format_websocket_address
-from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.state import GatewaySetting
 from shoal.rl.gateway.user_episodes import EpisodeRejection
-from shoal.rl.gateway.zmq_listener import format_address, require_reachable_gateway, resolve_reachable_host
+from shoal.rl.gateway.zmq_listener import (
+    format_address,
+    load_curve_keys,
+    require_reachable_gateway,
+    resolve_reachable_host,
+)
 from shoal.rl.ray_gateway_handle import ACKNOWLEDGE_TIMEOUT_S, RayEpisodeService, RayExperienceSource
 from shoal.rl.spec import RLSpec
+from shoal.runs import RunRecorder
 from shoal.weights import PublishedVersion, WeightSnapshot
 from shoal.weights.ray_weight_store import RayWeightPublisher, RayWeightSource, get_stored_version, start_weight_store
-from shoal.wire import DropReason, ExperienceSpec
+from shoal.wire import DropReason
 from shoal.wire.messages import GameSettings
 
 if TYPE_CHECKING:
     from shoal.rl.learner_group import HubLink
 
+SpecT = TypeVar("SpecT", bound=RLSpec)
 START_TIMEOUT_S = 300.0  # the learner may wait for a CPU of a busy cluster, and the gateway for the first weights
+FIRST_GAME_TIMEOUT_S = 60.0  # for the start of what waits for one
 USER_TIMEOUT_S = 10.0  # for the answer to a user of the endpoint
-
-
-@dataclass(frozen=True)
-class RunSetting:
-    """The settings that both workers need. `has_learnt`: the run is resumed, and has published weights before.
-    `policy`: its name, in addresses. `settings`: of the game, at first"""
-
-    run_id: str
-    folder: Path
-    token: str
-    target_return: float | None
-    curve_keys: tuple[bytes, bytes] | None
-    has_learnt: bool = False
-    policy: str = ""
-    demonstrations: DemonstrationSite | None = None
-    settings: GameSettings = field(default_factory=dict)
-
-    @property
-    def folder_name(self) -> str:
-        """The folder below that of all runs: the run's, or a policy's there."""
-        is_run = self.folder.name == self.run_id
-        return self.run_id if is_run else f"{self.folder.parent.name}/{self.folder.name}"
 
 
 @ray.remote(num_cpus=0, max_concurrency=16)
@@ -79,59 +60,34 @@ class GatewayWorker:
     """A Gateway in a process of its own. After a restart, segments queued before are dropped as GATEWAY_CRASH; with
     `gateway.durable: store` they are queued again."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
-        make_folder(setting.folder)  # absent on a host that shares no files with the driver's
-        self._pool = OpponentPool.of_run(spec.self_play, setting.folder)
-        self._ledger = Ledger(setting.folder / LEDGER_NAME)
-        self._queue = ExperienceQueue(spec.queue_capacity, self._ledger)
-        has_log = spec.gateway.durable == "store"
-        commit = GroupCommit(open_log(setting.folder_name, experience), self._queue) if has_log else None
-        gateway = GatewaySetting(
-            spec.applied_gateway,
-            experience,
-            setting.token,
-            setting.run_id,
-            setting.target_return,
-            setting.curve_keys,
-            is_synchronous=spec.algorithm.pauses_actors,
-            steps_ahead=spec.steps_ahead,
-            learns_from_users=spec.learn_from_endpoint,
-            policy=setting.policy,
-            demonstrations=setting.demonstrations,
-            settings=setting.settings,
-        )
-        weights = RayWeightSource(start_weight_store(setting.run_id))
-        self._gateway = Gateway(gateway, self._queue, weights, self._pool, commit)
+    def __init__(self, spec: RLSpec, setting: GatewaySetting) -> None:
+        self._gateway = Gateway.of_run(spec, setting, RayWeightSource(start_weight_store(setting.run_id)))
         self._gateway.start(START_TIMEOUT_S, partial(_release_ports, setting.run_id))
 
-    def address(self) -> str:
-        """Its address for actors: `gateway.advertise`, or where it listens."""
-        host, port = self._gateway.spec.advertised
-        return format_address("tcp", host, port or self._gateway.port) if host else self.bound_address()
-
-    def bound_address(self) -> str:
-        """Where it listens; for a wildcard host, at the address of this node."""
-        return format_address("tcp", self._resolve_host(), self._gateway.port)
-
-    def websocket_address(self, is_bound: bool = False) -> str:
-        """For games; empty without `gateway.websocket`. is_bound: where it listens, and not the advertised host"""
-        advertised = "" if is_bound else self._gateway.spec.advertised[0]
-        return format_websocket_address(self._gateway.listener, advertised or self._resolve_host())
+    def addresses(self) -> dict[str, str]:
+        """Where actors and games connect, as `gateway.advertise` says, and where it listens: for a wildcard host, at
+        the address of this node. Those of games are empty without `gateway.websocket`."""
+        gateway = self._gateway
+        bound = resolve_reachable_host(gateway.spec.host, ray.util.get_node_ip_address())
+        host, port = gateway.spec.advertised
+        return {
+            "address": format_address("tcp", host or bound, port or gateway.port),
+            "bound": format_address("tcp", bound, gateway.port),
+            "websocket_address": format_websocket_address(gateway.listener, host or bound),
+            "bound_websocket": format_websocket_address(gateway.listener, bound),
+        }
 
     def relay_websockets(self, addresses: Mapping[str, str]) -> None:
         if self._gateway.listener is not None:
             self._gateway.listener.relay(addresses)
 
-    def _resolve_host(self) -> str:
-        return resolve_reachable_host(self._gateway.spec.host, ray.util.get_node_ip_address())
-
     def take(self, consumer: str, request: BatchRequest) -> bytes | None:
         """A batch as bytes, which Ray passes on unchanged; it would pickle arrays one by one."""
-        batch = self._queue.take(consumer, request)
+        batch = self._gateway.queue.take(consumer, request)
         return None if batch is None else batch.to_bytes()
 
     def acknowledge(self, lease_id: int, outcomes: Sequence[DropReason | None], evidence: Sequence[float]) -> bool:
-        return self._queue.acknowledge(lease_id, outcomes, evidence)
+        return self._gateway.queue.acknowledge(lease_id, outcomes, evidence)
 
     def take_episode(self, request: EpisodeRequest) -> EpisodeAnswer | EpisodeRejection:
         """Answer a user of the endpoint."""
@@ -143,8 +99,7 @@ class GatewayWorker:
     def stats(self) -> dict[str, Any]:
         if not self._gateway.is_alive:
             os._exit(1)  # Ray restarts this worker, which continues from the ledger
-        addresses = {"address": self.address(), "websocket_address": self.websocket_address()}
-        return {**self._gateway.stats(), **addresses}
+        return {**self._gateway.stats(), **self.addresses()}
 
     def take_events(self) -> list[tuple[float, str, dict[str, Any]]]:
         return self._gateway.take_events()
@@ -154,7 +109,7 @@ class GatewayWorker:
 
     def load_pool(self) -> list[WeightSnapshot]:
         """Past versions of the run, in the pool of opponents."""
-        return [] if self._pool is None else self._pool.load_own()
+        return [] if (pool := self._gateway.opponents) is None else pool.load_own()
 
     def close(self, finished: bool) -> dict[str, Any]:
         """The last stats, after the queue was dropped as SHUTDOWN."""
@@ -166,11 +121,10 @@ class GatewayWorker:
 class LearnerWorker:
     """A Learner in a process of its own; it starts at once, from its newest checkpoint if there is one."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+    def __init__(self, spec: RLSpec, setting: GatewaySetting, has_learnt: bool) -> None:
         with freeze_loaded_objects():  # imported here: the driver would spend a second loading torch for nothing
             import torch._dynamo  # noqa: F401 - as every optimiser does
 
-            from shoal.checkpoint.stored import open_run_store
             from shoal.rl.learner import Learner
             from shoal.rl.learner_group import LearnerHub
         limit_device_memory(spec.learner.num_gpus)
@@ -179,26 +133,12 @@ class LearnerWorker:
         source = RayExperienceSource(ray.get_actor(_gateway_name(setting.run_id), NAMESPACE))
         address = ray.util.get_node_ip_address(), setting.token.encode()
         self._hub = LearnerHub(*address) if spec.learner.replicas > 1 else None
-        version, site = get_stored_version(store), setting.demonstrations
-        self._learner = Learner(
-            spec,
-            experience,
-            source,
-            self._publisher,
-            setting.folder / "checkpoints",
-            version,
-            self._hub,
-            store=open_run_store(setting.folder_name),
-            demonstrations=site.open_shown() if site else None,
-            must_restore=setting.has_learnt or bool(version),
-        )
-        self._failure, self._finished = "", False
-        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
-        self._thread.start()
+        version = get_stored_version(store)
+        self._learner = Learner.of_run(spec, setting.site, source, self._publisher, version, self._hub, has_learnt)
+        self._learner.thread.start()
 
     def stats(self) -> dict[str, Any]:
-        ended = "" if self._thread.is_alive() or self._finished else "its thread has ended"
-        return {**self._learner.stats(), "failure": self._failure or ended}
+        return self._learner.stats()
 
     def hub_address(self) -> tuple[str, int]:
         """Where the other learners of the run join."""
@@ -217,28 +157,18 @@ class LearnerWorker:
     def resume(self) -> None:
         self._learner.resume()
 
-    def finish(self, timeout_s: float) -> None:
-        """Stop learning, publish and save. Raises TimeoutError when an update does not end."""
-        self._finished = True
-        self._learner.stop()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the learner did not stop within {timeout_s} s")
-        self._publisher.close()
-
-    def _run(self) -> None:
-        try:
-            self._learner.run_as_thread()
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
+    def finish(self, timeout_s: float) -> bool:
+        """Stop learning, publish and save; False when an update does not end in time."""
+        if is_over := self._learner.finish(timeout_s):
+            self._publisher.close()
+        return is_over
 
 
 @ray.remote(max_concurrency=2)
 class LearnerReplicaWorker:
     """A LearnerReplica in a process of its own; it joins the learner of the run at once, and each later incarnation."""
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+    def __init__(self, spec: RLSpec, setting: GatewaySetting) -> None:
         with freeze_loaded_objects():
             import torch._dynamo  # noqa: F401 - as every optimiser does
 
@@ -246,7 +176,7 @@ class LearnerReplicaWorker:
 
         limit_device_memory(spec.learner.num_gpus)
         self._setting = setting
-        self._replica = LearnerReplica(spec, experience)
+        self._replica = LearnerReplica(spec, setting.experience)
         threading.Thread(target=self._run, name="learner-replica", daemon=True).start()
 
     def pid(self) -> int:
@@ -272,9 +202,12 @@ class LearnerReplicaWorker:
 
 
 class ActorLearnerWorkers:
-    """The store, the gateway and the learners of one run: started, called and closed together."""
+    """The store, the gateway and the learners of one run: started, called and closed together.
 
-    def __init__(self, spec: RLSpec, experience: ExperienceSpec, setting: RunSetting) -> None:
+    has_learnt: the run is resumed, and has published weights before
+    """
+
+    def __init__(self, spec: RLSpec, setting: GatewaySetting, has_learnt: bool = False) -> None:
         self._run_id = setting.run_id
         # The gateway stays on its host while that is up: its address should not change, and its ledger is a file there.
         placement = make_host_options()
@@ -288,15 +221,15 @@ class ActorLearnerWorkers:
         options = {"namespace": NAMESPACE, "max_restarts": spec.learner.max_restarts}
         self._gateway: Any = GatewayWorker.options(  # type: ignore[attr-defined]
             name=_gateway_name(setting.run_id), **placement, **options
-        ).remote(spec, experience, setting)
+        ).remote(spec, setting)
         options |= {"num_cpus": spec.learner.num_cpus, "num_gpus": num_gpus}
         self._learner: Any = LearnerWorker.options(  # type: ignore[attr-defined]
             name=_learner_name(setting.run_id), **options
-        ).remote(spec, experience, setting)
+        ).remote(spec, setting, has_learnt)
         self._replicas: list[Any] = [
             LearnerReplicaWorker.options(  # type: ignore[attr-defined]
                 name=f"{_learner_name(setting.run_id)}-{number}", **options
-            ).remote(spec, experience, setting)
+            ).remote(spec, setting)
             for number in range(1, spec.learner.replicas)
         ]
 
@@ -310,19 +243,12 @@ class ActorLearnerWorkers:
         """Let the endpoint have this version, or with None the newest again. Raises ClusterError."""
         self._call_until_answered(self._store.hold, snapshot)
 
-    def wait_for_gateway(self) -> str:
-        """Wait for the learner's first weights, and for the gateway. Raises ClusterError when either does not start."""
+    def wait_for_gateway(self) -> dict[str, str]:
+        """Wait for the learner's first weights, and for the addresses of the gateway. Raises ClusterError when either
+        does not start."""
         deadline = time.monotonic() + START_TIMEOUT_S
         self._wait_for_start("learner", self._learner.stats, deadline)
-        return str(self._wait_for_start("gateway", self._gateway.address, deadline))
-
-    def get_bound_address(self) -> str:
-        """Where the gateway listens, for actors of its own host. Raises ClusterError."""
-        return str(self._call_until_answered(self._gateway.bound_address))
-
-    def get_websocket_address(self, is_bound: bool = False) -> str:
-        """As of a GatewayWorker. Raises ClusterError."""
-        return str(self._call_until_answered(self._gateway.websocket_address, is_bound))
+        return self._wait_for_start("gateway", self._gateway.addresses, deadline)
 
     def relay_websockets(self, addresses: Mapping[str, str]) -> None:
         """Let this gateway pass games on to those of other policies. Raises ClusterError."""
@@ -353,8 +279,7 @@ class ActorLearnerWorkers:
 
     def load_pool(self) -> list[WeightSnapshot]:
         """Past versions of the run, in the pool of opponents. Raises ClusterError."""
-        pool: list[WeightSnapshot] = self._call_until_answered(self._gateway.load_pool)
-        return pool
+        return self._call_until_answered(self._gateway.load_pool)
 
     def pause_learner(self) -> WeightSnapshot:
         """Pause learning; the weights stay unchanged until `resume_learner`. Raises ClusterError."""
@@ -369,11 +294,8 @@ class ActorLearnerWorkers:
 
     def finish_learner(self, timeout_s: float = 60.0) -> bool:
         """Stop learning, publish and save; False when the learner is restarting or does not end in time."""
-        try:
-            ray.get(self._learner.finish.remote(timeout_s), timeout=timeout_s + RETRY_S)
-        except (*AWAY, ray.exceptions.RayTaskError):
-            return False
-        return True
+        away = (*AWAY, ray.exceptions.RayTaskError)
+        return bool(call_or_none(self._learner.finish, timeout_s, timeout_s=timeout_s + RETRY_S, away=away))
 
     def close_gateway(self, finished: bool, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any] | None:
         """Dismiss the actors; the last stats, or None when the gateway is dead, does not answer in time or cannot write
@@ -401,6 +323,49 @@ class ActorLearnerWorkers:
             raise ClusterError(f"a worker is gone for good: {error}") from error
 
 
+def take_spaces(
+    spec: SpecT, recorder: RunRecorder, token: str, staying: ExitStack, say: Callable[[str], None] = print_line
+) -> SpecT:
+    """The spec of a run with `env=ask` with the spaces of the first game that joins, as its record then has it; other
+    specs as they are.
+
+    staying: is to be closed when the gateway has taken its ports; until then games are told that the run begins
+    say:     gets, every half a minute, what is waited for
+
+    Raises ClusterError when the worker cannot start, or is gone.
+    """
+    if spec.env != ASK:
+        return spec
+    keys = load_curve_keys(recorder.folder) if spec.gateway.curve else None
+    placement = make_host_options()
+    node = get_node_address(placement["scheduling_strategy"].node_id)
+    require_reachable_gateway(spec, node, get_head_address())
+    options = {"max_concurrency": 2, "name": _first_game_name(recorder.id), "namespace": NAMESPACE, **placement}
+    worker: Any = ray.remote(**options)(FirstGame).remote(spec, recorder.folder, token, keys)
+    staying.callback(ray.kill, worker)
+    try:
+        host = resolve_reachable_host(spec.gateway.host, node)
+        addresses = ray.get(worker.format_addresses.remote(host), timeout=FIRST_GAME_TIMEOUT_S)
+        with suppress(RecordUnwritable):
+            recorder.record_event("spaces_asked", addresses=addresses)
+        while True:
+            waiting = describe_waiting(addresses, keys[0].decode() if keys else "", str(home() / "token"))
+            say(f"run {recorder.id}: {waiting}")
+            env, brought_by = ray.get(worker.wait.remote(WAITING_PRINT_S))
+            if env:
+                break
+        worker.stay.remote()
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        reason = error_summary(str(error)) or str(error).strip().splitlines()[-1]
+        raise ClusterError(f"the run cannot wait for its first game: {reason}") from error
+    with suppress(RecordUnwritable):
+        recorder.record_event("spaces_taken", actor_id=brought_by, spaces=env)
+    say(f"run {recorder.id}: {brought_by} brings the spaces {env}")
+    taken = spec.update({"env": env})
+    recorder.change_spec(taken.to_record())
+    return taken
+
+
 def uses_gpu(spec: RLSpec) -> bool:
     """Whether the learners compute on GPUs: on `auto`, if the cluster has one for each."""
     if spec.learner.device != "auto":
@@ -411,8 +376,12 @@ def uses_gpu(spec: RLSpec) -> bool:
 def _release_ports(run_id: str) -> None:
     """Close the first game's listener of a run that has asked for its spaces, if it is there still."""
     with suppress(ValueError, ray.exceptions.RayError):
-        first_game: Any = ray.get_actor(name_first_game(run_id), NAMESPACE)
+        first_game: Any = ray.get_actor(_first_game_name(run_id), NAMESPACE)
         ray.get(first_game.close.remote(), timeout=CALL_TIMEOUT_S)
+
+
+def _first_game_name(run_id: str) -> str:
+    return f"first-game-{run_id}"
 
 
 def _gateway_name(run_id: str) -> str:

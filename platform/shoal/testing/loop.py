@@ -40,7 +40,7 @@ class Loop(LocalLoop):
 
     def start(self) -> None:
         self.gateway.start()
-        self.change_settings(self._settings)
+        self.change_settings(self.gateway.setting.settings)
 
     def play(self, max_steps: int | None = None, seed: int | None = None) -> int:
         """An actor plays the game in this thread until the run is over, or for `max_steps`, which must fit into the

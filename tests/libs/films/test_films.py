@@ -293,7 +293,7 @@ def test_a_run_films_the_first_of_its_actors(monkeypatch: pytest.MonkeyPatch, tm
     from shoal.flows import actor_processes
 
     started = list[list[str]]()
-    monkeypatch.setattr(actor_processes.subprocess, "Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr("subprocess.Popen", lambda command, **_: started.append(command))
     actor_processes.ActorProcesses(tmp_path, {}).start(2, "tcp://127.0.0.1:1", BLINKS, record_every=50)
     assert started[0][-4:] == ["--record", str(tmp_path / "films"), "--record-every", "50"]
     assert "--record" not in started[1]

@@ -220,7 +220,7 @@ def test_a_game_of_bad_numbers_does_not_end_the_run_of_the_others(name: str, tmp
             before, updates = loop.learner.counts["consumed"], loop.learner.updates
             while loop.learner.counts["consumed"] < before + 8 or loop.learner.updates == updates:
                 play(good)
-                assert loop._failure is None
+                assert loop.learner.error is None
         stats = loop.gateway.stats()
         blamed = {each["actor_id"]: dict(each["invalid"]) for each in stats["actors"] if each["invalid"]}
         assert "bad-6" in blamed  # the clients of the others send no NaN, infinity, null or text

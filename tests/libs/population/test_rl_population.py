@@ -124,7 +124,7 @@ def test_a_learner_takes_anothers_state_and_its_own_numbers_without_a_restart(tm
     spec = spec_of()
     experience, _ = inspect_environment(spec)
     made = [
-        LoopMember(number, spec.make_member_spec(number, {}), experience, tmp_path / str(number), 1, {})
+        LoopMember(number, spec.make_member_spec(number, {}), experience, tmp_path / str(number), 1)
         for number in range(2)
     ]
     winner, loser = made

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from shoal.libs.stream.flow import check_stream, format_stream_line, run_stream,
 from shoal.libs.stream.spec import CommitSpec, OnlineSpec, StreamSpec
 from shoal.registry import Registry
 from shoal.serve.spec.model_source import EndpointModel, RegisteredModel
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 ROOT = Path(__file__).parents[3]
 SMALL = OnlineSpec(hidden=4, num_steps=4)
@@ -86,8 +85,7 @@ def test_a_run_with_its_own_broker_and_sensors_goes_on_after_a_signal(
         wait_for(lambda: any(run.latest().get("stream/updates") for run in shoal.runs.list_runs()), what="updates")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    stopping = threading.Thread(target=stop, daemon=True)
-    stopping.start()
+    stopping = start_thread(stop)
     with pytest.raises(SystemExit) as ended:
         main(
             "resume=auto", "online.hidden=4", "online.num_steps=4", "sensors=20", "rate_hz=20", "commit.interval_s=0.2"

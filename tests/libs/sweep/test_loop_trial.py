@@ -12,7 +12,6 @@ import pytest
 import shoal.runs
 from leftovers import children_of, still_alive
 from shoal.errors import ConfigError
-from shoal.libs.sweep import loop_trial
 from shoal.libs.sweep.command import make_overrides
 from shoal.libs.sweep.flow import plan_trials
 from shoal.libs.sweep.loop_spec import LoopTrialSpec, load_loop_recipe
@@ -126,6 +125,7 @@ def test_a_users_algorithm_has_a_space_of_its_own_which_is_widened_to_its_defaul
         ((RATE, STOP, "learn_from_endpoint=true"), {}, "no endpoint"),
         ((RATE, STOP, "gateway.port=5555"), {}, "a free port"),
         ((RATE, STOP, "learner.replicas=2"), {}, "one process"),
+        ((RATE, STOP, "gateway.durable=store"), {}, "one process"),
         (("env=choice(a:b,c:d)", STOP), {}, "the same in all trials"),
         ((RATE, STOP, "env=sign_game:Nothing"), {}, "sign_game:Nothing"),
     ],
@@ -183,7 +183,7 @@ def test_a_stopped_trial_ends_its_actors_and_goes_on_from_its_checkpoint(loop: L
 
 
 def test_an_actor_that_fails_is_the_trials_failure(loop: LoopTrialSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_trial, "find_actor_variables", lambda recipe: {"PYTHONPATH": ""})
+    monkeypatch.setattr("shoal.flows.local_run.find_python_path", str)
     last = read_all(LoopTrial("t", loop))[-1]
     assert "a trial needs all of its actors: actor-" in last.failure
     assert shoal.runs.load("t").status is Status.FAILED

@@ -28,7 +28,7 @@ from shoal.runs.record.removal import remove_runs
 from shoal.runs.run_reader import MetricValue
 from shoal.runs.tracker import find_trackers
 from shoal.train.spec import TrainSpec
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 POLL_S = 0.02
 FOREVER_S = 600.0
@@ -84,8 +84,7 @@ def make_follower(server: Server, grace_s: float = FOREVER_S) -> Follower:
 
 
 def start(follower: Follower) -> threading.Thread:
-    thread = threading.Thread(target=follower.follow, daemon=True)
-    thread.start()
+    thread = start_thread(follower.follow)
     return thread
 
 
@@ -289,7 +288,7 @@ def test_a_tracker_that_is_behind_or_cannot_deliver_is_reported_once(
     def refuse(*words: object, **options: object) -> None:
         raise OSError("no process")
 
-    monkeypatch.setattr(processes.subprocess, "Popen", refuse)
+    monkeypatch.setattr("subprocess.Popen", refuse)
     monkeypatch.setattr(processes, "CHECK_S", 0.0)
     monkeypatch.setattr(processes, "BEHIND_S", 0.0)
     followers = processes.Followers("one", recorder.folder, ["wandb", "mlflow", "trackio"])

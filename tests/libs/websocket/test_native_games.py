@@ -30,7 +30,7 @@ from rl_setting import EXPERIENCE, TOKEN, Parts, serving
 from shoal.rl.gateway.listener import format_websocket_address
 from shoal.rl.local_loop import LocalLoop
 from shoal.rl.spec import RLSpec, experience_spec
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 HERE = Path(__file__).parent
 CLIENTS = HERE.parents[2] / "clients"
@@ -254,8 +254,7 @@ def scripted(script: Callable[[Gateway], None]) -> Iterator[str]:
             raise
 
     with serve(serve_one, "127.0.0.1", 0, compression=None) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+        thread = start_thread(server.serve_forever)
         yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
         server.shutdown()
         thread.join(60)
@@ -420,8 +419,7 @@ def test_odd_bytes_are_an_error_and_no_crash(player: Player, program: list[str])
                         near.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve_all, args=[server])
-        thread.start()
+        thread = start_thread(serve_all, server)
         ends = Counter[str]()
         for _ in range(NUM_ODD // 10 if is_mono else NUM_ODD):
             is_odd = [False] * 99 + [True]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.libs.websocket import connection, listener, relay
 from shoal.libs.websocket.listener import WebSocketListener
 from shoal.rl.gateway.listener import format_websocket_address
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 OBSERVATION = [0.25, -0.5, 0.125, 1.0]
 WAIT_S = 60.0
@@ -153,8 +152,7 @@ def test_a_client_that_has_read_the_bye_closes_first(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(listener, "FAREWELL_S", 2 * WAIT_S)
     with serving(websocket=0) as parts, Game(parts) as game:
         game.enter()
-        closing = threading.Thread(target=parts.gateway.close)
-        closing.start()
+        closing = start_thread(parts.gateway.close)
         assert game.hear()["kind"] == "bye"
         game.socket.close()
         closing.join(WAIT_S)
@@ -447,8 +445,7 @@ def test_what_one_side_has_sent_before_its_end_reaches_the_other(monkeypatch: py
             game.sendall(REQUEST.replace(b"GET / ", b"GET /right "))
             upstream, _ = other.accept()
             upstream.recv(4096)
-            sent = threading.Thread(target=lambda: (upstream.sendall(bytes(20_000_000)), upstream.close()))
-            sent.start()
+            sent = start_thread(lambda: (upstream.sendall(bytes(20_000_000)), upstream.close()))
             wait_for(lambda: any(each.unsent for each in its._relays._sides.values()), what="a game that does not read")
             assert len(b"".join(iter(partial(game.recv, 65536), b""))) == 20_000_000
             sent.join(WAIT_S)

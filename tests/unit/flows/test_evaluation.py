@@ -270,11 +270,11 @@ def test_what_an_environment_raises_in_a_trial_is_said_in_a_line(
 
 
 def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[object, ...]] = []
+    made: list[PolicyAddress] = []
 
     class Connection:
-        def __init__(self, *setting: object, state_size: int, action: str | None) -> None:
-            made.append((*setting, state_size, action))
+        def __init__(self, address: PolicyAddress) -> None:
+            made.append(address)
 
         def infer(self, observations: np.ndarray, states: object, masks: object) -> ActionAnswer:
             return ActionAnswer({"action": observations}, 5)

@@ -16,7 +16,7 @@ from shoal.rl.experience.queue import BatchRequest, ExperienceBatch, ExperienceQ
 from shoal.rl.experience.segment_ledger import Ledger
 from shoal.rl.gateway.actor_stats import ActorProgress
 from shoal.rl.gateway.sessions import Session, Sessions, grant_credit
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 pytestmark = pytest.mark.usefixtures("ledgers_may_stay_open")
 A = ("a", 1)
@@ -75,8 +75,7 @@ def test_a_learner_that_has_fallen_behind_gets_all_there_is_up_to_its_limit() ->
 def test_take_waits_for_put() -> None:
     queue = filled(10)
     taken: list[ExperienceBatch | None] = []
-    thread = threading.Thread(target=lambda: taken.append(queue.take("learner", BatchRequest(8, 8, 10, 10))))
-    thread.start()
+    thread = start_thread(lambda: taken.append(queue.take("learner", BatchRequest(8, 8, 10, 10))))
     queue.put(A, 0, segment(4))
     queue.put(A, 1, segment(4))
     thread.join(10)
@@ -118,8 +117,7 @@ def test_a_request_that_comes_after_a_newer_one_of_the_same_learner_leaves_its_b
 def test_close_wakes_take_drops_the_rest_with_a_reason_and_refuses_more() -> None:
     queue = filled(10, 4, 4)
     results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(queue.take("learner", BatchRequest(100, 100, 10, 30))))
-    thread.start()
+    thread = start_thread(lambda: results.append(queue.take("learner", BatchRequest(100, 100, 10, 30))))
     queue.close()
     queue.close()
     thread.join(10)

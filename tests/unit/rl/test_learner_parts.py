@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,12 +18,13 @@ from shoal.rl.algorithms.algorithm import NonFiniteLoss
 from shoal.rl.batch_checks import CHECK_INTERVAL_S, CHECKED_STEPS, BadBatchPolicy, EvidenceCheck
 from shoal.rl.batch_lease import BatchLease
 from shoal.rl.experience.queue import BatchRequest, ExperienceBatch
-from shoal.rl.learner import LearnerCheckpoints, PausableLoop
+from shoal.rl.learner import LearnerCheckpoints
 from shoal.rl.part_specs import LearnerSpec
+from shoal.rl.pausable_loop import PausableLoop
 from shoal.rl.published_versions import VERSIONS_RESERVED, PublishedVersions
 from shoal.weights import WeightSnapshot, WeightStore
 from shoal.wire import DropReason
-from waiting import wait_for
+from waiting import start_thread, wait_for
 
 WEIGHTS = {"w": np.zeros(1, np.float32)}
 STALE, BAD = DropReason.STALE_CONSUMPTION, DropReason.NON_FINITE
@@ -233,8 +233,7 @@ def raising(error: Exception) -> Callable[..., None]:
 def test_a_loop_is_paused_between_two_steps_and_goes_on() -> None:
     steps: list[int] = []
     loop = PausableLoop(lambda: steps.append(1))
-    thread = threading.Thread(target=loop.run)
-    thread.start()
+    thread = start_thread(loop.run)
     wait_for(lambda: len(steps) > 3)
     ready = iter([None, None, 7])
     assert loop.pause(lambda: next(ready), interval_s=0.001) == 7

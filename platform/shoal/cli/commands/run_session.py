@@ -250,13 +250,13 @@ class RunSession:
             variables = {"SHOAL_TOKEN": load_access_token(), "PYTHONPATH": os.pathsep.join(filter(None, places))}
             options = ["--envs", str(self._typed.num_environments), "--inference", self._typed.inference]
             self._actors = ActorProcesses(self._record.folder, variables)
-            options += [f"--ignore={each}" for each in details.get("ignore", ())]
             self._actors.start(
                 self._num_actors,
                 details.get("bound") or details.get("connect") or details["address"],
                 details["env"],
                 details["server_key"],
                 options,
+                ignored=details.get("ignore", ()),
                 record_every=details.get("record_every", 0),
             )
         notes = self._notes + self._describe_dead_actors()

@@ -9,7 +9,6 @@ where $RAY_ADDRESS is set. Endpoints follow the alias of the registered versions
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 
 import shoal.runs
-from shoal.atomic_file import create_private
 from shoal.config import last_override
 from shoal.errors import RecordUnwritable, RegistryError
-from shoal.extend.cluster import expected_run_id, job_main
+from shoal.extend.cluster import end_programs, expected_run_id, job_main, start_program
 from shoal.extend.registry import ModelFactory, Registry, Signature, TensorSignature
 from shoal.extend.runs import RunRecorder, format_number
 from shoal.extend.train import ConsoleLog, RecordLog, shutdown_event
@@ -132,18 +130,11 @@ def _run_fleet(spec: StreamSpec, broker: str, recorder: RunRecorder) -> Iterator
     """The simulated sensors, in another process that ends with this one."""
     command = [sys.executable, "-m", "shoal.libs.stream.fleet", "--broker", broker, "--topic", spec.mqtt.topic]
     command += ["--sensors", str(spec.sensors), "--rate-hz", str(spec.rate_hz)]
-    with create_private(recorder.folder / "sensors.log").open("ab") as output:
-        fleet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
-    assert fleet.stdin is not None
+    fleet = start_program(command, recorder.folder / "sensors.log")
     try:
         yield
     finally:
-        fleet.stdin.close()
-        try:
-            fleet.wait(FLEET_END_S)
-        except subprocess.TimeoutExpired:
-            fleet.kill()
-            fleet.wait()
+        end_programs([fleet], FLEET_END_S)
 
 
 class _Monitor:

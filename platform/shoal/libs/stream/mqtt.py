@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.atomic_file import make_folder
 from shoal.errors import ClusterError, ConfigError
-from shoal.extend.cluster import find_free_port
+from shoal.extend.cluster import end_programs, find_free_port
 from shoal.libs.stream.messages import MessageParser
 from shoal.libs.stream.mqtt_source import PUBLISHER, SEQUENCE, MqttSource
 from shoal.libs.stream.spec import SensorTopicSpec
@@ -106,13 +106,7 @@ class PrivateBroker:
 
     def close(self) -> None:
         """End it; it saves its sessions. Idempotent."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        end_programs([self._process], END_S)
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,6 @@ Imports no Ray.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,7 +27,6 @@ from shoal.extend.flows import (
 )
 from shoal.extend.registry import Criterion, Registry
 from shoal.extend.runs import RunKind, RunRecorder, Status
-from shoal.extend.train import find_source_file
 from shoal.libs.sweep.loop_spec import LoopTrialSpec
 from shoal.libs.sweep.trial import JOB, Trial, TrialReport, find_trial
 from shoal.weights import WeightSnapshot
@@ -59,20 +57,12 @@ class LoopTrial(Trial):
         with shoal.runs.recording(
             spec.to_record(), JOB, begun="gateway_ready", kind=RunKind.LOOP, resumed=resumed, run_id=self.run_id
         ) as recorder:
-            variables, seed = find_actor_variables(spec.recipe), spec.learner.seed
-            with LocalRun("a trial", spec, experience, recorder.folder, spec.actors, variables, seed) as run:
+            with LocalRun("a trial", spec, experience, recorder.folder, spec.actors, spec.learner.seed) as run:
                 recorder.record_event("gateway_ready", address=run.loop.address, env=spec.env, server_key="")
                 report = _LoopFollower(spec, run, recorder).follow(self._report, self._is_stopping)
             if not report.is_over:
                 recorder.finish(Status.STOPPED)
         return report
-
-
-def find_actor_variables(recipe: str) -> dict[str, str]:
-    """The environment variables of actors; they find modules next to the job's file, as the job does."""
-    source = find_source_file(recipe) if recipe else None
-    places = [os.environ.get("PYTHONPATH", ""), str(source.parent) if source is not None else ""]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 class _LoopFollower:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from shoal.atomic_file import create_private
+from shoal.extend.cluster import Program, start_program, wait_for_programs
 from shoal.libs.tracking.follower import make_file_name, read_state
 
 CLOSE_TIMEOUT_S = 10.0
@@ -18,7 +16,7 @@ CHECK_S = 5.0
 BEHIND_S = 30.0  # after which a tracker should have a value
 
 _log = logging.getLogger(__name__)
-_unfinished: list[subprocess.Popen[bytes]] = []  # that outlive their run in this process
+_unfinished: list[Program] = []  # that outlive their run in this process
 
 
 class Followers:
@@ -29,7 +27,7 @@ class Followers:
 
     def __init__(self, run_id: str, folder: Path, names: Sequence[str]) -> None:
         self._folder, self._names = folder, names
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Program] = {}
         self._unreported = list(names)
         self._checked_s = self._marked_s = time.monotonic()
         self._due = 0.0  # when a value was logged that trackers should have BEHIND_S after `_marked_s`; Unix time
@@ -37,10 +35,8 @@ class Followers:
         for name in names:
             words = [sys.executable, "-P", "-m", "shoal.libs.tracking", run_id, name]
             try:
-                with create_private(folder / make_file_name(name, "log")).open("ab") as log:
-                    self._processes[name] = subprocess.Popen(
-                        words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                    )
+                log = folder / make_file_name(name, "log")
+                self._processes[name] = start_program(words, log, has_lifeline=False)
             except OSError as error:
                 _log.warning("run %s goes on, but %s does not follow it: %s", run_id, name, error)
 
@@ -71,10 +67,7 @@ class Followers:
 
         tracker, run: its name, and the run's id there; url; values: sent so far; problem: "" if it has them all
         """
-        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline_s - time.monotonic(), 0.0))
+        wait_for_programs(self._processes.values(), CLOSE_TIMEOUT_S)
         _unfinished.extend(process for process in self._processes.values() if process.returncode is None)
         return [self._describe(name) for name in self._names]
 

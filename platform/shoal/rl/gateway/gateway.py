@@ -1,8 +1,8 @@
 """The gateway: external actors send experience to it and pull weights from it.
 
-One thread owns one ZeroMQ ROUTER socket. Each round it reads all arrived messages, validates and queues them, commits
-the ledger, and only then acknowledges: an acknowledged segment is never lost. A slow learner fills the queue, a full
-queue grants no credit, and without credit the actors stop; memory is bounded throughout. Called by the Ray workers, by
+One thread owns its connections. Each round it reads all arrived messages, validates and queues them, commits the
+ledger, and only then acknowledges: an acknowledged segment is never lost. A slow learner fills the queue, a full queue
+grants no credit, and without credit the actors stop; memory is bounded throughout. Called by the Ray workers, by
 `local_loop.py` and by tests. Never imports Ray, never unpickles, never waits for an actor.
 """
 
@@ -13,26 +13,31 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
+from shoal.atomic_file import make_folder
 from shoal.errors import ConfigError, LedgerUnwritable, ProtocolViolation
 from shoal.open_inference.episodes import EpisodeAnswer, EpisodeRequest
 from shoal.rl.experience.group_commit import GroupCommit
 from shoal.rl.experience.queue import ExperienceQueue
+from shoal.rl.experience.segment_ledger import LEDGER_NAME, Ledger
+from shoal.rl.experience.segment_log import open_log
 from shoal.rl.gateway.admission import Admission
+from shoal.rl.gateway.connections import Connections
 from shoal.rl.gateway.handshake import Handshake
-from shoal.rl.gateway.listener import Listener, find_listener, read_frames
+from shoal.rl.gateway.listener import Listener
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, NEW_LAPSE_S, REMOTE, Session, to_printable
 from shoal.rl.gateway.state import GatewaySetting, GatewayState
 from shoal.rl.gateway.user_episodes import EpisodeRejection, UserEpisodes
-from shoal.rl.gateway.zmq_listener import bind_router, format_address
+from shoal.rl.gateway.zmq_listener import format_address
+from shoal.rl.spec import RLSpec
 from shoal.weights import WeightSource
 from shoal.weights.shared_memory import SharedPayloads
-from shoal.wire import Message, MessageLimits, encode
+from shoal.wire import Message
 from shoal.wire.messages import (
     ActionMessage,
     ActMessage,
@@ -47,8 +52,6 @@ from shoal.wire.messages import (
     SegmentMessage,
     WeightsMessage,
 )
-
-_MAX_ROUND_MESSAGES = 256  # messages handled between two commits, at most
 
 
 class Gateway:
@@ -72,12 +75,11 @@ class Gateway:
         self.experience = setting.experience
         self.queue = queue
         self._weights = weights
-        self._limits = MessageLimits(max_message_bytes=setting.spec.max_message_bytes)
         self._state = state = GatewayState(setting, queue, opponents, group_commit)
         self._progress = state.progress
         self._sessions = state.sessions
         self._send_queue = state.send_queue
-        self._opponents, self._group_commit = opponents, group_commit
+        self.opponents, self._group_commit = opponents, group_commit
         self._admission = Admission(state)
         self._inference = RemoteInference(state, self._admission.store, self._wake)
         self._users: UserEpisodes | None = None
@@ -89,10 +91,20 @@ class Gateway:
         self._stopping = threading.Event()
         self._finished = False
         self._threads: list[threading.Thread] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # a gateway that never started owns no socket
-        self._socket: zmq.Socket[bytes]
+        self._connections: Connections  # once it has started
         self.listener: Listener | None = None
         self.port = 0
+
+    @classmethod
+    def of_run(cls, spec: RLSpec, setting: GatewaySetting, weights: WeightSource) -> Self:
+        """The gateway of a run: with its ledger, queue and pool of opponents, which continue from its files."""
+        site = setting.site
+        make_folder(site.folder)  # absent on a host that shares no files with the driver's
+        opponents = OpponentPool.of_run(spec.self_play, site.folder)
+        queue = ExperienceQueue(spec.queue_capacity, Ledger(site.folder / LEDGER_NAME))
+        has_log = spec.gateway.durable == "store"
+        commit = GroupCommit(open_log(site.name, setting.experience), queue) if has_log else None
+        return cls(setting, queue, weights, opponents, commit)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -106,20 +118,15 @@ class Gateway:
             self._state.weights = self._weights.wait_newer(0, left_s)  # returns None at once while the store restarts
         if self._state.weights is None:
             raise ConfigError("weights", None, f"none were published within {weights_timeout_s} s", "start the learner")
+        release_ports()
+        self._connections = Connections(self.setting, self.queue.ledger)
+        self.port, self.listener = self._connections.port, self._connections.listener
         if self.setting.learns_from_users:
             self._users = UserEpisodes(self._state, self._inference)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._context = zmq.Context()
-        release_ports()
-        remembered_port = int(self.queue.ledger.get_fact("port") or 0)
-        self._socket, self.port = bind_router(self._context, self.spec, remembered_port, self.setting.curve_keys)
-        self.queue.ledger.set_fact("port", str(self.port))  # a restarted gateway must keep its port
-        if (listener := find_listener(self.spec)) is not None:
-            remembered_port = int(self.queue.ledger.get_fact("websocket_port") or 0)
-            self.listener = listener(self.setting, remembered_port)
-            self.queue.ledger.set_fact("websocket_port", str(self.listener.port))
+        self._connections.poller.register(self._wake_read, zmq.POLLIN)
         with suppress(LedgerUnwritable):  # the first round writes it
             self.queue.ledger.commit()
         self._state.restore()
@@ -150,7 +157,7 @@ class Gateway:
             return
         self._finished = finished
         self._stopping.set()
-        if self._context is None:
+        if not self.port:  # it never started
             self.queue.close()
             return
         self._wake()
@@ -162,7 +169,7 @@ class Gateway:
         try:
             self.queue.close(finished)
         finally:
-            self._context.destroy(linger=500)
+            self._connections.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._state.close()
@@ -215,22 +222,18 @@ class Gateway:
     # -- the thread that owns the socket ------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
-        if self.listener is not None:
-            poller.register(self.listener.fileno(), zmq.POLLIN)
         sweep_at = time.monotonic() + self.spec.heartbeat_s
         interval_ms = int(1000 * min(self.spec.heartbeat_s, NEW_LAPSE_S))
         while not self._stopping.is_set():
-            ready = dict(poller.poll(interval_ms))
+            ready = dict(self._connections.poller.poll(interval_ms))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             with self._lock:
-                if is_busy := self._socket in ready:
-                    self._receive_round()
-                if self.listener is not None:
-                    self._receive_from(self.listener, is_busy)
+                for route, message, frames in self._connections.receive(ready):
+                    if message is None:
+                        self._handshake.end_session(route, "disconnected")
+                    else:
+                        self._handle_message(route, message, frames)
                 if time.monotonic() >= sweep_at:
                     sweep_at = time.monotonic() + self.spec.heartbeat_s
                     self._sweep()
@@ -245,9 +248,6 @@ class Gateway:
             if self._users is not None:
                 self._users.close()
         self._shared_payloads.close()
-        self._socket.close(linger=500)
-        if self.listener is not None:
-            self.listener.close()
 
     def _sweep(self) -> None:
         """Look, once a heartbeat, for what time has changed: quarantines, silent actors, abandoned episodes."""
@@ -284,21 +284,6 @@ class Gateway:
             if not self._stopping.is_set():
                 raise
 
-    def _receive_round(self) -> None:
-        for _ in range(_MAX_ROUND_MESSAGES):
-            try:
-                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle_message(route, read_frames(frames, self._limits), frames[1:])
-
-    def _receive_from(self, listener: Listener, is_busy: bool) -> None:
-        for route, message, frames in listener.receive(is_busy):
-            if message is None:
-                self._handshake.end_session(route, "disconnected")
-            else:
-                self._handle_message(route, message, frames)
-
     def _send_round(self) -> None:
         """Commit first, then send credit, acknowledgements and weights; without a commit, nothing about the ledger."""
         self._answer_observations()
@@ -308,10 +293,10 @@ class Gateway:
         if self._group_commit is not None:
             self._group_commit.hurry_if(sum(self._sessions.compute_open_credit().values()))
         snapshot = self._state.weights
-        if self._opponents is not None and snapshot is not None:
-            self._opponents.offer(snapshot, self._progress.steps)
+        if self.opponents is not None and snapshot is not None:
+            self.opponents.offer(snapshot, self._progress.steps)
         version = snapshot.version if snapshot else 0
-        are_all = self._opponents is not None or version != self._sent_version
+        are_all = self.opponents is not None or version != self._sent_version
         self._sent_version = version
         for route in self._sessions if are_all else self._sessions.touched:
             session = self._sessions[route]
@@ -325,7 +310,7 @@ class Gateway:
                 weights = WeightsMessage(snapshot.version, snapshot.sha256, *(address or ()))
                 self._send_queue.add(route, weights, () if address else (snapshot.payload,))
                 session.pull_newer_than = None
-            newest, pool = session.pull_opponent_newer_than, self._opponents
+            newest, pool = session.pull_opponent_newer_than, self.opponents
             if pool is not None and newest is not None and (member := pool.find_next(newest)) is not None:
                 message = OpponentMessage(member.version, member.sha256, tuple(pool.versions))
                 self._send_queue.add(route, message, (member.payload,))
@@ -362,17 +347,7 @@ class Gateway:
 
     def _send_all(self, is_written: bool = True) -> None:
         for route, message, frames, *_ in self._send_queue.take(is_written):
-            if self.listener is not None and route in self.listener:
-                if reason := self.listener.send(route, message, frames):
-                    self._handshake.end_session(route, reason)
-                continue
-            parts = [route, encode(message), *frames]
-            try:
-                self._socket.send_multipart(parts, zmq.NOBLOCK, copy=len(parts[-1]) < 65536)
-            except zmq.ZMQError as error:  # the actor reconnects with hello, and resends
-                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                    raise
-                reason = "unreachable" if error.errno == zmq.EHOSTUNREACH else "does not read"
+            if reason := self._connections.send(route, message, frames):  # the actor reconnects with hello, and resends
                 self._handshake.end_session(route, reason)
 
     # -- messages -----------------------------------------------------------------------------------------------

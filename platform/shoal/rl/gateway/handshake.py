@@ -5,8 +5,6 @@ Owned by the gateway, which calls it in its thread; it fills the send queue, and
 
 from __future__ import annotations
 
-import hmac
-
 from msgspec import UNSET
 
 from shoal.errors import ConfigError
@@ -14,7 +12,7 @@ from shoal.rl.gateway.remote_inference import RemoteInference
 from shoal.rl.gateway.sessions import LOCAL, REMOTE, Session, find_hello_problem, to_printable
 from shoal.rl.gateway.state import GatewayState
 from shoal.wire.given_spaces import find_wrong_spaces
-from shoal.wire.messages import PROTOCOL_VERSION, ErrorMessage, Hello, Welcome, reject_version
+from shoal.wire.messages import PROTOCOL_VERSION, ErrorMessage, Hello, Welcome
 
 MAX_DETAIL = 200  # characters of an error in an event
 _FATAL = frozenset(
@@ -45,12 +43,8 @@ class Handshake:
 
         It is welcomed after all hellos of this round have shared the credit.
         """
-        if hello.protocol != PROTOCOL_VERSION:
-            violation = reject_version(hello.protocol)
-            return self._reject_hello(route, hello, violation.code, violation.message)
-        if not hmac.compare_digest(hello.token.encode(), self._state.setting.token.encode()):
-            return self._reject_hello(route, hello, "bad_token", "the token is not the one of this gateway")
-        if (rejection := find_hello_problem(hello, self._ledger.newest_incarnation(hello.actor_id))) is not None:
+        rejection = find_hello_problem(hello, self._state.setting.token, self._ledger.newest_incarnation)
+        if rejection is not None:
             return self._reject_hello(route, hello, *rejection)
         if hello.offers and (difference := find_wrong_spaces(hello.offers, self._experience)):
             return self._reject_hello(route, hello, "wrong_spaces", difference)

@@ -13,18 +13,19 @@ and `take_credit` after it has committed the ledger.
 from __future__ import annotations
 
 import heapq
+import hmac
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.gateway.actor_stats import ActorProgress
-from shoal.wire.messages import Ack, Credit, Hello
+from shoal.wire.messages import PROTOCOL_VERSION, Ack, Credit, Hello, reject_version
 from shoal.wire.segment import is_behaviour
 
 USERS_ACTOR_ID = "endpoint-users"
@@ -275,8 +276,16 @@ def grant_round_credit(open_credit: Mapping[K, int], num_missing: int, max_credi
     return grants
 
 
-def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[str, str] | None:
-    """The code and the message of an error about this hello; None for a good one. newest_incarnation: of the actor"""
+def find_hello_problem(
+    hello: Hello, token: str, find_newest_incarnation: Callable[[str], int | None]
+) -> tuple[str, str] | None:
+    """The code and the message of an error about this hello; None for a good one. find_newest_incarnation: of an actor,
+    by its id; called for those that have the token"""
+    if hello.protocol != PROTOCOL_VERSION:
+        violation = reject_version(hello.protocol)
+        return violation.code, violation.message
+    if not hmac.compare_digest(hello.token.encode(), token.encode()):
+        return "bad_token", "the token is not the one of this gateway"
     if hello.actor_id == USERS_ACTOR_ID:
         return "malformed", f"actor_id {USERS_ACTOR_ID} is the endpoint's"
     if not 1 <= len(hello.actor_id) <= 64 or not hello.actor_id.isprintable():
@@ -285,8 +294,9 @@ def find_hello_problem(hello: Hello, newest_incarnation: int | None) -> tuple[st
         return "malformed", "incarnation takes 0 to 2^63-1"
     if not 0 <= hello.acknowledged < 2**53:
         return "malformed", "acknowledged takes 0 to 2^53-1"
-    if newest_incarnation is not None and hello.incarnation < newest_incarnation:
-        return "stale_incarnation", f"incarnation {newest_incarnation} has been seen: use a larger one"
+    newest = find_newest_incarnation(hello.actor_id)
+    if newest is not None and hello.incarnation < newest:
+        return "stale_incarnation", f"incarnation {newest} has been seen: use a larger one"
     if hello.inference not in (LOCAL, REMOTE):
         return "malformed", f'inference is "{LOCAL}" or "{REMOTE}"'
     if hello.behaviour and not is_behaviour(hello.behaviour):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from shoal.errors import ConfigError
 from shoal.rl.experience.demonstrations import DemonstrationSite
@@ -15,7 +16,7 @@ from shoal.rl.gateway.actor_stats import ActorTable, RunProgress
 from shoal.rl.gateway.opponent_pool import OpponentPool
 from shoal.rl.gateway.sessions import Sessions
 from shoal.rl.part_specs import GatewaySpec
-from shoal.rl.spec import require_segment_fits
+from shoal.rl.spec import RLSpec, require_segment_fits
 from shoal.weights import WeightSnapshot
 from shoal.wire import ExperienceSpec
 from shoal.wire.messages import Ack, ErrorMessage, GameSettings, Message, Pong, SettingsMessage
@@ -34,7 +35,7 @@ class GatewaySetting:
                        while it waits; 0: as many segments as the queue takes
     learns_from_users: it takes the episodes of the endpoint's users
     policy:            its name, which is the path of its WebSocket address; "" where the run gives none
-    demonstrations:    where those of others than the policy are stored
+    demonstrations:    where those of others than the policy are stored, with the other files of the run
     settings:          of the game, with which a run begins
     """
 
@@ -50,6 +51,29 @@ class GatewaySetting:
     policy: str = ""
     demonstrations: DemonstrationSite | None = None
     settings: GameSettings = field(default_factory=dict)
+
+    @classmethod
+    def of_run(
+        cls, spec: RLSpec, experience: ExperienceSpec, folder: Path, token: str, stored_as: str = "", **others: Any
+    ) -> Self:
+        """The setting of a run with files in `folder`. stored_as: that folder in `$SHOAL_STORE`, below that of all
+        runs; "": nothing of it is there. others: further fields"""
+        return cls(
+            spec.applied_gateway,
+            experience,
+            token,
+            is_synchronous=spec.algorithm.pauses_actors,
+            steps_ahead=spec.steps_ahead,
+            learns_from_users=spec.learn_from_endpoint,
+            demonstrations=DemonstrationSite(spec.demonstrations, experience, folder, stored_as),
+            **others,
+        )
+
+    @property
+    def site(self) -> DemonstrationSite:
+        """Where a run has its files."""
+        assert self.demonstrations is not None
+        return self.demonstrations
 
     def __post_init__(self) -> None:
         if not self.token:

@@ -33,10 +33,9 @@ class LoopMember(LocalRun):
         experience: ExperienceSpec,
         folder: Path,
         num_actors: int,
-        variables: Mapping[str, str],
     ) -> None:
         seed = 1000 * number + spec.learner.seed
-        super().__init__(f"member {number}", spec, experience, folder, num_actors, variables, seed, is_paused=True)
+        super().__init__(f"member {number}", spec, experience, folder, num_actors, seed, is_paused=True)
         self.number = number
         self._round_end, self._min_episodes = 0, 1
         self.is_stopped = False  # for good

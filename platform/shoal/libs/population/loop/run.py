@@ -7,8 +7,6 @@ learners are threads of this process; actors are processes. `rounds` has the ord
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -75,9 +73,6 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
         super().__init__(spec, recorder.folder, RoundLog(RecordLog(recorder), "returns"))
         self._experience = experience
         self._is_engine_reported = False
-        # An environment may be in a module that is not installed, which actors find where this process does.
-        own = [each for each in sys.path if each and not each.startswith((sys.prefix, sys.base_prefix))]
-        variables = {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), *own]))}
         self.members = [
             LoopMember(
                 number,
@@ -85,7 +80,6 @@ class RLPopulation(PopulationRun[RLPopulationSpec]):
                 experience,
                 recorder.folder / f"member-{number:02}",
                 spec.actors,
-                variables,
             )
             for number, values in enumerate(self.state.values)
         ]
