@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
@@ -106,6 +107,27 @@ def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, caplog: pytest.LogCap
         pass
     assert "no audit line" in caplog.text
     assert "lenet" in caplog.text
+
+
+def test_a_line_that_a_full_disk_has_cut_is_passed_over_and_spoils_no_other(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def audit_version(number: int) -> None:
+        with AuditLog(path, "digits").audit_request("canary", {"version": number}, "ada"):
+            pass
+
+    audit_version(1)
+    limit, highest = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, highest))
+    try:
+        audit_version(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
+    assert "no audit line" in caplog.text
+    audit_version(3)
+    for newest_first, versions in ((False, [1, 3]), (True, [3, 1])):
+        entries = read_audit_log(path.parent, newest_first=newest_first)
+        assert [entry["change"]["version"] for entry in entries] == versions
 
 
 def test_no_path_no_line() -> None:
