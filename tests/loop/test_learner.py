@@ -360,14 +360,38 @@ def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
         if step == 3:
             is_down = False
         mirror.add(files.save(tmp_path / "a", step, {"step": step}))
-        failure = mirror.finish(TIMEOUT_S)
+        failure = mirror.finish(0.1 if is_down else TIMEOUT_S)
         assert ("only in" in failure and "down" in failure) == is_down
+    mirror.close()
     assert store.list_folders() == ["step-000000003", "step-000000004"]
     other = files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "b", keep=2)
     other.fetch_newest()
     loaded = files.load_latest(tmp_path / "b")
     assert loaded is not None
     assert (loaded.step, loaded.state) == (4, {"step": 4})
+
+
+def test_a_step_that_is_saved_again_is_whole_in_the_store_until_the_new_one_is(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "a", keep=2)
+    mirror.add(files.save(tmp_path / "a", 1, {"saved": 1}))
+    assert mirror.finish(TIMEOUT_S) == ""
+
+    def cut(*_: object, **__: object) -> None:
+        raise StoreError("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredCheckpoints, "publish", cut)
+        mirror.add(files.save(tmp_path / "a", 1, {"saved": 2}))
+        assert "away" in mirror.finish(0.1)
+        files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "b", keep=2).fetch_newest()
+    assert files.load_latest(tmp_path / "b").state == {"saved": 1}  # type: ignore[union-attr]
+    assert mirror.finish(TIMEOUT_S) == ""
+    files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "c", keep=2).fetch_newest()
+    assert files.load_latest(tmp_path / "c").state == {"saved": 2}  # type: ignore[union-attr]
+    mirror.close()
+    assert len(store.list_entries()) == 2
 
 
 def test_what_was_recovered_from_a_lost_host_is_learnt(tmp_path: Path, store: Store) -> None:

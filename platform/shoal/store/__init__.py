@@ -6,6 +6,7 @@ Called by all that must outlive a host or be seen by several. Knows nothing of w
 from shoal.store.bucket_path import BucketPath, fetch, get_size_bytes, is_url, locate, open_source
 from shoal.store.cache import BlobCache
 from shoal.store.location import open_shared_store, open_store, require_location, store_url, store_variable
+from shoal.store.mirror import Mirror
 from shoal.store.store import Entry, KeyChanged, KeyTaken, Store, StoreAway, Tagged, TaggedUpdate, update
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Entry",
     "KeyChanged",
     "KeyTaken",
+    "Mirror",
     "Store",
     "StoreAway",
     "Tagged",
