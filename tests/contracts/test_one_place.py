@@ -43,6 +43,7 @@ PLACES = {
             *(f"runs/record/{name}.py" for name in ("store_copies", "store_mirror")),
         },
     ),
+    "the head of a run in a store is replaced": (r"\.replace\(head_key\(", {"runs/record/store_mirror.py"}),
     "an episode is open at the gateway": (r"\bRemoteEpisode\(", {"rl/gateway/remote_episodes.py"}),
     "a rank takes a step to be measured: of a real model, and of a fake one": (
         r"\brun_rank\(",

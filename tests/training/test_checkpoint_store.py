@@ -9,24 +9,15 @@ from typing import Any
 
 import pytest
 
-from bucket_server import bucket_environment, open_bucket
+from bucket_server import bucket_environment, store
 from shoal.checkpoint import Checkpointer
 from shoal.errors import CheckpointError, StoreError
-from shoal.store import Store, open_store
+from shoal.store import Store
 from training.checkpoint_states import assert_equal, best_step, newest, state_of
 
-__all__ = ["bucket_environment"]
+__all__ = ["bucket_environment", "store"]
 
 TIMEOUT_S = 120.0
-
-
-@pytest.fixture(params=["folder", "bucket"])
-def store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_environment: dict[str, str]
-) -> Store:
-    if request.param == "folder":
-        return open_store(tmp_path / "store")
-    return open_bucket(bucket_environment, monkeypatch)
 
 
 @pytest.fixture
