@@ -61,10 +61,9 @@ class WeightPublisher:
         last = self._last
         if last is None:
             return
-        is_pending = last.version > self.forwarded_version
-        if not is_pending and not self._is_closed and self._stored_version() < last.version:
+        has_all = last.version <= self.forwarded_version
+        if has_all and not self._is_closed and self._stored_version() < last.version:
             self.forwarded_version = 0  # the store was restarted: send it again
-            is_pending = True
-        if is_pending:
+        if last.version > self.forwarded_version:
             self._send(last)
             self.forwarded_version = last.version
