@@ -92,17 +92,21 @@ class Mirror:
                 number, is_last = self._num_wanted, self._is_closing
             try:
                 is_over = self._bring() is False or is_last
-                self.problem = ""
             except Exception as error:
                 if self._warning and not self.problem:
                     _log.warning("%s: %s", self._warning, error)
                 self.problem = summarize_error(error, max_chars=None)
                 if not isinstance(error, ShoalError | OSError):  # a bug: to call it again may do harm
                     raise
-                is_over = is_last and time.monotonic() >= self._last_try_s
-            with self._changed:
-                if not self.problem:
+                if not is_last:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._is_closing, self._retry_s)
+                elif time.monotonic() < self._last_try_s:
+                    time.sleep(self._retry_s)
+                else:
+                    return
+            else:
+                self.problem = ""
+                with self._changed:
                     self._num_brought = number
                     self._changed.notify_all()
-                elif not is_over:
-                    self._changed.wait_for(lambda is_last=is_last: self._is_closing > is_last, self._retry_s)
