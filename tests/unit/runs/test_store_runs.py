@@ -84,11 +84,9 @@ def make_lost(store: Store, monkeypatch: pytest.MonkeyPatch, run_id: str = "lost
 
 def kill(recorder: runs.RunRecorder) -> None:
     """End its threads as kill -9 would."""
-    for mirror in (recorder._store_mirror._records, recorder._store_mirror._heartbeats):
+    for mirror in (recorder._store_mirror._records, recorder._store_mirror._heartbeats, recorder._writer):
         mirror._bring = lambda: False
         assert mirror.close(60)
-    recorder._stopping.set()
-    recorder._thread.join(60)
     for each in recorder._mirrors:
         each.close()
     recorder._connection.execute("UPDATE runs SET heartbeat_at = 0")  # its number is that of a living process
