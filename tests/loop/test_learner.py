@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from failures import down
 from rl_setting import EXPERIENCE, segment
 from shoal import atomic_file, checkpoint
 from shoal.checkpoint import files
@@ -28,7 +29,6 @@ from shoal.rl.spec import RLSpec
 from shoal.store import Store, open_store
 from shoal.weights import WeightStore
 from shoal.wire import Segment
-from store_down import down
 from waiting import wait_for
 
 A = ("a", 1)

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucket_server import BUCKET, bucket_environment
+from failures import down
 from programs import run_ranks
 from shoal.checkpoint import Checkpointer
 from shoal.errors import CheckpointError, ConfigError
 from shoal.parallel import World
 from shoal.store import Store, open_store
-from store_down import down
 
 __all__ = ["bucket_environment"]
 

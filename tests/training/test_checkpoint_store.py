@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bucket_server import bucket_environment, store
+from failures import down
 from shoal.checkpoint import Checkpointer
 from shoal.errors import CheckpointError
 from shoal.store import Store
-from store_down import down
 from training.checkpoint_states import assert_equal, best_step, newest, state_of
 
 __all__ = ["bucket_environment", "store"]

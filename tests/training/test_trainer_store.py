@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bucket_server import Outage, bucket_environment, open_bucket  # noqa: F401 - a fixture
+from failures import down
 from shoal.checkpoint.stored import open_run_store
 from shoal.errors import CheckpointError, StoreError
 from shoal.store import Store
@@ -18,7 +19,6 @@ from shoal.testing.run import MemoryLog
 from shoal.train.launch.finalize import fetch_weights
 from shoal.weights import tensor_files
 from shoal.weights.tensor_files import list_files, list_with_index, open_tensors
-from store_down import down
 from training.toy_run import assert_same, spec_of, train_toy
 
 

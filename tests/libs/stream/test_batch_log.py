@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
 
+from failures import full_disk
 from shoal.errors import CheckpointError
 from shoal.libs.stream.batch_log import BatchLog, LoggedBatch, read_batches
 from shoal.libs.stream.messages import Message
@@ -96,11 +96,7 @@ def test_a_power_cut_may_take_the_end_of_a_file_and_leave_the_next_one(tmp_path:
 
 
 def test_a_batch_that_the_disk_takes_in_part_is_an_error(tmp_path: Path) -> None:
-    log, (limit, highest) = BatchLog(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(SECOND) - 1, highest))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            log.append(BATCHES[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
-        log.close()
+    log = BatchLog(tmp_path)
+    with full_disk(len(SECOND) - 1), pytest.raises(OSError, match="too large"):
+        log.append(BATCHES[1])
+    log.close()

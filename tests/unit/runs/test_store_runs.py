@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from bucket_server import bucket_environment, open_kind  # noqa: F401 - a fixture
+from failures import down
 from shoal import runs
 from shoal.errors import RunError
 from shoal.runs import Status
@@ -23,7 +24,6 @@ from shoal.runs.record import removal, store_copies, store_mirror
 from shoal.runs.record.store_mirror import HEADS, RunHead, decode_head, head_key, read_head, record_key
 from shoal.store import Store, open_store
 from shoal.store.folder import FolderStore
-from store_down import down
 from typed import said
 from waiting import wait_for
 

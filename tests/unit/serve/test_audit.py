@@ -2,7 +2,6 @@
 
 import json
 import logging
-import resource
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from failures import full_disk
 from shoal.errors import InferenceError
 from shoal.serve.controller import audit
 from shoal.serve.controller.audit import MAX_CHARS, AuditLog, read_audit_log
@@ -117,12 +117,8 @@ def test_a_line_that_a_full_disk_has_cut_is_passed_over_and_spoils_no_other(
             pass
 
     audit_version(1)
-    limit, highest = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, highest))
-    try:
+    with full_disk(path.stat().st_size + 20):
         audit_version(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
     assert "no audit line" in caplog.text
     audit_version(3)
     for newest_first, versions in ((False, [1, 3]), (True, [3, 1])):

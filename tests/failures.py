@@ -1,7 +1,8 @@
-"""A store that does not answer for a while."""
+"""A store that is down, and a disk that is full, for a while."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Never
@@ -23,3 +24,14 @@ def down(store: Store, *methods: str) -> Iterator[None]:
         for name in methods or ("write",):
             patch.setattr(type(store), name, refuse)
         yield
+
+
+@contextmanager
+def full_disk(size_bytes: int) -> Iterator[None]:
+    """In the block, the disk takes so much of a file, as one that becomes full does."""
+    limit, highest = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, highest))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
