@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -88,6 +89,18 @@ def open_bucket(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return open_store(f"s3://{BUCKET}/{os.getpid()}-{next(_numbers)}/a b")
+
+
+def open_kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty store of the kind that the fixture's parameter names: `folder` or `bucket`."""
+    if request.param == "folder":
+        return open_store(tmp_path / "store")
+    return open_bucket(request.getfixturevalue("bucket_environment"), monkeypatch)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    return open_kind(request, tmp_path, monkeypatch)
 
 
 if __name__ == "__main__":

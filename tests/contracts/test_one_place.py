@@ -59,6 +59,7 @@ PLACES = {
         {"rl/gateway/connections.py", "rl/gateway/zmq_listener.py"},
     ),
     "a hello is held against the gateway's token": (r"hello\.token", {"rl/gateway/sessions.py"}),
+    "the head of a run in a store is replaced": (r"\.replace\(head_key\(", {"runs/record/store_mirror.py"}),
     "an episode is open at the gateway": (r"\bRemoteEpisode\(", {"rl/gateway/remote_episodes.py"}),
     "a rank takes a step to be measured: of a real model, and of a fake one": (
         r"\brun_rank\(",

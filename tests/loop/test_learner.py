@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from failures import down
 from rl_setting import EXPERIENCE, segment
 from shoal import atomic_file, checkpoint
 from shoal.checkpoint import files
 from shoal.checkpoint.stored import StoredCheckpoints
-from shoal.errors import CheckpointError, Closed, SpecMismatch, StoreError
+from shoal.errors import CheckpointError, Closed, SpecMismatch
 from shoal.rl import batch_checks
 from shoal.rl import learner as learner_module
 from shoal.rl.algorithms.algorithm import NonFiniteLoss
@@ -340,31 +343,44 @@ def test_a_learner_that_finds_no_checkpoint_of_its_run_is_an_error(
     assert start_again(tmp_path / "b", None).updates == 0
 
 
-def test_a_mirror_skips_what_came_meanwhile_and_tries_again(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror = files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "a", keep=2)
-    write = type(store).write
-    is_down = True
+def open_mirror(store: Store, folder: Path) -> files.CheckpointMirror:
+    return files.CheckpointMirror(StoredCheckpoints(store), folder, keep=2)
 
-    def refuse(this: Store, key: str, content: bytes | Path) -> None:
-        if is_down:
-            raise StoreError("the store is down")
-        write(this, key, content)
 
-    monkeypatch.setattr(type(store), "write", refuse)
-    for step in (1, 2, 3, 4):
-        if step == 3:
-            is_down = False
-        mirror.add(files.save(tmp_path / "a", step, {"step": step}))
-        failure = mirror.finish(TIMEOUT_S)
-        assert ("only in" in failure and "down" in failure) == is_down
-    assert store.list_folders() == ["step-000000003", "step-000000004"]
-    other = files.CheckpointMirror(StoredCheckpoints(store), tmp_path / "b", keep=2)
-    other.fetch_newest()
-    loaded = files.load_latest(tmp_path / "b")
+def fetch_newest(store: Store, folder: Path) -> dict[str, Any]:
+    """On a host that has nothing."""
+    open_mirror(store, folder).fetch_newest()
+    loaded = files.load_latest(folder)
     assert loaded is not None
-    assert (loaded.step, loaded.state) == (4, {"step": 4})
+    return loaded.state
+
+
+def test_a_mirror_skips_what_came_meanwhile_and_tries_again(tmp_path: Path, store: Store) -> None:
+    mirror = open_mirror(store, tmp_path / "a")
+    with down(store):
+        for step in (1, 2):
+            mirror.add(files.save(tmp_path / "a", step, {"step": step}))
+            assert re.search(r"only in .*down", mirror.finish(0.1))
+    for step in (3, 4):
+        mirror.add(files.save(tmp_path / "a", step, {"step": step}))
+        assert mirror.finish(TIMEOUT_S) == ""
+    mirror.close()
+    assert store.list_folders() == ["step-000000003", "step-000000004"]
+    assert fetch_newest(store, tmp_path / "b") == {"step": 4}
+
+
+def test_a_step_that_is_saved_again_is_whole_in_the_store_until_the_new_one_is(tmp_path: Path, store: Store) -> None:
+    mirror = open_mirror(store, tmp_path / "a")
+    mirror.add(files.save(tmp_path / "a", 1, {"saved": 1}))
+    assert mirror.finish(TIMEOUT_S) == ""
+    with down(store, "replace"):
+        mirror.add(files.save(tmp_path / "a", 1, {"saved": 2}))
+        assert "down" in mirror.finish(0.1)
+        assert fetch_newest(store, tmp_path / "b") == {"saved": 1}
+    assert mirror.finish(TIMEOUT_S) == ""
+    mirror.close()
+    assert fetch_newest(store, tmp_path / "c") == {"saved": 2}
+    assert len(store.list_entries()) == 2
 
 
 def test_what_was_recovered_from_a_lost_host_is_learnt(tmp_path: Path, store: Store) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucket_server import BUCKET, bucket_environment
+from failures import down
 from programs import run_ranks
 from shoal.checkpoint import Checkpointer
-from shoal.errors import CheckpointError, ConfigError, StoreError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.parallel import World
 from shoal.store import Store, open_store
 
@@ -95,22 +97,15 @@ def save_and_lose_hosts(world: World, folder: Path, url: str) -> None:
 
 
 def fail_on_one_rank(world: World, folder: Path) -> None:
-    store, write = open_store(folder / "other-store"), type(open_store(folder)).write
-
-    def refuse(this: Store, key: str, content: bytes | Path) -> None:
-        raise StoreError("the store is down")
-
-    with Checkpointer(folder / f"own{world.rank}", store=store) as checkpointer, pytest.MonkeyPatch.context() as patch:
+    store = open_store(folder / "other-store")
+    with Checkpointer(folder / f"own{world.rank}", store=store) as checkpointer:
         checkpointer.save(1, state_of(1))
         checkpointer.finish_uploads(TIMEOUT_S)
-        if world.rank == 2:
-            patch.setattr(type(store), "write", refuse)
-        checkpointer.save(2, state_of(2))
-        with pytest.raises(CheckpointError, match=r"of step 2 are not in .*the store is down"):
-            checkpointer.finish_uploads(TIMEOUT_S)
-        assert load_newest(checkpointer, rows=True) == (1, 1.0)
-        if world.rank == 2:
-            patch.setattr(type(store), "write", write)
+        with down(store) if world.rank == 2 else nullcontext():
+            checkpointer.save(2, state_of(2))
+            with pytest.raises(CheckpointError, match=r"of step 2 are not in .*the store is down"):
+                checkpointer.finish_uploads(TIMEOUT_S)
+            assert load_newest(checkpointer, rows=True) == (1, 1.0)
         checkpointer.save(3, state_of(3))
         checkpointer.finish_uploads(TIMEOUT_S)
         assert load_newest(checkpointer, rows=True) == (3, 3.0)

@@ -9,24 +9,16 @@ from typing import Any
 
 import pytest
 
-from bucket_server import bucket_environment, open_bucket
+from bucket_server import bucket_environment, store
+from failures import down
 from shoal.checkpoint import Checkpointer
-from shoal.errors import CheckpointError, StoreError
-from shoal.store import Store, open_store
+from shoal.errors import CheckpointError
+from shoal.store import Store
 from training.checkpoint_states import assert_equal, best_step, newest, state_of
 
-__all__ = ["bucket_environment"]
+__all__ = ["bucket_environment", "store"]
 
 TIMEOUT_S = 120.0
-
-
-@pytest.fixture(params=["folder", "bucket"])
-def store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_environment: dict[str, str]
-) -> Store:
-    if request.param == "folder":
-        return open_store(tmp_path / "store")
-    return open_bucket(bucket_environment, monkeypatch)
 
 
 @pytest.fixture
@@ -144,37 +136,21 @@ def test_damage_in_the_store_is_named_and_the_one_before_is_used(
     assert newest(first).step == 2  # whose own files are intact
 
 
-class Broken:
-    """Makes writes to a store fail while it `is_down`."""
-
-    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_down = False
-        write = type(store).write
-
-        def refuse(this: Store, key: str, content: bytes | Path) -> None:
-            if self.is_down:
-                raise StoreError(f"{this.url} cannot be used (down)")
-            write(this, key, content)
-
-        monkeypatch.setattr(type(store), "write", refuse)
-
-
 def test_a_store_that_is_down_stops_no_save_and_has_the_newest_and_the_best_later(
-    store: Store, opened: Callable[..., Checkpointer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, opened: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:
-    broken, first = Broken(store, monkeypatch), opened("a", keep=1)
-    broken.is_down = True
-    for step in (1, 2, 3, 4):
-        first.save(step, state_of(step), best=step == 2)
-    with pytest.raises(
-        CheckpointError, match=r"steps 2, 4 are not in .*, only in .*/a on .*down.*: resume the run there"
-    ):
-        first.finish_uploads(TIMEOUT_S)
-    assert "down" in first.upload_failure
-    assert steps_in(store) == []
-    assert newest(first).step == 4
-    assert sorted(path.name for path in (tmp_path / "a").glob("step-*")) == ["step-000000002", "step-000000004"]
-    broken.is_down = False
+    first = opened("a", keep=1)
+    with down(store):
+        for step in (1, 2, 3, 4):
+            first.save(step, state_of(step), best=step == 2)
+        with pytest.raises(
+            CheckpointError, match=r"steps 2, 4 are not in .*, only in .*/a on .*down.*: resume the run there"
+        ):
+            first.finish_uploads(TIMEOUT_S)
+        assert "down" in first.upload_failure
+        assert steps_in(store) == []
+        assert newest(first).step == 4
+        assert sorted(path.name for path in (tmp_path / "a").glob("step-*")) == ["step-000000002", "step-000000004"]
     first.save(5, state_of(5))
     first.finish_uploads(TIMEOUT_S)
     assert first.upload_failure == ""
@@ -183,20 +159,19 @@ def test_a_store_that_is_down_stops_no_save_and_has_the_newest_and_the_best_late
 
 
 def test_another_process_on_the_host_goes_on_from_what_was_not_uploaded(
-    store: Store, opened: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+    store: Store, opened: Callable[..., Checkpointer]
 ) -> None:
-    broken, first = Broken(store, monkeypatch), opened("a")
+    first = opened("a")
     first.save(1, state_of(1))
     first.finish_uploads(TIMEOUT_S)
-    broken.is_down = True
-    first.save(2, state_of(2), best=True)
-    with pytest.raises(CheckpointError, match="step 2 are not in"):
-        first.finish_uploads(TIMEOUT_S)
-    again = opened("a")
-    assert (newest(again).step, best_step(again)) == (2, 2)
-    again.load(newest(again), state_of(0))
-    assert newest(opened("b")).step == 1
-    broken.is_down = False
+    with down(store):
+        first.save(2, state_of(2), best=True)
+        with pytest.raises(CheckpointError, match="step 2 are not in"):
+            first.finish_uploads(TIMEOUT_S)
+        again = opened("a")
+        assert (newest(again).step, best_step(again)) == (2, 2)
+        again.load(newest(again), state_of(0))
+        assert newest(opened("b")).step == 1
     again.finish_uploads(TIMEOUT_S)
     assert steps_in(store) == ["best.json", "step-000000001", "step-000000002"]
     again.save(3, state_of(3))
@@ -205,22 +180,17 @@ def test_another_process_on_the_host_goes_on_from_what_was_not_uploaded(
 
 
 def test_a_store_that_cannot_be_read_is_an_error_only_where_nothing_is_on_the_disk(
-    opened: Callable[..., Checkpointer], store: Store, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., Checkpointer], store: Store
 ) -> None:
     first = opened("a")
     first.save(1, state_of(1), best=True)
     first.finish_uploads(TIMEOUT_S)
-
-    def refuse(*arguments: object) -> None:
-        raise StoreError("the store is down")
-
-    for name in ("list_entries", "read", "read_tagged"):
-        monkeypatch.setattr(type(store), name, refuse)
-    assert (newest(first).step, best_step(first)) == (1, 1)
-    with pytest.raises(CheckpointError, match="the store is down"):
-        opened("b").latest()
-    with pytest.raises(CheckpointError, match="the store is down"):
-        opened("b").best()
+    with down(store, "list_entries", "read", "read_tagged"):
+        assert (newest(first).step, best_step(first)) == (1, 1)
+        with pytest.raises(CheckpointError, match="the store is down"):
+            opened("b").latest()
+        with pytest.raises(CheckpointError, match="the store is down"):
+            opened("b").best()
 
 
 def test_files_that_were_lost_here_are_downloaded_again(store: Store, opened: Callable[..., Checkpointer]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bucket_server import Outage, bucket_environment, open_bucket  # noqa: F401 - a fixture
+from failures import down
 from shoal.checkpoint.stored import open_run_store
 from shoal.errors import CheckpointError, StoreError
 from shoal.store import Store
@@ -107,25 +108,15 @@ def test_a_bucket_that_is_away_at_the_start_ends_no_run(
     assert bucket.list_folders("runs/test/checkpoints") == ["step-000000003"]
 
 
-def test_what_is_not_in_the_store_at_the_end_is_an_error_that_names_it(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = type(store).write
-
-    def refuse(this: Store, key: str, content: bytes | Path) -> None:
-        raise StoreError("the store is down")
-
+def test_what_is_not_in_the_store_at_the_end_is_an_error_that_names_it(tmp_path: Path, store: Store) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "spec.yaml").touch()
-    monkeypatch.setattr(type(store), "write", refuse)
     log = MemoryLog()
-    with pytest.raises(
-        CheckpointError, match=r"of step 6 are not in .*/store/runs/test/checkpoints, only in .*is down"
-    ):
+    problem = r"of step 6 are not in .*/store/runs/test/checkpoints, only in .*is down"
+    with down(store), pytest.raises(CheckpointError, match=problem):
         train_toy(tmp_path / "a", spec=spec(6), log=log)
     assert (tmp_path / "a" / "model.safetensors").exists()
     assert [kind for kind, _ in log.events].count("upload_failed") == 1
-    monkeypatch.setattr(type(store), "write", write)
     assert train_toy(tmp_path / "a", spec=spec(6)).result.steps == 6  # on the same host, when the store is back
     assert store.list_folders() == ["step-000000006"]
 

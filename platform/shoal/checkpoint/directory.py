@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.atomic_file import create_private, sync_folder
+from shoal.atomic_file import create_private, hash_file, sync_folder
 
 BLOCK_BYTES = 4 << 20
 _STEP = re.compile(r"step-(\d{9,})")
@@ -75,17 +75,13 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileChecksum
 
 def find_damage(path: Path, expected: FileChecksum) -> str:
     """The problem of a file; "" if there is none."""
-    digest, size_bytes = hashlib.sha256(), 0
     try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-                size_bytes += len(block)
+        size_bytes, sha256 = path.stat().st_size, hash_file(path)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     if size_bytes != expected.size_bytes:
         return f"{path.name} has {size_bytes} bytes instead of {expected.size_bytes}"
-    return "" if digest.hexdigest() == expected.sha256 else f"{path.name} does not match its checksum"
+    return "" if sha256 == expected.sha256 else f"{path.name} does not match its checksum"
 
 
 def publish(draft: Path, target: Path) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,8 @@ from shoal.checkpoint.directory import (
 )
 from shoal.checkpoint.manifest import MANIFEST, build_manifest
 from shoal.checkpoint.stored import StoredCheckpoints
-from shoal.errors import CheckpointError, ConfigError, StoreError, summarize_error
+from shoal.errors import CheckpointError, ConfigError, StoreError
+from shoal.store import Mirror
 
 FORMAT = 1  # of the manifest
 STATE = "state.pt"
@@ -107,21 +107,17 @@ def load_latest(folder: Path) -> Loaded | None:
 class CheckpointMirror:
     """The newest `keep` checkpoints of `folder`, in a store.
 
-    The newest one is uploaded in the background; those that come while another is in flight are skipped, but for the
-    last one.
-
-    failure: why the last upload failed; "" if it did not
+    The newest one is uploaded in the background, again until it is there; those that come meanwhile are skipped, but
+    for the last one.
     """
 
     def __init__(self, stored: StoredCheckpoints, folder: Path, keep: int) -> None:
         self._stored = stored
         self._folder = folder
         self._keep = keep
-        self._token = secrets.token_hex(4)
-        self._next: Path | None = None
-        self._lock = threading.Lock()  # guards `_next` and `_thread`
-        self._thread: threading.Thread | None = None
-        self.failure = ""
+        self._newest: Path | None = None
+        self._uploaded: Path | None = None
+        self._mirror = Mirror("checkpoint upload", self._upload_newest)
 
     def fetch_newest(self) -> None:
         """Download the newest checkpoint into the folder, unless that has it, or a later one.
@@ -149,33 +145,33 @@ class CheckpointMirror:
 
     def add(self, path: Path) -> None:
         """Upload this checkpoint, which is the newest."""
-        with self._lock:
-            self._next = path
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="checkpoint upload", daemon=True)
-                self._thread.start()
+        self._newest = path
+        self._mirror.wake()
+
+    @property
+    def failure(self) -> str:
+        """Why the newest one is not in the store; "" if it is, or is on its way."""
+        problem = self._mirror.problem
+        return f"{self._newest.name} is only in {self._folder}: {problem}" if self._newest and problem else ""
 
     def finish(self, timeout_s: float) -> str:
         """Wait until the newest one is in the store. Returns why it is not; "" if it is."""
-        if (thread := self._thread) is not None:
-            thread.join(timeout_s)
-            if thread.is_alive():
-                return f"the upload to {self._stored.url} has not ended within {timeout_s:g} s"
-        return self.failure
+        if self._mirror.flush(timeout_s):
+            return ""
+        return self.failure or f"the upload to {self._stored.url} has not ended within {timeout_s:g} s"
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                path, self._next = self._next, None
-                if path is None:
-                    self._thread = None
-                    return
-            try:
-                step, content = parse_step(path.name), json.loads((path / MANIFEST).read_bytes())
-                files = {STATE: FileChecksum(content["size_bytes"], content["sha256"])}
-                self._stored.upload(step, self._token, path / STATE)
-                self._stored.publish(step, build_manifest(step, files, folder=self._token), best=False)
-                self._stored.delete_old(step, self._keep, None)
-                self.failure = ""
-            except Exception as error:  # noqa: BLE001 - the top of a thread: the learner reports it when it saves
-                self.failure = f"{path.name} is only in {self._folder}: {summarize_error(error)}"
+    def close(self) -> None:
+        """Upload nothing more. Idempotent."""
+        self._mirror.close(0.0)
+
+    def _upload_newest(self) -> None:
+        newest = self._newest
+        if newest is None or newest is self._uploaded:
+            return
+        step, content = parse_step(newest.name), json.loads((newest / MANIFEST).read_bytes())
+        files = {STATE: FileChecksum(content["size_bytes"], content["sha256"])}
+        attempt = secrets.token_hex(4)
+        self._stored.upload(step, attempt, newest / STATE)
+        self._stored.publish(step, build_manifest(step, files, folder=attempt), best=False)
+        self._uploaded = newest
+        self._stored.delete_old(step, self._keep, None)

@@ -9,7 +9,6 @@ Called by `checkpointer`. Of files it reads shards, of which it copies the requi
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.checkpoint.json_state import Leaf
 from shoal.errors import CheckpointError, ConfigError
+from shoal.weights.store import encode_header
 from shoal.weights.tensor_files import DTYPE_NAMES, DTYPES
 
 Shape = tuple[int, ...]
@@ -63,17 +63,15 @@ class ShardLayout:
 
     def build_header(self) -> bytes:
         """The header of the safetensors file whose data are the slots in order."""
-        entries = {
-            f"{slot.name}@{','.join(map(str, slot.offsets))}": {
-                "dtype": DTYPE_NAMES[slot.dtype],
-                "shape": slot.sizes,
-                "data_offsets": [slot.begin, slot.end],
-            }
+        return encode_header(
+            (
+                f"{slot.name}@{','.join(map(str, slot.offsets))}",
+                DTYPE_NAMES[slot.dtype],
+                slot.sizes,
+                slot.end - slot.begin,
+            )
             for slot in self.slots
-        }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        )
 
 
 def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:

@@ -42,82 +42,24 @@ class Upload(NamedTuple):
     keep: int
 
 
-class Uploader:
-    """Uploads one list after the other, in a thread of this process that no exit waits for."""
-
-    def __init__(self, stored: StoredCheckpoints, *, is_first: bool) -> None:
-        self._stored, self._is_first = stored, is_first
-        self._thread: threading.Thread | None = None
-        self._given_up = threading.Event()
-        self.failure = ""  # of the last list
-        self.since: int | None = None  # the step last loaded or uploaded
-
-    @property
-    def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, uploads: Sequence[Upload]) -> None:
-        """Upload these; none may be in flight."""
-        self.failure = ""
-        self._given_up.clear()
-        self._thread = threading.Thread(target=self._run, args=(uploads,), name="checkpoint upload", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it is not busy, no longer than this."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def resume_from(self, step: int) -> None:
-        """This step was loaded. What is in the store now is of this timeline or of an abandoned one."""
-        self.since = step
-        if self._is_first:
-            with suppress(StoreError):  # then the abandoned one stays there
-                self._stored.list_steps()
-
-    def give_up(self) -> None:
-        """On the first rank: wait no longer for the shards of others."""
-        self._given_up.set()
-
-    def _run(self, uploads: Sequence[Upload]) -> None:
-        for each in uploads:
-            try:
-                self._upload_one(each)
-            except Exception as error:  # noqa: BLE001 - the top of a thread: the ranks report it when they save
-                self.failure = f"step {each.step}: {summarize_error(error)}"
-                return
-
-    def _upload_one(self, upload: Upload) -> None:
-        for name in upload.names:
-            self._stored.upload(upload.step, upload.attempt, upload.folder / name)
-        if not self._is_first:
-            return
-        manifest = (upload.folder / MANIFEST).read_bytes()
-        pause_s = _FIRST_PAUSE_S
-        while missing := self._stored.find_missing(upload.step, upload.attempt, json.loads(manifest)["files"]):
-            if self._given_up.wait(pause_s):
-                raise StoreError(f"{', '.join(missing)} cannot be seen in {self._stored.url}")
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._stored.publish(upload.step, manifest, best=upload.best)
-        self._stored.delete_old(upload.step, upload.keep, self.since)
-        self.since = upload.step
-
-
 class UploadQueue:
-    """What is uploaded next, the same on every rank. All methods but `start` are collective.
+    """What is uploaded next, the same on every rank, one list after the other, in a thread that no exit waits for.
 
     While an upload is in flight, later checkpoints wait, but only the newest and the best of them: a store that is
-    slower than the checkpoints come delays nothing. What failed waits with them.
+    slower than the checkpoints come delays nothing. What failed waits with them. `add` and `finish` are collective.
 
     failure: why the last upload failed; "" once one has succeeded
     """
 
     def __init__(self, stored: StoredCheckpoints, ranks: CheckpointGroup) -> None:
-        self._ranks = ranks
-        self._uploader = Uploader(stored, is_first=ranks.is_first)
+        self._stored, self._ranks = stored, ranks
         self._running: tuple[Upload, ...] = ()
         self._waiting: tuple[Upload, ...] = ()
-        self._is_started = True  # `_running` is with the uploader
+        self._is_started = True  # the thread has `_running`
+        self._thread = threading.Thread()  # of the last list
+        self._own_failure = ""  # of that, on this rank
+        self._given_up = threading.Event()  # on the first rank: it waits no longer for the shards of others
+        self._since: int | None = None  # the step last loaded or uploaded
         self.failure = ""
 
     @property
@@ -142,19 +84,22 @@ class UploadQueue:
         """The checkpoint is written."""
         if not self._is_started:
             self._is_started = True
-            self._uploader.start(self._running)
+            self._begin()
 
     def resume_from(self, step: int, missing: Sequence[Upload]) -> None:
-        """This step was loaded: later ones are of an abandoned timeline. Not collective.
+        """This step was loaded: later ones are of an abandoned timeline.
 
         missing: what an earlier process could not upload
         """
-        self._uploader.resume_from(step)
+        self._since = step
+        if self._ranks.is_first:  # what is in the store now is of this timeline or of an abandoned one
+            with suppress(StoreError):  # then the abandoned one stays there
+                self._stored.list_steps()
         if missing:
             self._waiting = _choose_uploads([*self._waiting, *missing])
 
     def cancel(self, step: int) -> None:
-        """The checkpoint could not be written. Not collective."""
+        """The checkpoint could not be written."""
         planned = (*(() if self._is_started else self._running), *self._waiting)
         self._waiting = tuple(each for each in planned if each.step != step)
         if not self._is_started:
@@ -166,10 +111,11 @@ class UploadQueue:
         for attempt in range(1 + MAX_TRIES):
             if attempt:
                 self._running, self._waiting = self._waiting, ()
-                self._uploader.start(self._running)
+                self._begin()
             is_busy = True
             while is_busy:
-                self._uploader.wait(POLL_S)
+                if self._thread.is_alive():
+                    self._thread.join(POLL_S)
                 is_busy, is_late = self._poll(is_late=time.monotonic() > deadline_s)
                 if is_busy and is_late:
                     self.failure = f"the upload has not ended within {timeout_s:g} s"
@@ -180,17 +126,48 @@ class UploadQueue:
 
     def _poll(self, *, is_late: bool = False) -> tuple[bool, bool]:
         """Whether any rank is busy, and whether any is late. What has ended is noted."""
-        mine = int(self._uploader.is_busy), int(bool(self._uploader.failure)), int(is_late)
+        mine = int(self._thread.is_alive()), int(bool(self._own_failure)), int(is_late)
         is_busy, has_failed, late = self._ranks.all_reduce_max(*mine)
         if has_failed or late:
-            self._uploader.give_up()
+            self._given_up.set()
         if not is_busy and self._running:
             self.failure = ""
             if has_failed:
-                self.failure = "; ".join(filter(None, self._ranks.all_gather(self._uploader.failure)))
+                self.failure = "; ".join(filter(None, self._ranks.all_gather(self._own_failure)))
                 self._waiting = _choose_uploads([*self._running, *self._waiting])
             self._running = ()
         return bool(is_busy), bool(late)
+
+    def _begin(self) -> None:
+        self._own_failure = ""
+        self._given_up.clear()
+        self._thread = threading.Thread(target=self._run, args=(self._running,), name="checkpoint upload", daemon=True)
+        self._thread.start()
+
+    # -- the thread that uploads ---------------------------------------------------------------------------------
+
+    def _run(self, uploads: Sequence[Upload]) -> None:
+        for each in uploads:
+            try:
+                self._upload_one(each)
+            except Exception as error:  # noqa: BLE001 - the top of a thread: the ranks report it when they save
+                self._own_failure = f"step {each.step}: {summarize_error(error)}"
+                return
+
+    def _upload_one(self, upload: Upload) -> None:
+        for name in upload.names:
+            self._stored.upload(upload.step, upload.attempt, upload.folder / name)
+        if not self._ranks.is_first:
+            return
+        manifest = (upload.folder / MANIFEST).read_bytes()
+        pause_s = _FIRST_PAUSE_S
+        while missing := self._stored.find_missing(upload.step, upload.attempt, json.loads(manifest)["files"]):
+            if self._given_up.wait(pause_s):
+                raise StoreError(f"{', '.join(missing)} cannot be seen in {self._stored.url}")
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._stored.publish(upload.step, manifest, best=upload.best)
+        self._stored.delete_old(upload.step, upload.keep, self._since)
+        self._since = upload.step
 
 
 def _choose_uploads(uploads: Sequence[Upload]) -> tuple[Upload, ...]:

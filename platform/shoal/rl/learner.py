@@ -154,6 +154,7 @@ class Learner:
                 self._publish_updates()
                 self.save()
                 self.failure = self._checkpoints.finish_upload()
+            self._checkpoints.close()
 
     def run_as_thread(self) -> None:
         """`run`, in a thread of its own, with thread settings suited to learning."""
@@ -422,6 +423,11 @@ class LearnerCheckpoints:
     def finish_upload(self) -> str:
         """Wait until the last checkpoint is in the store; why it is not, or ""."""
         return "" if self._mirror is None else self._mirror.finish(UPLOAD_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Upload nothing more. Idempotent."""
+        if self._mirror is not None:
+            self._mirror.close()
 
     def load(self) -> dict[str, Any] | None:
         """The state in the newest good checkpoint, if there is one."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import codecs
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shoal.atomic_file import create_private, make_folder
+from shoal.store import Mirror
 
 FOLDER, DRIVER = "logs", "driver"
 COPY_S = 1.0
@@ -31,20 +31,13 @@ class OutputCopier:
     def __init__(self, folder: Path, find_sources: Callable[[], Mapping[Path, str]]) -> None:
         self._folder, self._find_sources = folder, find_sources
         self._offsets: dict[Path, int] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._mirror = Mirror("output", self._copy, COPY_S)
 
     def close(self) -> None:
         """Copy the rest. Idempotent."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._thread.join()
-            self._copy()
-
-    def _follow(self) -> None:
-        while not self._closed.wait(COPY_S) and self._copy():
-            pass
+        self._is_closed = True
+        self._mirror.close()
 
     def _copy(self) -> bool:
         """False where the disk takes nothing: then the run goes on without."""
@@ -66,7 +59,7 @@ class OutputCopier:
             file.seek(before)
             new = file.read(MAX_BYTES - before)
         lines = new.splitlines(keepends=True)
-        if not lines[-1].endswith(b"\n") and not self._closed.is_set():
+        if not lines[-1].endswith(b"\n") and not self._is_closed:
             lines.pop()  # it is still being written
         self._offsets[path] = before + sum(map(len, lines))
         text = b"".join(line for line in lines if not line.startswith(_RAYS_MARKS))

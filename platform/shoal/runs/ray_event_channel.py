@@ -14,9 +14,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.errors import RunError, ShoalError
+from shoal.errors import ConnectionLost, RunError, ShoalError
 from shoal.ray_call import call_or_none
 from shoal.runs.record.event_log import LogMethod, MessageLog
+from shoal.store import Mirror
 
 CALL_TIMEOUT_S = 30.0
 DELIVERY_INTERVAL_S = 0.2  # between two deliveries of rank 0; also how late it hears of a request to stop
@@ -89,18 +90,14 @@ class RayLog(MessageLog):
 
     def __init__(self, mailbox: ActorHandle) -> None:
         self._mailbox = mailbox
-        self._pending: list[Message] = []
+        self._pending: list[Message] = []  # appended to by other threads, and shortened by the mirror's
         self._num_delivered = 0
         self._abort_reason = ""
-        self._is_flush_requested = self._is_closing = False
-        self._changed = threading.Condition()  # guards all of these
         self.stop_requested = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-        self._thread.start()
+        self._mirror = Mirror("journal", self._deliver, DELIVERY_INTERVAL_S, DELIVERY_INTERVAL_S)
 
     def send(self, method: LogMethod, /, *arguments: Any, **details: Any) -> None:
-        with self._changed:
-            self._pending.append((method, arguments, details))
+        self._pending.append((method, arguments, details))
 
     def flush(self) -> None:
         """Wait, for a limited time, until the mailbox, which outlives this process, has all messages.
@@ -108,43 +105,26 @@ class RayLog(MessageLog):
         The rest is delivered later: the last reports are in the checkpoint, too. Raises RunError when another process
         has taken over the run.
         """
-        with self._changed:
-            end = self._num_delivered + len(self._pending)
-            self._is_flush_requested = bool(self._pending)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_delivered >= end, FLUSH_TIMEOUT_S)
-            if self._abort_reason:
-                raise RunError(self._abort_reason)
+        if self._pending:
+            self._mirror.flush(FLUSH_TIMEOUT_S)
+        if self._abort_reason:
+            raise RunError(self._abort_reason)
 
     def close(self) -> None:
         """Deliver the rest. Idempotent."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        self._thread.join(2 * CALL_TIMEOUT_S)  # for a delivery in progress, and for the last one
-
-    def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_flush_requested or self._is_closing, DELIVERY_INTERVAL_S)
-                self._is_flush_requested, is_last = False, self._is_closing
-            self._deliver()
+        self._mirror.close(2 * CALL_TIMEOUT_S)  # for a delivery in progress, and for the last one
 
     def _deliver(self) -> None:
-        with self._changed:
-            messages = list(self._pending)
+        messages = list(self._pending)
         try:
             answer = call_or_none(self._mailbox.deliver, self._num_delivered, messages, timeout_s=CALL_TIMEOUT_S)
         except RayError:  # the mailbox is dead: save, and end
             answer = (True, "")
         if answer is None:
-            return  # they are still pending
+            raise ConnectionLost("the mailbox does not answer")
         is_to_stop, refusal = answer
-        with self._changed:
-            del self._pending[: len(messages)]
-            self._num_delivered += len(messages)
-            self._abort_reason = refusal or self._abort_reason
-            self._changed.notify_all()
+        del self._pending[: len(messages)]
+        self._num_delivered += len(messages)
+        self._abort_reason = refusal or self._abort_reason
         if is_to_stop:
             self.stop_requested.set()

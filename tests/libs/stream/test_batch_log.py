@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
 
+from failures import full_disk
 from shoal.errors import CheckpointError
 from shoal.libs.stream.batch_log import BatchLog, LoggedBatch, read_batches
 from shoal.libs.stream.messages import Message
@@ -78,12 +78,25 @@ def test_a_log_that_lacks_a_batch_is_not_replayed(folder: Path) -> None:
         list(read_batches(folder, after=1))
 
 
+def test_a_power_cut_may_take_the_end_of_a_file_and_leave_the_next_one(tmp_path: Path) -> None:
+    """The files of two commits, of which only the second one had reached the disk."""
+    first, second = tmp_path / "batches-000000000001.log", tmp_path / "batches-000000000003.log"
+    for at in range(len(FIRST + SECOND)):
+        num_complete = int(at >= len(FIRST))
+        for damage in (b"", bytes(100)):
+            first.write_bytes((FIRST + SECOND)[:at] + damage)
+            second.write_bytes(THIRD)
+            with pytest.raises(CheckpointError, match=f"no batch {num_complete + 1}, and"):
+                BatchLog(tmp_path).recover(0, synced=num_complete + 1)  # a checkpoint has acknowledged what is lost
+            assert second.exists()
+            assert BatchLog(tmp_path).recover(0, synced=num_complete) == BATCHES[:num_complete]
+            append(tmp_path, BATCHES[num_complete:])
+            assert list(read_batches(tmp_path)) == BATCHES
+            (tmp_path / "batches-000000000002.log").unlink(missing_ok=True)
+
+
 def test_a_batch_that_the_disk_takes_in_part_is_an_error(tmp_path: Path) -> None:
-    log, (limit, highest) = BatchLog(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(SECOND) - 1, highest))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            log.append(BATCHES[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, highest))
-        log.close()
+    log = BatchLog(tmp_path)
+    with full_disk(len(SECOND) - 1), pytest.raises(OSError, match="too large"):
+        log.append(BATCHES[1])
+    log.close()

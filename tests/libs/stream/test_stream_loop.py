@@ -185,6 +185,34 @@ def test_a_damaged_checkpoint_is_made_up_for_by_the_log(tmp_path: Path) -> None:
     assert differing_tensors(loop.trainer.state_dict(), good.state["trainer"]) == []
 
 
+def test_after_a_power_cut_that_has_left_the_newest_file_alone_each_message_is_learnt_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = make_broker()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "save", lambda *_: (_ for _ in ()).throw(CheckpointError("the power was cut")))
+        with pytest.raises(CheckpointError, match="cut"):
+            StreamLoop(OnlineTrainer(SMALL), FakeSource(broker), tmp_path, COMMIT).run(lambda: False)
+    first, _ = sorted((tmp_path / "log").iterdir())
+    first.write_bytes(first.read_bytes()[:-1])
+    done = attempt(broker, tmp_path, Killer(0), seed=1)
+    assert done is not None
+    require_learnt_once(broker, tmp_path, done)
+
+
+def test_a_log_that_lacks_what_was_acknowledged_is_an_error(tmp_path: Path) -> None:
+    """The newest checkpoint is damaged, and so is the log since the one before."""
+    broker = make_broker()
+    done = attempt(broker, tmp_path, Killer(0))
+    assert done is not None
+    newest, before = sorted((tmp_path / "checkpoints").iterdir(), reverse=True)
+    (newest / "state.pt").write_bytes(b"damaged")
+    (tmp_path / f"log/batches-{int(before.name[5:]) + 1:012d}.log").unlink()
+    loop = StreamLoop(OnlineTrainer(SMALL), FakeSource(broker), tmp_path, COMMIT)
+    with pytest.raises(CheckpointError, match="were acknowledged"):
+        loop.recover()
+
+
 def test_another_network_does_not_take_up_the_stream(tmp_path: Path) -> None:
     broker = make_broker()
     StreamLoop(OnlineTrainer(SMALL), FakeSource(broker), tmp_path, COMMIT).run(lambda: False)

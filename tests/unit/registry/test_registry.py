@@ -17,7 +17,7 @@ from typing import Any, Never
 import numpy as np
 import pytest
 
-from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_bucket  # noqa: F401 - a fixture
+from bucket_server import BUCKET, ENVIRONMENT, bucket_environment, open_kind  # noqa: F401 - a fixture
 from registered import tensors
 from shoal.errors import ConfigError, RegistryError, WeightsError
 from shoal.home import file_lock
@@ -50,9 +50,7 @@ def registry(tmp_path: Path) -> Registry:
 
 @pytest.fixture(params=["folder", "bucket"])
 def any_registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    if request.param == "folder":
-        return Registry(tmp_path / "registry")
-    return Registry(open_bucket(request.getfixturevalue("bucket_environment"), monkeypatch).url)
+    return Registry(open_kind(request, tmp_path, monkeypatch).url)
 
 
 def list_keys(registry: Registry) -> list[str]:

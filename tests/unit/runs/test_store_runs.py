@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import socket
 import sqlite3
 import threading
@@ -12,15 +10,15 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bucket_server import BUCKET, bucket_environment  # noqa: F401 - a fixture
+from bucket_server import bucket_environment, open_kind  # noqa: F401 - a fixture
+from failures import down
 from shoal import runs
-from shoal.errors import RunError, StoreError
+from shoal.errors import RunError
 from shoal.runs import Status
 from shoal.runs.record import removal, store_copies, store_mirror
 from shoal.runs.record.store_mirror import HEADS, RunHead, decode_head, head_key, read_head, record_key
@@ -31,7 +29,6 @@ from waiting import wait_for
 
 SPEC = "environment: CartPole-v1\nlearner:\n  lr: 0.001\n"
 MoveTo = Callable[[str], None]
-_numbers = itertools.count()
 
 
 BOTH = pytest.mark.parametrize("store", ["folder", "bucket"], indirect=True)
@@ -39,13 +36,9 @@ BOTH = pytest.mark.parametrize("store", ["folder", "bucket"], indirect=True)
 
 @pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.soak)])  # tests of stores compare both
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    url = str(tmp_path / "store")
-    if request.param == "bucket":
-        for name, value in request.getfixturevalue("bucket_environment").items():
-            monkeypatch.setenv(name, value)
-        url = f"s3://{BUCKET}/{os.getpid()}-runs-{next(_numbers)}"
-    monkeypatch.setenv("SHOAL_STORE", url)
-    return open_store(url)
+    opened = open_kind(request, tmp_path, monkeypatch)
+    monkeypatch.setenv("SHOAL_STORE", opened.url)
+    return opened
 
 
 @pytest.fixture(autouse=True)
@@ -91,12 +84,9 @@ def make_lost(store: Store, monkeypatch: pytest.MonkeyPatch, run_id: str = "lost
 
 def kill(recorder: runs.RunRecorder) -> None:
     """End its threads as kill -9 would."""
-    mirror = recorder._store_mirror
-    mirror.problem = "killed"
-    mirror._stopping.set()
-    mirror._thread.join(60)
-    recorder._stopping.set()
-    recorder._thread.join(60)
+    for mirror in (recorder._store_mirror._records, recorder._store_mirror._heartbeats, recorder._writer):
+        mirror._bring = lambda: False
+        assert mirror.close(60)
     for each in recorder._mirrors:
         each.close()
     recorder._connection.execute("UPDATE runs SET heartbeat_at = 0")  # its number is that of a living process
@@ -116,7 +106,7 @@ def set_age(monkeypatch: pytest.MonkeyPatch, age_s: float) -> None:
 
 def has_record(store: Store, run_id: str) -> bool:
     try:
-        return bool(read_head(store, run_id)[0].record)
+        return bool(read_head(store, run_id).record)
     except FileNotFoundError:
         return False
 
@@ -124,11 +114,11 @@ def has_record(store: Store, run_id: str) -> bool:
 def is_mirrored(store: Store, recorder: runs.RunRecorder) -> bool:
     """Whether the store has all that is recorded: its first record may be older than the first values."""
     mirror = recorder._store_mirror
-    is_written = not mirror._is_changed and not (mirror._upload and mirror._upload.is_alive())
+    is_written = not mirror._is_changed and mirror._records.flush(60)
     return (
         is_written
         and has_record(store, recorder.id)
-        and read_head(store, recorder.id)[0].revision == mirror._head.revision
+        and read_head(store, recorder.id).revision == mirror._head.revision
     )
 
 
@@ -189,7 +179,7 @@ def test_a_lost_run_goes_on_on_another_host(store: Store, move_to: MoveTo, monke
         recorder.log(2, {"loss": 1.0})
     resumed = runs.load("lost")
     assert (resumed.copied_from, resumed.host, resumed.incarnation) == (None, "two", 2)
-    head, _ = read_head(store, "lost")
+    head = read_head(store, "lost")
     assert (head.host, head.incarnation, head.record) == ("two", 2, record_key("lost", 2))
     assert [entry.key for entry in store.list_entries("runs/lost")] == [head.record]
     move_to("one")
@@ -244,7 +234,7 @@ def test_of_hosts_that_resume_a_run_at_once_one_wins(
     with ThreadPoolExecutor(len(rows)) as pool:
         winners = [name for name in pool.map(lambda one: resume(*one), rows) if name]
     assert len(winners) == 1
-    assert read_head(store, "lost")[0].writer == winners[0]
+    assert read_head(store, "lost").writer == winners[0]
     move_to("five")
     assert runs.load("lost").status is Status.LOST  # the winner died before it wrote a record; `set_age`
     with runs.reopen("lost") as recorder:
@@ -257,34 +247,22 @@ def test_a_store_that_is_down_stops_nothing(
 ) -> None:
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "store"))
-    is_down = threading.Event()
-
-    def fail_while_down(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            if is_down.is_set():
-                raise StoreError("the store is down")
-            return method(*args)
-
-        return call
-
-    monkeypatch.setattr(FolderStore, "write", fail_while_down(FolderStore.write))
-    monkeypatch.setattr(FolderStore, "read_tagged", fail_while_down(FolderStore.read_tagged))
-    is_down.set()
+    outage = ExitStack()
+    outage.enter_context(down(open_store(), "write", "read_tagged"))
     with runs.create("cartpole", SPEC, "through") as recorder, caplog.at_level(logging.WARNING):
         for step in range(3):
             recorder.log(step, {"loss": 1.0})
             recorder.flush()
-        wait_for(lambda: "not mirrored: the store is down" in caplog.text, timeout_s=60)
+        wait_for(lambda: "not mirrored: " in caplog.text, timeout_s=60)
         assert runs.load("through").latest() == {"loss": 1.0}
         assert [run.id for run in runs.list_runs()] == ["through"]
-        is_down.clear()
+        outage.close()
         wait_for(lambda: has_record(open_store(), "through"), timeout_s=60)
     assert caplog.text.count("is not mirrored") == 1
-    is_down.set()
-    with runs.reopen("through") as recorder:  # a run of this host
-        recorder.log(9, {"loss": 0.5})
-    assert runs.load("through").status is Status.FINISHED
-    is_down.clear()
+    with down(open_store(), "write", "read_tagged"):
+        with runs.reopen("through") as recorder:  # a run of this host
+            recorder.log(9, {"loss": 0.5})
+        assert runs.load("through").status is Status.FINISHED
     with runs.reopen("through") as recorder:
         recorder.log(10, {"loss": 0.25})
     move_to("two")
@@ -302,7 +280,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
     recorder.close()
     assert "does not answer" in caplog.text
     answers.set()
-    recorder._store_mirror._thread.join(60)
+    recorder._store_mirror._heartbeats.close(60)
 
 
 def test_damaged_and_newer_objects_are_named_and_hide_no_other_run(
@@ -311,7 +289,7 @@ def test_damaged_and_newer_objects_are_named_and_hide_no_other_run(
     record_ended_run("good")
     record_ended_run("torn-record")
     record_ended_run("newer-record")
-    good, _ = read_head(store, "good")
+    good = read_head(store, "good")
     record = store.read(record_key("newer-record", 1))
     newer = sqlite3.connect(":memory:")
     newer.deserialize(zlib.decompress(record))

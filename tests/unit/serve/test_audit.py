@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from failures import full_disk
 from shoal.errors import InferenceError
 from shoal.serve.controller import audit
 from shoal.serve.controller.audit import MAX_CHARS, AuditLog, read_audit_log
@@ -106,6 +107,23 @@ def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, caplog: pytest.LogCap
         pass
     assert "no audit line" in caplog.text
     assert "lenet" in caplog.text
+
+
+def test_a_line_that_a_full_disk_has_cut_is_passed_over_and_spoils_no_other(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def audit_version(number: int) -> None:
+        with AuditLog(path, "digits").audit_request("canary", {"version": number}, "ada"):
+            pass
+
+    audit_version(1)
+    with full_disk(path.stat().st_size + 20):
+        audit_version(2)
+    assert "no audit line" in caplog.text
+    audit_version(3)
+    for newest_first, versions in ((False, [1, 3]), (True, [3, 1])):
+        entries = read_audit_log(path.parent, newest_first=newest_first)
+        assert [entry["change"]["version"] for entry in entries] == versions
 
 
 def test_no_path_no_line() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bucket_server import BUCKET, Outage, bucket_environment, open_bucket  # noqa: F401 - a fixture
+from bucket_server import BUCKET, Outage, bucket_environment, open_bucket, store
 from shoal.errors import ConfigError, StoreError
 from shoal.store import (
     BlobCache,
@@ -28,14 +28,9 @@ from shoal.store import (
     update,
 )
 
+__all__ = ["bucket_environment", "store"]
+
 _numbers = itertools.count()
-
-
-@pytest.fixture(params=["folder", "bucket"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    if request.param == "folder":
-        return open_store(tmp_path / "store")
-    return open_bucket(request.getfixturevalue("bucket_environment"), monkeypatch)
 
 
 def test_what_is_written_is_read_listed_and_deleted(store: Store, tmp_path: Path) -> None:
@@ -326,7 +321,7 @@ def test_without_a_location_files_lie_in_the_home_folder(tmp_path: Path, monkeyp
 
 
 def test_a_store_that_never_answers_is_an_error_in_less_time_than_a_file_may_take(
-    bucket_environment: dict[str, str],  # noqa: F811
+    bucket_environment: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -373,7 +368,7 @@ CALLS: dict[str, Callable[[Store, Path], object]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_every_call_waits_for_a_store_that_is_away(
-    bucket_environment: dict[str, str],  # noqa: F811
+    bucket_environment: dict[str, str],
     call: Callable[[Store, Path], object],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -393,7 +388,7 @@ def test_every_call_waits_for_a_store_that_is_away(
 
 
 def test_a_reader_goes_on_where_it_was_when_the_store_is_back(
-    bucket_environment: dict[str, str],  # noqa: F811
+    bucket_environment: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
@@ -412,7 +407,7 @@ def test_a_reader_goes_on_where_it_was_when_the_store_is_back(
 
 
 def test_a_store_that_stays_away_is_an_error_after_the_deadline(
-    bucket_environment: dict[str, str],  # noqa: F811
+    bucket_environment: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal.store.objects.RETRIES", {"max_retries": 0})
@@ -430,7 +425,7 @@ def test_a_store_that_stays_away_is_an_error_after_the_deadline(
 
 
 def test_what_a_store_refuses_is_an_error_at_once(
-    bucket_environment: dict[str, str],  # noqa: F811
+    bucket_environment: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal.store.objects.time", clock := Clock())

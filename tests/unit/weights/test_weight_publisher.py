@@ -58,19 +58,6 @@ def test_publishing_never_waits_and_skips_what_it_was_too_slow_for() -> None:
     publisher.close()
 
 
-def test_a_store_that_is_away_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    store = FakeStore(away=True)
-    store.open.set()
-    publisher = store.publisher()
-    publisher.publish(snapshot(1))
-    is_true(lambda: store.attempts > 2)
-    assert publisher.forwarded_version == 0
-    store.away = False
-    is_true(lambda: store.sent == [1])
-    publisher.close()
-    assert caplog.text.count("weights are not forwarded, and will be") == 1
-
-
 def test_a_store_that_forgot_is_told_again() -> None:
     store = FakeStore()
     store.open.set()

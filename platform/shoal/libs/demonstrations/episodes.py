@@ -8,11 +8,9 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +20,7 @@ import numpy as np
 from shoal.extend.rl import DemonstrationSite, RecordSpec
 from shoal.libs.demonstrations.files import EPISODES, PER_STEP, Demonstration
 from shoal.libs.demonstrations.recorder import CLOSE_S, RecordedFolder
+from shoal.store import Mirror
 from shoal.wire import Segment
 
 MAX_QUEUED = 64
@@ -61,10 +60,9 @@ class EpisodeCollector:
             key = info.actor_id, info.incarnation
             self._numbers[key] = max(info.seq, self._numbers.get(key, 0))
         self._problem = ""
-        self._waiting: queue.Queue[tuple[Key, _Open] | None] = queue.Queue(MAX_QUEUED)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._write, name="episodes", daemon=True)
-        self._thread.start()
+        self._waiting = deque[tuple[Key, _Open]]()
+        self._is_closed = False
+        self._writer = Mirror("episodes", self._write)
 
     def add(self, key: Key, segment: Segment, version: int, settings: Mapping[str, Any]) -> None:
         number = self._count(key, segment) if segment.episode is None else segment.episode
@@ -93,12 +91,8 @@ class EpisodeCollector:
         return {"episodes": len(self._files), **self._counts}
 
     def close(self) -> None:
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        with suppress(queue.Full):
-            self._waiting.put(None, timeout=CLOSE_S)
-        self._thread.join(CLOSE_S)
+        self._is_closed = True
+        self._writer.close(CLOSE_S)
         self._files.close()
 
     def _count(self, key: Key, segment: Segment) -> int:
@@ -129,17 +123,18 @@ class EpisodeCollector:
             self._counts["skipped"] += 1
             return
         self._put_bytes += episode.num_bytes
-        self._waiting.put_nowait((key, episode))
+        self._waiting.append((key, episode))
+        self._writer.wake()
 
     @property
     def _is_behind(self) -> bool:
-        return self._waiting.full() or self._put_bytes - self._done_bytes >= self._max_bytes
+        return len(self._waiting) >= MAX_QUEUED or self._put_bytes - self._done_bytes >= self._max_bytes
 
     # -- the thread that writes ---------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            key, episode = waiting
+        while self._waiting:
+            key, episode = self._waiting.popleft()
             before_s = time.thread_time()
             try:
                 info, segment = Demonstration.join(key, episode.number, episode.pieces)
@@ -154,7 +149,8 @@ class EpisodeCollector:
                     self._problem = str(error)
                     _log.warning("an episode could not be recorded: %s", error)
             self._done_bytes += episode.num_bytes
-            self._closing.wait(IDLE_FACTOR * (time.thread_time() - before_s))
+            if not self._is_closed:
+                time.sleep(IDLE_FACTOR * (time.thread_time() - before_s))
 
 
 def _list_arrays(segment: Segment) -> list[np.ndarray]:

@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -29,13 +27,12 @@ from shoal.libs.demonstrations.files import (
     open_files,
     open_shared,
 )
-from shoal.store import Store, open_store
+from shoal.store import Mirror, Store, open_store
 from shoal.wire import Segment
 
 RETRY_S = 1.0
 CLOSE_S = 10.0
 _MARK = "copied-from"  # the source that a run has started with
-_log = logging.getLogger(__name__)
 
 
 class RecordedFolder:
@@ -51,13 +48,13 @@ class RecordedFolder:
         self._stored: dict[str, tuple[Info, int]] = {}  # facts and bytes, the oldest first
         for name, (info, _) in DemonstrationFiles([self.store]).read_sound().items():
             self._add(name, info, self.store.find(name + SUFFIX).size_bytes)
-        self._changed: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names; None: the end
-        self._thread: threading.Thread | None = None
+        self._changed = deque(self._stored)  # names that are not mirrored yet
+        self._uploaded: set[str] | None = None  # what the store had when this gateway began
+        self._mirror: Mirror | None = None
         if (shared := open_shared(site.name, folder)) is not None:
-            for name in self._stored:
-                self._changed.put(name)
-            self._thread = threading.Thread(target=self._mirror, args=[shared], name=folder, daemon=True)
-            self._thread.start()
+            warning = f"{shared.url} takes nothing now"
+            self._mirror = Mirror(folder, partial(self._upload, shared), retry_s=RETRY_S, warning=warning)
+            self._mirror.wake()
 
     @property
     def infos(self) -> dict[str, Info]:
@@ -74,15 +71,14 @@ class RecordedFolder:
             changed.append(oldest := next(iter(self._stored)))
             self._num_bytes -= self._stored.pop(oldest)[1]
         self.store.delete(name + SUFFIX for name in changed[1:])
-        if self._thread is not None:
-            for name in changed:
-                self._changed.put(name)
+        if self._mirror is not None:
+            self._changed += changed
+            self._mirror.wake()
 
     def close(self) -> None:
         """Upload what the store lacks, for CLOSE_S at most. Idempotent."""
-        if self._thread is not None:
-            self._changed.put(None)
-            self._thread.join(CLOSE_S)
+        if self._mirror is not None:
+            self._mirror.close(CLOSE_S, is_patient=True)
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -91,28 +87,21 @@ class RecordedFolder:
         self._num_bytes += size_bytes - self._stored.pop(name, (info, 0))[1]
         self._stored[name] = info, size_bytes
 
-    def _mirror(self, shared: Store) -> None:
-        """Upload what the store lacks, and delete there what is gone here; while the store is away, later."""
-        uploaded: set[str] | None = None  # when this gateway began
-        name = self._changed.get()
-        while name is not None:
-            key = name + SUFFIX
+    def _upload(self, shared: Store) -> None:
+        """Upload what the store lacks, and delete there what is gone here."""
+        if self._uploaded is None:
+            self._uploaded = {each.key for each in shared.list_entries()}
+        while self._changed:
+            key = self._changed[0] + SUFFIX
             try:
-                if uploaded is None:
-                    uploaded = {each.key for each in shared.list_entries()}
-                try:
-                    payload = self.store.read(key)
-                except FileNotFoundError:
-                    shared.delete([key])
-                    uploaded.discard(key)
-                else:
-                    if key not in uploaded:
-                        shared.write(key, payload)
-            except OSError as error:
-                _log.warning("%s takes nothing now: %s", shared.url, error)
-                time.sleep(RETRY_S)
+                payload = self.store.read(key)
+            except FileNotFoundError:
+                shared.delete([key])
+                self._uploaded.discard(key)
             else:
-                name = self._changed.get()
+                if key not in self._uploaded:
+                    shared.write(key, payload)
+            self._changed.popleft()
 
 
 class Recorder:

@@ -6,7 +6,6 @@ Legend: N steps, S segments laid end to end.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from shoal.extend.rl import DemonstrationSite, DemonstrationsSpec
 from shoal.libs.demonstrations.files import Demonstration, join_pieces, open_files
+from shoal.store import Mirror
 from shoal.wire import Segment
 from shoal.wire.experience_spec import STATE
 
@@ -72,18 +72,17 @@ class Shown:
         self._num_shown = self._num_taken = 0  # shown steps, and those of `take_cloning_steps`
         self._offline_steps = 0
         self._random = np.random.default_rng(0)
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._mirror: Mirror | None = None
 
     def advance(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        if self._thread is None:
+        if self._mirror is None:
             self.poll()  # those that a run starts with count from its first step on
             known = [each.info for each in self._known.values()]  # to a learner that has restarted, but for the newest
             self._num_taken = sum(info.num_steps for info in known if info.run_steps < num_steps)
             self._offline_steps = 0 if num_steps else self._spec.updates  # not of a learner that goes on
-            self._thread = threading.Thread(target=self._follow, name="demonstrations", daemon=True)
-            self._thread.start()
+            warning = "demonstrations cannot be read now"
+            self._mirror = Mirror("demonstrations", self.poll, POLL_S, POLL_S, warning)
 
     @property
     def weight(self) -> float:
@@ -143,16 +142,8 @@ class Shown:
         self.generation += 1
 
     def close(self) -> None:
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _follow(self) -> None:
-        while not self._closing.wait(POLL_S):
-            try:
-                self.poll()
-            except OSError as error:
-                _log.warning("demonstrations cannot be read now: %s", error)
+        if self._mirror is not None:
+            self._mirror.close()
 
     def _draw(self, segments: Sequence[Segment]) -> list[Segment]:
         drawn, num_steps = [], 0

@@ -3,12 +3,14 @@
     FOLDER/batches-000000000001.log    records of batches 1, 2, ...; the next file begins at the next commit
 
 A record is its length, its CRC-32 and (number, messages) in MessagePack. Only the last one of a file may be torn: who
-goes on begins another file, or the same where it has no other record. Called by `StreamLoop` and by whoever replays
+goes on begins another file, or the same where it has no other record. After a power cut, also an earlier file may lack
+its end. Called by `StreamLoop` and by whoever replays
 a run. Knows nothing of learning.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import zlib
@@ -24,6 +26,7 @@ from shoal.errors import CheckpointError
 from shoal.libs.stream.messages import Message
 
 _HEADER = struct.Struct("<II")
+_log = logging.getLogger(__name__)
 
 
 class LoggedBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -48,13 +51,35 @@ class BatchLog:
         make_folder(folder)
         self._file: BinaryIO | None = None
 
-    def recover(self, after: int) -> list[LoggedBatch]:
-        """The batches above number `after`, in order. Raises CheckpointError when one is missing or damaged before the
-        end."""
-        for path in list(_list_files(self._folder).values())[-2:]:  # a killed process may not have synced them
+    def recover(self, after: int, synced: int = 0) -> list[LoggedBatch]:
+        """The batches above number `after`, in order. Raises CheckpointError when one up to `synced` is missing or
+        damaged.
+
+        After that, a power cut may have taken the end of a file and left the next one. What it has left is deleted: its
+        messages were not acknowledged, and are batched again.
+        """
+        files = _list_files(self._folder)
+        for path in list(files.values())[-2:]:  # a killed process may not have synced them
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        return list(read_batches(self._folder, after))
+        result: list[LoggedBatch] = []
+        gap: CheckpointError | None = None
+        try:
+            for batch in read_batches(self._folder, after):
+                result.append(batch)
+        except CheckpointError as error:
+            gap = error
+        newest = after + len(result)
+        if newest < synced:
+            problem = f"{self._folder} has no batch {newest + 1}, and those up to {synced} were acknowledged"
+            raise CheckpointError(f"{problem}: put a copy of the log in its place") from gap
+        if gap is not None:
+            _log.warning("%s: what follows was not acknowledged, and is left out", gap)
+            for first, path in files.items():
+                if first > newest:
+                    path.unlink()
+            sync_folder(self._folder)
+        return result
 
     def append(self, batch: LoggedBatch) -> None:
         """Write the batch; returns when a kill of this process can no longer lose it. Raises OSError."""

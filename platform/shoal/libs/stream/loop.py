@@ -33,8 +33,9 @@ checkpoint pass through it again. *The same bits*: weights are a function of the
 changes; from a torn record nothing was learnt (1). Recovery publishes the answers of the open group
 again, the same to the bit.
 
-A kill of the process loses nothing that was written; a power cut may lose what was not fsynced. Then batches of the
-open group may be gone from the log. Their messages were not acknowledged: they come again, and are batched again.
+A kill of the process loses nothing that was written; a power cut may lose what was not fsynced: batches of the open
+group, and of the one before it while that is saved. Their messages were not acknowledged: they come again, and are
+batched again. So do those of batches that are left, but follow a lost one.
 
 Called by the flow and by tests. Knows no broker and no run record.
 """
@@ -52,7 +53,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.checkpoint import files
-from shoal.checkpoint.directory import list_newest_first
+from shoal.checkpoint.directory import list_newest_first, parse_step
 from shoal.errors import CheckpointError
 from shoal.libs.stream.batch_log import BatchLog, LoggedBatch
 from shoal.libs.stream.messages import Message
@@ -175,7 +176,8 @@ class StreamLoop:
             self.deduplicator.load_state_dict(loaded.state["deduplicator"])
             num_malformed, self.num_redelivered = loaded.state["counts"]
             self.malformed = Counter(loaded.state.get("malformed", {"other": num_malformed}))
-        batches = self._log.recover(after=self.trainer.num_batches)
+        newest = max((parse_step(path.name) for path in list_newest_first(self._checkpoints)), default=0)
+        batches = self._log.recover(self.trainer.num_batches, synced=newest)
         self._source.open(StreamState(0, self.deduplicator.sequences))
         for batch in batches:
             self._admit(batch.messages)
@@ -272,7 +274,7 @@ class StreamLoop:
         files.save(self._checkpoints, step, state, self._spec.keep_checkpoints)
         if not self._spec.keep_log:
             oldest = list_newest_first(self._checkpoints)[-1]
-            self._log.remove_before(int(oldest.name.removeprefix("step-")))
+            self._log.remove_before(parse_step(oldest.name))
         self._on_saved(state["trainer"])
 
     def _acknowledge(self) -> None:

@@ -1,20 +1,19 @@
 """With `gateway.durable: store`: segments are acknowledged, and may be learnt, once their group is in the store.
 
 One upload is on its way while the next group fills. A gateway that starts again, also on another host, queues what
-was acknowledged and not yet learnt. Called by the gateway; owns the thread that uploads.
+was acknowledged and not yet learnt. Called by the gateway.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 
 from shoal.rl.experience.queue import ExperienceQueue
 from shoal.rl.experience.segment_ledger import ActorKey
 from shoal.rl.experience.segment_log import Group, SegmentLog
-from shoal.store import KeyTaken
+from shoal.store import KeyTaken, Mirror
 
 GROUP_INTERVAL_S = 0.1  # between two uploads, while actors have credit for more
 COUNTS_INTERVAL_S = 1.0  # until counts are uploaded for which no actor waits
@@ -33,14 +32,12 @@ class GroupCommit:
     | that of the     | nothing:    | an upload    | uploads the rest, within CLOSE_TIMEOUT_S,      |
     | queue, segments | no credit   |              | ends the thread                               |
 
-    problem:      why the store takes nothing now; "" where it does
     num_uploaded: the number of the newest group that is there, of this process
     """
 
     def __init__(self, log: SegmentLog, queue: ExperienceQueue) -> None:
         """Claim the log, and fill the queue and its ledger from it. Raises StoreError, RunError."""
         self._log, self._queue = log, queue
-        self.problem = ""
         recovered = log.recover()
         ledger = queue.ledger
         if recovered.ledger is not None:
@@ -51,10 +48,10 @@ class GroupCommit:
         self._filling, self.num_uploaded = 1, 0  # numbers of groups of this process
         self._is_awaited = False  # an acknowledgement waits for the group that is filling
         self._since_full, self._counted_at = GROUPS_PER_FULL, time.monotonic()
-        self._wake, self._closing = threading.Event(), threading.Event()
+        self._uploading: tuple[int, Group, dict[ActorKey, int]] | None = None
+        self._is_closed = False
         queue.on_closed = self.close
-        self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
-        self._thread.start()
+        self._mirror = Mirror("group-commit", self._upload_next, GROUP_INTERVAL_S, RETRY_S)
 
     def await_group(self) -> int:
         """The number of the group with all that the ledger has now; `num_uploaded` reaches it."""
@@ -64,7 +61,12 @@ class GroupCommit:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() or self._closing.is_set()
+        return self._mirror.is_alive or self._is_closed
+
+    @property
+    def problem(self) -> str:
+        """Why the store takes nothing now; "" where it does."""
+        return self._mirror.problem
 
     def get_acknowledged(self, key: ActorKey) -> int:
         """The sequence number after the last segment of an actor that is in the store."""
@@ -74,61 +76,45 @@ class GroupCommit:
         """Upload as soon as the present upload has ended, if more segments wait than may still come. open_credit: of
         all sessions"""
         if 0 < self._queue.num_unlogged >= open_credit:
-            self._wake.set()
+            self._mirror.wake()
 
     def close(self) -> None:
         """Upload the rest, if the store takes it. Idempotent."""
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._is_closed = True
+        self._mirror.close(CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
-        while True:
-            self._wake.wait(GROUP_INTERVAL_S)
-            self._wake.clear()
-            is_last = self._closing.is_set()
-            number, group, rows = self._take_group(is_full=is_last or self._since_full >= GROUPS_PER_FULL)
-            if group is not None:
-                if not self._upload(group):
-                    return
-                self._since_full = 0 if group.is_full else self._since_full + 1
-                self._acknowledged |= rows
-                self.num_uploaded = number
-                self._queue.admit_logged(group.end)
-                if group.is_full:
-                    try:
-                        self._log.delete_consumed(group.first_queued)
-                    except OSError as error:
-                        self.problem = str(error)  # the next full group tries again
-            if is_last:
-                return
+    def _upload_next(self) -> bool:
+        """Upload the next group, if there is need of one, or once more the one that did not arrive. False: another
+        process has claimed the log."""
+        self._uploading = self._uploading or self._take_group()
+        if self._uploading is None:
+            return True
+        number, group, rows = self._uploading
+        try:
+            self._log.append(group)
+        except KeyTaken:
+            _log.error("another gateway of this run has taken over: this one acknowledges nothing more")
+            return False
+        self._uploading = None
+        self._since_full = 0 if group.is_full else self._since_full + 1
+        self._acknowledged |= rows
+        self.num_uploaded = number
+        self._queue.admit_logged(group.end)
+        if group.is_full:
+            self._log.delete_consumed(group.first_queued)  # after an error, the next full group tries again
+        return True
 
-    def _take_group(self, is_full: bool) -> tuple[int, Group | None, dict[ActorKey, int]]:
+    def _take_group(self) -> tuple[int, Group, dict[ActorKey, int]] | None:
         """The next group, its number, and the next sequence numbers of its accounts; None while there is no need."""
         queue, ledger = self._queue, self._queue.ledger
+        is_full = self._is_closed or self._since_full >= GROUPS_PER_FULL
         with ledger.lock:
             is_due = ledger.is_changed and time.monotonic() - self._counted_at >= COUNTS_INTERVAL_S
-            if not (self._is_awaited or is_due or queue.num_unlogged or self._closing.is_set()):
-                return 0, None, {}
+            if not (self._is_awaited or is_due or queue.num_unlogged or self._is_closed):
+                return None
             self._is_awaited, self._counted_at = False, time.monotonic()
             number, self._filling = self._filling, self._filling + 1
             unlogged = queue.take_unlogged()
             changes = ledger.take_changes(is_full)
         rows = {(row[0], row[1]): row[2] for row in changes.accounts} if changes else {}
         return number, self._log.make_group(unlogged, changes, is_full), rows
-
-    def _upload(self, group: Group) -> bool:
-        """Upload a group, until it is there; False when another process has claimed the log, or at the end."""
-        while True:
-            try:
-                self._log.append(group)
-            except KeyTaken:
-                _log.error("another gateway of this run has taken over: this one acknowledges nothing more")
-                return False
-            except OSError as error:
-                self.problem = str(error)
-            else:
-                self.problem = ""
-                return True
-            if self._closing.wait(RETRY_S):
-                return False

@@ -121,6 +121,13 @@ def _list_missing_columns(connection: sqlite3.Connection) -> list[str]:
     return [name for name in _LATER_COLUMNS if name not in columns]
 
 
+def delete_rows(connection: sqlite3.Connection, number: int) -> None:
+    """Delete a run from the record. Called in a transaction."""
+    for table in TABLES:
+        connection.execute(f"DELETE FROM {table} WHERE run = ?", (number,))
+    connection.execute("DELETE FROM runs WHERE number = ?", (number,))
+
+
 def list_run_ids(connection: sqlite3.Connection) -> list[str]:
     """Every run: first the copies of runs of other hosts, then those of this host, each oldest first."""
     sql = "SELECT id FROM runs ORDER BY copied_from IS NULL, created_at, number"

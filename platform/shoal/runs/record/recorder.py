@@ -39,6 +39,7 @@ from shoal.runs.record.serialization import (
 )
 from shoal.runs.run_kind import RunKind
 from shoal.runs.run_status import TERMINAL, Status, transition
+from shoal.store import Mirror
 
 if TYPE_CHECKING:
     from shoal.runs.ray_gauges import RunGauges
@@ -136,9 +137,7 @@ class RunRecorder:
         self._heartbeat_monotonic_s = time.monotonic()
         self._buffer_lock = threading.Lock()  # guards _pending and _closed; held for moments
         self._write_lock = threading.RLock()  # guards the connection and _status; held for a transaction
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._write_until_stopped, name=f"run-{run_id}", daemon=True)
-        self._thread.start()
+        self._writer = Mirror(f"run-{run_id}", self._write, FLUSH_INTERVAL_S, FLUSH_INTERVAL_S, f"run {run_id}")
 
     def log(self, step: int, values: Mapping[str, float], *, in_history: bool = True, at: float | None = None) -> None:
         """Record metrics of one step, also values that are not finite. Logging a step again replaces its values.
@@ -256,8 +255,7 @@ class RunRecorder:
         with self._write_lock:
             if self._status not in TERMINAL:
                 self.finish(Status.STOPPED)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(BUSY_TIMEOUT_S)
+        self._writer.close(BUSY_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -365,22 +363,17 @@ class RunRecorder:
             if beat.rowcount == 0:
                 raise RunError(f"run {self.id!r} was resumed by another process, which records it now, or was removed")
 
-    def _write_until_stopped(self) -> None:
-        last_problem = ""
-        while not self._stopping.wait(FLUSH_INTERVAL_S):
-            try:
-                self.flush()
-                self._mirrors.call_each(methodcaller("write"))
-                for details in () if self._followers is None else self._followers.check(self._newest):
-                    self.record_event("untracked", **details)
-                    _log.warning("run %s: %s", self.id, format_warning("untracked", details))
-            except RunError as error:  # retried later; `flush` and `record_event` report it
-                if str(error) != last_problem:
-                    _log.warning("run %s: %s", self.id, error)
-                last_problem = str(error)
+    def _write(self) -> None:
+        if self._closed:
+            return
+        self.flush()  # what it raises is logged; `flush` and `record_event` report it
+        self._mirrors.call_each(methodcaller("write"))
+        for details in () if self._followers is None else self._followers.check(self._newest):
+            self.record_event("untracked", **details)
+            _log.warning("run %s: %s", self.id, format_warning("untracked", details))
 
     def _release(self) -> None:
-        self._stopping.set()
+        self._writer.close(0.0)
         try:
             self._mirrors.call_each(methodcaller("close"))
             if self._followers is not None:  # they know by the end in the record that there are no more values

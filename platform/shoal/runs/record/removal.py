@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.errors import RunError
 from shoal.home import home
-from shoal.runs.record.database import TABLES, connect, transaction, translate_write_errors
+from shoal.runs.record.database import connect, delete_rows, transaction, translate_write_errors
 from shoal.runs.run_reader import Run
 from shoal.runs.run_status import TERMINAL, Status, resolve_status
 
@@ -62,9 +62,7 @@ def remove_runs(runs: Sequence[Run]) -> None:
                 row = connection.execute("SELECT * FROM runs WHERE id = ?", (run.id,)).fetchone()
                 if row is not None:
                     _reject_running(resolve_status(row), run.id, row["pid"], row["host"])
-                    for table in TABLES:
-                        connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["number"],))
-                    connection.execute("DELETE FROM runs WHERE number = ?", (row["number"],))
+                    delete_rows(connection, row["number"])
             # After the rows: a process that dies here leaves a folder without a run, which `remove_leftovers` takes.
             shutil.rmtree(run.folder, ignore_errors=True)
 

@@ -23,12 +23,11 @@ from msgspec import structs
 
 from shoal.atomic_file import make_folder, replace_synced
 from shoal.errors import RunError, ShoalError, StoreError
-from shoal.runs.record.database import SCHEMA_VERSION, TABLES, connect, transaction
+from shoal.runs.record.database import SCHEMA_VERSION, TABLES, connect, delete_rows, transaction
 from shoal.runs.record.store_mirror import (
     HEADS,
     RunHead,
-    decode_head,
-    describe_other_writer,
+    change_head,
     head_key,
     parse_head_key,
     read_head,
@@ -117,7 +116,7 @@ def _import(connection: sqlite3.Connection, home: Path, store: Store, entry: Ent
         _set_heartbeat(connection, run_id, age_s)
         return
     try:
-        head, _ = read_head(store, run_id)
+        head = read_head(store, run_id)
     except FileNotFoundError:  # removed meanwhile
         return
     head_at = entry.modified_s if age_s > _SETTLED_S else None
@@ -139,12 +138,9 @@ def _import(connection: sqlite3.Connection, home: Path, store: Store, entry: Ent
             with transaction(connection):
                 before = connection.execute("SELECT * FROM runs WHERE id = ?", (head.id,)).fetchone()
                 if before is None or _is_newer(before, head):  # another command may have been faster
-                    # Called in a transaction. A run keeps its number here; events get numbers in their
-                    # order.
+                    # A run keeps its number here; events get numbers in their order.
                     if before is not None:
-                        for table in TABLES:
-                            connection.execute(f"DELETE FROM {table} WHERE run = ?", (before["number"],))
-                        connection.execute("DELETE FROM runs WHERE number = ?", (before["number"],))
+                        delete_rows(connection, before["number"])
                     last = connection.execute("SELECT ifnull(max(number), 0) FROM runs").fetchone()[0]
                     number = last + 1 if before is None else before["number"]
                     _insert(connection, "runs", {"number": number})
@@ -216,16 +212,12 @@ def claim(home: Path, row: sqlite3.Row, writer: str) -> bool:
     try:
         if (store := open_shared_store(home, store_url())) is None:
             return False
-        head, tagged = read_head(store, run_id)
-        if head.is_removed or head.writer not in (row["writer"] or "").split():
-            raise RunError(describe_other_writer(head))
-        host = socket.gethostname()
-        pid = os.getpid()
-        incarnation = row["incarnation"] + 1
-        mine = structs.replace(
-            head, host=host, pid=pid, incarnation=incarnation, writer=writer, status=Status.RUNNING, revision=0
-        )
-        store.replace(head_key(run_id), mine.to_bytes(), tagged.tag)
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "incarnation": row["incarnation"] + 1}
+
+        def take_over(head: RunHead) -> RunHead:
+            return structs.replace(head, **own, writer=writer, status=Status.RUNNING, revision=0)
+
+        change_head(store, run_id, (row["writer"] or "").split(), take_over)
         return True
     except FileNotFoundError:
         if copied_from is not None:
@@ -249,18 +241,14 @@ def remove_from_store(home: Path, run_id: str, writers: str) -> None:
     if (store := open_shared_store(home, store_url())) is None:
         return
     try:
-        tagged = store.read_tagged(head_key(run_id))
+        head = read_head(store, run_id)
     except FileNotFoundError:
         return
-    try:
-        head = decode_head(run_id, tagged.payload)
     except RunError as error:
         raise RunError(f"{error}; remove the object to remove the run") from None
     if not head.is_removed:
-        if head.writer not in writers.split():
-            raise RunError(describe_other_writer(head))
         try:  # from now on no process can resume it
-            store.replace(head_key(run_id), structs.replace(head, is_removed=True).to_bytes(), tagged.tag)
+            change_head(store, run_id, writers.split(), lambda head: structs.replace(head, is_removed=True))
         except KeyChanged:
             raise RunError(f"run {run_id!r} was changed in the store at the same time: try again") from None
     store.delete(entry.key for entry in store.list_entries(f"runs/{run_id}"))

@@ -15,18 +15,19 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
 
 from shoal.atomic_file import is_newer_format
-from shoal.errors import RunError, ShoalError
-from shoal.runs.record.database import BUSY_TIMEOUT_S, SCHEMA_VERSION, TABLES, record_path
+from shoal.errors import RunError
+from shoal.runs.record.database import BUSY_TIMEOUT_S, SCHEMA_VERSION, TABLES, record_path, translate_read_errors
 from shoal.runs.run_status import Status
-from shoal.store import Store, Tagged, open_shared_store
+from shoal.store import Mirror, Store, open_shared_store
 
 HEAD_FORMAT = 1
 HEADS = "run-heads"  # one listing shows all runs, however many objects their checkpoints have
@@ -71,6 +72,10 @@ class _Format(msgspec.Struct):
     format: int
 
 
+class Superseded(RunError):
+    """The run is another process's now, or was removed."""
+
+
 def head_key(run_id: str) -> str:
     return f"{HEADS}/{run_id}{_HEAD_SUFFIX}"
 
@@ -89,10 +94,24 @@ def record_key(run_id: str, incarnation: int) -> str:
     return f"{record_folder(run_id)}/{incarnation:06d}.sqlite.z"
 
 
-def read_head(store: Store, run_id: str) -> tuple[RunHead, Tagged]:
+def read_head(store: Store, run_id: str) -> RunHead:
     """Raises FileNotFoundError, StoreError, and RunError for a head that is damaged or of a newer format."""
+    return decode_head(run_id, store.read(head_key(run_id)))
+
+
+def change_head(store: Store, run_id: str, writers: Collection[str], change: Callable[[RunHead], RunHead]) -> None:
+    """Replace the head of a run that one of `writers` records: of several processes that do so at once, one succeeds.
+
+    Raises Superseded where another one records it, or it was removed; KeyChanged; and as `read_head`.
+    """
     tagged = store.read_tagged(head_key(run_id))
-    return decode_head(run_id, tagged.payload), tagged
+    head = decode_head(run_id, tagged.payload)
+    if head.is_removed:
+        raise Superseded(f"run {run_id!r} was removed from the store")
+    if head.writer not in writers:
+        other = f"process {head.pid} on {head.host}"
+        raise Superseded(f"run {run_id!r} is another process's in the store ({other}), which resumed it")
+    store.replace(head_key(run_id), change(head).to_bytes(), tagged.tag)
 
 
 def decode_head(run_id: str, payload: bytes) -> RunHead:
@@ -114,15 +133,13 @@ def reject_newer_format(run_id: str, found: int, known: int) -> None:
         raise RunError(f"run {run_id!r} {problem}: upgrade Shoal")
 
 
-class Superseded(RunError):
-    """The run is another process's now, or was removed."""
-
-
 class StoreMirror:
     """The mirror of one incarnation of a run. Every method may be called from any thread.
 
     writer:   this incarnation's token
     previous: tokens of incarnations before, separated by blanks, whose head may be taken over
+
+    A long upload must not look like a dead process: heartbeats and records are mirrors of their own.
 
     | capacity                 | what blocks | who unblocks             | close()                            |
     |--------------------------|-------------|--------------------------|------------------------------------|
@@ -149,12 +166,13 @@ class StoreMirror:
         self._lock = threading.Lock()  # guards _head; held for a request
         self._store: Store | None = None
         self._is_changed = True
+        self._is_closed = False
         self._record_due_s = 0.0
-        self._last_problem = ""
-        self._upload: threading.Thread | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"mirror-{run_id}", daemon=True)
-        self._thread.start()
+        warning = f"run {run_id} goes on, but is not mirrored"
+        beat, write = (partial(self._unless_superseded, each) for each in (self._beat, self._write_record))
+        self._records = Mirror(f"record-{run_id}", write, retry_s=TOUCH_INTERVAL_S, warning=warning)
+        self._heartbeats = Mirror(f"mirror-{run_id}", beat, TOUCH_INTERVAL_S, TOUCH_INTERVAL_S, warning)
+        self._heartbeats.wake()
 
     def mark_changed(self) -> None:
         """The record has new rows."""
@@ -162,61 +180,39 @@ class StoreMirror:
 
     def close(self) -> None:
         """Mirror the rest. A store that does not answer in time is logged. Idempotent."""
-        self._is_changed = True  # the end
-        self._stopping.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
+        self._is_changed = self._is_closed = True  # the end
+        if not self._heartbeats.close(CLOSE_TIMEOUT_S):
             _log.warning("run %s: the store %s does not answer: it lacks the run's end", self._head.id, self._url)
 
-    def _run(self) -> None:
-        is_last = False
-        while self._attempt(is_last=is_last) and not is_last:
-            is_last = self._stopping.wait(TOUCH_INTERVAL_S)
-
-    def _attempt(self, *, is_last: bool) -> bool:
-        """Whether to try again: not where the store is the folder of the record itself, and not without the run."""
+    def _unless_superseded(self, act: Callable[[], bool]) -> bool:
+        """False: there is nothing to mirror any more."""
         try:
-            if self._store is None:
-                if (store := open_shared_store(self._home, self._url)) is None:
-                    return False
-                self._store = store.without_waiting()  # the next heartbeat is the next attempt
-            with self._logging_errors():
-                # The record when it is due, in a thread: a long upload must not look like a dead process.
-                if self._head.beat == 0 and _has_head(self._store, self._head.id):
-                    self._touch(self._store)  # before anything is written: it may be another's
-                is_uploading = self._upload is not None and self._upload.is_alive()
-                if is_last or not self._head.record:
-                    if self._upload is not None:
-                        self._upload.join()
-                    if self._is_changed:
-                        self._write_record(self._store)
-                elif self._is_changed and time.monotonic() >= self._record_due_s and not is_uploading:
-                    upload = self._logging_errors()(self._write_record)
-                    self._upload = threading.Thread(target=upload, args=(self._store,), daemon=True)
-                    self._upload.start()
-                self._touch(self._store)
-        except (ShoalError, OSError) as error:  # it cannot be opened
-            self._log_problem(str(error))
-        return not self.problem
-
-    @contextmanager
-    def _logging_errors(self) -> Iterator[None]:
-        try:
-            yield
-            self._last_problem = ""
+            return act()
         except Superseded as error:
             self.problem = str(error)
-        except (ShoalError, OSError, sqlite3.Error) as error:
-            self._log_problem(str(error))
+            return False
 
-    def _log_problem(self, problem: str) -> None:
-        """Once, until it is mirrored again."""
-        if not self._last_problem:
-            _log.warning("run %s goes on, but is not mirrored: %s", self._head.id, problem)
-        self._last_problem = problem
+    def _beat(self) -> bool:
+        """Write the head, of a new run with its first record. False: the store is the folder of the record itself."""
+        if self._store is None:
+            if (store := open_shared_store(self._home, self._url)) is None:
+                return False
+            self._store = store.without_waiting()  # the next heartbeat is the next attempt
+        if self._head.beat == 0:
+            self._touch(self._store)  # before anything is written: it may be another's
+        if self._is_closed:
+            self._records.close()  # it may be uploading
+        if self._is_closed or not self._head.record:
+            self._write_record()
+        elif self._is_changed and time.monotonic() >= self._record_due_s:
+            self._records.wake()
+        self._touch(self._store)
+        return True
 
-    def _write_record(self, store: Store) -> None:
-        began_s = time.monotonic()
+    def _write_record(self) -> bool:
+        store, began_s = self._store, time.monotonic()
+        if store is None or not self._is_changed:
+            return True
         self._is_changed = False
         key = record_key(self._head.id, self._head.incarnation)
         try:
@@ -233,35 +229,35 @@ class StoreMirror:
             self._touch(store)
             listed = store.list_entries(record_folder(self._head.id))
             store.delete(entry.key for entry in listed if entry.key < key)
+        return True
 
     def _touch(self, store: Store) -> None:
-        """Write the head: the time of its last change is the run's heartbeat. Raises Superseded."""
+        """Write the head: the time of its last change is the run's heartbeat. A run without one gets it with its first
+        record. Raises Superseded."""
         run_id = self._head.id
         with self._lock:
             try:
-                found, tagged = read_head(store, run_id)
+                change_head(store, run_id, self._writers, self._make_beat)
             except FileNotFoundError:
                 if self._head.beat:
                     raise Superseded(f"run {run_id!r} was removed from the store {self._url}") from None
-                store.create(head_key(run_id), self._make_beat())
-                return
-            if found.is_removed or found.writer not in self._writers:
-                raise Superseded(describe_other_writer(found))
-            if not self._head.record:
-                self._previous_record = found.record
-            store.replace(head_key(run_id), self._make_beat(), tagged.tag)
+                if self._head.record:
+                    store.create(head_key(run_id), self._make_beat(self._head).to_bytes())
 
-    def _make_beat(self) -> bytes:
+    def _make_beat(self, found: RunHead) -> RunHead:
+        if not self._head.record:
+            self._previous_record = found.record
         self._head = structs.replace(self._head, beat=self._head.beat + 1)
-        return structs.replace(self._head, record=self._head.record or self._previous_record).to_bytes()
+        return structs.replace(self._head, record=self._head.record or self._previous_record)
 
 
 def pack_record(home: Path, number: int, head: RunHead) -> tuple[str, bytes]:
-    """The status of a run, and its rows and small files as a compressed SQLite file. Raises Superseded.
+    """The status of a run, and its rows and small files as a compressed SQLite file. Raises Superseded, RunError.
 
     SQLite copies the rows, without Python's lock. Readers and writers of the record do not wait for it.
     """
-    with closing(sqlite3.connect(":memory:", timeout=BUSY_TIMEOUT_S, isolation_level=None)) as memory:
+    opened = sqlite3.connect(":memory:", timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    with closing(opened) as memory, translate_read_errors(home):
         memory.execute("ATTACH ? AS record", (str(record_path(home)),))
         memory.execute("BEGIN")
         own = "SELECT * FROM record.runs WHERE number = ? AND id = ? AND incarnation = ?"
@@ -281,18 +277,3 @@ def pack_record(home: Path, number: int, head: RunHead) -> tuple[str, bytes]:
         if row is None:
             raise Superseded(f"run {head.id!r} was resumed by another process, or was removed")
         return row[0], zlib.compress(memory.serialize(), 1)
-
-
-def describe_other_writer(head: RunHead) -> str:
-    """Why another process may not write to the run of this head."""
-    if head.is_removed:
-        return f"run {head.id!r} was removed from the store"
-    return f"run {head.id!r} is another process's in the store (process {head.pid} on {head.host}), which resumed it"
-
-
-def _has_head(store: Store, run_id: str) -> bool:
-    try:
-        read_head(store, run_id)
-    except FileNotFoundError:
-        return False
-    return True

@@ -11,12 +11,14 @@ Calls refused for their caller are logged too, many to a line (see `auth_failure
 
 Written by the endpoint's controller to $SHOAL_HOME/audit.jsonl, which only its owner may read; several controllers may
 append to one file, and so may the console, for what it changes in runs. A full file becomes audit.jsonl.1, that one
-audit.jsonl.2 and so on; the oldest goes. A line that cannot be written goes to the program's log and stops nothing.
+audit.jsonl.2 and so on; the oldest goes. A line that cannot be written, or in part alone, goes to the program's log
+and stops nothing.
 Contains no key, and only the beginning of long values. The controller prints changes too, for `shoal serve logs`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -92,11 +94,13 @@ class AuditLog:
         )
         try:
             self._rotate_if_full(len(line))
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            with open(descriptor, "rb+", buffering=0) as file:
+                size_bytes = os.fstat(descriptor).st_size
+                is_cut = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
+                payload = ("\n" * is_cut + line).encode()  # what a full disk has cut is a line of its own
+                if file.write(payload) < len(payload):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         except OSError as error:
             logger.error("no audit line: %s; it would have been: %s", error, line.strip())
 
@@ -113,11 +117,19 @@ class AuditLog:
 
 
 def read_audit_log(home: Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """The entries of all files in this folder, in the order in which they were written, or in the opposite one."""
+    """The entries of all files in this folder, in the order in which they were written, or in the opposite one.
+
+    Lines that a full disk or a power cut has damaged are passed over.
+    """
     paths, step = _name_files(home / AUDIT_FILE), -1 if newest_first else 1
     for path in paths[::-step]:
-        if path.exists():
-            yield from map(json.loads, path.read_text().splitlines()[::step])
+        lines = path.read_bytes().splitlines()[::step] if path.exists() else []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            yield entry
 
 
 def _name_files(newest: Path) -> list[Path]:
