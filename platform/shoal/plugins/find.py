@@ -47,6 +47,12 @@ def find_extension(name: str, group: str, own: Mapping[str, str]) -> Any:
     raise ValueError(f"{name!r} is none of {known}{near and f': {near}'}; your own is module:name or file.py:name")
 
 
+def find_optional(name: str, group: str) -> Any | None:
+    """What a library adds under this name; None without it. Raises ValueError where it cannot be loaded."""
+    reference = collect_extensions(group).get(name)
+    return None if reference is None else load_reference(reference)
+
+
 def find_in_library(name: str, group: str, library: str, field: str, value: str = "") -> Any:
     """What a library of Shoal adds under this name. Raises ConfigError for `field` without that library."""
     try:
