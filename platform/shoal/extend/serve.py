@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from shoal.plugins.lazy import load_on_demand
 
 if TYPE_CHECKING:
-    from shoal.batching.batcher import BatcherCounts, PendingBatch, Prediction
-    from shoal.batching.step_queue import StepQueue
+    from shoal.batching.batcher import Batcher, BatcherCounts, PendingBatch, Prediction
     from shoal.client.endpoint_status import EndpointStatus
     from shoal.client.payload import ArrayLike, decode_answer
     from shoal.client.retry import EndpointRequest, Reply, RetryPolicy, decode_error, request_with_retries
