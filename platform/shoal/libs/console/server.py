@@ -27,7 +27,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.libs.console import films_api, live, runs_api
 from shoal.libs.console.access import Access, ProtectedApp
 from shoal.libs.console.answers import answer_json
-from shoal.libs.console.serving import cluster_api, endpoints_api, models_api, try_api
+from shoal.libs.console.serving import endpoints_api, models_api, try_api
 from shoal.libs.console.serving.readings import SharedReading
 
 STATIC = Path(__file__).parent / "static"
@@ -59,12 +59,11 @@ def build_app(access: Access) -> ProtectedApp:
         *models_api.ROUTES,
         *endpoints_api.ROUTES,
         *try_api.ROUTES,
-        *cluster_api.ROUTES,
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     app = Starlette(routes=routes, exception_handlers={ShoalError: _send_error})
     app.state.access = access
-    app.state.endpoints, app.state.clusters = endpoints_api.Endpoints(), SharedReading(cluster_api.read_clusters)
+    app.state.endpoints, app.state.clusters = endpoints_api.Endpoints(), SharedReading(endpoints_api.read_clusters)
     return ProtectedApp(app, access)
 
 
