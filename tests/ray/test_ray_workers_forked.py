@@ -18,7 +18,7 @@ from shoal.cluster.embedded_cluster import EmbeddedCluster
 from shoal.libs.forking.worker_start import FORK_VARIABLE, make_worker_start
 from waiting import wait_for
 
-pytestmark = pytest.mark.skipif(make_worker_start(Path()) is None, reason="workers are not forked on this machine")
+pytestmark = pytest.mark.skipif(not make_worker_start(Path()).script, reason="workers are not forked on this machine")
 
 
 @ray.remote(num_cpus=1)
@@ -105,4 +105,4 @@ def test_without_a_fork_server_workers_live_on_and_without_a_raylet_the_head_end
 
 def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORK_VARIABLE, "0")
-    assert make_worker_start(Path()) is None
+    assert make_worker_start(Path()).script is None

@@ -21,7 +21,7 @@ from shoal.flows.actor_learner import LoopRun
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, EvaluationSite
 from shoal.libs.evaluation import episode_player
-from shoal.libs.evaluation.connection import PolicyConnection
+from shoal.libs.evaluation.connection import InferenceConnection
 from shoal.libs.evaluation.episode_player import EpisodePlayer, evaluate_policies, hold_trial
 from shoal.weights import WeightSnapshot
 
@@ -67,7 +67,7 @@ def played(mean: float, *versions: int) -> Evaluation:
     return Evaluation([mean] * 20, 500, set(versions), 1.0)
 
 
-def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_returns_the_target_passes() -> None:
     assert FakeFlow(played(480.0, 7)).passes()
     flow = FakeFlow(played(470.0, 7), action="best")
     assert not any(flow.passes() for _ in range(53))
@@ -77,9 +77,7 @@ def test_a_version_that_returns_the_target_passes(monkeypatch: pytest.MonkeyPatc
     assert reasons[52] == reasons[2]
 
 
-def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_those(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_those() -> None:
     flow = FakeFlow(played(300.0, 7), sampled=played(480.0, 7))
     assert flow.passes()
     assert (flow.tried, flow._action) == (["best", "sampled"], "sampled")
@@ -89,7 +87,7 @@ def test_a_version_that_reaches_the_target_by_sampled_actions_alone_passes_with_
     ]
 
 
-def test_a_run_tries_no_other_actions_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_tries_no_other_actions_than_it_says() -> None:
     sampled = FakeFlow(played(300.0, 7), sampled=played(480.0, 7), action="sampled")
     assert sampled.passes()
     best = FakeFlow(played(300.0, 7), sampled=played(480.0, 7), action="best")
@@ -97,7 +95,7 @@ def test_a_run_tries_no_other_actions_than_it_says(monkeypatch: pytest.MonkeyPat
     assert (sampled.tried, best.tried) == (["sampled"], ["best"])
 
 
-def test_without_a_target_the_better_actions_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_target_the_better_actions_are_registered() -> None:
     for sampled, action in ((0.9, "sampled"), (0.3, "best")):
         flow = FakeFlow(played(0.66, 7), sampled=played(sampled, 7), target_return=None)
         assert flow.passes()
@@ -126,7 +124,7 @@ def test_a_run_learns_on_while_the_endpoint_holds_the_version_of_a_trial(
     flow.policies[0]._workers = SimpleNamespace(**{name: partial(call, word) for name, word in names.items()})
     flow.policies[0].learner, flow.policies[0].gateway = {"updates": 9}, {"elapsed_s": 4.0, "steps": 80}
     flow._poll = lambda: (called.append(("poll", 0)), has_polled.set())
-    monkeypatch.setattr(PolicyConnection, "infer", lambda *_: Answer({}, SNAPSHOT.version, "cartpole"))
+    monkeypatch.setattr(InferenceConnection, "infer", lambda *_: Answer({}, SNAPSHOT.version, "cartpole"))
     flow._evaluator = make_player(flow)
     monkeypatch.setattr(episode_player, "hold_trial", hold_trial)
     assert flow._try(flow.policies[0], SNAPSHOT) == passes
@@ -195,11 +193,11 @@ def test_a_run_that_is_stopped_while_its_trial_cannot_reach_the_endpoint_ends_th
 ) -> None:
     has_asked = threading.Event()
 
-    def infer(connection: PolicyConnection, *inputs: object) -> Answer:
+    def infer(connection: InferenceConnection, *inputs: object) -> Answer:
         has_asked.set()
         raise ConnectionLost("the endpoint did not answer")
 
-    monkeypatch.setattr(PolicyConnection, "infer", infer)
+    monkeypatch.setattr(InferenceConnection, "infer", infer)
     player = make_player(make_flow(ActorLearnerSpec(), SimpleNamespace()))
     trial = player.start_trial("best", SNAPSHOT)
     assert has_asked.wait(60.0)
@@ -244,16 +242,14 @@ def test_a_run_registers_its_newest_version_if_the_one_of_its_best_returns_canno
     assert ("trial_failed", {"version": 3, "error": "the endpoint did not answer"}) in flow.events
 
 
-def test_what_other_versions_answered_speaks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_versions_answered_speaks_for_none() -> None:
     flow = FakeFlow(played(500.0, 7, 8))
     assert not flow.passes()
     assert flow.events == [("trial_failed", {"version": 7, "error": "versions [7, 8] answered"})]
 
 
 @pytest.mark.parametrize("error", [ConnectionLost("the endpoint did not answer"), InferenceError(503, "no replica")])
-def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(
-    error: ShoalError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(error: ShoalError) -> None:
     flow = FakeFlow(error)
     assert not flow.passes()
     assert [kind for kind, _ in flow.events] == ["trial_failed"]
@@ -264,11 +260,11 @@ def test_an_endpoint_that_is_away_for_a_while_costs_a_trial_and_not_the_run(
 def test_episodes_are_played_in_pieces_of_what_the_endpoint_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows: list[int] = []
 
-    def infer(connection: PolicyConnection, observations: np.ndarray, *_: object) -> Answer:
+    def infer(connection: InferenceConnection, observations: np.ndarray, *_: object) -> Answer:
         num_rows.append(len(observations))
         return Answer({"action": np.zeros(len(observations), np.int64)}, SNAPSHOT.version, "cartpole")
 
-    monkeypatch.setattr(PolicyConnection, "infer", infer)
+    monkeypatch.setattr(InferenceConnection, "infer", infer)
     spec = ActorLearnerSpec(env="CartPole-v1", eval_episodes=5).override(["endpoint.model.max_batch_size=2"])
     with make_player(make_flow(spec, SimpleNamespace()))._connect("best") as connections:
         assert len(evaluate_policies(connections, spec)[""].returns) == 5

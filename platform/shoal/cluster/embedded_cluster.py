@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -45,17 +45,17 @@ _PORTS = (
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """How the raylet starts workers, where a library has a quicker way than Ray's: `fork` of `shoal.worker_starts`, a
-    function of the cluster's folder, names one, or None.
+    """How the raylet starts workers: by default in Ray's own way. A library may have a quicker one: `fork` of
+    `shoal.worker_starts` is a function of the cluster's folder that names it.
 
     script:      takes the arguments of Ray's `setup_worker.py`, which it may become
     server:      a command that serves the script. It is started before Ray, and ends when its standard input closes
     environment: of all processes of the cluster
     """
 
-    script: str
-    server: Sequence[str]
-    environment: Mapping[str, str]
+    script: str | None = None
+    server: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class EmbeddedCluster(ClusterHandle):
@@ -136,8 +136,8 @@ def start_cluster(
             "num_gpus": num_gpus,
             "object_store_memory_bytes": object_store_memory_bytes,
             "watch_parent": not detached,
-            "worker_script": starts.script if starts else None,
-            "worker_server": starts.server if starts else None,
+            "worker_script": starts.script,
+            "worker_server": starts.server,
         }
         extra = {
             "DASHBOARD_METRIC_PORT": str(metrics_port),
@@ -145,7 +145,7 @@ def start_cluster(
             # releases the placement group of a training run when Ray Train's controller has died.
             "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['dashboard_port']}",
             **(environment or {}),
-            **(starts.environment if starts else {}),
+            **starts.environment,
         }
         head = _launch(options, _cluster_environment(temp_dir, cluster_id, serve, extra), detached)
         on_failure.callback(_stop, head, cluster_id, temp_dir, 0.5)
@@ -173,15 +173,14 @@ def _prepare_folder(temp_dir: Path, cluster_id: str, ports: range, detached: boo
     return serve
 
 
-def _find_worker_start(folder: Path) -> WorkerStart | None:
-    """None where Ray starts the workers itself."""
-    make: Callable[[Path], WorkerStart | None] | None = find_optional("fork", "shoal.worker_starts")
-    return None if make is None else make(folder)
+def _find_worker_start(folder: Path) -> WorkerStart:
+    make: Callable[[Path], WorkerStart] | None = find_optional("fork", "shoal.worker_starts")
+    return make(folder) if make else WorkerStart()
 
 
-def _require_plain_paths(starts: WorkerStart | None) -> None:
+def _require_plain_paths(starts: WorkerStart) -> None:
     """Raises ConfigError for a path that Ray mangles on the command line of its workers, which then never start."""
-    for path in (sys.executable, *([starts.script] if starts else [])):
+    for path in filter(None, (sys.executable, starts.script)):
         try:
             is_plain = shlex.split(subprocess.list2cmdline([path])) == [path]
         except ValueError:  # an unterminated quotation

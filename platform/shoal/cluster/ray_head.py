@@ -55,7 +55,7 @@ class HeadOptions(TypedDict):
     object_store_memory_bytes: int | None
     watch_parent: bool
     worker_script: str | None  # in the place of Ray's own
-    worker_server: list[str] | None  # a command that serves that script
+    worker_server: list[str]  # a command that serves that script; empty: none
 
 
 class _HeadNode(Node):

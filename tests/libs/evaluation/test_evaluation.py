@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from shoal.client import Answer
 from shoal.errors import ConfigError, InferenceError, RunError
 from shoal.flows.actor_learner_spec import ActorLearnerSpec
 from shoal.flows.evaluation import Evaluation, record_evaluation
-from shoal.libs.evaluation.connection import PolicyAddress, PolicyConnection, wait_for_version
+from shoal.libs.evaluation.connection import PolicyAddress, PolicyConnection, ask_policy, wait_for_version
 from shoal.libs.evaluation.episode_player import (
     NUM_RESAMPLES,
     TRIAL_SEED,
@@ -157,7 +158,7 @@ class AlwaysLeft:
     def __init__(self, max_rows: int = 64) -> None:
         self._max_rows = max_rows
 
-    def insist(self, observations: np.ndarray, patience_s: float = 60.0, masks: np.ndarray | None = None) -> Answer:
+    def insist(self, observations: np.ndarray, masks: np.ndarray | None = None) -> Answer:
         if len(observations) > self._max_rows:
             raise InferenceError(400, f"{len(observations)} rows, and at most {self._max_rows} are taken")
         return answer(action=np.zeros(len(observations), np.int64))
@@ -165,7 +166,7 @@ class AlwaysLeft:
 
 def test_a_first_observation_may_be_a_list_as_many_environments_return_one() -> None:
     class Measuring:
-        def insist(self, observations: np.ndarray, timeout_s: float, masks: np.ndarray | None = None) -> Answer:
+        def insist(self, observations: np.ndarray, masks: np.ndarray | None) -> Answer:
             assert (observations.shape, observations.dtype) == ((1, 2), np.float32)
             return answer()
 
@@ -200,9 +201,7 @@ class Recalling(gymnasium.Env):  # type: ignore[type-arg]
 class CountingUp:
     """A policy whose state is the number that it has seen, times ten, and the step; its action tells both."""
 
-    def insist(
-        self, observations: np.ndarray, patience_s: float = 60.0, *, masks: np.ndarray, states: np.ndarray | None = None
-    ) -> Answer:
+    def insist(self, observations: np.ndarray, *, masks: np.ndarray, states: np.ndarray | None = None) -> Answer:
         numbers = observations if states is None else states // 10
         np.testing.assert_array_equal(masks.argmax(1), numbers[:, 0])
         states = (np.zeros_like(observations) if states is None else states) + 10 * observations + 1
@@ -286,11 +285,10 @@ def test_requests_of_a_driver_elsewhere_begin_where_they_are_called(monkeypatch:
 
     monkeypatch.setattr("shoal.libs.evaluation.connection._connect_once", functools.cache(Connection))
     address = PolicyAddress("http://127.0.0.1:8000", "cartpole", "token", 0, "sampled")
-    connection = PolicyConnection(address, call)
+    connection = PolicyConnection(functools.partial(call, ask_policy, address), threading.Event())
     assert made == []
     for _ in range(2):
         assert connection.insist(np.zeros((1, 4))).version == 5
-    connection.close()
     assert made == [address], "a process keeps its connection"
     assert len(called) == 2
 

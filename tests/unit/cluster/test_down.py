@@ -131,12 +131,13 @@ def test_a_path_that_ray_would_lose_is_refused_before_anything_starts(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_cluster, "_launch", None)
-    forking = embedded_cluster.WorkerStart(f"{folder}/fork.py", [], {})
-    for executable, starts in ((f"{folder}/python", None), (sys.executable, forking)):
+    own = embedded_cluster.WorkerStart()
+    forking = embedded_cluster.WorkerStart(f"{folder}/fork.py")
+    for executable, starts in ((f"{folder}/python", own), (sys.executable, forking)):
         with monkeypatch.context() as moved:
             moved.setattr(sys, "executable", executable)
             moved.setattr(embedded_cluster, "_find_worker_start", lambda _, starts=starts: starts)
             with pytest.raises(ConfigError, match=r"^path = .* with which Ray starts no worker. move it"):
                 embedded_cluster.start_cluster()
     monkeypatch.setattr(sys, "executable", "/a folder/ü$b/python")
-    embedded_cluster._require_plain_paths(None)
+    embedded_cluster._require_plain_paths(own)

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -57,7 +57,10 @@ class InferenceConnection:
     def infer(
         self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
     ) -> Answer:
-        """See `PolicyConnection.infer`."""
+        """The answer to `observations` [B, *obs]; of a recurrent policy to their `states` [B, S], too: None, at the
+        beginning of the episodes, is zero. It then has the `next_state`s. Of a policy with action masks to `masks` bool
+        [B, K], too. Raises InferenceError with the endpoint's message, or ConnectionLost.
+        """
         # As bytes, which take the endpoint and this client half the time of JSON.
         address = self._address
         parameters = {} if address.action is None else {"parameters": {"action": address.action}}
@@ -105,83 +108,47 @@ _connect_once = cache(InferenceConnection)  # a process that is called keeps its
 
 
 def ask_policy(address: PolicyAddress, *inputs: Any) -> Answer:
-    """The answer to `inputs`, which are those of `PolicyConnection.infer`."""
+    """What `InferenceConnection.infer` gives, in the process that is called."""
     return _connect_once(address).infer(*inputs)
 
 
 class PolicyConnection:
-    """A connection for playing episodes.
+    """Asks one policy, also while its endpoint is unavailable.
 
-    call:      `call(function, *arguments)` returns or raises what the function does, in a process that reaches the
-               endpoint: on the head, where one on loopback is. None: this one does
+    ask:       of an InferenceConnection: `infer`
     cancelled: set by any thread: then `insist` raises ConnectionLost
     """
 
-    def __init__(
-        self,
-        address: PolicyAddress,
-        call: Callable[..., Any] | None = None,
-        cancelled: threading.Event | None = None,
-    ) -> None:
-        self._own: InferenceConnection | None = None
-        self._ask: Callable[..., Answer]
-        if call is not None:
-            self._ask = partial(call, ask_policy, address)
-        else:
-            self._own = InferenceConnection(address)
-            self._ask = self._own.infer
-        self._cancelled = cancelled or threading.Event()
-
-    def infer(
-        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
-    ) -> Answer:
-        """The answer to `observations` [B, *obs]; of a recurrent policy to their `states` [B, S], too: None, at the
-        beginning of the episodes, is zero. It then has the `next_state`s. Of a policy with action masks to `masks` bool
-        [B, K], too. Raises InferenceError with the endpoint's message, or ConnectionLost.
-
-        Retrying is safe: a request changes nothing. See `insist`.
-        """
-        return self._ask(observations, states, masks)
+    def __init__(self, ask: Callable[..., Answer], cancelled: threading.Event) -> None:
+        self._ask, self._cancelled = ask, cancelled
 
     def insist(
-        self,
-        observations: np.ndarray,
-        patience_s: float = PATIENCE_S,
-        states: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
+        self, observations: np.ndarray, states: np.ndarray | None = None, masks: np.ndarray | None = None
     ) -> Answer:
-        """`infer`, retried while the endpoint is unavailable or answers 503: a replica may be restarting."""
-        deadline = time.monotonic() + patience_s
+        """Ask until the endpoint answers: it is unavailable, or says 503, while a replica restarts. Raises after
+        PATIENCE_S, as `infer` does. Retrying is safe: a request changes nothing."""
+        deadline = time.monotonic() + PATIENCE_S
         while not self._cancelled.is_set():
             try:
-                return self.infer(observations, states, masks)
+                return self._ask(observations, states, masks)
             except (InferenceError, ConnectionLost) as error:
                 if time.monotonic() > deadline or (isinstance(error, InferenceError) and error.status != 503):
                     raise
             self._cancelled.wait(0.05)
         raise ConnectionLost("the connection was cancelled")
 
-    def close(self) -> None:
-        """Connections of other processes end with those."""
-        if self._own is not None:
-            self._own.close()
-
 
 def wait_for_version(
-    connection: PolicyConnection,
-    observation: np.ndarray,
-    version: int,
-    timeout_s: float = PATIENCE_S,
-    mask: np.ndarray | None = None,
+    connection: PolicyConnection, observation: np.ndarray, version: int, mask: np.ndarray | None = None
 ) -> None:
     """Return when `version` or a newer one answers to an observation, and to its action mask, if the policy has masks.
-    Raises ConnectionLost after `timeout_s`."""
-    masks = {} if mask is None else {"masks": mask[None]}
-    deadline = time.monotonic() + timeout_s
+    Raises ConnectionLost after PATIENCE_S."""
+    deadline = time.monotonic() + PATIENCE_S
     seen = 0
     while time.monotonic() < deadline:
-        seen = connection.insist(np.asarray(observation, np.float32)[None], timeout_s, **masks).version
+        rows = np.asarray(observation, np.float32)[None]
+        seen = connection.insist(rows, masks=None if mask is None else mask[None]).version
         if seen >= version:
             return
         time.sleep(0.02)
-    raise ConnectionLost(f"the endpoint still answers with version {seen}, not {version}, after {timeout_s} s")
+    raise ConnectionLost(f"the endpoint still answers with version {seen}, not {version}, after {PATIENCE_S} s")

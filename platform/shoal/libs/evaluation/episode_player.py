@@ -12,13 +12,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shoal.extend.flows import ONLY_POLICY, ActorLearnerSpec, Evaluation, EvaluationSite
 from shoal.extend.runs import format_number
-from shoal.libs.evaluation.connection import PolicyAddress, PolicyConnection, wait_for_version
+from shoal.libs.evaluation.connection import (
+    InferenceConnection,
+    PolicyAddress,
+    PolicyConnection,
+    ask_policy,
+    wait_for_version,
+)
 from shoal.libs.evaluation.episodes import Connections, play_through
 from shoal.weights import WeightSnapshot
 
@@ -50,7 +57,27 @@ class EpisodePlayer:
         return self._thread.submit(self._play, hold_trial, action, [snapshot], cancelled)
 
     def judge(self, trials: Sequence[Evaluation], version: int, action: str) -> dict[str, Any]:
-        return judge_trial(trials, self._spec, version, action)
+        """See Evaluator. After others that failed the reason says what to do, and then is short."""
+        spec, trial = self._spec, trials[-1]
+        miss = estimate_miss(trial, spec)
+        passes = miss < MAX_MISS_PROBABILITY
+        target, returned = spec.target_return, f"version {version} returned {format_number(trial.mean_return)}"
+        reason = "" if passes else returned
+        if reason and len(trials) <= NUM_FULL_REASONS:
+            reason += (
+                f" over {len(trial.returns)} episodes of a trial with action={action}, and would miss"
+                f" {target:g} in others with a probability of {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
+            )
+        elif reason and len(trials) % REMIND_EVERY == NUM_FULL_REASONS + 1:
+            nearest = max(trials, key=lambda each: each.mean_return)
+            sure = np.quantile(resample_means(nearest, max(spec.eval_episodes, MIN_EPISODES)), MAX_MISS_PROBABILITY / 2)
+            reason += (
+                f" in its trial with action={action}; the nearest trial returned {format_number(nearest.mean_return)}"
+            )
+            reason += f", and would pass target_return={sure:.4g}: lower it, or raise max_wall_s={spec.max_wall_s:g}"
+        result = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
+        bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": target}
+        return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": reason}
 
     def probe(self) -> float | None:
         """The mean return of a probe that has just ended; begin one when it is time."""
@@ -79,22 +106,19 @@ class EpisodePlayer:
     ) -> Iterator[Sequence[Connections]]:
         """Connections to all policies at the endpoint, for such actions, when it serves the candidates; until
         `cancelled` is set, which ends the waiting for that, too."""
-        site = self._site
-        addresses = {
-            each.name: PolicyAddress(site.url, each.spec.model_name, site.token, each.spec.state_size, action)
-            for each in site.policies
-        }
+        site, stopped = self._site, cancelled or threading.Event()
         with ExitStack() as opened:
-            connections = [
-                {
-                    name: opened.enter_context(closing(PolicyConnection(address, site.call, cancelled)))
-                    for name, address in addresses.items()
-                }
-                for _ in range(NUM_CONNECTIONS)
-            ]
+
+            def connect(policy: ActorLearnerSpec) -> PolicyConnection:
+                address = PolicyAddress(site.url, policy.model_name, site.token, policy.state_size, action)
+                if site.call is not None:
+                    return PolicyConnection(partial(site.call, ask_policy, address), stopped)
+                return PolicyConnection(opened.enter_context(closing(InferenceConnection(address))).infer, stopped)
+
+            connections = [{each.name: connect(each.spec) for each in site.policies} for _ in range(NUM_CONNECTIONS)]
             for policy, snapshot in zip(site.policies, candidates, strict=False):
                 observation, mask = policy.first_inputs
-                wait_for_version(connections[0][policy.name], observation, snapshot.version, mask=mask)
+                wait_for_version(connections[0][policy.name], observation, snapshot.version, mask)
             yield connections
 
     def _play(self, play: Callable[..., Evaluation], *setting: Any) -> Evaluation:
@@ -170,26 +194,3 @@ def estimate_miss(trial: Evaluation, spec: ActorLearnerSpec) -> float:
     if spec.target_return is None:
         return 0.0
     return float(np.mean(resample_means(trial, max(spec.eval_episodes, MIN_EPISODES)) < spec.target_return))
-
-
-def judge_trial(trials: Sequence[Evaluation], spec: ActorLearnerSpec, version: int, action: str) -> dict[str, Any]:
-    """What a record says of the last trial: whether it `passes`, and the `reason` if not; after others that failed what
-    to do, and then in few words."""
-    trial = trials[-1]
-    miss = estimate_miss(trial, spec)
-    passes = miss < MAX_MISS_PROBABILITY
-    target, returned = spec.target_return, f"version {version} returned {format_number(trial.mean_return)}"
-    reason = "" if passes else returned
-    if reason and len(trials) <= NUM_FULL_REASONS:
-        reason += (
-            f" over {len(trial.returns)} episodes of a trial with action={action}, and would miss"
-            f" {target:g} in others with a probability of {miss:.2g}, where {MAX_MISS_PROBABILITY:g} is allowed"
-        )
-    elif reason and len(trials) % REMIND_EVERY == NUM_FULL_REASONS + 1:
-        nearest = max(trials, key=lambda each: each.mean_return)
-        sure = np.quantile(resample_means(nearest, max(spec.eval_episodes, MIN_EPISODES)), MAX_MISS_PROBABILITY / 2)
-        reason += f" in its trial with action={action}; the nearest trial returned {format_number(nearest.mean_return)}"
-        reason += f", and would pass target_return={sure:.4g}: lower it, or raise max_wall_s={spec.max_wall_s:g}"
-    result = {"mean_return": trial.mean_return, "episodes": len(trial.returns), "passes": passes, "action": action}
-    bound = {"miss_probability": miss, "allowed": MAX_MISS_PROBABILITY, "target": target}
-    return {"version": version, "seconds": trial.duration_s, **result, **bound, "reason": reason}

@@ -64,7 +64,7 @@ def load_sample_sheet() -> Callable[[int, Path, Task], Any]:
     """What draws predictions of validation samples: made of their number, the run's folder and the Task, it has
     `observe(outputs, batch)` and `write(step, epoch)`. Raises ConfigError without a library that does."""
     try:
-        made: Callable[[int, Path, Task], Any] = find_extension("samples", "shoal.films", {})
+        made: Callable[[int, Path, Task], Any] = find_extension("samples", "shoal.films")
     except ValueError as error:
         raise ConfigError(
             "evaluate.samples", "", str(error), "install the library films of Shoal, or leave it"
