@@ -82,14 +82,14 @@ def test_a_run_that_is_sent_nothing_valid_shows_what_is_dropped_and_ends_when_it
 
 
 @pytest.mark.parametrize(
-    ("env", "lacks", "joins"),
+    ("env", "lacks"),
     [
-        ({"observation": [4], "action": 2}, "the run has no environment to play", "games join at tcp://h:1\n"),
-        ("CartPole-v1", "no library that plays episodes is installed", "start each actor with\n"),
+        ({"observation": [4], "action": 2}, "the run has no environment to play"),
+        ("CartPole-v1", "no library that plays episodes is installed"),
     ],
 )
 def test_a_run_that_cannot_be_evaluated_registers_the_version_of_its_actors_best_returns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], env: object, lacks: str, joins: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], env: object, lacks: str
 ) -> None:
     monkeypatch.setattr(actor_learner, "record_changes", lambda *_: None)
     spec = ActorLearnerSpec.parse({"env": env})
@@ -113,7 +113,7 @@ def test_a_run_that_cannot_be_evaluated_registers_the_version_of_its_actors_best
     LoopRun._announce_gateways(flow)
     said = capsys.readouterr().out
     assert f"game@1 (champion): not evaluated, for {lacks}\n" in said
-    assert f"run one: {joins}" in said
+    assert ("run one: games join at tcp://h:1\n" in said) == bool(spec.given)
 
 
 def test_a_run_that_is_stopped_registers_what_it_has_learnt_and_champion_stays(

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -174,8 +174,9 @@ def _prepare_folder(temp_dir: Path, cluster_id: str, ports: range, detached: boo
 
 
 def _find_worker_start(folder: Path) -> WorkerStart:
-    make: Callable[[Path], WorkerStart] | None = find_optional("fork", "shoal.worker_starts")
-    return make(folder) if make else WorkerStart()
+    make = find_optional("fork", "shoal.worker_starts")
+    found: WorkerStart = make(folder) if make else WorkerStart()
+    return found
 
 
 def _require_plain_paths(starts: WorkerStart) -> None:

@@ -81,8 +81,9 @@ class EvaluationSite:
 
     def open(self) -> Evaluator | None:
         """None without the extension."""
-        make: Callable[[EvaluationSite], Evaluator] | None = find_optional("play", "shoal.evaluators")
-        return None if make is None else make(self)
+        make = find_optional("play", "shoal.evaluators")
+        evaluator: Evaluator | None = make(self) if make else None
+        return evaluator
 
 
 def choose_action(trials: Mapping[str, Evaluation]) -> str:
